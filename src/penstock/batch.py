@@ -1,0 +1,166 @@
+"""The plan: the only types that cross between the scheduler (engine core) and the stages.
+
+A `ScheduledBatch` is one micro-batch for one trip through the pipe. The core encodes it once and sends the
+same bytes to every rank; a rank works out no shape and no decision on its own. The last stage answers with a
+`StepResult` and sends `SampledTokens` to the earlier stages (`pipeline.token_return`).
+
+Rows: a *row* is the index of a request in every rank's row table, the same on all ranks. A freed row may be
+used again; its *generation* then grows by one, so that late tokens of the former request are recognised.
+Lists that run "per row of the plan" are aligned with `ScheduledBatch.rows`. No torch here.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+from penstock.request import TokenLogprobs
+
+KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
+
+
+class RowSampling(msgspec.Struct, frozen=True, array_like=True):
+    """How the last stage samples a row. Numbers are validated; `seed` is always set."""
+
+    temperature: float
+    top_k: int  # 0 = all
+    top_p: float
+    min_p: float
+    seed: int
+    min_tokens: int
+    suppressed_ids: list[int]  # not sampled before min_tokens: end-of-sequence and stop ids
+    num_logprobs: int  # -1 = none
+
+
+class NewRow(msgspec.Struct, frozen=True, array_like=True):
+    """A request enters the row table of every rank (first start, or resumption after preemption)."""
+
+    row: int
+    generation: int
+    request_id: str
+    prompt_len: int  # of the original prompt: sampling positions count from here
+    token_ids: list[int]  # all known tokens: prompt, then what was generated before a preemption
+    sampling: RowSampling
+
+
+class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit_defaults=True):
+    """One plan. An empty plan (no rows) is legal: it is the health probe and crosses every stage.
+
+    Order of application on a rank: `freed_rows`, then `new_rows`, then consume the token returns of all
+    steps up to `consume_through`, then append `new_blocks`, then build the batch.
+    """
+
+    step_id: int  # 0, 1, 2, ... without gaps within an epoch
+    epoch: int = 0
+    rows: list[int] = []  # [num_rows]
+    num_tokens: list[int] = []  # [num_rows] tokens of the row in this step, >= 1
+    start_positions: list[int] = []  # [num_rows] position of the first of them, all drafts taken as accepted
+    new_blocks: list[list[int]] = []  # [num_rows] block ids to append to the row's block table
+    need_sampled: list[bool] = []  # [num_rows] True where this step's last token yields a sampled id
+    token_from: list[int] = []  # [num_rows] step whose sampled id this row consumes as input, or KNOWN
+    consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
+    freed_rows: list[int] = []
+    new_rows: list[NewRow] = []
+    digest: int = 0  # crc32 of the plan encoded with digest 0; frames of the step carry it
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.num_tokens)
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Rows (not plan indices) that yield a sampled id, in plan order."""
+        return [row for row, sampled in zip(self.rows, self.need_sampled, strict=True) if sampled]
+
+
+class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Token return of one step: one entry per row of the plan's need-sampled mask, in plan order."""
+
+    step_id: int
+    epoch: int
+    digest: int
+    token_ids: list[list[int]]  # accepted and sampled ids; exactly one without speculation; [-1] = failed row
+    num_rejected: list[int]  # drafts of the row that were rejected; 0 without speculation
+
+
+class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_defaults=True):
+    """What the last stage sampled, for the core. Lists run over the plan's sampled rows, in plan order."""
+
+    step_id: int
+    epoch: int = 0
+    token_ids: list[list[int]] = []
+    num_rejected: list[int] = []
+    logprobs: list[list[TokenLogprobs] | None] = []
+    failed: list[int] = []  # indices into the lists above whose logits were NaN or infinite
+
+
+class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
+    """A rank has its weights. `max_blocks`: the KV blocks that its memory can hold."""
+
+    stage: int
+    max_blocks: int
+    block_bytes: int  # of one block over this rank's layers
+    tensor_bytes: int  # of its own weights as held
+    bytes_read: int  # from checkpoint files, tensor data only
+    load_seconds: float
+
+
+class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
+    """The core's answer once all ranks have loaded: the minimum over the stages (row D9)."""
+
+    num_blocks: int
+
+
+class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
+    """KV cache allocated, warmed up, waiting for plans."""
+
+    stage: int
+
+
+class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
+    """The rank is about to exit; `error` is the first cause that it knows of."""
+
+    stage: int
+    error: ErrorInfo
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Leave the stage loop after the plans that came before."""
+
+
+CoreToRank = ScheduledBatch | AllocateKV | Shutdown
+RankToCore = StepResult | RankLoaded | RankReady | RankFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_rank = msgspec.msgpack.Decoder(CoreToRank)
+_to_core = msgspec.msgpack.Decoder(RankToCore)
+_tokens = msgspec.msgpack.Decoder(SampledTokens)
+
+
+def encode(message: CoreToRank | RankToCore | SampledTokens) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_to_rank(frame: bytes) -> CoreToRank:
+    return _to_rank.decode(frame)
+
+
+def decode_to_core(frame: bytes) -> RankToCore:
+    return _to_core.decode(frame)
+
+
+def decode_sampled_tokens(frame: bytes) -> SampledTokens:
+    return _tokens.decode(frame)
+
+
+def seal(plan: ScheduledBatch) -> ScheduledBatch:
+    """The plan with its digest filled in. Only the core seals."""
+    return msgspec.structs.replace(plan, digest=plan_digest(plan))
+
+
+def plan_digest(plan: ScheduledBatch) -> int:
+    """crc32 of the plan's encoding with digest 0."""
+    bare = plan if plan.digest == 0 else msgspec.structs.replace(plan, digest=0)
+    return zlib.crc32(_encoder.encode(bare))

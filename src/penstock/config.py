@@ -1,0 +1,232 @@
+"""What can be set, as frozen values. One class per part; a constructor takes its own part, never the whole.
+
+The command line, the environment, TOML and `LLM(...)` all end in an `EngineConfig`. Values are validated where
+they are owned; `resolve` functions elsewhere replace "auto" by numbers and return new values.
+`RankConfig` and `CoreConfig` are what a child process gets on its inherited pipe, encoded by msgspec.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import UsageError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+Backend = Literal["mp", "inprocess"]
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise UsageError(f"{name} is {value}; it must be at least {low}.", param=name, code="out_of_range")
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model, and in which form.
+
+    Attributes:
+        model: directory of a Hugging Face style checkpoint, `demo`, or a hub name already downloaded.
+        dtype: of weights and computation; "auto" takes the checkpoint's.
+        max_model_len: longest prompt + output in tokens; None takes the model's own.
+    """
+
+    model: str
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is cut, and where the parts run.
+
+    Attributes:
+        pipeline_parallel_size: number of stages P.
+        partition: `even`, `last`, or layers per stage such as "5,6,5,6".
+        async_depth: plans issued ahead; P + async_depth plans are in flight.
+        threads_per_rank: CPU threads of a rank; None shares the cores among the ranks.
+        device: `cpu`, `cuda`, or `auto` (cuda when torch sees a GPU).
+        backend: `mp` = one process per rank; `inprocess` = ranks as threads (tests, notebooks).
+    """
+
+    pipeline_parallel_size: int = 1
+    partition: str = "even"
+    async_depth: int = 0
+    threads_per_rank: int | None = None
+    device: Device = "cpu"
+    backend: Backend = "mp"
+
+    def __post_init__(self) -> None:
+        _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        _at_least("async_depth", self.async_depth, 0)
+        if self.async_depth > 64:
+            raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
+        if self.threads_per_rank is not None:
+            _at_least("threads_per_rank", self.threads_per_rank, 1)
+
+    @property
+    def depth(self) -> int:
+        """Plans in flight at most (rows D1, F2; S8)."""
+        return self.pipeline_parallel_size + self.async_depth
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache.
+
+    Attributes:
+        block_size: tokens per block.
+        num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
+        kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.num_blocks is not None:
+            _at_least("num_blocks", self.num_blocks, 1)
+        if self.kv_cache_bytes is not None:
+            _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who runs, and how much at once.
+
+    Attributes:
+        max_num_seqs: requests that hold a row at once.
+        max_num_batched_tokens: tokens of one plan at most.
+        prefill_chunk: prompt tokens of one request in one plan at most.
+        max_waiting_requests: requests that may wait; one more is answered 429.
+        queue_timeout_s: a request that has waited this long is answered 503.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    prefill_chunk: int = 512
+    max_waiting_requests: int = 1024
+    queue_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_chunk",
+            "max_waiting_requests",
+        ):
+            _at_least(name, getattr(self, name), 1)
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP front. Keys are never logged nor shown."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: list[str] = []
+    served_model_name: str | None = None
+    insecure: bool = False  # allow a non-loopback address without a key
+    drain_s: float = 30.0
+    max_connections: int = 4096
+    log_format: Literal["text", "json"] = "text"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an engine needs; the parts go to their owners."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    seed: int = 0
+
+
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank is told at start. Its layers are `[start_layer, end_layer)`."""
+
+    model_path: str  # resolved directory
+    dtype: Literal["float32", "bfloat16", "float16"]
+    max_model_len: int
+    stage: int
+    num_stages: int
+    start_layer: int
+    end_layer: int
+    device: Literal["cpu", "cuda"]
+    threads: int
+    block_size: int
+    num_blocks: int | None
+    kv_cache_bytes: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    link_frames: int  # frames that a link holds: async_depth + 1
+    wait_timeout_s: float = 60.0  # deadline of every wait on a peer inside a step
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+
+class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine core is told at start."""
+
+    parallel: ParallelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    seed: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+
+
+class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """A shared-memory link as inherited file descriptors; nothing of it has a name."""
+
+    memory_fd: int
+    data_fd: int  # eventfd semaphore: frames written and not yet read
+    space_fd: int  # eventfd semaphore: frames free to write
+    frame_bytes: int
+    num_frames: int
+
+
+class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank process reads from its config pipe: the rank, and where its neighbours are."""
+
+    rank: RankConfig
+    parent_pid: int
+    plan_address: str  # zmq PAIR: the core binds, the rank connects
+    token_addresses: list[
+        str
+    ]  # zmq PAIR: last stage: one per earlier stage, in order, it binds; else: own one
+    incoming: LinkHandle | None = None
+    outgoing: LinkHandle | None = None
+
+
+class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core process reads from its config pipe."""
+
+    core: CoreConfig
+    parent_pid: int
+    plan_addresses: list[str]  # one per stage; the core binds
+    client_address: str  # zmq ROUTER; the core binds
+
+
+class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API process reads from its config pipe. The listening socket comes as `listen_fd`."""
+
+    server: ServerConfig
+    parent_pid: int
+    client_address: str
+    listen_fd: int
+    model_path: str
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_num_seqs: int
+    max_waiting_requests: int
+    num_stages: int

@@ -1,0 +1,246 @@
+"""The exceptions that a user, a client or an operator of Penstock can meet.
+
+    PenstockError
+    ├── UsageError                 a flag or argument is wrong                 exit 2, HTTP 400
+    │   └── PartitionError         layers cannot be cut as asked
+    ├── ModelError                 the model cannot be served                  exit 3
+    │   ├── ModelConfigError       config.json (or a sibling) is bad
+    │   │   └── UnsupportedModelError   an architecture that we do not know
+    │   └── CheckpointError        a safetensors file is bad: file, tensor, expected, found
+    ├── NotEnoughMemoryError       weights or KV cache do not fit              exit 4
+    ├── PeerError                  a port, process or link                     exit 5, HTTP 503
+    │   ├── PortInUseError
+    │   ├── StageLostError         a rank died, hung or failed: stage and first cause
+    │   ├── WaitTimeoutError       a wait passed its deadline: peer and step
+    │   ├── LinkClosedError        the other end of a link went away
+    │   └── ProtocolError          a frame that is not the one both ends agreed on
+    └── RequestError               one request is refused or failed; others go on
+        ├── InvalidRequestError    HTTP 400: names the field
+        ├── AuthenticationError    HTTP 401
+        ├── NotFoundError          HTTP 404
+        ├── TooLargeError          HTTP 413
+        ├── OverloadedError        HTTP 429, with Retry-After
+        ├── UnavailableError       HTTP 503, with Retry-After
+        ├── AbortedError           HTTP 499: the client or the operator ended it
+        └── NumericalError         HTTP 500: NaN or infinity in the row's logits
+
+Every message says what happened and why; `remedy` says what to do. `ErrorInfo` is the same error on a wire.
+Nothing here imports anything of ours.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import msgspec
+
+
+class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error as it crosses a process boundary. `kind` is the class name in this module."""
+
+    kind: str
+    message: str
+    remedy: str = ""
+    param: str | None = None
+    code: str | None = None
+    stage: int | None = None
+
+
+class PenstockError(Exception):
+    """Base of all errors that Penstock raises on purpose.
+
+    Args:
+        message: what happened and why, with the numbers.
+        remedy: what the reader can do about it, as a sentence.
+        param: the request field or flag at fault, if one is.
+        code: a stable word for programs, such as `out_of_range`.
+        stage: the pipeline stage concerned, if one is.
+    """
+
+    exit_code: ClassVar[int] = 70
+    http_status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "server_error"
+    default_code: ClassVar[str | None] = None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        remedy: str = "",
+        param: str | None = None,
+        code: str | None = None,
+        stage: int | None = None,
+    ) -> None:
+        super().__init__(f"{message} {remedy}" if remedy else message)
+        self.message = message
+        self.remedy = remedy
+        self.param = param
+        self.code = code or self.default_code
+        self.stage = stage
+
+    def info(self) -> ErrorInfo:
+        """This error in a form that can be sent to another process."""
+        return ErrorInfo(
+            kind=type(self).__name__,
+            message=self.message,
+            remedy=self.remedy,
+            param=self.param,
+            code=self.code,
+            stage=self.stage,
+        )
+
+
+class UsageError(PenstockError, ValueError):
+    exit_code = 2
+    http_status = 400
+    error_type = "invalid_request_error"
+
+
+class PartitionError(UsageError):
+    """The layers of a model cannot be cut into stages as asked."""
+
+
+class ModelError(PenstockError):
+    exit_code = 3
+
+
+class ModelConfigError(ModelError):
+    """`config.json` or a sibling file is missing, malformed or out of range."""
+
+
+class UnsupportedModelError(ModelConfigError):
+    """The checkpoint names an architecture that has no spec in `penstock.models`."""
+
+
+class CheckpointError(ModelError):
+    """A safetensors file is not what its header or the model says.
+
+    Args:
+        file: name of the file.
+        tensor: name of the tensor, or "" when the file as a whole is bad.
+        expected, found: the two things that differ, as text.
+    """
+
+    def __init__(self, *, file: str, tensor: str = "", expected: str, found: str, remedy: str = "") -> None:
+        where = f"{file}: tensor {tensor}" if tensor else file
+        remedy = remedy or "Download the checkpoint again or convert it anew."
+        super().__init__(f"{where}: expected {expected}, found {found}.", remedy=remedy)
+        self.file = file
+        self.tensor = tensor
+        self.expected = expected
+        self.found = found
+
+
+class NotEnoughMemoryError(PenstockError):
+    exit_code = 4
+
+
+class PeerError(PenstockError):
+    exit_code = 5
+    http_status = 503
+    error_type = "service_unavailable"
+
+
+class PortInUseError(PeerError):
+    """The address to listen on is taken or not ours."""
+
+
+class StageLostError(PeerError):
+    """A rank died, hung or failed; the message carries the first cause."""
+
+    default_code = "stage_lost"
+
+
+class WaitTimeoutError(PeerError, TimeoutError):
+    """A wait on a peer passed its deadline; the message names peer and step."""
+
+    default_code = "peer_timeout"
+
+
+class LinkClosedError(PeerError):
+    """The other end of a link or channel went away."""
+
+    default_code = "link_closed"
+
+
+class ProtocolError(PeerError):
+    """A frame does not carry the header that the plan promised."""
+
+    default_code = "protocol_mismatch"
+
+
+class RequestError(PenstockError):
+    """One request is refused or has failed; all others go on."""
+
+
+class InvalidRequestError(RequestError, ValueError):
+    exit_code = 2
+    http_status = 400
+    error_type = "invalid_request_error"
+    default_code = "invalid_value"
+
+
+class AuthenticationError(RequestError):
+    http_status = 401
+    error_type = "authentication_error"
+    default_code = "invalid_api_key"
+
+
+class NotFoundError(RequestError):
+    http_status = 404
+    error_type = "invalid_request_error"
+    default_code = "not_found"
+
+
+class TooLargeError(RequestError):
+    http_status = 413
+    error_type = "invalid_request_error"
+    default_code = "body_too_large"
+
+
+class OverloadedError(RequestError):
+    http_status = 429
+    error_type = "rate_limit_error"
+    default_code = "queue_full"
+
+
+class UnavailableError(RequestError):
+    http_status = 503
+    error_type = "service_unavailable"
+    default_code = "unavailable"
+
+
+class AbortedError(RequestError):
+    http_status = 499
+    error_type = "aborted"
+    default_code = "aborted"
+
+
+class NumericalError(RequestError):
+    """The model gave NaN or infinity for this row; nothing sensible can be sampled."""
+
+    default_code = "numerical"
+
+
+def _descendants(cls: type[PenstockError]) -> dict[str, type[PenstockError]]:
+    found = {cls.__name__: cls}
+    for child in cls.__subclasses__():
+        found |= _descendants(child)
+    return found
+
+
+def error_from_info(info: ErrorInfo) -> PenstockError:
+    """Rebuild the error that another process described; an unknown kind becomes a `PenstockError`."""
+    cls = _descendants(PenstockError).get(info.kind, PenstockError)
+    error = cls.__new__(cls)
+    PenstockError.__init__(
+        error, info.message, remedy=info.remedy, param=info.param, code=info.code, stage=info.stage
+    )
+    return error
+
+
+def describe(error: BaseException) -> ErrorInfo:
+    """Any exception as an `ErrorInfo`: ours keeps its kind, a foreign one is named in the text."""
+    if isinstance(error, PenstockError):
+        return error.info()
+    return ErrorInfo(kind="PenstockError", message=f"{type(error).__name__}: {error}", code="internal_error")

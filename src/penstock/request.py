@@ -1,0 +1,130 @@
+"""What a client asks for and what it gets back, as plain values.
+
+`SamplingParams` and `GenerationRequest` travel from the front (`LLM`, the API process) to the engine core;
+`RequestUpdate` travels back once per step. Field names are vLLM's where the meaning is the same.
+Does not hold scheduling state (`scheduler.queues`) nor text (`engine.outputs`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import ErrorInfo, InvalidRequestError
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens, and when to stop.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches p.
+        min_p: drop tokens less likely than `min_p` times the likeliest.
+        seed: the i-th token is a pure function of (seed, i, logits); None lets the engine choose.
+        max_tokens: tokens to generate at most; None fills the model's context.
+        min_tokens: end-of-sequence and stop ids are not sampled before this many tokens.
+        ignore_eos: go on past the model's own end-of-sequence ids.
+        stop: strings that end the text; found in the front, which cuts the text before them.
+        stop_token_ids: ids that end the request, beside the model's own.
+        logprobs: log-probabilities of the chosen token and of this many likeliest; None gives none.
+        include_stop_str_in_output: leave the stop string in the text.
+        skip_special_tokens: leave special tokens out of the text.
+        detokenize: False leaves the text empty.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop: str | list[str] = []
+    stop_token_ids: list[int] = []
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop)
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise `InvalidRequestError` naming the first field that is out of range."""
+        _check_range("temperature", self.temperature, 0.0, 2.0)
+        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        _check_range("top_k", self.top_k, -1, vocab_size)
+        if self.seed is not None:
+            _check_range("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.max_tokens is not None:
+            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.logprobs is not None:
+            _check_range("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        self._validate_stops(vocab_size)
+
+    def _validate_stops(self, vocab_size: int) -> None:
+        _check_range("stop", len(self.stop_strings), 0, MAX_STOP_STRINGS, what="number of stop strings")
+        for text in self.stop_strings:
+            size = len(text.encode("utf-8", "surrogatepass"))
+            _check_range("stop", size, 1, MAX_STOP_STRING_BYTES, what="length of a stop string in bytes")
+        count = len(self.stop_token_ids)
+        _check_range("stop_token_ids", count, 0, MAX_STOP_TOKEN_IDS, what="number of stop_token_ids")
+        for token_id in self.stop_token_ids:
+            _check_range("stop_token_ids", token_id, 0, vocab_size - 1, what="a stop token id")
+
+
+def _check_range(
+    param: str, value: float, low: float, high: float, *, low_open: bool = False, what: str = ""
+) -> None:
+    inside = (low < value if low_open else low <= value) and value <= high
+    if inside and math.isfinite(value):
+        return
+    bound = f"above {low} and at most {high}" if low_open else f"between {low} and {high}"
+    raise InvalidRequestError(
+        f"{what or param} must be {bound}, got {value}.", param=param, code="out_of_range"
+    )
+
+
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One sequence to generate. Validated by the front before it is sent to the core."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities (natural, of the raw model distribution) at one position."""
+
+    logprob: float  # of the chosen token
+    rank: int  # 1 = the chosen token was the likeliest
+    top_ids: list[int]  # [num_logprobs], likeliest first
+    top_logprobs: list[float]  # [num_logprobs]
+
+
+class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one step brought to one request. After `finish_reason` is set no other update follows."""
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprobs] | None = None  # one per token id
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None  # the id that ended it, when one did
+    error: ErrorInfo | None = None  # set if and only if finish_reason == "error"
+    queue_seconds: float | None = None  # set on the first update: time spent waiting
+    num_cached_tokens: int = 0
