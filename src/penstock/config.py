@@ -1,6 +1,6 @@
 """What can be set, as frozen values. One class per part; a constructor takes its own part, never the whole.
 
-The command line, the environment, TOML and `LLM(...)` all end in an `EngineConfig`. Values are validated where
+The command line, the environment, TOML and `LLM(...)` all end in an `EngineConfig`. Values are checked where
 they are owned; `resolve` functions elsewhere replace "auto" by numbers and return new values.
 `RankConfig` and `CoreConfig` are what a child process gets on its inherited pipe, encoded by msgspec.
 """
