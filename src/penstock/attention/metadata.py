@@ -1,0 +1,102 @@
+"""What attention must know about a step beside its tensors.
+
+`AttentionMetadata` is made once per step by `runner.model_runner` and read by every layer's attention.
+Keys and values live in *slots*: token position p of a row is in slot `block_table[p // block_size] *
+block_size + p % block_size`. Decode rows (one token each) come first in a step, then the rows that prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+# Gathered keys of one decode group, in slots: bounds the temporary memory of a step with long contexts.
+MAX_GROUP_SLOTS = 1 << 17
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerKV:
+    """Keys and values of one layer for all blocks."""
+
+    key: Tensor  # [num_slots, num_kv_heads, head_dim]
+    value: Tensor  # [num_slots, num_kv_heads, head_dim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeGroup:
+    """Consecutive decode rows whose contexts are read together, padded to the longest."""
+
+    start: int  # first row; rows and tokens are the same for decodes
+    end: int
+    slots: Tensor  # [num_rows, max_context] int64; padding repeats the row's own first slot
+    padding: Tensor  # [num_rows, 1, 1, max_context] bool, True where there is no token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillRow:
+    """One row with several tokens, or with one that is not counted among the decodes."""
+
+    start: int  # first token in the step
+    end: int
+    slots: Tensor  # [context] int64, up to and with the step's own tokens
+    visible: Tensor | None  # [end - start, context] bool; None: the row starts here, plainly causal
+
+
+@dataclass(
+    frozen=True, kw_only=True
+)  # no slots: the indices below are worked out once per step, not per layer
+class AttentionMetadata:
+    """Rows of a step, the same for all layers. Tensors are on the device of the KV storage."""
+
+    query_starts: list[int]  # [num_rows + 1] row r owns tokens [query_starts[r], query_starts[r + 1])
+    seq_lens: list[int]  # [num_rows] context length after this step
+    block_tables: Tensor  # [num_rows, max_blocks] int64; entries past a row's context are never used
+    slot_mapping: Tensor  # [num_tokens] int64, where the step's keys and values go
+    num_decodes: int  # leading rows with exactly one token
+    block_size: int
+
+    @cached_property
+    def decode_groups(self) -> list[DecodeGroup]:
+        return [self._decode_group(start, end) for start, end in self._decode_ranges()]
+
+    @cached_property
+    def prefill_rows(self) -> list[PrefillRow]:
+        return [self._prefill_row(row) for row in range(self.num_decodes, len(self.seq_lens))]
+
+    def _decode_ranges(self) -> list[tuple[int, int]]:
+        ranges, start, longest = [], 0, 0
+        for row, seq_len in enumerate(self.seq_lens[: self.num_decodes]):
+            longest = max(longest, seq_len)
+            if row > start and (row + 1 - start) * longest > MAX_GROUP_SLOTS:
+                ranges.append((start, row))
+                start, longest = row, seq_len
+        if start < self.num_decodes:
+            ranges.append((start, self.num_decodes))
+        return ranges
+
+    def _decode_group(self, start: int, end: int) -> DecodeGroup:
+        device = self.block_tables.device
+        lengths = torch.tensor(self.seq_lens[start:end], device=device)[:, None]
+        position = torch.arange(max(self.seq_lens[start:end]), device=device)[None, :]
+        padding = position >= lengths
+        # A padded place must hold finite numbers, and never another request's: 0 x NaN would be NaN.
+        slots = self._slots(slice(start, end), position.masked_fill(padding, 0))
+        return DecodeGroup(start=start, end=end, slots=slots, padding=padding[:, None, None, :])
+
+    def _prefill_row(self, row: int) -> PrefillRow:
+        start, end, context = self.query_starts[row], self.query_starts[row + 1], self.seq_lens[row]
+        position = torch.arange(context, device=self.block_tables.device)
+        slots = self._slots(slice(row, row + 1), position[None, :])[0]
+        num_before = context - (end - start)
+        visible = position[None, :] <= position[num_before:, None] if num_before else None
+        return PrefillRow(start=start, end=end, slots=slots, visible=visible)
+
+    def _slots(self, rows: slice, position: Tensor) -> Tensor:
+        """Slots of `position` ([rows or 1, n]) in the given rows: [rows, n]."""
+        tables = self.block_tables[rows]
+        position = position.expand(len(tables), -1)
+        blocks = tables.gather(1, position // self.block_size)
+        return blocks * self.block_size + position % self.block_size

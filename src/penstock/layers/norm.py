@@ -1,0 +1,28 @@
+"""RMSNorm with the residual addition in front of it (row A11)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from penstock.layers.linear import empty_parameter
+
+
+class AddRMSNorm(nn.Module):
+    """Adds the branch to the residual stream and normalises the sum.
+
+    The mean square is taken in float32 whatever the dtype of the stream (arXiv 1910.07467; the order of casts
+    is that of transformers, so that bfloat16 agrees as well).
+    """
+
+    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.eps = eps
+
+    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Two [num_tokens, hidden] -> (normalised sum, sum)."""
+        residual = hidden_states + residual
+        wide = residual.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (wide * scale).to(residual.dtype), residual

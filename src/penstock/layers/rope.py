@@ -1,0 +1,94 @@
+"""Rotary position embedding: frequencies from a `RopeSpec`, angles from positions, rotation of heads.
+
+The angles of a step are worked out once and shared by all its layers; no table over the whole context is
+kept. Formulas: RoPE arXiv 2104.09864, halves rotated as in transformers; linear arXiv 2306.15595; yarn arXiv
+2309.00071; llama3 as in Meta's release of Llama 3.1. They are evaluated in float32 in the order that
+transformers uses, because a last-bit difference of a frequency grows with the position.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.layers.rope_spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryAngles:
+    """Cosines and sines of a step's positions, laid out for rotating halves."""
+
+    cos: Tensor  # [num_tokens, 1, head_dim]
+    sin: Tensor  # [num_tokens, 1, head_dim], first half negated
+
+    def rotate(self, heads: Tensor) -> Tensor:
+        """Turn each pair (i, i + head_dim / 2) of [num_tokens, num_heads, head_dim] by its angle."""
+        half = heads.shape[-1] // 2
+        swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
+        return (heads * self.cos).add_(swapped.mul_(self.sin))
+
+
+class RotaryEmbedding:
+    """Angles for any position; holds [head_dim / 2] frequencies and no parameters."""
+
+    def __init__(self, rope: RopeSpec, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim).to(device)  # [head_dim / 2] float32
+        self._attention_factor = rope.attention_factor
+        self._dtype = dtype
+
+    def angles(self, positions: Tensor) -> RotaryAngles:
+        """[num_tokens] int64 -> the angles, computed in float32 and rounded to the model's dtype once."""
+        turns = positions[:, None].float() * self._frequencies
+        cos = (turns.cos() * self._attention_factor).to(self._dtype)
+        sin = (turns.sin() * self._attention_factor).to(self._dtype)
+        return RotaryAngles(
+            cos=torch.cat((cos, cos), dim=-1)[:, None], sin=torch.cat((-sin, sin), dim=-1)[:, None]
+        )
+
+
+def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Radians per position for each pair of dimensions: [head_dim / 2] float32."""
+    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    match rope.kind:
+        case "linear":
+            return 1.0 / wavelengths / rope.factor
+        case "llama3":
+            return _llama3(rope, 1.0 / wavelengths)
+        case "yarn":
+            return _yarn(rope, wavelengths, head_dim)
+    return 1.0 / wavelengths
+
+
+def _llama3(rope: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Keep what turns often over the original context, stretch what turns seldom, blend in between."""
+    context = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    seldom = wavelengths > context / rope.low_freq_factor
+    often = wavelengths < context / rope.high_freq_factor
+    weight = (context / wavelengths - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    blended = (1 - weight) * frequencies / rope.factor + weight * frequencies
+    stretched = torch.where(seldom, frequencies / rope.factor, frequencies)
+    return torch.where(~often & ~seldom, blended, stretched)
+
+
+def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
+    """As llama3, with a ramp over the dimensions instead of over the wavelengths."""
+    low = _dimension_that_turns(rope, rope.beta_fast, head_dim)
+    high = _dimension_that_turns(rope, rope.beta_slow, head_dim)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # a ramp of no width
+    dimensions = torch.arange(head_dim // 2, dtype=torch.float32)
+    kept = 1 - ((dimensions - low) / (high - low)).clamp(0, 1)
+    return (1.0 / (rope.factor * wavelengths)) * (1 - kept) + (1.0 / wavelengths) * kept
+
+
+def _dimension_that_turns(rope: RopeSpec, num_turns: float, head_dim: int) -> float:
+    """Index of the pair of dimensions that turns `num_turns` times over the original context."""
+    context = rope.original_max_position_embeddings
+    return head_dim * math.log(context / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,0 +1,35 @@
+"""Parameters of a rotary position embedding. Apart from `layers.rope` because it must not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding, with every default filled in. `layers.rope` holds the formulas.
+
+    Attributes:
+        kind: which formula turns `theta` into frequencies.
+        theta: base of the wavelengths.
+        factor: how far the context is stretched (linear, llama3, yarn).
+        original_max_position_embeddings: context of the pre-training (llama3, yarn).
+        low_freq_factor, high_freq_factor: bounds of llama3's blend, in turns over the original context.
+        beta_fast, beta_slow: bounds of yarn's ramp, in turns over the original context.
+        truncate: round yarn's bounds to whole dimensions.
+        attention_factor: cosines and sines are multiplied by it (yarn).
+    """
+
+    kind: RopeKind = "default"
+    theta: float = 10_000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0

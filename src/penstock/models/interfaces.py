@@ -1,0 +1,57 @@
+"""What a model class promises when it says that it can be cut into stages (row A7)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal, Protocol
+
+from torch import Tensor
+
+from penstock.attention.metadata import AttentionMetadata, LayerKV
+from penstock.errors import UnsupportedModelError
+from penstock.models.intermediate import IntermediateTensors
+
+_logger = logging.getLogger(__name__)
+
+_STAGE_INPUT = "tensors"
+
+
+class SupportsPP(Protocol):
+    """A model of which a stage can hold a part."""
+
+    supports_pp: ClassVar[Literal[True]]
+    make_empty_intermediate_tensors: Callable[[int], IntermediateTensors]
+
+    def forward(
+        self,
+        tensors: IntermediateTensors,
+        positions: Tensor,
+        kv: Sequence[LayerKV],
+        metadata: AttentionMetadata,
+    ) -> IntermediateTensors: ...
+
+
+def supports_pp(model_class: type) -> bool:
+    """Whether the class says that it can be cut *and* its `forward` takes a stage's input.
+
+    The flag alone is a mistake of the class's author and is logged as a warning.
+    """
+    if not getattr(model_class, "supports_pp", False):
+        return False
+    forward = getattr(model_class, "forward", None)
+    if forward is not None and _STAGE_INPUT in inspect.signature(forward).parameters:
+        return True
+    _logger.warning(
+        "%s sets supports_pp, but its forward has no argument %r", model_class.__name__, _STAGE_INPUT
+    )
+    return False
+
+
+def require_pp(model_class: type) -> None:
+    """Refuse, before anything is loaded, a class that cannot be cut into stages."""
+    if not supports_pp(model_class):
+        raise UnsupportedModelError(
+            f"{model_class.__name__} does not implement pipeline parallelism.", remedy="Use one stage."
+        )

@@ -1,0 +1,58 @@
+"""What travels from one stage to the next: the tensors between two layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, ItemsView
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+class IntermediateTensors:
+    """Named tensors over the same tokens (row A8): `hidden_states` and `residual`, both [num_tokens, hidden].
+
+    A string selects a tensor, a slice selects tokens of all of them. A subclass may make `tensors` lazy.
+    """
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors = tensors
+
+    @overload
+    def __getitem__(self, key: str) -> Tensor: ...
+    @overload
+    def __getitem__(self, key: slice) -> IntermediateTensors: ...
+    def __getitem__(self, key: str | slice) -> Tensor | IntermediateTensors:
+        if isinstance(key, str):
+            return self.tensors[key]
+        return IntermediateTensors({name: tensor[key] for name, tensor in self.tensors.items()})
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.tensors[key] = value
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in self.tensors.items())
+        return f"IntermediateTensors({shapes})"
+
+    def items(self) -> ItemsView[str, Tensor]:
+        return self.tensors.items()
+
+    def empty_like(self) -> IntermediateTensors:
+        """Tensors of the same names, shapes, dtypes and devices, uninitialised."""
+        return IntermediateTensors({name: torch.empty_like(t) for name, t in self.tensors.items()})
+
+
+def make_empty_intermediate_tensors_factory(
+    hidden_size: int, *, dtype: torch.dtype, device: torch.device
+) -> Callable[[int], IntermediateTensors]:
+    """A function from a number of tokens to zeroed tensors such as a stage receives (row A9)."""
+
+    def make_empty(num_tokens: int) -> IntermediateTensors:
+        shape = (num_tokens, hidden_size)
+        names = ("hidden_states", "residual")
+        return IntermediateTensors({n: torch.zeros(shape, dtype=dtype, device=device) for n in names})
+
+    return make_empty

@@ -1,0 +1,154 @@
+"""Finds a model on disk and reads what it is.
+
+`resolve_model_directory` turns what the user typed into a directory; `load_spec` turns the directory into a
+`ModelSpec`. Supervisor, core and ranks call both. Torch-free, and nothing here opens a connection: a model of
+the hub must have been downloaded before. Code that a checkpoint brings along (`auto_map`) is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import string
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.errors import ModelConfigError, UnsupportedModelError
+from penstock.models.config_fields import ConfigFields, kind_of, read_config
+from penstock.models.llama import llama_spec
+from penstock.models.qwen import qwen2_spec
+from penstock.models.spec import ModelSpec
+
+DEMO_MODEL = "demo"
+
+_logger = logging.getLogger(__name__)
+
+_FAMILIES: dict[str, Callable[[ConfigFields, str], ModelSpec]] = {
+    "LlamaForCausalLM": llama_spec,
+    "Qwen2ForCausalLM": qwen2_spec,
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+_GENERATION_RANGES = {  # of penstock.request.SamplingParams
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+}
+
+
+def load_spec(directory: Path) -> ModelSpec:
+    """The model that `directory` holds.
+
+    Raises:
+        UnsupportedModelError: `config.json` names an architecture that is not in `SUPPORTED_ARCHITECTURES`.
+        ModelConfigError: a file is unreadable, or a field missing, of the wrong type or out of range.
+    """
+    config = read_config(directory / "config.json")
+    if config.has("auto_map"):
+        _logger.warning("config.json: auto_map names code to run; ignored")
+    architecture = _architecture(config)
+    spec = _FAMILIES[architecture](config, architecture)
+    generation_file = directory / "generation_config.json"
+    return _with_generation(spec, read_config(generation_file)) if generation_file.exists() else spec
+
+
+def _architecture(config: ConfigFields) -> str:
+    names = config.text_list("architectures")
+    for name in names:
+        if name in _FAMILIES:
+            return name
+    asked = ", ".join(kind_of(name).strip('"') for name in names[:4]) or "none"
+    raise UnsupportedModelError(
+        f"config.json asks for architecture {asked}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.",
+        remedy="Use a model of a supported architecture.",
+        param="architectures",
+    )
+
+
+def _with_generation(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
+    own_eos = fields.token_ids("eos_token_id", spec.vocab_size)
+    return dataclasses.replace(
+        spec,
+        eos_token_ids=tuple(dict.fromkeys(own_eos + spec.eos_token_ids)),
+        generation_defaults=_generation_defaults(fields, spec.vocab_size),
+    )
+
+
+def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, float]:
+    """Sampling that the checkpoint asks for; without `do_sample` its numbers are leftovers."""
+    if not fields.flag("do_sample", False):
+        return {}
+    defaults: dict[str, float] = {
+        name: fields.number(name, low, high)
+        for name, (low, high) in _GENERATION_RANGES.items()
+        if fields.has(name)
+    }
+    if fields.has("top_k"):
+        defaults["top_k"] = fields.integer("top_k", -1, vocab_size)
+    return defaults
+
+
+def resolve_model_directory(name: str) -> Path:
+    """The directory of a model: `demo`, a path, or a hub name `org/name` that is already in the cache.
+
+    The cache layout is that of huggingface_hub: `models--org--name/refs/main` names a commit, and
+    `snapshots/<commit>` holds its files. A path that exists wins over a hub name.
+
+    Raises:
+        ModelConfigError: there is no such directory; says where it was looked for and how to download it.
+    """
+    if name == DEMO_MODEL:
+        return Path(__file__).resolve().parent.parent / "assets" / DEMO_MODEL
+    path = os.path.expanduser(name)  # os.path, because it calls an impossible name absent instead of raising
+    if os.path.isdir(path):
+        return Path(path).resolve()
+    if os.path.exists(path):
+        raise ModelConfigError(
+            f"model {kind_of(name)} is a file, not a directory.",
+            remedy="Give the directory that holds config.json.",
+            param="model",
+        )
+    if _is_hub_name(name):
+        return _cached_snapshot(name)
+    raise ModelConfigError(
+        f"model {kind_of(name)} is neither a directory nor a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
+        remedy="Give the directory of a Hugging Face style checkpoint, or `demo`.",
+        param="model",
+    )
+
+
+def _is_hub_name(name: str) -> bool:
+    allowed = set(string.ascii_letters + string.digits + "-_.")
+    parts = name.split("/")
+    return len(parts) == 2 and all(part and set(part) <= allowed and part.strip(".") for part in parts)
+
+
+def _cached_snapshot(name: str) -> Path:
+    repository = hub_cache_directory() / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / _main_commit(repository)
+    if snapshot.is_dir() and (snapshot / "config.json").exists():
+        return snapshot
+    raise ModelConfigError(
+        f"model {name} is neither a directory here nor in the Hugging Face cache {hub_cache_directory()}.",
+        remedy=f"Download it first: `hf download {name}`. Or give the directory of a checkpoint.",
+        param="model",
+    )
+
+
+def _main_commit(repository: Path) -> str:
+    """Name of the snapshot that `main` points to, or a name that does not exist."""
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return "no-main"
+    return commit if commit.isalnum() else "no-main"
+
+
+def hub_cache_directory() -> Path:
+    """Where huggingface_hub keeps models: `HF_HUB_CACHE`, else `hub` in `HF_HOME` or the user's cache."""
+    if explicit := os.environ.get("HF_HUB_CACHE"):
+        return Path(explicit).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{user_cache}/huggingface"
+    return Path(home).expanduser() / "hub"

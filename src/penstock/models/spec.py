@@ -1,0 +1,102 @@
+"""What a model is, in numbers: read once from a checkpoint's configuration and never changed.
+
+Owns `ModelSpec` and the sums that follow from it (parameters, KV bytes, bytes on a link). Everybody who
+plans, sizes or builds a model reads it; `models.registry` makes it. Torch-free: the supervisor and the core
+use it too. Does not read files and does not check anything: `models.config_fields` and the family modules do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from penstock.layers.rope_spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated MLP.
+
+    Attributes:
+        architecture: as in `config.json`, such as "LlamaForCausalLM".
+        max_position_embeddings: longest sequence in tokens, after rope scaling.
+        dtype: of the checkpoint: "float32", "bfloat16" or "float16".
+        eos_token_ids: all ids that end a text, from `config.json` and `generation_config.json`.
+        generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p`, where it gives
+        them.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    dtype: str
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or of the values) of all KV heads."""
+        return self.num_kv_heads * self.head_dim
+
+    def attention_parameters(self) -> int:
+        """Of one layer: query, key, value and output projections."""
+        qkv_width = self.query_size + 2 * self.kv_size
+        weights = self.hidden_size * (qkv_width + self.query_size)
+        return weights + self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
+
+    def mlp_parameters(self) -> int:
+        """Of one layer: gate, up and down projections."""
+        weights = 3 * self.hidden_size * self.intermediate_size
+        return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+
+    def layer_parameters(self) -> int:
+        """Of one layer, its two norms included."""
+        return self.attention_parameters() + self.mlp_parameters() + 2 * self.hidden_size
+
+    def embedding_parameters(self) -> int:
+        """Of the token embedding; an untied output head has as many."""
+        return self.vocab_size * self.hidden_size
+
+    def parameter_counts(self, start_layer: int, end_layer: int) -> dict[str, int]:
+        """Parameters that the stage with layers `[start_layer, end_layer)` holds, by component.
+
+        A tied head counts as an embedding: it is stored once on a rank (rows A6, A14).
+        """
+        is_first, is_last = start_layer == 0, end_layer == self.num_layers
+        holds_embedding = is_first or (is_last and self.tie_word_embeddings)
+        return {
+            "embedding": holds_embedding * self.embedding_parameters(),
+            "layers": (end_layer - start_layer) * self.layer_parameters(),
+            "norm": is_last * self.hidden_size,
+            "head": (is_last and not self.tie_word_embeddings) * self.embedding_parameters(),
+        }
+
+    def stage_parameters(self, start_layer: int, end_layer: int) -> int:
+        """All parameters of the stage with layers `[start_layer, end_layer)`."""
+        return sum(self.parameter_counts(start_layer, end_layer).values())
+
+    def kv_bytes_per_token(self, num_layers: int, itemsize: int) -> int:
+        """Bytes of keys and values that one token takes over `num_layers` layers."""
+        return num_layers * 2 * self.kv_size * itemsize
+
+    def hidden_state_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Bytes that a step of `num_tokens` moves over one link: hidden states and residual (rows S1, I8)."""
+        return 2 * num_tokens * self.hidden_size * itemsize
