@@ -1,0 +1,90 @@
+"""Who may ask: API keys, host names and origins. Default deny: every path but the health probes needs a key.
+
+Browsers: no CORS header is ever sent. A page of another origin is refused by its `Origin` header; a host name
+that was re-bound to this machine (DNS rebinding) is refused by the `Host` header while the server listens
+on a loopback address.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import AuthenticationError
+from penstock.server.errors import ForbiddenError
+
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live"})
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+class ApiKeys:
+    """Args:
+    keys: any of them opens the server; none at all means that no key is asked for.
+    """
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = [key.encode() for key in keys]
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raise `AuthenticationError` unless the request carries a key. Time does not tell how much fits."""
+        if not self._keys or path in OPEN_PATHS:
+            return
+        given = _bearer(_header(headers, b"authorization"))
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        if not any(matches):
+            raise AuthenticationError(
+                "The API key is missing or wrong.", remedy="Send it as `Authorization: Bearer KEY`."
+            )
+
+
+def _bearer(value: bytes) -> bytes:
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+class HostPolicy:
+    """Args:
+    host: the address that the server listens on.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._is_loopback = is_loopback(host)
+        self._own_name = host.lower()
+
+    def check(self, headers: Headers) -> None:
+        """Raise `ForbiddenError` for a foreign `Host` on loopback, or an `Origin` that is not our own."""
+        host = _header(headers, b"host").decode("latin-1").lower()
+        if self._is_loopback and host and not self._is_ours(_without_port(host)):
+            raise ForbiddenError(
+                "This server listens on a loopback address and does not answer to that Host.",
+                remedy="Use http://127.0.0.1 or http://localhost.",
+                code="host_not_allowed",
+            )
+        origin = _header(headers, b"origin").decode("latin-1").lower()
+        if origin and origin.partition("://")[2] != host:
+            raise ForbiddenError("Requests from web pages of another origin are refused.")
+
+    def _is_ours(self, name: str) -> bool:
+        return name == self._own_name or is_loopback(name)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only mean this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
+
+
+def _header(headers: Headers, wanted: bytes) -> bytes:
+    return next((value for name, value in headers if name == wanted), b"")

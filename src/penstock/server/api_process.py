@@ -1,0 +1,151 @@
+"""The API process: `python -m penstock.server.api_process --config-fd N --status-fd M`.
+
+Started by the supervisor with the already listening HTTP socket. Reads its config, serves until SIGTERM (or
+SIGINT), drains, and ends with code 0; a second signal ends running answers at once. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import resource
+import signal
+import socket
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from penstock.config import ApiProcessConfig
+from penstock.engine.async_engine import AsyncEngine, EngineInfo
+from penstock.errors import PenstockError
+from penstock.executor.child import Ready, StatusWriter, enter_child, failure, read_config
+from penstock.models.registry import load_spec
+from penstock.server.app import App, create_app
+from penstock.server.engine_port import ModelCodec, ServedModel
+from penstock.server.http_protocol import ConnectionLimits, with_limits
+from penstock.tokenizer.chat_template import load_chat_template
+from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+IDLE_CONNECTION_S = 75
+CLOSE_S = 2  # for answers that were ended to reach their clients; less than the supervisor waits
+_OTHER_DESCRIPTORS = 64  # beside client connections
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn without its signal handling, and with an end that waits for running answers.
+
+    Args:
+        app: what `create_app` made.
+        limits: bounds of connections.
+        drain_s: how long running answers may go on after the first signal.
+    """
+
+    def __init__(self, app: App, limits: ConnectionLimits, drain_s: float) -> None:
+        super().__init__(uvicorn_config(app, limits))
+        self._lifecycle = app.context.lifecycle
+        self._log = app.context.log
+        self._drain_s = drain_s
+        self._drain: asyncio.Task[None] | None = None
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are this process's affair: `stop` is what they call."""
+        yield
+
+    def stop(self) -> None:
+        """First call: drain, then end. Second call: end what runs at once."""
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
+        else:
+            self._log.event("ended at once", running=self._lifecycle.end_all())
+
+    async def _drain_and_end(self) -> None:
+        self._log.event("draining", running=self._lifecycle.num_running, seconds=self._drain_s)
+        ended = await self._lifecycle.drain(self._drain_s)
+        self._log.event("drained", ended_early=ended)
+        self.should_exit = True
+
+
+def uvicorn_config(app: App, limits: ConnectionLimits) -> uvicorn.Config:
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    return uvicorn.Config(
+        app,
+        http=with_limits(limits),
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_graceful_shutdown=CLOSE_S,
+    )
+
+
+def allow_connections(wanted: int) -> int:
+    """Raise the limit of open files as far as needed and allowed; how many connections fit below it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted + _OTHER_DESCRIPTORS
+    if hard != resource.RLIM_INFINITY:
+        needed = min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    return max(1, min(wanted, needed - _OTHER_DESCRIPTORS))
+
+
+def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
+    """The model's text side and its sampling defaults, from its directory."""
+    directory = Path(config.model_path)
+    return ServedModel(
+        name=config.model_name,
+        codec=ModelCodec(tokenizer, load_chat_template(directory, tokenizer)),
+        max_model_len=config.max_model_len,
+        vocab_size=config.vocab_size,
+        created=int(time.time()),
+        max_waiting_requests=config.max_waiting_requests,
+        num_stages=config.num_stages,
+        sampling_defaults=load_spec(directory).generation_defaults,
+    )
+
+
+async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
+    """Serve on the inherited socket until told to stop."""
+    tokenizer = load_tokenizer(Path(config.model_path))
+    engine = AsyncEngine(config.client_address, tokenizer, EngineInfo.from_config(config))
+    model = served_model(config, tokenizer)
+    app = create_app(engine, config.server, model, on_ready=lambda: status.write(Ready()))
+    limits = ConnectionLimits(max_connections=allow_connections(config.server.max_connections))
+    server = HttpServer(app, limits, config.server.drain_s)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stop)
+    try:
+        await server.serve(sockets=[socket.socket(fileno=config.listen_fd)])
+    finally:
+        engine.close()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="penstock.server.api_process")
+    parser.add_argument("--config-fd", type=int, required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
+    parsed = parser.parse_args(arguments)
+    status = StatusWriter(parsed.status_fd)
+    try:
+        config = read_config(parsed.config_fd, ApiProcessConfig)
+        enter_child("penstock api", config.parent_pid)
+        uvloop.run(serve(config, status))
+    except Exception as error:
+        status.write(failure(error))
+        return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,220 @@
+"""Builds the ASGI app: routes, collaborators, and the gate around them.
+
+`create_app` is called by `api_process` (with an `AsyncEngine`) and by tests (with a fake engine). The app's
+lifespan connects the engine in the background, so that health and errors are answered while it loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock import __version__
+from penstock.config import ServerConfig
+from penstock.errors import PenstockError
+from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
+from penstock.server.chat import ChatRoute
+from penstock.server.completions import CompletionsRoute
+from penstock.server.engine_port import EngineLike, ServedModel
+from penstock.server.errors import answer_http_exception, answer_validation_error, error_response
+from penstock.server.gate import Gate
+from penstock.server.generation import GenerationContext
+from penstock.server.generation_route import GenerationRoute
+from penstock.server.health import HealthRoute
+from penstock.server.keep_alive import Clock, KeepAlive
+from penstock.server.lifecycle import Lifecycle
+from penstock.server.limits import Limits
+from penstock.server.metrics import Metrics
+from penstock.server.models import ModelsRoute
+from penstock.server.openai_types import ChatRequest, CompletionRequest, GenerateRequest
+from penstock.server.request_log import RequestLog
+from penstock.server.request_record import record_of
+from penstock.server.text_workers import TextWorkers
+
+# The framework's own telemetry stays off: this server reports by /metrics and opens no connection.
+_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
+
+
+class App:
+    """The ASGI app, and the handles that the process around it needs.
+
+    Attributes:
+        routes: the FastAPI app behind the gate.
+        context: collaborators of generating responses; its `lifecycle` drains the server.
+    """
+
+    def __init__(self, routes: FastAPI, gate: Gate, context: GenerationContext) -> None:
+        self.routes = routes
+        self.context = context
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gate(scope, receive, send)
+
+
+def _nothing() -> None:
+    pass
+
+
+def create_app(
+    engine: EngineLike,
+    config: ServerConfig,
+    model: ServedModel,
+    *,
+    limits: Limits | None = None,
+    log: RequestLog | None = None,
+    on_ready: Callable[[], None] = _nothing,
+    clock: Clock = time.monotonic,
+) -> App:
+    """The whole front over an engine.
+
+    Args:
+        limits, log: default to what the model and config imply.
+        on_ready: called once, when the engine has answered.
+        clock: monotonic seconds.
+    """
+    limits = limits or Limits.for_context(model.max_model_len)
+    log = log or RequestLog(config.log_format)
+    workers = TextWorkers()
+    metrics = Metrics(model, engine)
+    context = GenerationContext(
+        engine=engine,
+        lifecycle=Lifecycle(),
+        keep_alive=KeepAlive(clock),
+        metrics=metrics,
+        log=log,
+        clock=clock,
+    )
+    routes = _fastapi(_lifespan(context, workers, on_ready))
+    _add_generation_routes(routes, GenerationRoute(model, context, limits, workers))
+    _add_plain_routes(routes, model, context)
+    _describe_bodies(routes)
+    gate = Gate(
+        routes,
+        keys=ApiKeys(config.api_keys),
+        hosts=HostPolicy(config.host),
+        log=log,
+        metrics=metrics,
+        clock=clock,
+    )
+    return App(routes, gate, context)
+
+
+def _fastapi(lifespan: Callable[[Any], Any]) -> FastAPI:
+    return FastAPI(
+        title="Penstock",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # the stock pages load scripts from other hosts
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=_NO_TELEMETRY,
+        exception_handlers={
+            PenstockError: _answer_penstock_error,
+            HTTPException: answer_http_exception,
+            RequestValidationError: answer_validation_error,
+            Exception: _answer_bug,
+        },
+    )
+
+
+async def _answer_penstock_error(request: Request, error: Exception) -> Response:
+    record = record_of(request.scope)
+    assert isinstance(error, PenstockError)
+    record.error_code = error.code or type(error).__name__
+    return error_response(error, record.request_id)
+
+
+async def _answer_bug(request: Request, error: Exception) -> Response:
+    """The gate writes the trace into the log; the client gets the id to ask for."""
+    record = record_of(request.scope)
+    record.error_code = "bug"
+    return error_response(error, record.request_id)
+
+
+def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
+    chat = ChatRoute(route)
+    completions = CompletionsRoute(route)
+    for path, endpoint, body_type, name in (
+        ("/v1/chat/completions", chat.create, ChatRequest, "create_chat_completion"),
+        ("/v1/completions", completions.create, CompletionRequest, "create_completion"),
+    ):
+        routes.add_api_route(
+            path,
+            endpoint,
+            methods=["POST"],
+            name=name,
+            response_class=Response,
+            openapi_extra=_body_reference(body_type),
+        )
+
+
+def _body_reference(body_type: type[GenerateRequest]) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{body_type.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _describe_bodies(routes: FastAPI) -> None:
+    """Add the request types, which are no types of the framework, to its OpenAPI document."""
+    _, definitions = msgspec.json.schema_components(
+        [ChatRequest, CompletionRequest], ref_template="#/components/schemas/{name}"
+    )
+    routes.openapi().setdefault("components", {}).setdefault("schemas", {}).update(definitions)
+
+
+def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationContext) -> None:
+    models = ModelsRoute(model)
+    health = HealthRoute(model, context.engine, context.lifecycle, context.keep_alive, context.metrics)
+    for path, endpoint, name in (
+        ("/v1/models", models.list, "list_models"),
+        ("/v1/models/{model_id:path}", models.get, "get_model"),
+        ("/health", health.ready, "health"),
+        ("/health/ready", health.ready, "health_ready"),
+        ("/health/live", health.live, "health_live"),
+        ("/metrics", health.metrics, "metrics"),
+        ("/version", health.version, "version"),
+    ):
+        routes.add_api_route(path, endpoint, methods=["GET"], response_class=Response, name=name)
+        if path in OPEN_PATHS:  # probes may ask for the head alone
+            routes.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+
+
+def _lifespan(
+    context: GenerationContext, workers: TextWorkers, on_ready: Callable[[], None]
+) -> Callable[[Any], Any]:
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: Any) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.create_task(context.keep_alive.run()),
+            asyncio.create_task(_connect(context, on_ready)),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            workers.close()
+
+    return lifespan
+
+
+async def _connect(context: GenerationContext, on_ready: Callable[[], None]) -> None:
+    """Wait for the engine; its failure shows in its status, which health and requests read."""
+    try:
+        await context.engine.start()
+    except PenstockError as error:
+        context.log.warning("engine", error=str(error))
+    else:
+        on_ready()

@@ -1,0 +1,75 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engine.outputs import TextDelta
+from penstock.server.fields import convert
+from penstock.server.generation import Sequence
+from penstock.server.generation_route import Answer, GenerationRoute
+from penstock.server.logprobs import chat_logprobs
+from penstock.server.openai_types import (
+    AssistantMessage,
+    ChatChoice,
+    ChatLogprobs,
+    ChatRequest,
+    GenerateResponse,
+    Usage,
+)
+from penstock.server.sampling import chat_sampling, fit_to_context
+from penstock.server.sse import CHAT
+
+
+class ChatRoute:
+    def __init__(self, route: GenerationRoute) -> None:
+        self._route = route
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation, streamed or as a whole."""
+        route = self._route
+        body = await route.read(request)
+        chat = convert(body, ChatRequest)
+        route.check_common(chat)
+        sampling = chat_sampling(chat, route.model)
+        prompt = await route.prompts.chat(chat.messages)
+        fitted = fit_to_context(
+            sampling, len(prompt), route.max_model_len, default=None, prompt_field="messages"
+        )
+        sequences = [Sequence(prompt_token_ids=prompt, sampling=fitted)]
+        return route.respond(request, body, chat, sequences, CHAT, chat_body)
+
+
+def chat_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:
+    """A whole answer."""
+    choices = [_choice(answer, index, outcome) for index, outcome in enumerate(outcomes)]
+    prompt = choices[0].prompt_token_ids
+    response = GenerateResponse(
+        id=answer.form.response_id,
+        object="chat.completion",
+        created=answer.form.created,
+        model=answer.form.model,
+        choices=choices,
+        usage=usage,
+        prompt_token_ids=prompt,
+    )
+    return msgspec.json.encode(response)
+
+
+def _choice(answer: Answer, index: int, outcome: TextDelta) -> ChatChoice:
+    return ChatChoice(
+        index=index,
+        message=AssistantMessage(content=outcome.text),
+        logprobs=_logprobs(answer, outcome),
+        finish_reason=outcome.finish_reason or "stop",
+        stop_reason=outcome.stop_reason,
+        **answer.shown_ids(index, outcome),
+    )
+
+
+def _logprobs(answer: Answer, outcome: TextDelta) -> ChatLogprobs | None:
+    if outcome.logprobs is None:
+        return None
+    return chat_logprobs(outcome.token_ids, outcome.logprobs, answer.form.token_bytes)

@@ -1,0 +1,74 @@
+"""`POST /v1/completions`: a prompt as text, texts, token ids, or lists of token ids."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engine.outputs import TextDelta
+from penstock.server.fields import convert
+from penstock.server.generation import Sequence
+from penstock.server.generation_route import Answer, GenerationRoute
+from penstock.server.logprobs import CompletionLogprobsWriter
+from penstock.server.openai_types import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    GenerateResponse,
+    Usage,
+)
+from penstock.server.sampling import DEFAULT_COMPLETION_TOKENS, completion_sampling, fit_to_context
+from penstock.server.sse import TEXT
+
+
+class CompletionsRoute:
+    def __init__(self, route: GenerationRoute) -> None:
+        self._route = route
+
+    async def create(self, request: Request) -> Response:
+        """Continue each prompt, streamed or as a whole; choice i belongs to prompt i."""
+        route = self._route
+        body = await route.read(request)
+        asked = convert(body, CompletionRequest)
+        route.check_common(asked)
+        sampling = completion_sampling(asked, route.model)
+        limit = route.max_model_len
+        sequences = [
+            Sequence(
+                prompt_token_ids=prompt,
+                sampling=fit_to_context(sampling, len(prompt), limit, default=DEFAULT_COMPLETION_TOKENS),
+            )
+            for prompt in await route.prompts.completions(asked.prompt)
+        ]
+        return route.respond(request, body, asked, sequences, TEXT, completion_body)
+
+
+def completion_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:
+    """A whole answer."""
+    response = GenerateResponse(
+        id=answer.form.response_id,
+        object="text_completion",
+        created=answer.form.created,
+        model=answer.form.model,
+        choices=[_choice(answer, index, outcome) for index, outcome in enumerate(outcomes)],
+        usage=usage,
+    )
+    return msgspec.json.encode(response)
+
+
+def _choice(answer: Answer, index: int, outcome: TextDelta) -> CompletionChoice:
+    return CompletionChoice(
+        index=index,
+        text=outcome.text,
+        logprobs=_logprobs(answer, outcome),
+        finish_reason=outcome.finish_reason or "stop",
+        stop_reason=outcome.stop_reason,
+        **answer.shown_ids(index, outcome),
+    )
+
+
+def _logprobs(answer: Answer, outcome: TextDelta) -> CompletionLogprobs | None:
+    if outcome.logprobs is None:
+        return None
+    return CompletionLogprobsWriter(answer.form.token_bytes).write(outcome.token_ids, outcome.logprobs)

@@ -1,0 +1,108 @@
+"""What the HTTP front needs from the engine and the model, as protocols and values.
+
+`create_app` takes an `EngineLike` (in the server `engine.async_engine.AsyncEngine`, in tests a fake) and a
+`ServedModel`. The text side of a model is behind `TextCodec`, so that no route knows a tokenizer library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.engine.outputs import TextDelta
+from penstock.engine.stats import CoreStats
+from penstock.request import SamplingParams
+from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.tokenizer import Tokenizer
+
+
+class RequestStream(Protocol):
+    """One sequence in the engine."""
+
+    async def next(self) -> TextDelta:
+        """Wait for news. Raises a `PenstockError` if the sequence failed; not called after the finish."""
+
+    def cancel(self) -> None:
+        """Abort in the core at once; harmless after the end and when called twice."""
+
+    @property
+    def prompt_tokens(self) -> int: ...
+    @property
+    def completion_tokens(self) -> int: ...
+    @property
+    def cached_tokens(self) -> int: ...
+    @property
+    def queue_seconds(self) -> float | None: ...
+
+
+class StatusLike(Protocol):
+    """Whether the pipe answers. `since`: Unix time of the last change of `ready`."""
+
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def stage(self) -> int | None: ...
+    @property
+    def reason(self) -> str: ...
+    @property
+    def since(self) -> float: ...
+    @property
+    def stats(self) -> CoreStats | None: ...
+
+
+class EngineLike(Protocol):
+    async def start(self) -> None:
+        """Connect and wait until the pipe is ready; raises a `PenstockError` if it will never be."""
+
+    def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
+        """Start one sequence. Raises `OverloadedError` when the queue is full."""
+
+    def status(self) -> StatusLike: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output: the model's, or less where the KV pool holds less."""
+
+
+class TextCodec(Protocol):
+    """Text to ids and ids to text. Called from worker threads too."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a plain prompt, with BOS where the model wants one; special tokens in the text are text."""
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Ids of a conversation through the chat template, ready for the answer."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one id stands for; empty for ids without text."""
+
+
+class ModelCodec:
+    """`TextCodec` of a model directory's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._template = template
+        self.encode = tokenizer.encode
+        self.token_bytes = tokenizer.token_bytes
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return self._template.encode(messages, add_generation_prompt=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """The one model behind this server.
+
+    `sampling_defaults`: values of temperature, top_k, top_p, min_p from the model's generation_config, used
+    where a request is silent.
+    """
+
+    name: str
+    codec: TextCodec
+    max_model_len: int
+    vocab_size: int
+    created: int  # Unix time
+    max_waiting_requests: int = 1024
+    num_stages: int = 1
+    sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)

@@ -1,0 +1,128 @@
+"""Turns decoded JSON into a request type: wrong types and unsupported features are refused, each by name.
+
+A field that a client may know from elsewhere but that asks for something this version does not do is refused,
+unless its value asks for nothing. A field that nobody knows is ignored; its name goes back in a header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import InvalidRequestError
+from penstock.server.openai_types import GenerateRequest, StreamOptions
+
+R = TypeVar("R", bound=GenerateRequest)
+
+WARNING_HEADER = "x-penstock-warning"
+MAX_NAMED_FIELDS = 16
+MAX_FIELD_CHARACTERS = 64
+
+# Known fields without support yet, and the values under which they ask for nothing (null always does).
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_logprobs": (),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+    "cache_salt": (),
+    "priority": (0,),
+}
+
+_NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names
+_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+
+
+def convert(body: dict[str, Any], request_type: type[R]) -> R:
+    """The request in `body`. Raises `InvalidRequestError` naming the field at fault."""
+    _refuse_unsupported(body, request_type)
+    try:
+        return msgspec.convert(body, request_type, strict=True)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
+def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
+    known = request_type.__struct_fields__
+    for name, value in body.items():
+        if value is None or name in known or name not in NEUTRAL_VALUES:
+            continue
+        neutral = NEUTRAL_VALUES[name]
+        if not any(_is_same(value, one) for one in neutral):
+            raise InvalidRequestError(
+                f"{name} is not supported by this version of Penstock.",
+                remedy=f"Leave it out or set it to {_alternatives(neutral)}.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def _alternatives(neutral: tuple[object, ...]) -> str:
+    return " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
+
+
+def _invalid(message: str) -> InvalidRequestError:
+    found = _AT.search(message)
+    text = _AT.sub("", message)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", text)
+    path = found[1] if found else ""
+    if missing:
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
+    param = path or None
+    return InvalidRequestError(f"{path}: {text}" if path else text, param=param, code="invalid_type")
+
+
+def unknown_fields(body: Mapping[str, Any], request_type: type[GenerateRequest]) -> list[str]:
+    """Names in `body` that neither the request type nor `NEUTRAL_VALUES` has."""
+    known = request_type.__struct_fields__
+    names = [name for name in body if name not in known and name not in NEUTRAL_VALUES]
+    options = body.get("stream_options") or {}
+    nested = [f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__]
+    return names + nested
+
+
+def warning_headers(names: Sequence[str]) -> dict[str, str]:
+    """The header that names ignored fields; untrusted characters become `?`, long lists are cut."""
+    if not names:
+        return {}
+    shown = [_NOT_IN_HEADERS.sub("?", name[:MAX_FIELD_CHARACTERS]) for name in names[:MAX_NAMED_FIELDS]]
+    more = len(names) - len(shown)
+    tail = f" and {more} more" if more > 0 else ""
+    return {WARNING_HEADER: f"ignored unknown field(s): {', '.join(shown)}{tail}"}

@@ -1,0 +1,253 @@
+"""One TCP connection: uvicorn's httptools protocol with bounds on size, time and number.
+
+| bound | answer |
+| --- | --- |
+| connections | 503 and close |
+| request line 8 KiB | 414 and close |
+| headers 16 KiB, 64 of them | 431 and close |
+| header time 10 s from the first byte (or the connect) | close |
+| 75 s without progress in a body, 75 s idle between requests | close |
+| 60 s in which a client takes nothing of what is written | close |
+
+Refusals carry an OpenAI error object. Given to uvicorn by `api_process`; knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from penstock.server.errors import RETRY_AFTER_S, ErrorBody, ErrorObject
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of the module's table; times in seconds."""
+
+    max_connections: int = 4096
+    max_request_line: int = 8 << 10
+    max_header_bytes: int = 16 << 10
+    max_headers: int = 64
+    header_time_s: float = 10.0
+    body_idle_s: float = 75.0
+    write_stall_s: float = 60.0
+    max_discarded_bytes: int = 64 << 20  # of a body whose request was already answered
+    max_pipelined: int = 16
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """uvicorn makes one per connection; subclasses with other `limits` are made by `with_limits`."""
+
+    limits = ConnectionLimits()
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._in_body = False
+        self._head_bytes = 0  # received since the head began, upper bound
+        self._header_bytes = 0
+        self._discarded_bytes = 0
+        self._refusal = 0  # status of a refusal that is due
+        self._is_refused = False
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(503, f"more than {self.limits.max_connections} connections are open")
+            return
+        self._arm(self.limits.header_time_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._stop_stall_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._timer is None:
+                self._arm(self.limits.header_time_s)
+        elif self._in_body:
+            self._note_body(len(data))
+        super().data_received(data)
+        if self._in_head:
+            self._check_unfinished_head()
+        if self._refusal and not self._is_refused:
+            self._refuse(self._refusal, _REASONS[self._refusal])
+
+    def _note_body(self, size: int) -> None:
+        self._arm(self.limits.body_idle_s)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._discarded_bytes += size
+            if self._discarded_bytes > self.limits.max_discarded_bytes:
+                self.transport.abort()
+
+    def _check_unfinished_head(self) -> None:
+        """The parser keeps an unfinished header to itself, so what has come is counted here."""
+        most = self.limits.max_request_line + self.limits.max_header_bytes
+        if not self._refusal and self._head_bytes > most:
+            self._refusal = 431 if self.headers else 414
+
+    # Parser callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self.limits.max_request_line:
+            self._refusal = 414
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value) + 4
+        too_long = self._header_bytes > self.limits.max_header_bytes
+        if too_long or len(self.headers) > self.limits.max_headers:
+            self._refusal = self._refusal or 431
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        if self._refusal:
+            return  # before any route sees it
+        self._in_body = True
+        self._discarded_bytes = 0
+        self._arm(self.limits.body_idle_s)
+        super().on_headers_complete()
+        if len(self.pipeline) > self.limits.max_pipelined:
+            self.transport.abort()
+        elif self.pipeline:
+            self.flow.resume_reading()  # a client that left must be noticed
+
+    def on_body(self, body: bytes) -> None:
+        if not self._refusal:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._refusal:
+            return
+        self._in_body = False
+        self._in_head = True
+        self._disarm()
+        super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._wait_for_next_request()
+
+    def _wait_for_next_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    # Refusals and time
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nobody needs a log line for every client that offers another protocol."""
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self._refusal = status
+        self._is_refused = True
+        if self.transport.is_closing():
+            return
+        self.transport.write(_refusal_bytes(status, reason))
+        if status == 503:
+            self._disarm()
+            self.transport.close()
+        else:  # closing on unread data would reset the connection under the answer
+            self.transport.write_eof()
+            self._arm(_LINGER_S)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._time_is_up)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        self.transport.abort()
+
+    # Slow readers
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _watch_writes(self, waiting: int) -> None:
+        self._stall_timer = self.loop.call_later(self.limits.write_stall_s, self._check_writes, waiting)
+
+    def _check_writes(self, waiting_before: int) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        if waiting < waiting_before:
+            self._watch_writes(waiting)
+        else:
+            self.transport.abort()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+_LINGER_S = 2.0
+_REASONS = {
+    414: "the request line is too long",
+    431: "the headers are too many or too long",
+}
+
+
+def _refusal_bytes(status: int, reason: str) -> bytes:
+    kind = "service_unavailable" if status == 503 else "invalid_request_error"
+    body = msgspec.json.encode(
+        ErrorBody(error=ErrorObject(message=f"Refused: {reason}.", type=kind, code=_CODES.get(status)))
+    )
+    retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == 503 else ""
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_CODES = {
+    400: "bad_http",
+    414: "request_line_too_long",
+    431: "headers_too_large",
+    503: "too_many_connections",
+}
+
+
+def with_limits(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
+    """The protocol class with these limits; uvicorn makes the instances itself."""
+    return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"limits": limits})

@@ -1,0 +1,108 @@
+"""Which generating responses run, whether new ones are welcome, and the end of the server.
+
+One `Lifecycle` for the server. The gate asks `refuse_new` before a request may generate; health asks for the
+state; the process's signal handler calls `drain`. `Interruptible` lets others end a coroutine with a reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import Any, Protocol, TypeVar
+
+from penstock.errors import PenstockError, UnavailableError
+
+T = TypeVar("T")
+
+
+class InterruptibleWork(Protocol):
+    def interrupt(self, reason: PenstockError) -> None: ...
+
+
+class Interruptible:
+    """Runs one coroutine in the current task; `interrupt` makes it raise a reason there."""
+
+    def __init__(self) -> None:
+        self._task: asyncio.Task[Any] | None = None
+        self._reason: PenstockError | None = None
+
+    def interrupt(self, reason: PenstockError) -> None:
+        """End the coroutine with `reason`; without effect when it has ended or was interrupted before."""
+        if self._task is not None and self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        try:
+            return await work
+        except asyncio.CancelledError:
+            if self._reason is None:
+                raise
+            self._task.uncancel()
+            raise self._reason from None
+        finally:
+            self._task = None
+
+
+class Lifecycle:
+    def __init__(self) -> None:
+        self._running: set[InterruptibleWork] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining_since: float | None = None  # Unix time
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.draining_since is not None
+
+    def enter(self, work: InterruptibleWork) -> None:
+        self._running.add(work)
+        self._idle.clear()
+
+    def leave(self, work: InterruptibleWork) -> None:
+        self._running.discard(work)
+        if not self._running:
+            self._idle.set()
+
+    def begin_drain(self) -> None:
+        """From now on new work is refused and readiness is off."""
+        if self.draining_since is None:
+            self.draining_since = time.time()
+
+    def refuse_new(self) -> None:
+        """Raise `UnavailableError` while draining."""
+        if self.is_draining:
+            raise UnavailableError(
+                "This server is shutting down and takes no new requests.",
+                remedy="Send it again to another instance or later.",
+                code="draining",
+            )
+
+    async def drain(self, timeout_s: float) -> int:
+        """Refuse new work, wait for what runs, then end the rest with an error; how many had to be ended."""
+        self.begin_drain()
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return self.end_all()
+        return 0
+
+    def end_all(self) -> int:
+        """End what runs with an in-stream error, at once."""
+        reason = UnavailableError(
+            "This server was shut down before the answer was complete.", code="shutting_down"
+        )
+        victims = list(self._running)
+        for work in victims:
+            work.interrupt(reason)
+        return len(victims)
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()

@@ -1,0 +1,30 @@
+"""`GET /v1/models` and `GET /v1/models/{model_id}`."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.responses import Response
+
+from penstock.errors import NotFoundError
+from penstock.server.engine_port import ServedModel
+from penstock.server.errors import json_response
+from penstock.server.openai_types import ModelCard, ModelList
+
+
+class ModelsRoute:
+    def __init__(self, model: ServedModel) -> None:
+        self._card = ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+
+    async def list(self) -> Response:
+        """The models that this server has: one."""
+        return json_response(msgspec.json.encode(ModelList(data=[self._card])))
+
+    async def get(self, model_id: str) -> Response:
+        """One model by its exact name; the name has no meaning as a path."""
+        if model_id != self._card.id:
+            raise NotFoundError(
+                f"The model {model_id[:128]!r} does not exist here; this server has {self._card.id!r}.",
+                param="model",
+                code="model_not_found",
+            )
+        return json_response(msgspec.json.encode(self._card))

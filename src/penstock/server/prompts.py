@@ -1,0 +1,145 @@
+"""From the prompt or the messages of a request to token ids, checked against the model.
+
+Text that cannot fit is refused by its length in bytes, before the tokenizer sees it; long text is tokenised
+off the event loop. Ids that the client gave are checked against the vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from penstock.errors import InvalidRequestError
+from penstock.server.engine_port import ServedModel
+from penstock.server.limits import Limits
+from penstock.server.openai_types import ChatMessage, ContentPart
+from penstock.server.text_workers import TextWorkers
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+Prompt = str | list[str | int | list[int]]
+
+
+class PromptReader:
+    """Called by the routes; one for the whole server."""
+
+    def __init__(self, model: ServedModel, limits: Limits, workers: TextWorkers) -> None:
+        self._model = model
+        self._limits = limits
+        self._workers = workers
+
+    async def completions(self, prompt: Prompt) -> list[list[int]]:
+        """Token ids of each prompt of a completions request, in order."""
+        prompts = _as_list(prompt)
+        if not 1 <= len(prompts) <= self._limits.max_prompts:
+            raise InvalidRequestError(
+                f"prompt must hold 1 to {self._limits.max_prompts} prompts, got {len(prompts)}.",
+                param="prompt",
+                code="out_of_range",
+            )
+        return [await self._token_ids(one) for one in prompts]
+
+    async def chat(self, messages: list[ChatMessage]) -> list[int]:
+        """Token ids of a conversation."""
+        if not 1 <= len(messages) <= self._limits.max_messages:
+            raise InvalidRequestError(
+                f"messages must hold 1 to {self._limits.max_messages} messages, got {len(messages)}.",
+                param="messages",
+                code="out_of_range",
+            )
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        size = sum(_num_bytes(message["content"]) for message in plain)
+        self._refuse_long(size, "messages")
+        ids = await self._workers.run(size, self._model.codec.encode_chat, plain)
+        return _not_empty(ids, "messages")
+
+    async def _token_ids(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            size = _num_bytes(prompt)
+            self._refuse_long(size, "prompt")
+            return _not_empty(await self._workers.run(size, self._model.codec.encode, prompt), "prompt")
+        if len(_not_empty(prompt, "prompt")) < self._model.max_model_len:  # else refused for its length
+            self._check_ids(prompt)
+        return prompt
+
+    def _refuse_long(self, size: int, param: str) -> None:
+        if size > self._limits.max_prompt_bytes:
+            raise InvalidRequestError(
+                f"{param} has {size} bytes of text, more than {self._limits.max_prompt_bytes}, which is 16 "
+                f"for each of the model's {self._model.max_model_len} tokens of context.",
+                remedy="Shorten it.",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _check_ids(self, ids: list[int]) -> None:
+        if min(ids) >= 0 and max(ids) < self._model.vocab_size:
+            return
+        at, bad = next((i, id_) for i, id_ in enumerate(ids) if not 0 <= id_ < self._model.vocab_size)
+        raise InvalidRequestError(
+            f"prompt token id {bad} at position {at} is outside the vocabulary of {self._model.vocab_size}.",
+            param="prompt",
+            code="token_id_out_of_range",
+        )
+
+
+def _as_list(prompt: Prompt) -> list[str | list[int]]:
+    """The four forms of `prompt` as a list of texts or of id lists."""
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = set(map(type, prompt))
+    if int in kinds and len(kinds) > 1:
+        raise InvalidRequestError(
+            "prompt mixes token ids with texts or lists.",
+            remedy="Give a text, a list of texts, a list of token ids, or a list of lists of token ids.",
+            param="prompt",
+            code="invalid_type",
+        )
+    return [cast("list[int]", prompt)] if int in kinds else cast("list[str | list[int]]", prompt)
+
+
+def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as a template sees it: role and text."""
+    where = f"messages[{index}]"
+    if message.role not in ROLES:
+        raise InvalidRequestError(
+            f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:64]!r}.",
+            param=f"{where}.role",
+        )
+    for name in ("tool_calls", "function_call"):
+        if getattr(message, name):
+            raise InvalidRequestError(
+                f"{where}.{name} is not supported by this version of Penstock.",
+                param=f"{where}.{name}",
+                code="unsupported_parameter",
+            )
+    name_field = {"name": message.name} if message.name is not None else {}
+    return {"role": message.role, "content": _text(message.content, where)} | name_field
+
+
+def _text(content: str | list[ContentPart] | None, where: str) -> str:
+    if isinstance(content, list):
+        return "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
+    return content or ""
+
+
+def _part_text(part: ContentPart, where: str) -> str:
+    if part.type == "text" and part.text is not None:
+        return part.text
+    raise InvalidRequestError(
+        f"{where} must be text, got a part of type {part.type[:64]!r}.",
+        remedy="This server takes text only.",
+        param=where,
+        code="unsupported_content",
+    )
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _not_empty(ids: list[int], param: str) -> list[int]:
+    if not ids:
+        raise InvalidRequestError(
+            f"{param} is empty, and this model has no token to begin with.", param=param, code="empty_prompt"
+        )
+    return ids

@@ -1,0 +1,91 @@
+"""From the fields of a request to `SamplingParams` that fit the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.errors import InvalidRequestError
+from penstock.request import MAX_LOGPROBS, SamplingParams
+from penstock.server.engine_port import ServedModel
+from penstock.server.openai_types import ChatRequest, CompletionRequest, GenerateRequest
+
+DEFAULT_COMPLETION_TOKENS = 16
+_FROM_MODEL = ("temperature", "top_k", "top_p", "min_p")
+
+
+def chat_sampling(request: ChatRequest, model: ServedModel) -> SamplingParams:
+    """Sampling of a chat request; `max_tokens` None fills the context. Raises `InvalidRequestError`."""
+    limit = request.max_completion_tokens
+    if limit is None:
+        limit = request.max_tokens
+    return _validated(request, model, max_tokens=limit, logprobs=_chat_logprobs(request))
+
+
+def completion_sampling(request: CompletionRequest, model: ServedModel) -> SamplingParams:
+    return _validated(request, model, max_tokens=request.max_tokens, logprobs=request.logprobs)
+
+
+def _validated(
+    request: GenerateRequest, model: ServedModel, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    given = {
+        name: value
+        for name in SamplingParams.__struct_fields__
+        if (value := getattr(request, name, None)) is not None
+    }
+    silent = {
+        name: value
+        for name, value in model.sampling_defaults.items()
+        if name in _FROM_MODEL and name not in given
+    }
+    fields: dict[str, Any] = silent | given | {"max_tokens": max_tokens, "logprobs": logprobs}
+    sampling = SamplingParams(**fields)
+    sampling.validate(model.vocab_size)
+    return sampling
+
+
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise InvalidRequestError(
+            f"top_logprobs must be between 0 and {MAX_LOGPROBS} and needs logprobs: true.",
+            param="top_logprobs",
+        )
+    return None
+
+
+def fit_to_context(
+    sampling: SamplingParams,
+    num_prompt_tokens: int,
+    max_model_len: int,
+    *,
+    default: int | None,
+    prompt_field: str = "prompt",
+) -> SamplingParams:
+    """The sampling with a `max_tokens` that fits behind this prompt.
+
+    Args:
+        default: tokens to generate when the request names none; None fills the context. A default is
+            shortened to fit, a number that the client gave is not.
+
+    Raises:
+        InvalidRequestError: prompt and output are longer than the context; names both numbers.
+    """
+    room = max_model_len - num_prompt_tokens
+    wanted = sampling.max_tokens
+    if wanted is None and room > 0:
+        wanted = room if default is None else min(default, room)
+        return msgspec.structs.replace(sampling, max_tokens=max(wanted, min(sampling.min_tokens, room)))
+    if wanted is not None and wanted <= room:
+        return sampling
+    output = f" and max_tokens {wanted}" if wanted is not None else ""
+    raise InvalidRequestError(
+        f"The prompt has {num_prompt_tokens} tokens{output}, together more than the model's context of "
+        f"{max_model_len} tokens.",
+        remedy="Shorten the prompt or lower max_tokens.",
+        param=prompt_field if room <= 0 else "max_tokens",
+        code="context_length_exceeded",
+    )

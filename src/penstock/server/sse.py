@@ -1,0 +1,176 @@
+"""The bytes of event streams: chunks of chat and text completions, usage, errors, pings, the end.
+
+Grammar of a stream (chat and text alike): for chat one role chunk per choice; content chunks; per choice
+exactly one chunk with a finish_reason; one usage chunk with no choices if asked for; `[DONE]`. After a
+failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`. `: ping` may stand anywhere.
+
+A chunk differs from the one before only in its text, so everything else is encoded once per choice, and a
+token costs one small encoding and a concatenation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.engine.outputs import TextDelta
+from penstock.server.logprobs import CompletionLogprobsWriter, TokenBytes, chat_logprobs
+from penstock.server.openai_types import Usage
+
+PING = b": ping\n\n"
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialect:
+    """How one route writes a choice: what stands around the text, and what stands for no text."""
+
+    object: str
+    id_prefix: str
+    before_text: bytes
+    after_text: bytes
+    no_text: bytes
+    opening: bytes  # content of the choice's first chunk; empty where there is none
+
+
+CHAT = Dialect(
+    object="chat.completion.chunk",
+    id_prefix="chatcmpl-",
+    before_text=b'"delta":{"content":',
+    after_text=b"}",
+    no_text=b'"delta":{}',
+    opening=b'"delta":{"role":"assistant","content":""}',
+)
+TEXT = Dialect(
+    object="text_completion",
+    id_prefix="cmpl-",
+    before_text=b'"text":',
+    after_text=b"",
+    no_text=b'"text":""',
+    opening=b"",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamForm:
+    """What all chunks of one response have in common."""
+
+    response_id: str
+    created: int
+    model: str
+    dialect: Dialect
+    include_usage: bool
+    return_token_ids: bool
+    with_logprobs: bool
+    token_bytes: TokenBytes
+
+
+class ChunkWriter:
+    """Writes the chunks of one choice.
+
+    Args:
+        form: what the response's choices share.
+        index: of the choice.
+        prompt_token_ids: shown in the first chunk if the client asked for ids.
+    """
+
+    def __init__(self, form: StreamForm, index: int, prompt_token_ids: list[int]) -> None:
+        dialect = form.dialect
+        self._before_choice = _head(form) + b"%d," % index
+        self._tail = b'],"usage":null}\n\n' if form.include_usage else b"]}\n\n"
+        self._before_text = self._before_choice + dialect.before_text
+        self._after_text = dialect.after_text + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._dialect = dialect
+        self._is_plain = not (form.with_logprobs or form.return_token_ids)
+        self._return_ids = form.return_token_ids
+        self._logprobs = _logprobs_writer(form)
+        self._opening = self._first_chunk(form, prompt_token_ids)
+
+    def chunk(self, delta: TextDelta) -> bytes:
+        """The events for a delta: none, one, or more; may be empty."""
+        if self._is_plain and delta.finish_reason is None and not self._opening:
+            return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
+        return self._opened() + self._content(delta) + self._finish(delta)
+
+    def opening(self) -> bytes:
+        """The chunk that stands before all content, once; for streams that ping before their first token."""
+        return self._opened()
+
+    def _opened(self) -> bytes:
+        opening, self._opening = self._opening, b""
+        return opening
+
+    def _first_chunk(self, form: StreamForm, prompt_token_ids: list[int]) -> bytes:
+        ids = b',"prompt_token_ids":' + _encode(prompt_token_ids) + b',"token_ids":[]'
+        if not self._return_ids:
+            ids = b""
+        if not (self._dialect.opening or ids):
+            return b""
+        body = self._dialect.opening or self._dialect.no_text
+        choice = self._before_choice + body + b',"logprobs":null,"finish_reason":null' + ids + b"}"
+        if ids and self._dialect is CHAT:
+            # Chat clients look for the prompt's ids beside the choices, text clients inside.
+            return choice + self._tail.replace(b"]", b"]" + ids.partition(b',"token_ids"')[0], 1)
+        return choice + self._tail
+
+    def _content(self, delta: TextDelta) -> bytes:
+        if self._is_plain:
+            return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
+        if not (delta.text or delta.token_ids):
+            return b""
+        shown = self._before_text + _encode(delta.text) + self._dialect.after_text
+        ids = b',"token_ids":' + _encode(delta.token_ids) if self._return_ids else b""
+        return b"".join((shown, self._logprobs(delta), b',"finish_reason":null', ids, b"}", self._tail))
+
+    def _finish(self, delta: TextDelta) -> bytes:
+        if delta.finish_reason is None:
+            return b""
+        ids = b',"token_ids":[]' if self._return_ids else b""
+        reason = b',"logprobs":null,"finish_reason":"%s"' % delta.finish_reason.encode()
+        stop = b',"stop_reason":' + _encode(delta.stop_reason)
+        return b"".join((self._before_choice, self._dialect.no_text, reason, stop, ids, b"}", self._tail))
+
+
+def _head(form: StreamForm) -> bytes:
+    start = {
+        "id": form.response_id,
+        "object": form.dialect.object,
+        "created": form.created,
+        "model": form.model,
+    }
+    return b"data: " + _encode(start)[:-1] + b',"choices":[{"index":'
+
+
+def _logprobs_writer(form: StreamForm) -> Callable[[TextDelta], bytes]:
+    if not form.with_logprobs:
+        return _no_logprobs
+    if form.dialect is CHAT:
+        return lambda delta: (
+            b',"logprobs":' + _encode(chat_logprobs(delta.token_ids, delta.logprobs or [], form.token_bytes))
+        )
+    writer = CompletionLogprobsWriter(form.token_bytes)
+    return lambda delta: b',"logprobs":' + _encode(writer.write(delta.token_ids, delta.logprobs or []))
+
+
+def _no_logprobs(_delta: TextDelta) -> bytes:
+    return b',"logprobs":null'
+
+
+def usage_chunk(form: StreamForm, usage: Usage) -> bytes:
+    """The chunk without choices that tells the usage."""
+    start = _head(form).removesuffix(b'[{"index":')
+    return start + b'[],"usage":' + _encode(usage) + b"}\n\n"
+
+
+def error_event(body: bytes) -> bytes:
+    """`body`: an encoded error object."""
+    return b"data: " + body + b"\n\n"

@@ -1,0 +1,41 @@
+"""Work on text that may take long (JSON, templates, tokenizing), kept off the event loop.
+
+Short text is done in place, since a change of threads costs more than the work. Long text goes to a small
+pool with a bounded number of waiting pieces; one more is answered 429.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+from penstock.errors import OverloadedError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class TextWorkers:
+    def __init__(self, *, threads: int = 2, max_pending: int = 256, inline_bytes: int = 16 << 10) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._max_pending = max_pending
+        self._inline_bytes = inline_bytes
+        self._pending = 0
+
+    async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Result of `work(*args)`, which handles about `size` bytes of text."""
+        if size <= self._inline_bytes:
+            return work(*args, **kwargs)
+        if self._pending >= self._max_pending:
+            raise OverloadedError(f"{self._pending} long prompts are waiting to be tokenised.")
+        self._pending += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._pool, lambda: work(*args, **kwargs))
+        finally:
+            self._pending -= 1
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)

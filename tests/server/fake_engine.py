@@ -1,0 +1,167 @@
+"""A deterministic engine and codec for tests of the HTTP front: it answers a prompt with the prompt itself.
+
+Token ids are bytes; after the prompt's bytes comes the end-of-sequence id, and after that (with `ignore_eos`)
+the prompt again. The text side is the real `engine.outputs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.engine.outputs import OutputAssembler, TextDelta
+from penstock.engine.stats import CoreStats
+from penstock.errors import AbortedError, OverloadedError, PenstockError
+from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.server.engine_port import ServedModel
+
+BOS, EOS, VOCAB_SIZE = 256, 257, 300
+
+
+class ByteCodec:
+    def encode(self, text: str) -> list[int]:
+        return [BOS, *text.encode()]
+
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        return self.encode(text)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+
+class ByteDetokenizer:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        return self._decoder.decode(bytes(token_id for token_id in token_ids if token_id < 256))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+def oracle(prompt: list[int], index: int) -> int:
+    """The index-th output id for a prompt."""
+    period = [token_id for token_id in prompt if token_id < 256] + [EOS]
+    return period[index % len(period)]
+
+
+@dataclass(kw_only=True)
+class Status:
+    ready: bool = True
+    stage: int | None = None
+    reason: str = ""
+    since: float = 1.0
+    stats: CoreStats | None = None
+
+
+@dataclass(kw_only=True)
+class FakeEngine:
+    """Attributes:
+    hold_after: tokens after which every stream waits for `release`; None never waits.
+    fail_after: tokens after which every stream fails with `failure`.
+    """
+
+    max_model_len: int = 4096
+    max_alive: int = 64
+    hold_after: int | None = None
+    fail_after: int | None = None
+    failure: PenstockError | None = None
+    state: Status = field(default_factory=Status)
+    added: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    alive: set[str] = field(default_factory=set)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> None:
+        pass
+
+    def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> FakeStream:
+        if len(self.alive) >= self.max_alive:
+            raise OverloadedError(f"{len(self.alive)} requests are running or waiting, which is the limit.")
+        assert request_id not in self.alive
+        self.alive.add(request_id)
+        self.added.append((request_id, prompt_token_ids, sampling))
+        return FakeStream(self, request_id, prompt_token_ids, sampling)
+
+    def status(self) -> Status:
+        return self.state
+
+
+class FakeStream:
+    def __init__(
+        self, engine: FakeEngine, request_id: str, prompt: list[int], sampling: SamplingParams
+    ) -> None:
+        self.prompt_tokens = len(prompt)
+        self.cached_tokens = 3
+        self.queue_seconds = 0.25
+        self._engine = engine
+        self._request_id = request_id
+        self._prompt = prompt
+        self._sampling = sampling
+        self._assembler = OutputAssembler(sampling, ByteDetokenizer())
+        self._produced = 0
+
+    @property
+    def completion_tokens(self) -> int:
+        return self._assembler.num_tokens
+
+    async def next(self) -> TextDelta:
+        engine = self._engine
+        await asyncio.sleep(0)
+        if engine.hold_after is not None and self._produced >= engine.hold_after:
+            await engine.released.wait()
+        if self._request_id in engine.cancelled:
+            raise AbortedError("cancelled")
+        if engine.failure is not None and self._produced >= (engine.fail_after or 0):
+            engine.alive.discard(self._request_id)
+            raise engine.failure
+        delta = self._assembler.append(self._update())
+        if delta.finish_reason is not None:
+            engine.alive.discard(self._request_id)
+        return delta
+
+    def cancel(self) -> None:
+        if self._request_id in self._engine.alive:
+            self._engine.alive.discard(self._request_id)
+            self._engine.cancelled.append(self._request_id)
+
+    def _update(self) -> RequestUpdate:
+        token_id = oracle(self._prompt, self._produced)
+        self._produced += 1
+        sampling = self._sampling
+        stopped = (token_id == EOS and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
+        full = self._produced == sampling.max_tokens
+        return RequestUpdate(
+            request_id=self._request_id,
+            token_ids=[token_id],
+            logprobs=[fake_logprobs(token_id, sampling.logprobs)] if sampling.logprobs is not None else None,
+            finish_reason="stop" if stopped else "length" if full else None,
+            stop_token_id=token_id if stopped else None,
+        )
+
+
+def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
+    """The chosen token is the second likeliest."""
+    top = [(token_id + 1) % 256, token_id, *range(count)][:count]
+    return TokenLogprobs(-0.5, 2, top, [-0.25 * (i + 1) for i in range(count)])
+
+
+def stats(**changes: Any) -> CoreStats:
+    values: dict[str, Any] = dict.fromkeys(CoreStats.__struct_fields__, 0)
+    return CoreStats(**(values | {"num_blocks": 100, "free_blocks": 75} | changes))
+
+
+def fake_model(**changes: Any) -> ServedModel:
+    values: dict[str, Any] = {
+        "name": "fake",
+        "codec": ByteCodec(),
+        "max_model_len": 4096,
+        "vocab_size": VOCAB_SIZE,
+        "created": 1_700_000_000,
+    }
+    return ServedModel(**(values | changes))

@@ -1,0 +1,200 @@
+"""Keys, hosts and origins, on every route; request ids; error objects for what no route answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from fake_engine import FakeEngine, fake_model
+from fastapi.routing import APIRoute
+from live_server import LiveServer
+
+from penstock.config import ServerConfig
+from penstock.errors import AuthenticationError
+from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy, is_loopback
+from penstock.server.app import create_app
+from penstock.server.errors import ForbiddenError
+from penstock.server.request_log import RequestLog, escape, json_line
+
+KEYS = ServerConfig(api_keys=["key-one", "key-two"])
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[LiveServer]:
+    with LiveServer(config=KEYS) as server:
+        yield server
+
+
+def _routes() -> list[tuple[str, str]]:
+    app = create_app(FakeEngine(), KEYS, fake_model())
+    found = []
+    for route in app.routes.routes:
+        path = getattr(route, "path", "").replace("{model_id:path}", "fake")
+        methods = route.methods if isinstance(route, APIRoute) else {"GET"}
+        found += [(method, path) for method in sorted(methods or ())]
+    return found
+
+
+def test_every_route_asks_for_a_key_except_the_health_probes(locked: LiveServer) -> None:
+    routes = _routes()
+    assert ("POST", "/v1/chat/completions") in routes
+    assert ("GET", "/openapi.json") in routes
+    assert len(routes) >= 12
+    for method, path in [
+        *routes,
+        ("GET", "/nothing/here"),
+        ("DELETE", "/v1/models"),
+        ("OPTIONS", "/metrics"),
+    ]:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic key-one"}):
+            response, raw = locked.request(method, path, b"{}" if method == "POST" else None, headers)
+            if path in OPEN_PATHS:
+                assert response.status == 200, (method, path)
+                continue
+            assert response.status == 401, (method, path)
+            if method != "HEAD":
+                assert json.loads(raw)["error"]["code"] == "invalid_api_key"
+        response, _ = locked.request(
+            method, path, b"{}" if method == "POST" else None, {"Authorization": "Bearer key-two"}
+        )
+        assert response.status != 401, (method, path)
+    assert "key-one" not in locked.log.getvalue()
+
+
+def test_keys_compare_whole_and_in_any_case_of_the_scheme() -> None:
+    keys = ApiKeys(["abc"])
+    for value in (b"Bearer abc", b"bearer abc ", b"BEARER  abc"):
+        keys.check("/metrics", [(b"authorization", value)])
+    for value in (b"", b"abc", b"Bearer ab", b"Bearer abcd", b"Bearer ABC", b"Bearer \xff"):
+        with pytest.raises(AuthenticationError):
+            keys.check("/metrics", [(b"authorization", value)])
+    with pytest.raises(AuthenticationError):
+        keys.check("/health/", [])
+    ApiKeys([]).check("/metrics", [])
+
+
+@pytest.mark.parametrize(
+    ("bound", "headers", "allowed"),
+    [
+        ("127.0.0.1", {"host": "localhost:8000"}, True),
+        ("127.0.0.1", {"host": "127.0.0.1"}, True),
+        ("127.0.0.1", {"host": "[::1]:8000"}, True),
+        ("127.0.0.1", {}, True),
+        ("127.0.0.1", {"host": "evil.example:8000"}, False),
+        ("127.0.0.1", {"host": "localhost.evil.example"}, False),
+        ("127.0.0.1", {"host": "127.0.0.1.nip.io"}, False),
+        ("127.0.0.1", {"host": "localhost:8000", "origin": "http://localhost:8000"}, True),
+        ("127.0.0.1", {"host": "localhost:8000", "origin": "http://localhost:3000"}, False),
+        ("127.0.0.1", {"host": "localhost:8000", "origin": "https://evil.example"}, False),
+        ("127.0.0.1", {"host": "localhost:8000", "origin": "null"}, False),
+        ("0.0.0.0", {"host": "box.example:8000"}, True),
+        ("0.0.0.0", {"host": "box.example:8000", "origin": "https://box.example:8000"}, True),
+        ("0.0.0.0", {"host": "box.example:8000", "origin": "https://evil.example"}, False),
+    ],
+)
+def test_host_and_origin(bound: str, headers: dict[str, str], allowed: bool) -> None:
+    policy = HostPolicy(bound)
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    if allowed:
+        policy.check(raw)
+    else:
+        with pytest.raises(ForbiddenError):
+            policy.check(raw)
+
+
+def test_loopback_names() -> None:
+    assert all(is_loopback(host) for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1", "[::1]"))
+    assert not any(is_loopback(host) for host in ("", "0.0.0.0", "10.0.0.1", "localhost.", "::"))
+
+
+def test_foreign_pages_get_403_and_no_cors_header(locked: LiveServer) -> None:
+    headers = {"Origin": "https://evil.example", "Authorization": "Bearer key-one"}
+    for method, path in (("GET", "/v1/models"), ("OPTIONS", "/v1/chat/completions"), ("DELETE", "/x")):
+        response, raw = locked.request(method, path, None, headers)
+        assert response.status == 403
+        assert json.loads(raw)["error"]["type"] == "permission_error"
+        assert not [name for name, _ in response.getheaders() if name.lower().startswith("access-control")]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/", 404),
+        ("GET", "/v1/embeddings", 404),
+        ("GET", "/docs", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("POST", "/v1/models", 405),
+        ("DELETE", "/health", 405),
+        ("GET", "/v1/models/" + "%2e%2e/" * 3, 404),
+    ],
+)
+def test_what_no_route_answers_is_an_error_object(
+    live: LiveServer, method: str, path: str, status: int
+) -> None:
+    response, raw = live.request(method, path)
+    assert response.status == status
+    error = json.loads(raw)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    if status == 405:
+        assert response.getheader("allow")
+
+
+def test_request_ids_go_in_and_out_and_into_the_log(live: LiveServer) -> None:
+    response, _ = live.request("POST", "/v1/completions", {"prompt": "a"}, {"X-Request-ID": "abc.DEF-1:2"})
+    assert response.getheader("x-request-id") == "abc.DEF-1:2"
+    assert "id=abc.DEF-1:2 method=POST path=/v1/completions status=200" in live.log.getvalue()
+    seen = set()
+    for bad in ("", "x" * 129, "a b", "a;b", "ü"):
+        response, _ = live.request(
+            "GET", "/nowhere", None, {"X-Request-ID": bad.encode("utf-8").decode("latin-1")}
+        )
+        seen.add(response.getheader("x-request-id"))
+    assert len(seen) == 5
+    assert all(name is not None and len(name) == 24 and name.isalnum() for name in seen)
+
+
+def test_log_line_tells_tokens_times_and_finish_but_never_text(live: LiveServer) -> None:
+    live.request(
+        "POST", "/v1/completions", {"prompt": "tell-nobody", "stop": ["hush"]}, {"x-request-id": "r1"}
+    )
+    line = next(line for line in live.log.getvalue().splitlines() if "id=r1 " in line)
+    words = dict(word.split("=", 1) for word in line.split()[4:])
+    assert words["prompt"] == "12"
+    assert words["cached"] == "3"
+    assert words["output"] == "12"
+    assert words["queue"] == "0.25"
+    assert words["finish"] == "stop"
+    assert float(words["ttft"]) >= 0
+    assert float(words["tpot"]) >= 0
+    assert "tell-nobody" not in live.log.getvalue()
+
+
+def test_log_lines_cannot_be_forged(live: LiveServer) -> None:
+    live.request("GET", "/a%0AERROR%20api%20forged%20id=1%1b[31m")
+    lines = live.log.getvalue().splitlines()
+    assert not any(line.startswith("ERROR") for line in lines)
+    assert "\\u{a}ERROR" in live.log.getvalue()
+    assert "\x1b" not in live.log.getvalue()
+    assert escape('x" status=200') == '"x\\" status=200"'
+    assert escape("a" * 1000).endswith('a..."') is False
+    assert len(escape("a" * 1000)) < 300
+
+
+def test_json_log_lines_are_json() -> None:
+    line = json_line("INFO", "request", {"id": 'a"b\n', "status": 200, "queue": 0.5})
+    assert line.endswith("}\n")
+    assert line.count("\n") == 1
+    decoded = json.loads(line)
+    assert (decoded["status"], decoded["queue"], decoded["level"]) == (200, 0.5, "INFO")
+
+
+def test_a_full_disk_does_not_stop_the_log() -> None:
+    class Full:
+        def write(self, _text: str) -> int:
+            raise OSError(28, "No space left on device")
+
+        def flush(self) -> None: ...
+
+    RequestLog("text", Full()).event("hello")  # type: ignore[arg-type]

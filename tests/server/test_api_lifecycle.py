@@ -1,0 +1,200 @@
+"""Clients that leave, health, metrics, and the drain at the end."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, Status, fake_model, stats
+from live_server import LiveServer, events, post_bytes
+
+from penstock.config import ServerConfig
+
+TEXT = "/v1/completions"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("hold_after", [0, 2])
+def test_client_that_leaves_cancels_its_sequences_at_once(stream: bool, hold_after: int) -> None:
+    engine = FakeEngine(hold_after=hold_after)
+    with LiveServer(engine) as live:
+        connection = live.connect()
+        connection.sendall(post_bytes(TEXT, {"prompt": ["abc", "def"], "stream": stream}))
+        live.wait_for(lambda: len(engine.alive) == 2)
+        connection.close()
+        live.wait_for(lambda: not engine.alive)
+        assert sorted(engine.cancelled) == sorted(request_id for request_id, _, _ in engine.added)
+        live.wait_for(lambda: "status=499" in live.log.getvalue())
+        live.call(engine.released.set)
+        assert live.post(TEXT, {"prompt": "next"})[1]["choices"][0]["text"] == "next"
+        assert "ERROR" not in live.log.getvalue()
+        assert 'request_success_total{finished_reason="abort",model_name="fake"} 1.0' in _metrics(live)
+
+
+def test_client_that_leaves_in_the_middle_of_its_body_starts_nothing() -> None:
+    with LiveServer() as live:
+        with live.connect() as connection:
+            connection.sendall(post_bytes(TEXT, {"prompt": "abc"})[:-3])
+            live.wait_for(lambda: len(live.server.server_state.tasks) == 1)
+        live.wait_for(lambda: "client closed" in live.log.getvalue() or "status=499" in live.log.getvalue())
+        assert live.engine.added == []
+
+
+def test_finished_sequences_are_not_cancelled(live: LiveServer) -> None:
+    for stream in (True, False):
+        live.request("POST", TEXT, {"prompt": "abc", "stream": stream})
+    assert live.engine.cancelled == []
+    assert live.engine.alive == set()
+
+
+def test_overload_of_a_later_prompt_cancels_the_earlier_ones() -> None:
+    with LiveServer(FakeEngine(max_alive=2, hold_after=0)) as live:
+        status, _ = live.post(TEXT, {"prompt": ["a", "b", "c"]})
+        assert status == 429
+        assert live.engine.alive == set()
+        assert len(live.engine.cancelled) == 2
+
+
+def test_health_tells_state_stage_reason_and_since() -> None:
+    engine = FakeEngine(state=Status(ready=False, stage=1, reason="no answer for 6 s", since=123.0))
+    with LiveServer(engine, model=fake_model(max_waiting_requests=5)) as live:
+        for path in ("/health", "/health/ready"):
+            response, raw = live.request("GET", path)
+            assert response.status == 503
+            assert response.getheader("retry-after") == "1"
+            assert json.loads(raw) == {
+                "state": "not_ready",
+                "stage": 1,
+                "reason": "no answer for 6 s",
+                "since": 123.0,
+            }
+        assert live.request("GET", "/health/live")[0].status == 200
+        status, answer = live.post(TEXT, {"prompt": "a"})
+        assert (status, answer["error"]["type"]) == (503, "service_unavailable")
+        engine.state = Status(stats=stats(num_waiting=4))
+        assert live.request("GET", "/health")[0].status == 200
+        assert live.request("HEAD", "/health")[0].status == 200
+        engine.state = Status(stats=stats(num_waiting=5))
+        response, raw = live.request("GET", "/health")
+        assert (response.status, json.loads(raw)["state"]) == (503, "overloaded")
+
+
+def _metrics(live: LiveServer) -> str:
+    response, raw = live.request("GET", "/metrics")
+    assert response.status == 200
+    assert (response.getheader("content-type") or "").startswith("text/plain")
+    return raw.decode()
+
+
+def test_metrics_carry_the_core_set() -> None:
+    numbers = stats(
+        num_running=3, num_waiting=2, num_preemptions=7, generated_tokens=99, prompt_tokens=55, inflight=2
+    )
+    with LiveServer(FakeEngine(state=Status(stats=numbers))) as live:
+        live.post(TEXT, {"prompt": "abcd", "max_tokens": 3})
+        live.post(TEXT, {"prompt": "abcd", "temperature": 9})
+        text = _metrics(live)
+        for line in (
+            'penstock_num_requests_running{model_name="fake"} 3.0',
+            'penstock_num_requests_waiting{model_name="fake"} 2.0',
+            'penstock_kv_cache_usage_perc{model_name="fake",tier="l1"} 0.25',
+            'penstock_num_preemptions_total{model_name="fake"} 7.0',
+            'penstock_prompt_tokens_total{model_name="fake"} 55.0',
+            'penstock_generation_tokens_total{model_name="fake"} 99.0',
+            'penstock_pipeline_inflight_batches{model_name="fake"} 2.0',
+            'penstock_request_success_total{finished_reason="length",model_name="fake"} 1.0',
+            'penstock_requests_rejected_total{model_name="fake",status="400"} 1.0',
+            'penstock_time_to_first_token_seconds_count{model_name="fake"} 1.0',
+            'penstock_inter_token_latency_seconds_count{model_name="fake"} 2.0',
+            'penstock_e2e_request_latency_seconds_count{model_name="fake"} 1.0',
+            'penstock_request_queue_time_seconds_bucket{le="0.1",model_name="fake"} 0.0',
+            'penstock_request_queue_time_seconds_bucket{le="0.3",model_name="fake"} 1.0',
+        ):
+            assert line in text, line
+        names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
+        assert all(name.startswith("penstock_") for name in names)
+
+
+def test_version(live: LiveServer) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", json.loads(live.request("GET", "/version")[1])["version"])
+
+
+def test_openapi_names_the_request_fields(live: LiveServer) -> None:
+    document = json.loads(live.request("GET", "/openapi.json")[1])
+    body = document["paths"]["/v1/completions"]["post"]["requestBody"]["content"]["application/json"]
+    name = body["schema"]["$ref"].rpartition("/")[2]
+    fields = document["components"]["schemas"][name]["properties"]
+    assert {"prompt", "stop_token_ids", "return_token_ids", "logprobs"} <= set(fields)
+    references = set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(document)))
+    assert references <= set(document["components"]["schemas"])
+
+
+def _start_stream(live: LiveServer, prompt: str) -> Any:
+    connection = live.connect()
+    connection.sendall(post_bytes(TEXT, {"prompt": prompt, "stream": True}))
+    return connection
+
+
+def _read_all(connection: Any) -> bytes:
+    received = b""
+    while chunk := connection.recv(65536):
+        received += chunk
+    return received
+
+
+def _body(raw: bytes) -> bytes:
+    """Undo the chunked transfer encoding."""
+    rest, body = raw.partition(b"\r\n\r\n")[2], b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
+    return body
+
+
+def test_drain_turns_readiness_off_finishes_running_work_and_refuses_new() -> None:
+    engine = FakeEngine(hold_after=1)
+    with LiveServer(engine, config=ServerConfig(drain_s=20.0)) as live, ExitStack() as stack:
+        running = stack.enter_context(_start_stream(live, "abc"))
+        live.wait_for(lambda: len(engine.alive) == 1)
+        live.stop()
+        live.wait_for(lambda: live.app.context.lifecycle.is_draining)
+        response, raw = live.request("GET", "/health")
+        assert (response.status, json.loads(raw)["state"]) == (503, "draining")
+        response, raw = live.request("POST", TEXT, {"prompt": "new"})
+        assert response.status == 503
+        assert response.getheader("retry-after") == "1"
+        assert json.loads(raw)["error"]["code"] == "draining"
+        live.call(engine.released.set)
+        got = events(_body(_read_all(running)))
+        assert "".join(chunk["choices"][0]["text"] for chunk in got[:-1]) == "abc"
+        assert got[-1] == "[DONE]"
+        live.join()
+        assert "ended_early=0" in live.log.getvalue()
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_drain_ends_what_is_too_slow_with_an_in_stream_error(signals: int) -> None:
+    engine = FakeEngine(hold_after=1)
+    drain_s = 0.05 if signals == 1 else 3600.0
+    with LiveServer(engine, config=ServerConfig(drain_s=drain_s)) as live, ExitStack() as stack:
+        running = stack.enter_context(_start_stream(live, "abc"))
+        live.wait_for(lambda: len(engine.alive) == 1)
+        for _ in range(signals):
+            live.stop()
+        got = events(_body(_read_all(running)))
+        assert got[0]["choices"][0]["text"] == "a"
+        assert got[-1]["error"]["code"] == "shutting_down"
+        assert "[DONE]" not in got
+        live.join()
+        assert engine.alive == set()
+
+
+def test_idle_server_stops_quickly() -> None:
+    with LiveServer(config=ServerConfig(drain_s=3600.0)) as live, live.connect() as idle:
+        live.wait_for(lambda: len(live.server.server_state.connections) == 1)
+        live.stop()
+        live.join()
+        assert idle.recv(10) == b""

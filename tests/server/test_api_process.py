@@ -1,0 +1,127 @@
+"""The API process as the supervisor starts it: no torch, signals, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from http.client import HTTPConnection
+from pathlib import Path
+
+import msgspec
+import pytest
+from fake_engine import EOS
+
+from paths import shared_data
+from penstock.config import ApiProcessConfig, ServerConfig
+from penstock.executor.child import Failed, decode_status
+from penstock.server.api_process import allow_connections
+
+MODULES = """
+import sys
+import penstock.server.api_process
+bad = sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "transformers"))
+print(",".join(bad))
+"""
+
+
+def test_api_process_never_imports_torch() -> None:
+    found = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, check=True)
+    assert "torch" not in found.stdout
+    assert "transformers" not in found.stdout
+
+
+def _start(config: ApiProcessConfig, status_write: int) -> subprocess.Popen[bytes]:
+    config_read, config_write = os.pipe()
+    fds = ["--config-fd", str(config_read), "--status-fd", str(status_write)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "penstock.server.api_process", *fds],
+        pass_fds=[config_read, status_write, config.listen_fd],
+        stderr=subprocess.PIPE,
+    )
+    os.close(config_read)
+    with os.fdopen(config_write, "wb") as pipe:
+        pipe.write(msgspec.msgpack.encode(config))
+    return process
+
+
+def _config(listen_fd: int, model_path: Path, tmp_path: Path) -> ApiProcessConfig:
+    return ApiProcessConfig(
+        server=ServerConfig(drain_s=5.0),
+        parent_pid=os.getpid(),
+        client_address=f"ipc://{tmp_path}/core",  # nobody listens: the engine is still loading
+        listen_fd=listen_fd,
+        model_path=str(model_path),
+        model_name="stories",
+        max_model_len=512,
+        vocab_size=512,
+        eos_token_ids=[EOS],
+        max_num_seqs=4,
+        max_waiting_requests=8,
+        num_stages=2,
+    )
+
+
+def _get(port: int, path: str) -> tuple[int, bytes]:
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request("GET", path)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_ends_the_process_with_code_0(tmp_path: Path, number: signal.Signals) -> None:
+    model = shared_data("models", "stories260K")
+    status_read, status_write = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = _start(_config(listener.fileno(), model, tmp_path), status_write)
+        try:
+            os.close(status_write)
+            port = listener.getsockname()[1]
+            status, body = _get(port, "/health")  # answered while the engine loads
+            assert (status, json.loads(body)["state"]) == (503, "not_ready")
+            assert _get(port, "/health/live")[0] == 200
+            assert _get(port, "/v1/models")[0] == 200
+            with open(f"/proc/{process.pid}/cmdline", "rb") as title:
+                assert title.read().startswith(b"penstock api")
+            with open(f"/proc/{process.pid}/maps") as maps:
+                assert "libtorch" not in maps.read()
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=20)
+        finally:
+            process.kill()
+            process.wait()
+            os.close(status_read)
+    assert process.returncode == 0, errors
+    assert b"Traceback" not in errors
+
+
+def test_broken_model_directory_is_reported_and_ends_with_code_3(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{broken")
+    status_read, status_write = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        process = _start(_config(listener.fileno(), tmp_path, tmp_path), status_write)
+        os.close(status_write)
+        with os.fdopen(status_read, "rb") as status:
+            lines = status.read().splitlines()
+        process.communicate(timeout=20)
+    event = decode_status(lines[-1])
+    assert isinstance(event, Failed)
+    assert event.error.kind == "ModelConfigError"
+    assert process.returncode == 3
+
+
+def test_number_of_connections_fits_the_limit_of_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        assert allow_connections(100) == 100
+        fitting = allow_connections(10**9)
+        assert fitting == 10**9 or fitting == hard - 64
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

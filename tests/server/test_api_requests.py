@@ -1,0 +1,338 @@
+"""What requests may carry, and how each wrong one is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import tarfile
+import threading
+from typing import Any
+
+import pytest
+from fake_engine import BOS, VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
+from live_server import LiveServer
+
+from paths import shared_data
+from penstock.errors import OverloadedError
+from penstock.server.limits import Limits, parse_json
+from penstock.server.text_workers import TextWorkers
+
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+def _refused(live: LiveServer, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+    got, answer = live.post(path, body)
+    assert got == status, answer
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert isinstance(error, dict)
+    return error
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ("ab", [[BOS, 97, 98]]),
+        (["ab", "c"], [[BOS, 97, 98], [BOS, 99]]),
+        ([97, 98], [[97, 98]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+    ],
+)
+def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[list[int]]) -> None:
+    before = len(live.engine.added)
+    status, answer = live.post(TEXT, {"prompt": prompt})
+    assert status == 200
+    assert [prompt_ids for _, prompt_ids, _ in live.engine.added[before:]] == ids
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(ids)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [1, [2]]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [[None]]}, "prompt[0][0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"prompt": [VOCAB_SIZE]}, "prompt"),
+        ({"prompt": [0, -1]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": ["a"] * 257}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 5000}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 1.5}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 2**80}, "max_tokens"),
+        ({"prompt": "a", "temperature": -0.1}, "temperature"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "top_p": 0}, "top_p"),
+        ({"prompt": "a", "top_k": -2}, "top_k"),
+        ({"prompt": "a", "top_k": VOCAB_SIZE + 1}, "top_k"),
+        ({"prompt": "a", "min_p": 1.1}, "min_p"),
+        ({"prompt": "a", "seed": 2**64}, "seed"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "min_tokens": 17, "max_tokens": 16}, "min_tokens"),
+        ({"prompt": "a", "stop": ["x"] * 17}, "stop"),
+        ({"prompt": "a", "stop": ""}, "stop"),
+        ({"prompt": "a", "stop": "x" * 257}, "stop"),
+        ({"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
+        ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"prompt": "a", "stream": "yes"}, "stream"),
+        ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
+        ({"prompt": "a", "stream_options": 3}, "stream_options"),
+    ],
+)
+def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, Any], param: str) -> None:
+    before = len(live.engine.added)
+    assert _refused(live, TEXT, fields)["param"] == param
+    assert len(live.engine.added) == before
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        ({"messages": USER * 4097}, "messages"),
+        ({"messages": USER, "logprobs": 0}, "logprobs"),
+        ({"messages": USER, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"messages": USER, "max_completion_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], param: str) -> None:
+    assert _refused(live, CHAT, fields)["param"] == param
+
+
+UNSUPPORTED = [
+    ("n", 2, 1),
+    ("n", True, 1),
+    ("best_of", 3, 1),
+    ("presence_penalty", 0.5, 0),
+    ("frequency_penalty", -1, 0.0),
+    ("repetition_penalty", 1.1, 1.0),
+    ("logit_bias", {"5": 10}, {}),
+    ("response_format", {"type": "json_object"}, {"type": "text"}),
+    ("tools", [{"type": "function"}], []),
+    ("tool_choice", "required", "none"),
+    ("echo", True, False),
+    ("suffix", "end", ""),
+    ("use_beam_search", True, False),
+    ("prompt_logprobs", 3, None),
+    ("chat_template", "{{ x }}", None),
+    ("chat_template_kwargs", {"thinking": True}, {}),
+    ("guided_regex", "a*", None),
+    ("prompt_embeds", "AAAA", None),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "neutral"), UNSUPPORTED)
+def test_unsupported_features_are_refused_unless_neutral(
+    live: LiveServer, name: str, value: Any, neutral: Any
+) -> None:
+    error = _refused(live, TEXT, {"prompt": "a", name: value})
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    for harmless in (neutral, None):
+        response, _ = live.request("POST", TEXT, {"prompt": "a", name: harmless})
+        assert response.status == 200
+        assert response.getheader("x-penstock-warning") is None
+
+
+def test_unknown_fields_are_ignored_with_a_warning_header(live: LiveServer) -> None:
+    body = {"prompt": "a", "gueß\r\nX-Evil: 1": 1, "top_q": 2, "stream_options": {"speed": 9}, "stream": True}
+    response, raw = live.request("POST", TEXT, body)
+    assert response.status == 200
+    warning = response.getheader("x-penstock-warning")
+    assert warning == "ignored unknown field(s): gue???X-Evil:?1, top_q, stream_options.speed"
+    assert response.getheader("x-evil") is None
+    assert raw.endswith(b"data: [DONE]\n\n")
+    many, _ = live.request("POST", TEXT, {"prompt": "a"} | {f"f{i}" * 50: i for i in range(500)})
+    assert len(many.getheader("x-penstock-warning") or "") < 2000
+
+
+def test_sampling_fields_reach_the_engine(live: LiveServer) -> None:
+    fields: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "seed": -3,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop": ["@@"],
+        "stop_token_ids": [9],
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    assert live.post(TEXT, {"prompt": "a"} | fields)[0] == 200
+    sampling = live.engine.added[-1][2]
+    assert {name: getattr(sampling, name) for name in fields} == fields
+
+
+def test_silent_requests_take_the_models_defaults_and_lengths() -> None:
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    with LiveServer(model=fake_model(sampling_defaults=defaults)) as live:
+        live.post(TEXT, {"prompt": "abc", "top_k": 5})
+        text = live.engine.added[-1][2]
+        live.post(CHAT, {"messages": USER})
+        _, prompt, chat = live.engine.added[-1]
+        assert (text.temperature, text.top_k, text.top_p, text.min_p) == (0.6, 5, 0.9, 0.0)
+        assert text.max_tokens == 16
+        assert chat.max_tokens == 4096 - len(prompt)
+        live.post(CHAT, {"messages": USER, "max_tokens": 7, "max_completion_tokens": 5})
+        assert live.engine.added[-1][2].max_tokens == 5
+
+
+def test_prompt_and_output_beyond_the_context_name_both_numbers() -> None:
+    with LiveServer(FakeEngine(max_model_len=20), model=fake_model(max_model_len=32)) as live:
+        error = _refused(live, TEXT, {"prompt": [1] * 12, "max_tokens": 9})
+        assert "12 tokens and max_tokens 9" in error["message"]
+        assert "20 tokens" in error["message"]  # the pool holds less than the model's context
+        assert error["code"] == "context_length_exceeded"
+        assert _refused(live, TEXT, {"prompt": [1] * 20})["param"] == "prompt"
+        assert live.post(TEXT, {"prompt": [1] * 12})[0] == 200
+        assert live.engine.added[-1][2].max_tokens == 8  # the default gives way, a wish does not
+        long = {"messages": [{"role": "user", "content": "x" * 513}]}
+        error = _refused(live, CHAT, long)
+        assert "513 bytes" in error["message"]
+        assert error["param"] == "messages"
+
+
+def test_body_limit_is_413_by_declared_and_by_true_length() -> None:
+    limits = Limits(max_body_bytes=1000, max_prompt_bytes=10_000)
+    with LiveServer(limits=limits) as live:
+        for size, status in ((900, 200), (1001, 413), (500_000, 413)):
+            body = json.dumps({"prompt": "a", "user": "x" * 10}).encode().ljust(size)
+            assert live.request("POST", TEXT, body)[0].status == status
+        with live.connect() as connection:
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            connection.sendall(head + b"400\r\n" + b" " * 0x400 + b"\r\n")
+            answer = connection.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"body_too_large" in answer
+
+
+def test_long_prompts_are_tokenised_in_worker_threads_and_come_back_unharmed() -> None:
+    threads: set[str] = set()
+
+    class Watched(ByteCodec):
+        def encode(self, text: str) -> list[int]:
+            threads.add(threading.current_thread().name)
+            return super().encode(text)
+
+    model = fake_model(codec=Watched(), max_model_len=200_000)
+    with LiveServer(FakeEngine(max_model_len=200_000), model=model) as live:
+        prompts = ["wörter " * 3000 + str(index) for index in range(4)]
+        _, answer = live.post(TEXT, {"prompt": prompts, "max_tokens": 48})
+        assert [choice["text"] for choice in answer["choices"]] == [prompts[0].encode()[:48].decode()] * 4
+        assert [bytes(ids[1:]).decode() for _, ids, _ in live.engine.added] == prompts
+        assert all(name.startswith("text") for name in threads)
+        live.post(TEXT, {"prompt": "short"})
+        assert any(not name.startswith("text") for name in threads)
+
+
+def test_worker_threads_have_a_bounded_queue() -> None:
+    async def overfill() -> list[Any]:
+        workers = TextWorkers(threads=1, max_pending=3, inline_bytes=0)
+        release = threading.Event()
+        works = [asyncio.create_task(workers.run(1, release.wait, 10)) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError, match="3 long prompts"):
+            await workers.run(1, release.wait, 10)
+        assert await workers.run(0, str, 7) == "7"
+        release.set()
+        results = await asyncio.gather(*works)
+        assert await workers.run(1, str, 8) == "8"
+        workers.close()
+        return results
+
+    assert asyncio.run(overfill()) == [True] * 3
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"null",
+        b"3",
+        b"[]",
+        b'"prompt"',
+        b'{"prompt": "a"',
+        b'{"prompt": "a"} x',
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e400}',
+        b'{"prompt": "\\ud800"}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        b'{"prompt": "a\x00b"}',
+        b'{"prompt": "\xff"}',
+        '{"prompt": "a"}'.encode("utf-16"),
+        b'{"prompt": "a", "x": ' + b"[" * 64 + b"]" * 64 + b"}",
+        b'{"x":' * 100_000,
+        b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
+    ],
+)
+def test_bodies_that_are_no_proper_json_object_are_400(live: LiveServer, body: bytes) -> None:
+    error = _refused(live, TEXT, body)
+    assert error["type"] == "invalid_request_error"
+
+
+def test_json_depth_is_counted_exactly_and_not_within_strings() -> None:
+    for depth, fits in ((63, True), (64, True), (65, False)):
+        for opening, closing in (("[", "]"), ('{"a":[],"b":', "}")):
+            text = opening * (depth - 1) + '["[[[{{{\\""]' + closing * (depth - 1)
+            if fits:
+                parse_json(text.encode(), 64)
+            else:
+                with pytest.raises(ValueError, match="64 levels"):
+                    parse_json(text.encode(), 64)
+
+
+def test_json_suite_as_bodies_never_breaks_the_server(live: LiveServer) -> None:
+    with tarfile.open(shared_data("conformance", "json_parsing_suite.tar.gz")) as suite:
+        files = {m.name.rpartition("/")[2]: suite.extractfile(m) for m in suite if m.name.endswith(".json")}
+        bodies = {name: file.read() for name, file in files.items() if file is not None}
+    assert len(bodies) > 300
+    for name, body in bodies.items():
+        status, answer = live.post(TEXT, body)
+        assert status == 400, name  # valid JSON too: none of it is a request
+        refused_as_json = answer["error"]["code"] in ("invalid_json", "json_too_deep")
+        if name.startswith("n_"):
+            assert refused_as_json, name
+        wrapped = b'{"prompt": "a", "x": ' + body + b"}"
+        if name.startswith("y_"):
+            assert live.request("POST", TEXT, wrapped)[0].status == 200, name
+
+
+def test_naughty_strings_come_back_as_they_went_in(live: LiveServer) -> None:
+    strings = json.loads(shared_data("conformance", "blns.json").read_text("utf-8"))
+    assert len(strings) > 400
+    for text in strings:
+        status, answer = live.post(TEXT, {"prompt": text, "max_tokens": 2000, "user": text})
+        assert status == 200
+        assert answer["choices"][0]["text"] == text
+        chat = {"messages": [{"role": "user", "content": text}], "stream": True, "model": "fake"}
+        response, raw = live.request("POST", CHAT, chat, {"x-request-id": "a"})
+        assert response.status == 200
+        chunks = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: {")]
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == f"user: {text}\n"
+    for text in strings:
+        assert live.post(TEXT, {"prompt": "a", "model": text})[0] == (200 if text == "" else 404)

@@ -1,0 +1,197 @@
+"""The exact grammar of event streams, byte by byte, and the comments that keep silent ones open."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine
+from live_server import LiveServer, events
+
+from penstock.errors import NumericalError, OverloadedError, StageLostError
+from penstock.request import SamplingParams
+from penstock.server.keep_alive import KeepAlive
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+def _stream(live: LiveServer, path: str, body: dict[str, Any]) -> tuple[http.client.HTTPResponse, list[Any]]:
+    response, raw = live.request("POST", path, body | {"stream": True})
+    return response, events(raw)
+
+
+def _chat(content: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}], **fields}
+
+
+def test_chat_stream_is_role_contents_finish_done(live: LiveServer) -> None:
+    response, got = _stream(live, CHAT, _chat("a", max_tokens=3))
+    assert response.getheader("content-type") == "text/event-stream; charset=utf-8"
+    assert got[-1] == "[DONE]"
+    assert got.count("[DONE]") == 1
+    assert [(c["choices"][0]["delta"], c["choices"][0]["finish_reason"]) for c in got[:-1]] == [
+        ({"role": "assistant", "content": ""}, None),
+        ({"content": "u"}, None),
+        ({"content": "s"}, None),
+        ({"content": "e"}, None),
+        ({}, "length"),
+    ]
+    assert {c["object"] for c in got[:-1]} == {"chat.completion.chunk"}
+    assert all("usage" not in c for c in got[:-1])
+
+
+def test_text_stream_is_contents_finish_usage_done(live: LiveServer) -> None:
+    _, got = _stream(live, TEXT, {"prompt": "xy", "stream_options": {"include_usage": True}})
+    *chunks, usage, done = got
+    assert done == "[DONE]"
+    assert [(c["choices"][0]["text"], c["choices"][0]["finish_reason"]) for c in chunks] == [
+        ("x", None),
+        ("y", None),
+        ("", "stop"),
+    ]
+    assert all(c["usage"] is None for c in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_returned_token_ids_of_chunks_add_up(live: LiveServer, path: str) -> None:
+    prompt = _chat("é") if path == CHAT else {"prompt": "é"}
+    _, streamed = _stream(live, path, prompt | {"return_token_ids": True, "max_tokens": 9})
+    _, whole = live.post(path, prompt | {"return_token_ids": True, "max_tokens": 9})
+    ids = [i for chunk in streamed[:-1] for i in chunk["choices"][0]["token_ids"]]
+    assert ids == whole["choices"][0]["token_ids"]
+    first = streamed[0] if path == CHAT else streamed[0]["choices"][0]
+    assert first["prompt_token_ids"] == whole["choices"][0]["prompt_token_ids"]
+    assert live.engine.added[-1][1] == first["prompt_token_ids"]
+
+
+def test_held_back_text_makes_no_empty_chunks(live: LiveServer) -> None:
+    _, got = _stream(live, TEXT, {"prompt": "👋!", "stop": ["!!"]})
+    assert [c["choices"][0]["text"] for c in got[:-1]] == ["👋", "!", ""]
+
+
+def test_failure_in_a_stream_is_one_error_event_without_done() -> None:
+    failure = NumericalError("request 7: the logits of step 9 are not finite.")
+    with LiveServer(FakeEngine(fail_after=2, failure=failure)) as live:
+        response, got = _stream(live, CHAT, _chat("a"))
+        assert response.status == 200
+        *chunks, error = got
+        assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "u", "s"]
+        assert error == {
+            "error": {
+                "message": "request 7: the logits of step 9 are not finite.",
+                "type": "server_error",
+                "param": None,
+                "code": "numerical",
+            }
+        }
+        assert "error=numerical" in live.log.getvalue()
+
+
+def test_failure_before_the_first_token_has_a_status_of_its_own() -> None:
+    failure = OverloadedError("the queue holds 1024 requests.")
+    with LiveServer(FakeEngine(fail_after=0, failure=failure)) as live:
+        for stream in (True, False):
+            response, raw = live.request("POST", TEXT, {"prompt": "a", "stream": stream})
+            assert response.status == 429
+            assert response.getheader("retry-after") == "1"
+            assert json.loads(raw)["error"]["code"] == "queue_full"
+        live.engine.failure = StageLostError("stage 0 died.", stage=0)
+        response, raw = live.request("POST", TEXT, {"prompt": "a"})
+        assert (response.status, json.loads(raw)["error"]["type"]) == (503, "service_unavailable")
+
+
+def test_a_bug_in_one_request_is_a_500_without_a_trace_and_hurts_no_other() -> None:
+    with LiveServer() as live:
+        engine, add = live.engine, live.engine.add
+
+        def broken(request_id: str, prompt: list[int], sampling: SamplingParams) -> Any:
+            if b"bad" in bytes(prompt[1:]):
+                raise RuntimeError("secret detail")
+            return add(request_id, prompt, sampling)
+
+        engine.add = broken  # type: ignore[method-assign]
+        status, body = live.post(TEXT, {"prompt": "bad"}, {"x-request-id": "find-me"})
+        assert status == 500
+        assert body["error"]["code"] == "internal_error"
+        assert "find-me" in body["error"]["message"]
+        assert "secret" not in json.dumps(body)
+        assert live.post(TEXT, {"prompt": "good"})[1]["choices"][0]["text"] == "good"
+        assert "secret detail" in live.log.getvalue()
+        assert len(engine.alive) == 0
+
+
+def test_first_failure_of_several_prompts_ends_the_others() -> None:
+    with LiveServer(FakeEngine(fail_after=1, failure=NumericalError("nan."))) as live:
+        _, got = _stream(live, TEXT, {"prompt": ["aa", "bb"]})
+        assert "error" in got[-1]
+        assert live.engine.alive == set()
+
+
+class _Silent:
+    def __init__(self) -> None:
+        self.last_sent_at = 0.0
+        self.pings = 0
+
+    def ping(self) -> None:
+        self.pings += 1
+
+
+def test_silent_streams_are_pinged_after_the_interval_only() -> None:
+    now = 0.0
+    keep_alive = KeepAlive(lambda: now, interval_s=15.0)
+    silent, busy = _Silent(), _Silent()
+    keep_alive.enter(silent)
+    keep_alive.enter(busy)
+    for now in (5.0, 14.9, 15.0):
+        busy.last_sent_at = now
+        keep_alive.tick()
+    assert (silent.pings, busy.pings) == (1, 0)
+    keep_alive.leave(silent)
+    now = 40.0
+    keep_alive.tick()
+    assert (silent.pings, busy.pings) == (1, 1)
+
+
+def test_event_loop_that_does_not_turn_is_not_live() -> None:
+    now = 0.0
+    keep_alive = KeepAlive(lambda: now)
+    assert keep_alive.loop_turns
+    now = 4.0
+    assert not keep_alive.loop_turns
+    keep_alive.tick()
+    assert keep_alive.loop_turns
+
+
+@pytest.mark.parametrize("hold_after", [0, 2])
+def test_ping_comments_keep_the_grammar(hold_after: int) -> None:
+    clock = [100.0]
+    engine = FakeEngine(hold_after=hold_after)
+    with LiveServer(engine, clock=lambda: clock[0]) as live, live.connect() as connection:
+        body = json.dumps(_chat("a", stream=True, max_tokens=4)).encode()
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        live.wait_for(lambda: len(engine.alive) == 1)
+        keep_alive = live.app.context.keep_alive
+        clock[0] += 16.0
+        live.call(keep_alive.tick)
+        seen = b""
+        while b": ping" not in seen:
+            seen += connection.recv(65536)
+        assert b'"role":"assistant"' in seen
+        assert seen.count(b"content-type:") == 1
+        live.call(engine.released.set)
+        while b"[DONE]" not in seen:
+            seen += connection.recv(65536)
+        assert seen.count(b'"role"') == 1
+        assert seen.count(b"content-type:") == 1
+        assert seen.count(b": ping") == 1
