@@ -7,33 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import checkpoints
 from checkpoints import LLAMA3_ROPE as LLAMA3
 from checkpoints import YARN_ROPE as YARN
+from hf_reference import (
+    MIN_MARGIN,
+    MODELS,
+    NUM_TOKENS,
+    PROMPT,
+    RandomModel,
+    reference,
+    reference_greedy,
+    reference_logits,
+)
 from stage_driver import StageDriver
 
-PROMPT = [1, 5, 9, 33, 7]
-NUM_TOKENS = 64
-MIN_MARGIN = 1e-3  # between the likeliest two tokens: below it, rounding may choose
-
-# family, tied, KV heads, seed
-MODELS = [
-    ("llama", False, 1, 0),
-    ("llama", False, 2, 1),
-    ("llama", False, 4, 0),
-    ("llama", True, 1, 1),
-    ("llama", True, 2, 0),
-    ("llama", True, 4, 0),
-    ("qwen2", False, 1, 0),
-    ("qwen2", False, 2, 0),
-    ("qwen2", False, 4, 1),
-    ("qwen2", True, 1, 1),
-    ("qwen2", True, 2, 0),
-    ("qwen2", True, 4, 0),
-]
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama3 rope": {"rope_scaling": LLAMA3},
     "linear rope": {"rope_scaling": {"type": "linear", "factor": 2.0}},
@@ -51,31 +41,9 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def reference(directory: Path) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-
-@torch.no_grad()
-def reference_logits(directory: Path, ids: list[int]) -> Tensor:
-    return reference(directory)(torch.tensor([ids])).logits[0]
-
-
-@torch.no_grad()
-def reference_greedy(directory: Path) -> tuple[list[int], Tensor]:
-    """`NUM_TOKENS` greedy ids, each from a plain forward pass over all before it; and the top-two margins."""
-    model, ids, margins = reference(directory), list(PROMPT), []
-    for _ in range(NUM_TOKENS):
-        top = model(torch.tensor([ids])).logits[0, -1].topk(2)
-        margins.append(top.values[0] - top.values[1])
-        ids.append(int(top.indices[0]))
-    return ids[len(PROMPT) :], torch.stack(margins)
-
-
-@pytest.mark.parametrize(("family", "tied", "kv_heads", "seed"), MODELS)
-def test_a18_greedy_tokens_and_logits_equal_transformers(
-    tmp_path: Path, family: checkpoints.Family, tied: bool, kv_heads: int, seed: int
-) -> None:
-    checkpoints.make_checkpoint(tmp_path, family=family, tied=tied, kv_heads=kv_heads, seed=seed)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_a18_greedy_tokens_and_logits_equal_transformers(tmp_path: Path, model: RandomModel) -> None:
+    model.make(tmp_path)
     expected, margins = reference_greedy(tmp_path)
     assert margins.min() > MIN_MARGIN
     assert len(set(expected)) > 4
