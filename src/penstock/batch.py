@@ -134,8 +134,8 @@ CoreToRank = ScheduledBatch | AllocateKV | Shutdown
 RankToCore = StepResult | RankLoaded | RankReady | RankFailed
 
 _encoder = msgspec.msgpack.Encoder()
-_to_rank = msgspec.msgpack.Decoder(CoreToRank)
-_to_core = msgspec.msgpack.Decoder(RankToCore)
+_to_rank: msgspec.msgpack.Decoder[CoreToRank] = msgspec.msgpack.Decoder(CoreToRank)
+_to_core: msgspec.msgpack.Decoder[RankToCore] = msgspec.msgpack.Decoder(RankToCore)
 _tokens = msgspec.msgpack.Decoder(SampledTokens)
 
 
