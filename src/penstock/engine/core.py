@@ -1,0 +1,202 @@
+"""The engine core: keeps the pipe full, and turns results into updates.
+
+One object between a `Scheduler` and an `Executor`. A process loop (`engine.core_process`), a thread or a test
+calls `step` after any event (a result came, a request came, `next_wakeup` passed); every call first settles
+the results that have come and then submits plans until the pipe is full or nobody may run. Never sleeps on
+its own, starts nothing, and reads only the injected clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.batch import ScheduledBatch, StepResult, seal
+from penstock.config import ParallelConfig
+from penstock.engine.stats import CoreStats
+from penstock.errors import ErrorInfo, PeerError, ProtocolError, error_from_info
+from penstock.executor.base import Executor
+from penstock.pipeline.inflight import InflightQueue
+from penstock.request import GenerationRequest, RequestUpdate
+from penstock.scheduler.scheduler import Scheduler
+
+PROBE_INTERVAL_S = 1.0
+
+
+class StepInFlight(NamedTuple):
+    """A plan on its way through the stages."""
+
+    plan: ScheduledBatch
+    num_sampled: int
+    submitted_at: float  # clock seconds
+
+
+class EngineCore:
+    """Drives one pipeline.
+
+    Args:
+        scheduler: decides; this core is its only caller.
+        executor: has been started; runs plans in order and returns one result per plan, in order.
+        parallel: gives the depth, `P + async_depth` plans in flight (rows D1, S8).
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        parallel: ParallelConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self._scheduler = scheduler
+        self._executor = executor
+        self._clock = clock
+        self._inflight: InflightQueue[StepInFlight] = InflightQueue(
+            parallel.depth, num_stages=parallel.pipeline_parallel_size
+        )
+        self._epoch = 0
+        self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
+        self._failure: ErrorInfo | None = None
+
+    @property
+    def failure(self) -> ErrorInfo | None:
+        """The first cause, once the pipeline is lost; nothing is accepted or submitted from then on."""
+        return self._failure
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is alive and every slot is empty (row F8): only then may an engine check itself."""
+        return not self._scheduler.has_requests and len(self._inflight) == 0
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._inflight)
+
+    @property
+    def steps_in_flight(self) -> tuple[int, int]:
+        """Half-open range of the steps in flight; it changes just when something is settled or submitted.
+
+        A loop over edge-triggered descriptors calls `step` until this stays the same.
+        """
+        return self._inflight.oldest_step, self._inflight.next_step
+
+    def add_request(self, request: GenerationRequest) -> None:
+        """Queue a request; the next `step` may run it.
+
+        Raises:
+            InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add` says.
+            PenstockError: the pipeline is lost; the error is its first cause.
+        """
+        if self._failure is not None:
+            raise error_from_info(self._failure)
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request in whatever state; no update of it follows (row D13). False: there is none."""
+        return self._scheduler.abort(request_id)
+
+    def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
+        """Settle the results that have come, then fill the pipe (row D2).
+
+        Args:
+            timeout_s: when nothing has come and plans are in flight, wait this long for a result at most.
+
+        Returns:
+            Updates in the order of their steps; empty when nothing has come. When the pipeline is lost, one
+            last update for each request, with `finish_reason` "error"; afterwards always empty.
+        """
+        updates: list[RequestUpdate] = []
+        if self._failure is not None:
+            return updates
+        try:
+            self._turn(updates)
+            if timeout_s > 0 and not updates and len(self._inflight):
+                self._settle(self._executor.poll(timeout_s), updates)
+                self._fill()
+        except PeerError as error:
+            updates += self.fail(error.info())
+        return updates
+
+    def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
+        """Give the pipeline up, `error` being the first cause: one last update for each request."""
+        self._failure = error
+        self._inflight.clear()
+        return self._scheduler.fail_all(error)
+
+    def next_wakeup(self) -> float:
+        """Clock time at which `step` has work even if no event comes; infinite if there is none."""
+        expiry = self._scheduler.next_expiry()
+        probe = math.inf if len(self._inflight) or self._failure is not None else self._probe_due()
+        return probe if expiry is None else min(probe, expiry)
+
+    def stats(self) -> CoreStats:
+        scheduler = self._scheduler.stats()
+        return CoreStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=scheduler.num_blocks,
+            free_blocks=scheduler.free_blocks,
+            num_preemptions=scheduler.num_preemptions,
+            step_id=self._inflight.next_step,
+            inflight=len(self._inflight),
+            last_result_age_s=self._clock() - self._last_result_at,
+            epoch=self._epoch,
+            generated_tokens=scheduler.generated_tokens,
+            prompt_tokens=scheduler.prompt_tokens,
+        )
+
+    def oldest_step_age(self) -> float:
+        """Seconds since the oldest step in flight was submitted; 0 when there is none."""
+        if len(self._inflight) == 0:
+            return 0.0
+        return self._clock() - self._inflight.oldest().submitted_at
+
+    def check_invariants(self) -> None:
+        """Assert that the parts agree. For tests, and when idle."""
+        self._inflight.check_invariants()
+        self._scheduler.check_invariants()
+
+    def _turn(self, updates: list[RequestUpdate]) -> None:
+        self._settle(self._executor.poll(0.0), updates)
+        updates += self._scheduler.expire()
+        self._fill()
+        if len(self._inflight) == 0 and self._clock() >= self._probe_due():
+            self._submit(self._scheduler.probe(self._inflight.next_step))
+
+    def _probe_due(self) -> float:
+        return self._last_result_at + PROBE_INTERVAL_S
+
+    def _settle(self, results: list[StepResult], updates: list[RequestUpdate]) -> None:
+        for result in results:
+            self._check_result(result)
+            step = self._inflight.pop()
+            updates += self._scheduler.update(step.plan, result)
+            self._last_result_at = self._clock()
+
+    def _check_result(self, result: StepResult) -> None:
+        """Results come in step order, one list entry per sampled row; anything else is not ours."""
+        due = self._inflight.oldest_step
+        if len(self._inflight) == 0 or result.step_id != due:
+            raise ProtocolError(
+                f"the result of step {result.step_id} came, but step {due} is due "
+                f"({len(self._inflight)} in flight)."
+            )
+        expected = self._inflight.oldest()
+        if result.epoch != self._epoch or len(result.token_ids) != expected.num_sampled:
+            raise ProtocolError(
+                f"the result of step {result.step_id} has epoch {result.epoch} and {len(result.token_ids)} "
+                f"rows; expected epoch {self._epoch} and {expected.num_sampled} rows."
+            )
+
+    def _fill(self) -> None:
+        while not self._inflight.is_full:
+            plan = self._scheduler.schedule(self._inflight.next_step)
+            if plan is None:
+                return
+            self._submit(plan)
+
+    def _submit(self, plan: ScheduledBatch) -> None:
+        plan = seal(plan)
+        self._inflight.push(StepInFlight(plan, plan.need_sampled.count(True), self._clock()))
+        self._executor.submit(plan)

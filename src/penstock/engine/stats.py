@@ -1,0 +1,21 @@
+"""The engine core's numbers for clients, metrics and the readiness check. Plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges of now, and totals since the start. Rates and histograms are made where they are shown."""
+
+    num_running: int
+    num_waiting: int  # preempted requests included
+    num_blocks: int
+    free_blocks: int
+    num_preemptions: int
+    step_id: int  # of the next plan
+    inflight: int  # plans submitted, result not settled
+    last_result_age_s: float  # since a result last came, infinite before the first; probes keep it near 1
+    epoch: int
+    generated_tokens: int
+    prompt_tokens: int  # of requests that have yielded their first token

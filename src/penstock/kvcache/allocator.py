@@ -1,0 +1,75 @@
+"""Which KV blocks belong to which request.
+
+The scheduler asks for enough blocks to hold a number of tokens; the answer is the ids to append to the
+request's block table on every rank. Owners are the scheduler's arrival numbers, which are never used again,
+unlike request ids and rows. Blocks given back may be named by the very next plan: ranks run plans in order.
+"""
+
+from __future__ import annotations
+
+from penstock.kvcache.block_pool import BlockPool
+
+
+class BlockAllocator:
+    """Block tables over a pool.
+
+    Args:
+        pool: shared by all owners.
+        block_size: tokens per block.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        assert block_size >= 1, f"blocks of {block_size} tokens"
+        self.pool = pool
+        self.block_size = block_size
+        self._tables: dict[int, list[int]] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that the whole pool holds."""
+        return self.pool.num_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def grow(self, owner: int, num_tokens: int) -> list[int] | None:
+        """Make the owner's table hold `num_tokens` tokens.
+
+        Returns:
+            The blocks added (often none), or None, with nothing changed, when the pool has too few.
+        """
+        table = self._tables.get(owner)
+        held = len(table) if table else 0
+        missing = self.blocks_for(num_tokens) - held
+        if missing <= 0:
+            return []
+        added = self.pool.take(missing)
+        if added is not None:
+            self._tables.setdefault(owner, []).extend(added)
+        return added
+
+    def free(self, owner: int) -> None:
+        """Give back all blocks of the owner, who must hold some."""
+        self.pool.give_back(self._tables.pop(owner))
+
+    def table(self, owner: int) -> list[int]:
+        """A copy of the owner's blocks in position order; empty for one that holds none."""
+        return list(self._tables.get(owner, ()))
+
+    def owners(self) -> set[int]:
+        return set(self._tables)
+
+    def check_invariants(self) -> None:
+        self.pool.check_invariants()
+        held = [block for table in self._tables.values() for block in table]
+        assert len(set(held)) == len(held), "two owners share a block"
+        assert len(held) + self.pool.num_free == self.pool.num_blocks, "a taken block has no owner"

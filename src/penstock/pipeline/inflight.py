@@ -1,0 +1,92 @@
+"""The steps in flight: a ring of `depth = num_stages + async_depth` slots.
+
+Step n lives in slot `n % depth` from its submission until its result has been settled. Steps enter and leave
+in order, so the occupied slots are always one run of the ring:
+
+    depth 3     slot      0   1   2
+                step      6   4   5        oldest = 4, newest = 6, full
+
+The engine core keeps its plans here. Holds no scheduling state and decides nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class InflightQueue(Generic[T]):
+    """What belongs to each step in flight, by slot. A slot never sees another slot's entry.
+
+    Args:
+        depth: plans in flight at most (rows D1, F2).
+        num_stages: P, for `next_first_rank_slot`.
+    """
+
+    def __init__(self, depth: int, *, num_stages: int = 1) -> None:
+        assert depth >= num_stages >= 1, f"depth {depth} is below the {num_stages} stages"
+        self.depth = depth
+        self.num_stages = num_stages
+        self._slots: list[T | None] = [None] * depth
+        self._oldest = 0  # step id of the oldest entry, or of the next one when empty
+        self._next = 0  # step id that is pushed next
+
+    def __len__(self) -> int:
+        return self._next - self._oldest
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) == self.depth
+
+    @property
+    def next_step(self) -> int:
+        """Step id that the next `push` takes; steps have no gaps."""
+        return self._next
+
+    @property
+    def oldest_step(self) -> int:
+        """Step id of the oldest entry; equals `next_step` when empty."""
+        return self._oldest
+
+    def slot(self, step_id: int) -> int:
+        return step_id % self.depth
+
+    def next_slot(self, slot: int) -> int:
+        """Slot of the step after (row F3)."""
+        return (slot + 1) % self.depth
+
+    def next_first_rank_slot(self, slot: int) -> int:
+        """Slot of the step P after: the first stage enters it as this one leaves a full pipe (row F3)."""
+        return (slot + self.num_stages) % self.depth
+
+    def push(self, entry: T) -> int:
+        """Put `entry` in as the next step; its step id."""
+        assert not self.is_full, f"step {self._next} would overwrite step {self._oldest}"
+        step_id = self._next
+        self._slots[step_id % self.depth] = entry
+        self._next += 1
+        return step_id
+
+    def oldest(self) -> T:
+        entry = self._slots[self._oldest % self.depth]
+        assert entry is not None, "no step is in flight"
+        return entry
+
+    def pop(self) -> T:
+        """Take the oldest entry out; its slot is free again."""
+        entry = self.oldest()
+        self._slots[self._oldest % self.depth] = None
+        self._oldest += 1
+        return entry
+
+    def clear(self) -> None:
+        """Forget all entries: their results will not come. Step ids go on."""
+        self._slots = [None] * self.depth
+        self._oldest = self._next
+
+    def check_invariants(self) -> None:
+        assert 0 <= len(self) <= self.depth
+        occupied = {slot for slot, entry in enumerate(self._slots) if entry is not None}
+        expected = {step % self.depth for step in range(self._oldest, self._next)}
+        assert occupied == expected, f"slots {occupied} are occupied, steps in flight need {expected}"

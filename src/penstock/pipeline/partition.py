@@ -1,0 +1,120 @@
+"""Which layers each stage holds.
+
+A pure function of layer count, stage count and policy; called when an engine is resolved and by anything that
+prints a plan. Does not weigh times or memory (`planner.partition_search` will) and does not load anything.
+
+Ranges are half-open pairs `(start, end)`; over the stages they tile `[0, num_layers)` in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from penstock.errors import PartitionError
+
+PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
+DEFAULT_POLICY = "even"
+
+
+def partition_layers(
+    num_layers: int,
+    num_stages: int,
+    policy: str | Sequence[int] = DEFAULT_POLICY,
+    *,
+    environ: Mapping[str, str] = os.environ,
+) -> list[tuple[int, int]]:
+    """Cut `num_layers` layers into `num_stages` consecutive ranges.
+
+    Args:
+        policy: `even` gives the remainder layers one each to the stages from the second-last backwards (the
+            last stage has norm and head to compute besides); `last` gives them to the last stages; a text
+            such as "5,6,5,6" or a sequence of numbers says the layers of each stage.
+        environ: with the default policy and several stages, its `PENSTOCK_PP_LAYER_PARTITION` overrides.
+
+    Raises:
+        PartitionError: the layers cannot be cut so; the message has the numbers, the remedy says what can be.
+    """
+    _check_counts(num_layers, num_stages)
+    override = environ.get(PARTITION_VARIABLE, "")
+    if policy == DEFAULT_POLICY and num_stages > 1 and override:
+        counts = _explicit(_parse(override, PARTITION_VARIABLE), num_layers, num_stages, PARTITION_VARIABLE)
+    elif policy == DEFAULT_POLICY:
+        counts = _remainder_before_last(num_layers, num_stages)
+    elif policy == "last":
+        counts = _remainder_on_last(num_layers, num_stages)
+    else:
+        given = _parse(policy, "partition") if isinstance(policy, str) else list(policy)
+        counts = _explicit(given, num_layers, num_stages, "partition")
+    ends = list(accumulate(counts))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def get_pp_indices(
+    num_layers: int, stage: int, num_stages: int, *, environ: Mapping[str, str] = os.environ
+) -> tuple[int, int]:
+    """Half-open layer range of one stage under the default policy."""
+    if not 0 <= stage < num_stages:
+        raise PartitionError(f"stage {stage} does not exist among {num_stages} stages.")
+    return partition_layers(num_layers, num_stages, environ=environ)[stage]
+
+
+def _check_counts(num_layers: int, num_stages: int) -> None:
+    if num_stages < 1:
+        raise PartitionError(
+            f"the number of stages is {num_stages}.", remedy="Use at least 1.", code="out_of_range"
+        )
+    if num_stages > num_layers:
+        raise PartitionError(
+            f"`--pp {num_stages}` is more than the model's {num_layers} layers.",
+            remedy=f"Use at most {num_layers}.",
+            param="pipeline_parallel_size",
+            code="out_of_range",
+        )
+
+
+def _remainder_before_last(num_layers: int, num_stages: int) -> list[int]:
+    """With r layers over, stages P-2, P-3, ..., P-1-r get one more (rows A2, S6)."""
+    base, remainder = divmod(num_layers, num_stages)
+    first_extra = num_stages - 1 - remainder
+    return [base + (first_extra <= stage < num_stages - 1) for stage in range(num_stages)]
+
+
+def _remainder_on_last(num_layers: int, num_stages: int) -> list[int]:
+    base, remainder = divmod(num_layers, num_stages)
+    return [base + (stage >= num_stages - remainder) for stage in range(num_stages)]
+
+
+def _parse(text: str, source: str) -> list[int]:
+    entries = [entry.strip() for entry in text.split(",")]
+    if not all(entry.isascii() and entry.isdigit() and len(entry) <= 9 for entry in entries):
+        raise PartitionError(
+            f'{source} is "{text}", which is not a list of layer counts.',
+            remedy='Write one number per stage with commas between, such as "5,6,5,6", or `even` or `last`.',
+            param="partition",
+        )
+    return [int(entry) for entry in entries]
+
+
+def _explicit(counts: list[int], num_layers: int, num_stages: int, source: str) -> list[int]:
+    text = ",".join(map(str, counts))
+    if len(counts) != num_stages:
+        raise PartitionError(
+            f'{source} "{text}" has {len(counts)} entries for {num_stages} stages.',
+            remedy=f"Give {num_stages} numbers.",
+            param="partition",
+        )
+    if min(counts) < 1:
+        raise PartitionError(
+            f'{source} "{text}" leaves a stage without layers.',
+            remedy="Give every stage at least 1.",
+            param="partition",
+        )
+    if sum(counts) != num_layers:
+        raise PartitionError(
+            f'{source} "{text}" sums to {sum(counts)}, the model has {num_layers} layers.',
+            remedy=f"Make the numbers sum to {num_layers}.",
+            param="partition",
+        )
+    return counts

@@ -1,0 +1,122 @@
+"""Who comes in: the check at the door, and the check before a row is given.
+
+At the door a request is refused that could never finish here. Before it starts, all its known tokens must fit
+the free blocks, with one block to spare for each running request, so that those can go on for a while before
+somebody must be preempted for them. First come, first served is the doing of `scheduler.queues`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.batch import RowSampling
+from penstock.errors import InvalidRequestError
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.request import GenerationRequest, SamplingParams
+from penstock.scheduler.queues import RequestState
+
+_MASK64 = 2**64 - 1
+
+
+class Admission:
+    """Turns requests into states, and says when one may start.
+
+    Args:
+        allocator: of KV blocks; asked, never changed.
+        max_model_len: longest prompt + output, in tokens, that the model takes.
+        eos_token_ids: the model's own end-of-sequence ids.
+        seed: of the engine; requests without a seed derive theirs from it.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, *, max_model_len: int, eos_token_ids: Sequence[int], seed: int
+    ) -> None:
+        self._allocator = allocator
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._seed = seed
+        self._num_arrivals = 0
+        # The last token of a sequence needs no KV: nothing attends to it.
+        self.max_len = min(max_model_len, allocator.capacity_tokens + 1)
+        self._max_model_len = max_model_len
+
+    def receive(self, request: GenerationRequest, now: float) -> RequestState:
+        """The state of a new request.
+
+        Raises:
+            InvalidRequestError: it could never yield a token: prompt empty or too long, or no token wanted.
+        """
+        prompt_len = len(request.prompt_token_ids)
+        self._check_lengths(prompt_len, request.sampling)
+        arrival = self._num_arrivals
+        self._num_arrivals += 1
+        wanted = request.sampling.max_tokens
+        return RequestState(
+            request_id=request.request_id,
+            arrival=arrival,
+            arrival_time=now,
+            prompt_len=prompt_len,
+            max_len=self.max_len if wanted is None else min(self.max_len, prompt_len + wanted),
+            stop_ids=self._stop_ids(request.sampling),
+            sampling=self._row_sampling(request.sampling, arrival),
+            token_ids=list(request.prompt_token_ids),
+        )
+
+    def may_start(self, request: RequestState, num_running: int) -> bool:
+        """Whether `request`, the head of the line, may get blocks now."""
+        if request.num_pending:
+            return False  # preempted; its last tokens are still under way
+        needed = self._allocator.blocks_for(len(request.token_ids))
+        return needed + num_running <= self._allocator.num_free_blocks
+
+    def _check_lengths(self, prompt_len: int, sampling: SamplingParams) -> None:
+        if prompt_len == 0:
+            raise InvalidRequestError("the prompt has no tokens.", param="prompt", code="empty_prompt")
+        if prompt_len + 1 > self._max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_len} tokens; the model takes {self._max_model_len} tokens in all, "
+                "with at least 1 of them for the output.",
+                remedy=f"Shorten the prompt to {self._max_model_len - 1} tokens.",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if prompt_len + 1 > self.max_len:
+            raise InvalidRequestError(
+                f"the prompt has {prompt_len} tokens; the KV cache holds {self._allocator.capacity_tokens}.",
+                remedy="Shorten the prompt or start the engine with more KV blocks.",
+                param="prompt",
+                code="kv_capacity_exceeded",
+            )
+        if sampling.max_tokens is not None and sampling.max_tokens < 1:
+            raise InvalidRequestError(
+                f"max_tokens must be at least 1, got {sampling.max_tokens}.",
+                param="max_tokens",
+                code="out_of_range",
+            )
+
+    def _stop_ids(self, sampling: SamplingParams) -> frozenset[int]:
+        own = frozenset(sampling.stop_token_ids)
+        return own if sampling.ignore_eos else own | self._eos_token_ids
+
+    def _row_sampling(self, sampling: SamplingParams, arrival: int) -> RowSampling:
+        suppressed = self._eos_token_ids.union(sampling.stop_token_ids) if sampling.min_tokens else ()
+        return RowSampling(
+            temperature=sampling.temperature,
+            top_k=max(sampling.top_k, 0),
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=derive_seed(self._seed, arrival) if sampling.seed is None else sampling.seed,
+            min_tokens=sampling.min_tokens,
+            suppressed_ids=sorted(suppressed),
+            num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+        )
+
+
+def derive_seed(engine_seed: int, arrival: int) -> int:
+    """A seed in [0, 2**63) for the `arrival`-th request of an engine: the output function of SplitMix64.
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    mixed = (engine_seed + (arrival + 1) * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return (mixed ^ (mixed >> 31)) >> 1

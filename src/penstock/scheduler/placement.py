@@ -1,0 +1,144 @@
+"""Which requests go into a plan: decodes first, then prompt chunks, then newcomers.
+
+Cadence (row E8). A request's next decode may go into step n when the result of its last sampling step s has
+returned, or when n - s >= P: in a full pipe once per trip, with at most one sample per trip not yet returned.
+Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:
+
+    step        0     1     2     3     4
+    stage 0    [ab]  [c ]  [ab]  [c ]  [ab]
+    stage 1          [ab]  [c ]  [ab]  [c ]
+    result of                0     1     2        a's id of step 0 is input of step 2: token_from = 0
+
+A plan's decodes are those unsampled for longest, so that a request left out of one plan leads the next.
+Called by `scheduler.scheduler`, which issues the plan and settles its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import attrgetter
+
+from penstock.batch import NewRow
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.scheduler.admission import Admission
+from penstock.scheduler.chunking import TokenBudget
+from penstock.scheduler.plan_draft import PlanDraft
+from penstock.scheduler.preemption import choose_victim, release
+from penstock.scheduler.queues import Phase, RequestQueues, RequestState
+from penstock.scheduler.rows import RowPool
+
+_by_last_sample = attrgetter("last_sampled_step")
+
+
+class Placement:
+    """Fills drafts; gives out rows and blocks, and takes them from whoever is preempted.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        budget: TokenBudget,
+        queues: RequestQueues,
+        rows: RowPool,
+        allocator: BlockAllocator,
+        admission: Admission,
+        clock: Callable[[], float],
+    ) -> None:
+        self._budget = budget
+        self._queues = queues
+        self._rows = rows
+        self._allocator = allocator
+        self._admission = admission
+        self._clock = clock
+        self.num_preemptions = 0
+
+    def fill(self, draft: PlanDraft, returned_step: int, prefill_in_flight: int) -> None:
+        """Place everybody who may run in the draft's step.
+
+        Args:
+            returned_step: the last step settled.
+            prefill_in_flight: prompt tokens of the steps since.
+        """
+        prefill_tokens = self._count_prefill_tokens()
+        self._place_decodes(draft, prefill_tokens, returned_step)
+        if prefill_tokens:
+            share = self._budget.prefill_share(prefill_tokens + prefill_in_flight)
+            self._place_chunks(draft, share)
+            self._admit(draft, share)
+
+    def _count_prefill_tokens(self) -> int:
+        """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
+        running = sum(r.prefill_len - r.num_scheduled for r in self._queues.running if r.is_prefilling)
+        return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
+
+    def _place_decodes(self, draft: PlanDraft, prefill_tokens: int, returned_step: int) -> None:
+        """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
+        decoding = [request for request in self._queues.running if request.wants_decode]
+        newest = max(returned_step, draft.step_id - self._budget.num_stages)
+        ready = [request for request in decoding if request.last_sampled_step <= newest]
+        ready.sort(key=_by_last_sample)
+        quota = self._budget.decode_quota(len(decoding), prefill_tokens)
+        for request in ready:
+            if len(draft.rows) == quota:
+                break
+            if request.phase is Phase.RUNNING:  # not preempted by one placed just before
+                blocks = self._grow_by_one(request, draft.step_id)
+                if blocks is not None:
+                    draft.add_decode(request, blocks)
+
+    def _grow_by_one(self, request: RequestState, step_id: int) -> list[int] | None:
+        """Blocks for one more token, preempting younger requests for them; None: skip this plan."""
+        while (blocks := self._allocator.grow(request.arrival, request.num_scheduled + 1)) is None:
+            if choose_victim(self._queues.running, request, step_id) is None:
+                return None
+            self._preempt_youngest()
+        return blocks
+
+    def _preempt_youngest(self) -> None:
+        release(self._queues.running[-1], self._rows, self._allocator)
+        self._queues.preempt_youngest()
+        self.num_preemptions += 1
+
+    def _place_chunks(self, draft: PlanDraft, share: int) -> None:
+        for request in self._queues.running:
+            if request.is_prefilling:
+                num_tokens = self._budget.next_chunk(request.num_scheduled, request.prefill_len)
+                if self._has_room(draft, num_tokens, share):
+                    draft.add_chunk(request, num_tokens, [])
+
+    def _admit(self, draft: PlanDraft, share: int) -> None:
+        """Start requests in order of arrival; the first that does not fit holds up those behind it."""
+        while self._rows.num_free and (head := self._queues.head()) is not None:
+            num_tokens = self._budget.next_chunk(0, len(head.token_ids))
+            if not self._has_room(draft, num_tokens, share):
+                return
+            if not self._admission.may_start(head, len(self._queues.running)):
+                return
+            self._start(draft, num_tokens)
+
+    def _has_room(self, draft: PlanDraft, num_tokens: int, share: int) -> bool:
+        """Whether a chunk fits: all rows before the chunks are decodes of one token each."""
+        used = draft.num_decodes + draft.prefill_tokens
+        return draft.prefill_tokens < share and used + num_tokens <= self._budget.max_tokens
+
+    def _start(self, draft: PlanDraft, num_tokens: int) -> None:
+        """Give the head of the line its row, blocks for all its tokens, and its first chunk."""
+        row, generation = self._rows.take()
+        request = self._queues.admit_head(row)
+        if request.queue_seconds is None:
+            request.queue_seconds = self._clock() - request.arrival_time
+        blocks = self._allocator.grow(request.arrival, request.prefill_len)
+        assert blocks is not None, "admission promised room"
+        draft.new_rows.append(
+            NewRow(
+                row=row,
+                generation=generation,
+                request_id=request.request_id,
+                prompt_len=request.prompt_len,
+                token_ids=list(request.token_ids),
+                sampling=request.sampling,
+            )
+        )
+        draft.add_chunk(request, num_tokens, blocks)

@@ -1,0 +1,63 @@
+"""A plan while the scheduler is writing it: the columns of `batch.ScheduledBatch`, filled row by row."""
+
+from __future__ import annotations
+
+from penstock.batch import KNOWN, NewRow, ScheduledBatch
+from penstock.scheduler.chunking import yields_sample
+from penstock.scheduler.queues import RequestState
+
+
+class PlanDraft:
+    """The rows so far. Placing a request moves its *scheduled* clock on."""
+
+    def __init__(self, step_id: int) -> None:
+        self.step_id = step_id
+        self.rows: list[int] = []
+        self.num_tokens: list[int] = []
+        self.start_positions: list[int] = []
+        self.new_blocks: list[list[int]] = []
+        self.need_sampled: list[bool] = []
+        self.token_from: list[int] = []
+        self.new_rows: list[NewRow] = []
+        self.sampling: list[RequestState] = []  # aligned with the True entries of need_sampled
+        self.num_decodes = 0
+        self.prefill_tokens = 0
+
+    def add_decode(self, request: RequestState, blocks: list[int]) -> None:
+        """One token, the one that the request's last sampling step yields."""
+        self.token_from.append(request.last_sampled_step)
+        self.num_decodes += 1
+        self._add(request, 1, blocks, True)
+
+    def add_chunk(self, request: RequestState, num_tokens: int, blocks: list[int]) -> None:
+        """The next `num_tokens` of the tokens that were known when the request was admitted."""
+        self.token_from.append(KNOWN)
+        self.prefill_tokens += num_tokens
+        end = request.num_scheduled + num_tokens
+        self._add(request, num_tokens, blocks, yields_sample(end, request.prefill_len, request.max_len))
+
+    def _add(self, request: RequestState, num_tokens: int, blocks: list[int], sampled: bool) -> None:
+        self.rows.append(request.row)
+        self.num_tokens.append(num_tokens)
+        self.start_positions.append(request.num_scheduled)
+        self.new_blocks.append(blocks)
+        self.need_sampled.append(sampled)
+        request.num_scheduled += num_tokens
+        if sampled:
+            request.num_pending += 1
+            request.last_sampled_step = self.step_id
+            self.sampling.append(request)
+
+    def finish(self, *, consume_through: int, freed_rows: list[int]) -> ScheduledBatch:
+        return ScheduledBatch(
+            step_id=self.step_id,
+            rows=self.rows,
+            num_tokens=self.num_tokens,
+            start_positions=self.start_positions,
+            new_blocks=self.new_blocks,
+            need_sampled=self.need_sampled,
+            token_from=self.token_from,
+            consume_through=consume_through,
+            freed_rows=freed_rows,
+            new_rows=self.new_rows,
+        )

@@ -1,0 +1,34 @@
+"""Who gives way when the KV pool is empty.
+
+The youngest running request does. It loses its row and its blocks, keeps its tokens, and comes back as the
+first in line, prefilling prompt and output again (row D10). Why nothing livelocks:
+
+- Only somebody younger ever gives way, so the oldest request always gets its block; it fits the pool alone,
+  as `scheduler.admission` has seen to.
+- A request that nobody younger can make room for keeps what it has and skips the plan.
+- A preempted request is older than everybody waiting and is admitted before them.
+"""
+
+from __future__ import annotations
+
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.scheduler.queues import RequestState
+from penstock.scheduler.rows import RowPool
+
+
+def choose_victim(running: list[RequestState], needy: RequestState, step_id: int) -> RequestState | None:
+    """The running request that gives way to `needy`, or None when `needy` has to skip this plan.
+
+    A request whose decode is in the plan being made (`step_id`) stays: its blocks are in use there. Requests
+    are placed in the order of their last sample, so `needy` comes before it in the next plan.
+    """
+    youngest = running[-1]
+    if youngest is needy or youngest.last_sampled_step == step_id:
+        return None
+    return youngest
+
+
+def release(request: RequestState, rows: RowPool, allocator: BlockAllocator) -> None:
+    """Free the row and the blocks of a running request, once; the next plan tells the ranks of the row."""
+    rows.give_back(request.row)
+    allocator.free(request.arrival)

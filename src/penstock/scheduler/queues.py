@@ -1,0 +1,175 @@
+"""The requests of the core, and where each of them is.
+
+    add ──▶ waiting ──admit──▶ running ──finish──▶ (forgotten)
+                                │    ▲
+                         preempt│    │readmit, once no result is pending
+                                ▼    │
+                              preempted
+
+`RequestState` keeps two clocks apart: what has been *scheduled* (plans issued) and what has *returned*
+(results settled). Between them lie the steps in flight:
+
+    position        0 . . . . . . . . . . .
+    token_ids       [ prompt ][ returned ]           known to the core
+    pending                               [ s s ]    sampled in steps in flight, ids not known yet
+    num_scheduled   |<-- KV written or planned -->|
+
+Owned by `scheduler.scheduler`, which alone calls it. Holds no policy, no blocks and no rows table.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.batch import RowSampling
+
+NO_ROW = -1
+NO_STEP = -1
+
+
+class Phase(Enum):
+    WAITING = "waiting"  # never ran
+    RUNNING = "running"  # holds a row and blocks
+    PREEMPTED = "preempted"  # lost them; keeps its tokens
+    FINISHED = "finished"  # results in flight for it are dropped
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestState:
+    """One request. Only `Scheduler` and `RequestQueues` write to it.
+
+    Attributes:
+        arrival: 0, 1, 2, ...; never used again; owns the KV blocks.
+        max_len: tokens, prompt and output, at which it ends with "length".
+        num_scheduled: positions whose keys and values are written by the plans issued so far.
+        prefill_len: tokens known when it was admitted; below it, it is prefilling.
+        num_pending: ids sampled by steps in flight.
+        last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
+        queue_seconds: time from arrival to first admission; None before.
+    """
+
+    request_id: str
+    arrival: int
+    arrival_time: float
+    prompt_len: int
+    max_len: int
+    stop_ids: frozenset[int]
+    sampling: RowSampling
+    token_ids: list[int]
+    phase: Phase = Phase.WAITING
+    row: int = NO_ROW
+    num_scheduled: int = 0
+    prefill_len: int = 0
+    num_pending: int = 0
+    last_sampled_step: int = NO_STEP
+    queue_seconds: float | None = None
+
+    @property
+    def num_outputs(self) -> int:
+        """Tokens generated and returned."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_scheduled < self.prefill_len
+
+    @property
+    def wants_decode(self) -> bool:
+        """Whether the next token to run is a sampled one, and its own sample stays within `max_len`."""
+        return (
+            self.num_scheduled >= self.prefill_len and len(self.token_ids) + self.num_pending < self.max_len
+        )
+
+
+class RequestQueues:
+    """All live requests. Running ones are older than all preempted ones, and those than all waiting ones.
+
+    Admission in order of arrival and preemption of the youngest keep it so; hence the oldest request is first
+    in line for a row and for blocks, and nobody starves.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[RequestState] = []  # oldest first
+        self.preempted: deque[RequestState] = deque()  # oldest first
+        self.waiting: deque[RequestState] = deque()  # oldest first
+        self.backlog_tokens = 0  # tokens that preempted and waiting requests have to prefill
+        self._by_id: dict[str, RequestState] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """All live requests, oldest first."""
+        return iter(self._by_id.values())
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def get(self, request_id: str) -> RequestState | None:
+        return self._by_id.get(request_id)
+
+    def add(self, request: RequestState) -> None:
+        self._by_id[request.request_id] = request
+        self.waiting.append(request)
+        self.backlog_tokens += len(request.token_ids)
+
+    def head(self) -> RequestState | None:
+        """The next request to admit."""
+        if self.preempted:
+            return self.preempted[0]
+        return self.waiting[0] if self.waiting else None
+
+    def admit_head(self, row: int) -> RequestState:
+        """Move the head to `running`, to prefill all tokens that it has."""
+        request = self.preempted.popleft() if self.preempted else self.waiting.popleft()
+        self.backlog_tokens -= len(request.token_ids)
+        request.phase = Phase.RUNNING
+        request.row = row
+        request.prefill_len = len(request.token_ids)
+        self.running.append(request)
+        return request
+
+    def preempt_youngest(self) -> RequestState:
+        """Move the youngest running request to the head of the line; the caller frees its row and blocks."""
+        request = self.running.pop()
+        request.phase = Phase.PREEMPTED
+        request.row = NO_ROW
+        request.num_scheduled = 0
+        request.prefill_len = 0
+        self.preempted.appendleft(request)
+        self.backlog_tokens += len(request.token_ids)
+        return request
+
+    def note_token(self, request: RequestState, token_id: int) -> None:
+        """Append a returned token."""
+        request.token_ids.append(token_id)
+        if request.phase is Phase.PREEMPTED:
+            self.backlog_tokens += 1
+
+    def remove(self, request: RequestState) -> None:
+        """Forget a live request, wherever it is; the caller has freed its row and blocks."""
+        if request.phase is Phase.RUNNING:
+            self.running.remove(request)
+        else:
+            queue = self.waiting if request.phase is Phase.WAITING else self.preempted
+            queue.remove(request)
+            self.backlog_tokens -= len(request.token_ids)
+        request.phase = Phase.FINISHED
+        request.row = NO_ROW
+        del self._by_id[request.request_id]
+
+    def check_invariants(self) -> None:
+        line = [*self.running, *self.preempted, *self.waiting]
+        arrivals = [request.arrival for request in line]
+        assert arrivals == sorted(set(arrivals)), f"requests are out of order: {arrivals}"
+        assert line == list(self._by_id.values()), "a live request is in no queue, or in two"
+        assert self.backlog_tokens == sum(len(r.token_ids) for r in line if r.phase is not Phase.RUNNING)
+        for queue, phase in (
+            (self.running, Phase.RUNNING),
+            (self.preempted, Phase.PREEMPTED),
+            (self.waiting, Phase.WAITING),
+        ):
+            assert all(request.phase is phase for request in queue), f"a request in {phase} is not so"

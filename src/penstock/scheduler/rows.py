@@ -1,0 +1,44 @@
+"""The rows of the ranks' row tables, as the core gives them out.
+
+A row is a request's index on every rank. When it is freed, the next plan says so (`freed_rows`); it may be
+given out again in that same plan, then under the next generation, so that tokens still in flight for the
+former request are recognised as late.
+"""
+
+from __future__ import annotations
+
+
+class RowPool:
+    """Rows `0 .. num_rows - 1`. The lowest free row of the stack is given out first."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._next_generation = [0] * num_rows
+        self._unannounced: list[int] = []  # freed since the last plan
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> tuple[int, int]:
+        """A free row and its generation; the caller has seen that one is free."""
+        row = self._free.pop()
+        generation = self._next_generation[row]
+        self._next_generation[row] += 1
+        return row, generation
+
+    def give_back(self, row: int) -> None:
+        assert row not in self._free, f"row {row} is freed twice"
+        self._free.append(row)
+        self._unannounced.append(row)
+
+    def announce_freed(self) -> list[int]:
+        """Rows freed since the last call, for the plan being made."""
+        freed, self._unannounced = self._unannounced, []
+        return freed
+
+    def check_invariants(self, rows_in_use: list[int]) -> None:
+        every = sorted([*self._free, *rows_in_use])
+        assert every == list(range(self.num_rows)), "a row is lost, or in use twice"
+        assert set(self._unannounced) <= set(self._free), "a row in use is about to be announced as freed"

@@ -1,0 +1,261 @@
+"""The scheduler: the one place that decides who runs, when, and in which blocks (row S3).
+
+The engine core calls `schedule` for a plan whenever the pipe has room, and `update` with each step's result,
+in step order. Plans are pure data; ranks replay them in order, so what is freed here may be given out again
+by the next plan although steps that use it are still in flight.
+
+No torch, no I/O, no clock but the injected one, no chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.batch import ScheduledBatch, StepResult
+from penstock.config import SchedulerConfig
+from penstock.errors import ErrorInfo, InvalidRequestError, NumericalError, OverloadedError, UnavailableError
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
+from penstock.scheduler.admission import Admission
+from penstock.scheduler.chunking import TokenBudget
+from penstock.scheduler.invariants import check_consistency
+from penstock.scheduler.placement import Placement
+from penstock.scheduler.plan_draft import PlanDraft
+from penstock.scheduler.preemption import release
+from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestState
+from penstock.scheduler.rows import RowPool
+from penstock.scheduler.stopping import finish_reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """Gauges of now, and totals since the start."""
+
+    num_running: int
+    num_waiting: int  # preempted ones included
+    num_blocks: int
+    free_blocks: int
+    num_preemptions: int
+    prompt_tokens: int  # of requests that have yielded their first token
+    generated_tokens: int
+
+
+@dataclass(slots=True)
+class _Totals:
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill over `num_stages` stages.
+
+    Args:
+        allocator: of KV blocks; this scheduler is its only user.
+        max_model_len: longest prompt + output, in tokens. A smaller KV pool lowers it: see `max_len`.
+        eos_token_ids: the model's own end-of-sequence ids.
+        seed: of the engine, for requests that bring none.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        allocator: BlockAllocator,
+        *,
+        num_stages: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._config = config
+        self._allocator = allocator
+        self._clock = clock
+        self._admission = Admission(
+            allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
+        )
+        self._queues = RequestQueues()
+        self._rows = RowPool(config.max_num_seqs)
+        self._placement = Placement(
+            TokenBudget.from_config(config, num_stages),
+            self._queues,
+            self._rows,
+            allocator,
+            self._admission,
+            clock,
+        )
+        self._issued: dict[int, PlanDraft] = {}  # by step in flight
+        self._returned_step = NO_STEP  # the last step whose result has come
+        self._consume_through = NO_STEP
+        self._totals = _Totals()
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt + output served: the model's, or what the KV pool holds, whichever is less."""
+        return self._admission.max_len
+
+    @property
+    def has_requests(self) -> bool:
+        return len(self._queues) > 0
+
+    def add(self, request: GenerationRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidRequestError: it can never yield a token here, or its id is in use.
+            OverloadedError: `max_waiting_requests` wait already.
+        """
+        if request.request_id in self._queues:
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in use.", param="request_id", code="duplicate_id"
+            )
+        limit = self._config.max_waiting_requests
+        if len(self._queues.waiting) >= limit:
+            raise OverloadedError(
+                f"{limit} requests wait already, which is the limit.",
+                remedy="Try again later, or raise --max-waiting-requests.",
+            )
+        self._queues.add(self._admission.receive(request, self._clock()))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.
+
+        Its row and blocks are free at once; results in flight for it are dropped when they come.
+
+        Returns:
+            Whether there was such a request.
+        """
+        request = self._queues.get(request_id)
+        if request is None:
+            return False
+        self._remove(request)
+        return True
+
+    def expire(self) -> list[RequestUpdate]:
+        """End requests that have waited longer than `queue_timeout_s` without ever starting."""
+        now = self._clock()
+        limit = self._config.queue_timeout_s
+        updates = []
+        while self._queues.waiting and now - self._queues.waiting[0].arrival_time >= limit:
+            request = self._queues.waiting[0]
+            request.queue_seconds = now - request.arrival_time
+            error = UnavailableError(
+                f"the request waited {request.queue_seconds:.1f} s to start; the limit is {limit:g} s.",
+                remedy="Try again later.",
+                code="queue_timeout",
+            )
+            updates.append(self._fail(request, error.info()))
+        return updates
+
+    def next_expiry(self) -> float | None:
+        """Clock time at which `expire` has something to do; None while nobody waits for a first start."""
+        waiting = self._queues.waiting
+        return waiting[0].arrival_time + self._config.queue_timeout_s if waiting else None
+
+    def schedule(self, step_id: int) -> ScheduledBatch | None:
+        """The plan of step `step_id`, or None when nobody may run now.
+
+        Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
+        returned while there are requests and no step is in flight.
+        """
+        draft = PlanDraft(step_id)
+        prefill_in_flight = sum(issued.prefill_tokens for issued in self._issued.values())
+        self._placement.fill(draft, self._returned_step, prefill_in_flight)
+        return self._issue(draft) if draft.rows else None
+
+    def probe(self, step_id: int) -> ScheduledBatch:
+        """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
+        return self._issue(PlanDraft(step_id))
+
+    def update(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
+        """Settle a step: append its tokens, end the requests that they end.
+
+        Results of requests that have finished or been aborted in the meantime are dropped (row D11).
+        Call it in step order, once per plan, for plans without samples too.
+        """
+        assert result.step_id == plan.step_id > self._returned_step, "results are settled in step order"
+        self._returned_step = plan.step_id
+        failed = frozenset(result.failed)
+        logprobs = result.logprobs or [None] * len(result.token_ids)
+        sampled = self._issued.pop(plan.step_id).sampling
+        updates = []
+        for index, (request, ids) in enumerate(zip(sampled, result.token_ids, strict=True)):
+            request.num_pending -= 1
+            if request.phase is Phase.FINISHED:
+                continue
+            if index in failed:
+                updates.append(self._fail(request, _numerical_error(request, plan.step_id)))
+            else:
+                updates.append(self._accept(request, ids[0], logprobs[index]))
+        return updates
+
+    def fail_all(self, error: ErrorInfo) -> list[RequestUpdate]:
+        """End every request with `error`; results of steps in flight will not come."""
+        updates = [self._fail(request, error) for request in list(self._queues)]
+        self._issued.clear()
+        return updates
+
+    def stats(self) -> SchedulerStats:
+        queues = self._queues
+        return SchedulerStats(
+            num_running=len(queues.running),
+            num_waiting=len(queues.waiting) + len(queues.preempted),
+            num_blocks=self._allocator.num_blocks,
+            free_blocks=self._allocator.num_free_blocks,
+            num_preemptions=self._placement.num_preemptions,
+            prompt_tokens=self._totals.prompt_tokens,
+            generated_tokens=self._totals.generated_tokens,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""
+        pending = [request for issued in self._issued.values() for request in issued.sampling]
+        check_consistency(self._queues, self._rows, self._allocator, pending)
+
+    def _issue(self, draft: PlanDraft) -> ScheduledBatch:
+        self._issued[draft.step_id] = draft
+        self._consume_through = max(self._consume_through, self._returned_step, *draft.token_from, NO_STEP)
+        return draft.finish(consume_through=self._consume_through, freed_rows=self._rows.announce_freed())
+
+    def _accept(
+        self, request: RequestState, token_id: int, logprobs: list[TokenLogprobs] | None
+    ) -> RequestUpdate:
+        is_first = request.num_outputs == 0
+        if is_first:
+            self._totals.prompt_tokens += request.prompt_len
+        self._totals.generated_tokens += 1
+        self._queues.note_token(request, token_id)
+        reason = finish_reason(request)
+        if reason is not None:
+            self._remove(request)
+        return RequestUpdate(
+            request_id=request.request_id,
+            token_ids=[token_id],
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_token_id=token_id if reason == "stop" else None,
+            queue_seconds=request.queue_seconds if is_first else None,
+        )
+
+    def _fail(self, request: RequestState, error: ErrorInfo) -> RequestUpdate:
+        self._remove(request)
+        return RequestUpdate(
+            request_id=request.request_id,
+            finish_reason="error",
+            error=error,
+            queue_seconds=None if request.num_outputs else request.queue_seconds,
+        )
+
+    def _remove(self, request: RequestState) -> None:
+        if request.phase is Phase.RUNNING:
+            release(request, self._rows, self._allocator)
+        self._queues.remove(request)
+
+
+def _numerical_error(request: RequestState, step_id: int) -> ErrorInfo:
+    return NumericalError(
+        f"the model gave NaN or infinity at output token {request.num_outputs} of request "
+        f"{request.request_id} (step {step_id}).",
+        remedy="Try --dtype float32, or check the weights.",
+    ).info()

@@ -1,0 +1,414 @@
+"""Stand-ins for what surrounds the engine core: a clock, and an executor whose ranks are plain Python.
+
+`RankReplica` replays the plan log as a rank does and checks every promise of the plan format on the way. Its
+"model" reads the context back out of the KV slots that the plans name, so a wrong block, row, position or
+token anywhere changes the sampled ids, and a test that compares them with `oracle_tokens` fails.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.batch import (
+    KNOWN,
+    NewRow,
+    RankLoaded,
+    RowSampling,
+    ScheduledBatch,
+    StepResult,
+    decode_to_core,
+    decode_to_rank,
+    encode,
+    plan_digest,
+)
+from penstock.config import ParallelConfig, SchedulerConfig
+from penstock.engine.core import EngineCore
+from penstock.errors import StageLostError
+from penstock.executor.base import KVPlan
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.block_pool import BlockPool
+from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.scheduler.admission import derive_seed
+from penstock.scheduler.scheduler import Scheduler
+
+VOCAB_SIZE = 40
+SMALL_SCHEDULER = SchedulerConfig(max_num_seqs=8)
+
+
+class FakeClock:
+    """Seconds that pass only when told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def next_token(context: Sequence[int], sampling: RowSampling, num_outputs: int) -> int:
+    """The id after `context`: a hash of every token and position in it, and of the seed."""
+    text = ",".join(map(str, context)) + f"|{sampling.seed if sampling.temperature > 0 else 0}"
+    token = zlib.crc32(text.encode()) % VOCAB_SIZE
+    while num_outputs < sampling.min_tokens and token in sampling.suppressed_ids:
+        token = (token + 1) % VOCAB_SIZE
+    return token
+
+
+def oracle_tokens(
+    prompt: Sequence[int], params: SamplingParams, *, seed: int, eos_token_ids: Sequence[int], max_len: int
+) -> tuple[list[int], str]:
+    """Output ids and finish reason of a request, computed one token at a time without any scheduling."""
+    suppressed = sorted({*eos_token_ids, *params.stop_token_ids}) if params.min_tokens else []
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
+    sampling = RowSampling(params.temperature, 0, 1.0, 0.0, seed, params.min_tokens, suppressed, -1)
+    output: list[int] = []
+    while True:
+        token = next_token([*prompt, *output], sampling, len(output))
+        output.append(token)
+        if token in stops and len(output) > params.min_tokens:
+            return output, "stop"
+        if len(output) == params.max_tokens or len(prompt) + len(output) == max_len:
+            return output, "length"
+
+
+@dataclass
+class ReplicaRow:
+    generation: int
+    request_id: str
+    prompt_len: int
+    token_ids: list[int]
+    sampling: RowSampling
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class RankReplica:
+    """What every rank keeps, as one plain object: rows, block tables, KV slots, deferred token returns."""
+
+    def __init__(self, *, num_rows: int, num_blocks: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.rows: dict[int, ReplicaRow] = {}
+        self.generations: dict[int, int] = {}
+        self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
+        self.returns: dict[int, dict[int, tuple[int, int]]] = {}  # step -> row -> (generation, token id)
+        self.next_step = 0
+        self.consumed = -1
+
+    def run(self, plan: ScheduledBatch) -> list[int]:
+        """Apply one plan; the sampled ids in plan order."""
+        assert plan.step_id == self.next_step, "steps have no gaps"
+        assert plan.digest == plan_digest(plan) != 0, "the plan is sealed"
+        assert len(set(plan.rows)) == len(plan.rows), "a row is in the plan twice"
+        self.next_step += 1
+        self._apply_rows(plan)
+        self._consume(plan)
+        sampled = [self._run_row(plan, index) for index in range(len(plan.rows))]
+        self._check_blocks()
+        kept = [(row, token) for row, token in zip(plan.rows, sampled, strict=True) if token is not None]
+        self.returns[plan.step_id] = {row: (self.rows[row].generation, token) for row, token in kept}
+        return [token for _, token in kept]
+
+    def _apply_rows(self, plan: ScheduledBatch) -> None:
+        for row in plan.freed_rows:
+            del self.rows[row]
+        for new in plan.new_rows:
+            self._enter(new)
+
+    def _enter(self, new: NewRow) -> None:
+        assert new.row not in self.rows, f"row {new.row} is in use"
+        assert 0 <= new.row < self.num_rows
+        assert new.generation == self.generations.get(new.row, -1) + 1, "generations grow by one"
+        self.generations[new.row] = new.generation
+        self.rows[new.row] = ReplicaRow(
+            new.generation, new.request_id, new.prompt_len, list(new.token_ids), new.sampling
+        )
+
+    def _consume(self, plan: ScheduledBatch) -> None:
+        assert self.consumed <= plan.consume_through < plan.step_id, "consume_through is monotone"
+        for step in range(self.consumed + 1, plan.consume_through + 1):
+            for row, (generation, token) in self.returns.pop(step).items():
+                state = self.rows.get(row)
+                if state is not None and state.generation == generation:
+                    state.token_ids.append(token)
+        self.consumed = plan.consume_through
+
+    def _run_row(self, plan: ScheduledBatch, index: int) -> int | None:
+        state = self.rows[plan.rows[index]]
+        start, count = plan.start_positions[index], plan.num_tokens[index]
+        assert count >= 1
+        assert start == state.num_computed, "positions are run once, in order"
+        source = plan.token_from[index]
+        if source != KNOWN:
+            assert count == 1
+            assert source <= plan.consume_through, "the input id has been consumed"
+            assert start + 1 == len(state.token_ids), "a decode runs the newest token"
+        state.blocks += plan.new_blocks[index]
+        for position in range(start, start + count):
+            self.slots[self._slot(state, position)] = (position, state.token_ids[position])
+        state.num_computed += count
+        reaches_all = state.num_computed == len(state.token_ids)
+        assert plan.need_sampled[index] == reaches_all, "sampled if and only if all known tokens have run"
+        if not reaches_all:
+            return None
+        return self._sample(state)
+
+    def _sample(self, state: ReplicaRow) -> int:
+        stored = [self.slots[self._slot(state, position)] for position in range(state.num_computed)]
+        assert [position for position, _ in stored] == list(range(state.num_computed)), (
+            "KV is somebody else's"
+        )
+        context = [token for _, token in stored]
+        return next_token(context, state.sampling, len(context) - state.prompt_len)
+
+    def _slot(self, state: ReplicaRow, position: int) -> int:
+        block, offset = divmod(position, self.block_size)
+        return state.blocks[block] * self.block_size + offset
+
+    def _check_blocks(self) -> None:
+        held = [block for state in self.rows.values() for block in state.blocks]
+        assert len(set(held)) == len(held), "two live rows share a block"
+        assert all(0 <= block < self.num_blocks for block in held)
+
+
+class FakeExecutor:
+    """An executor in one object: runs a plan when it is submitted, shows its result when it is due.
+
+    Args:
+        latency: the result of step n shows in `poll(0)` once step n + latency has been submitted. None: only
+            `release` makes results show. A poll with a timeout always brings one while a step is in flight.
+        depth: plans that may be out at once; one more is an error of the caller.
+    """
+
+    def __init__(
+        self,
+        *,
+        depth: int,
+        num_stages: int = 1,
+        latency: int | None = None,
+        num_rows: int = 64,
+        num_blocks: int = 64,
+        block_size: int = 4,
+    ) -> None:
+        self.depth = depth
+        self.num_stages = num_stages
+        self.latency = latency
+        self.replica = RankReplica(num_rows=num_rows, num_blocks=num_blocks, block_size=block_size)
+        self.plans: list[ScheduledBatch] = []
+        self.events: list[tuple[str, int]] = []  # ("submit" | "result", step id), as they happened
+        self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
+        self.lost: StageLostError | None = None
+        self._due: deque[bytes] = deque()
+        self._num_released = 0
+        self._returned_step = -1
+
+    def start(self) -> KVPlan:
+        """One stage that holds just the replica's blocks."""
+        num_blocks = self.replica.num_blocks
+        rank = RankLoaded(
+            stage=0, max_blocks=num_blocks, block_bytes=0, tensor_bytes=0, bytes_read=0, load_seconds=0.0
+        )
+        return KVPlan(num_blocks=num_blocks, ranks=[rank])
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+    def wait_fds(self) -> list[int]:
+        """Nothing to wait for but `poll`."""
+        return []
+
+    def submit(self, plan: ScheduledBatch) -> None:
+        if self.lost is not None:
+            raise self.lost
+        assert len(self._due) < self.depth, "more plans in flight than the pipe is deep"
+        wire = decode_to_rank(encode(plan))
+        assert isinstance(wire, ScheduledBatch)
+        self._check_cadence(wire)
+        self.plans.append(wire)
+        self.events.append(("submit", wire.step_id))
+        self._due.append(encode(self._result(wire, self.replica.run(wire))))
+
+    def poll(self, timeout_s: float) -> list[StepResult]:
+        if self.lost is not None:
+            raise self.lost
+        count = self._num_released
+        if self.latency is not None:
+            count = max(count, len(self._due) - self.latency)
+        if timeout_s > 0 and count == 0:
+            count = 1
+        results = [self._show() for _ in range(min(count, len(self._due)))]
+        self._num_released = max(0, self._num_released - len(results))
+        return results
+
+    def release(self, count: int) -> None:
+        """Let the next `count` results show in the next polls."""
+        self._num_released += count
+
+    def lose_stage(self, stage: int, cause: str) -> None:
+        """Every further call raises, as when a rank has died."""
+        self.lost = StageLostError(f"stage {stage} was lost: {cause}.", stage=stage)
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._due)
+
+    def _show(self) -> StepResult:
+        result = decode_to_core(self._due.popleft())
+        assert isinstance(result, StepResult)
+        self._returned_step = result.step_id
+        self.events.append(("result", result.step_id))
+        return result
+
+    def _check_cadence(self, plan: ScheduledBatch) -> None:
+        for source in plan.token_from:
+            waits_for_it = source > self._returned_step
+            assert not waits_for_it or plan.step_id - source >= self.num_stages, (
+                f"step {plan.step_id} takes its input from step {source}, which is still in the pipe"
+            )
+
+    def _result(self, plan: ScheduledBatch, tokens: list[int]) -> StepResult:
+        failed = [index for index in self.fail_rows.get(plan.step_id, []) if index < len(tokens)]
+        wanted = [self.replica.rows[row].sampling.num_logprobs for row in plan.sampled_rows]
+        return StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            token_ids=[[-1] if index in failed else [token] for index, token in enumerate(tokens)],
+            num_rejected=[0] * len(tokens),
+            logprobs=[
+                None if count < 0 else [TokenLogprobs(-0.5, 1, [token], [-0.5])]
+                for token, count in zip(tokens, wanted, strict=True)
+            ],
+            failed=failed,
+        )
+
+
+class CoreRig:
+    """A whole engine core on fakes, which checks all invariants after each operation.
+
+    Attributes:
+        updates: of each request id, in the order in which they came.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_stages: int = 1,
+        async_depth: int = 0,
+        latency: int | None = 0,
+        num_blocks: int = 64,
+        block_size: int = 4,
+        max_model_len: int = 64,
+        eos_token_ids: Sequence[int] = (1,),
+        seed: int = 0,
+        scheduler: SchedulerConfig = SMALL_SCHEDULER,
+    ) -> None:
+        parallel = ParallelConfig(pipeline_parallel_size=num_stages, async_depth=async_depth)
+        self.clock = FakeClock()
+        self.eos_token_ids = list(eos_token_ids)
+        self.seed = seed
+        self.allocator = BlockAllocator(BlockPool(num_blocks), block_size)
+        self.scheduler = Scheduler(
+            scheduler,
+            self.allocator,
+            num_stages=num_stages,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            seed=seed,
+            clock=self.clock,
+        )
+        self.executor = FakeExecutor(
+            depth=parallel.depth,
+            num_stages=num_stages,
+            latency=latency,
+            num_rows=scheduler.max_num_seqs,
+            num_blocks=num_blocks,
+            block_size=block_size,
+        )
+        self.core = EngineCore(self.scheduler, self.executor, parallel, self.clock)
+        self.requests: dict[str, GenerationRequest] = {}
+        self.updates: dict[str, list[RequestUpdate]] = {}
+
+    def add(self, request_id: str, prompt: Sequence[int] | int, **sampling: Any) -> None:
+        """Queue a request; a number as prompt makes one of that length, different for each request."""
+        if isinstance(prompt, int):
+            prompt = [(7 * len(self.requests) + 3 * index) % VOCAB_SIZE for index in range(prompt)]
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=list(prompt),
+            sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+        )
+        self.core.add_request(request)
+        self.requests[request_id] = request
+        self.updates[request_id] = []
+        self.core.check_invariants()
+
+    def abort(self, request_id: str) -> bool:
+        found = self.core.abort(request_id)
+        self.core.check_invariants()
+        return found
+
+    def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
+        updates = self.core.step(timeout_s)
+        for update in updates:
+            assert not self.is_finished(update.request_id), f"{update} comes after the last one"
+            self.updates[update.request_id].append(update)
+        self.core.check_invariants()
+        return updates
+
+    def settle(self, count: int = 1) -> list[RequestUpdate]:
+        """Let `count` results come, then step once."""
+        self.executor.release(count)
+        return self.step()
+
+    def run_until_idle(self, max_steps: int = 5000) -> None:
+        """Step, waiting for results, until nothing is alive; fails when that takes too long."""
+        for _ in range(max_steps):
+            if self.core.is_idle:
+                return
+            self.step(timeout_s=1.0)
+        raise AssertionError(f"not idle after {max_steps} steps: {self.core.stats()}")
+
+    def is_finished(self, request_id: str) -> bool:
+        updates = self.updates[request_id]
+        return bool(updates) and updates[-1].finish_reason is not None
+
+    def tokens(self, request_id: str) -> list[int]:
+        return [token for update in self.updates[request_id] for token in update.token_ids]
+
+    def finish_reason(self, request_id: str) -> str | None:
+        updates = self.updates[request_id]
+        return updates[-1].finish_reason if updates else None
+
+    def expected(self, request_id: str, arrival: int = 0) -> tuple[list[int], str]:
+        """The oracle's tokens and finish reason."""
+        request = self.requests[request_id]
+        seed = request.sampling.seed
+        return oracle_tokens(
+            request.prompt_token_ids,
+            request.sampling,
+            seed=derive_seed(self.seed, arrival) if seed is None else seed,
+            eos_token_ids=self.eos_token_ids,
+            max_len=self.scheduler.max_len,
+        )
+
+    def result(self, request_id: str) -> tuple[list[int], str | None]:
+        return self.tokens(request_id), self.finish_reason(request_id)
+
+    @property
+    def num_dropped(self) -> int:
+        """Sampled ids that never reached anybody, because their request had ended."""
+        sampled = sum(plan.need_sampled.count(True) for plan in self.executor.plans)
+        return sampled - sum(len(self.tokens(request_id)) for request_id in self.requests)
+
+    @property
+    def plans(self) -> list[ScheduledBatch]:
+        """Plans with rows, in order: probes left out."""
+        return [plan for plan in self.executor.plans if plan.rows]

@@ -1,0 +1,162 @@
+"""Where requests are, and the order that keeps the oldest first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from penstock.batch import RowSampling
+from penstock.scheduler.queues import NO_ROW, Phase, RequestQueues, RequestState
+
+GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 1, 0, [], -1)
+
+
+def make_state(arrival: int, prompt_len: int = 3, max_len: int = 10) -> RequestState:
+    return RequestState(
+        request_id=f"r{arrival}",
+        arrival=arrival,
+        arrival_time=float(arrival),
+        prompt_len=prompt_len,
+        max_len=max_len,
+        stop_ids=frozenset(),
+        sampling=GREEDY,
+        token_ids=list(range(prompt_len)),
+    )
+
+
+def fill(count: int) -> RequestQueues:
+    queues = RequestQueues()
+    for arrival in range(count):
+        queues.add(make_state(arrival))
+    return queues
+
+
+def test_requests_are_admitted_in_order_of_arrival() -> None:
+    queues = fill(3)
+    assert queues.backlog_tokens == 9
+    first = queues.admit_head(5)
+    assert (first.request_id, first.phase, first.row, first.prefill_len) == ("r0", Phase.RUNNING, 5, 3)
+    assert queues.backlog_tokens == 6
+    head = queues.head()
+    assert head is not None
+    assert head.request_id == "r1"
+    queues.check_invariants()
+
+
+def test_head_of_an_empty_line() -> None:
+    assert RequestQueues().head() is None
+
+
+def test_d10_a_preempted_request_is_next_and_prefills_all_it_knows() -> None:
+    queues = fill(4)
+    for row in range(3):
+        queues.admit_head(row)
+    victim = queues.running[-1]
+    victim.token_ids += [7, 8]
+    victim.num_scheduled = 4
+    assert queues.preempt_youngest() is victim
+    assert (victim.phase, victim.row, victim.num_scheduled, victim.prefill_len) == (
+        Phase.PREEMPTED,
+        NO_ROW,
+        0,
+        0,
+    )
+    second = queues.preempt_youngest()
+    queues.check_invariants()
+    assert queues.backlog_tokens == 3 + 5 + 3
+    assert queues.admit_head(1) is second
+    assert queues.admit_head(2) is victim
+    assert victim.prefill_len == 5
+    queues.check_invariants()
+
+
+def test_d10_a_late_token_of_a_preempted_request_counts_as_backlog() -> None:
+    queues = fill(1)
+    request = queues.admit_head(0)
+    queues.note_token(request, 9)
+    assert queues.backlog_tokens == 0
+    queues.preempt_youngest()
+    queues.note_token(request, 8)
+    assert queues.backlog_tokens == 5
+    queues.check_invariants()
+
+
+@pytest.mark.parametrize("place", ["running", "preempted", "waiting"])
+def test_remove_forgets_a_request_wherever_it_is(place: str) -> None:
+    queues = fill(3)
+    queues.admit_head(0)
+    queues.admit_head(1)
+    queues.preempt_youngest()
+    request = getattr(queues, place)[0]
+    queues.remove(request)
+    assert request.phase is Phase.FINISHED
+    assert request.row == NO_ROW
+    assert request.request_id not in queues
+    assert queues.get(request.request_id) is None
+    assert len(queues) == 2
+    queues.check_invariants()
+
+
+def test_two_clocks_say_who_wants_a_decode() -> None:
+    request = make_state(0, prompt_len=3, max_len=5)
+    request.prefill_len = 3
+    request.num_scheduled = 2
+    assert request.is_prefilling
+    assert not request.wants_decode
+    request.num_scheduled = 3
+    request.num_pending = 1
+    assert not request.is_prefilling
+    assert request.wants_decode
+    request.num_scheduled = 4
+    request.num_pending = 2  # both remaining tokens are on their way
+    assert not request.wants_decode
+    request.token_ids.append(1)
+    request.num_pending = 1
+    assert not request.wants_decode
+    assert request.num_outputs == 1
+
+
+def reverse_running(queues: RequestQueues) -> None:
+    queues.running.reverse()
+
+
+def lose_one(queues: RequestQueues) -> None:
+    queues.waiting.pop()
+
+
+def miscount(queues: RequestQueues) -> None:
+    queues.backlog_tokens += 1
+
+
+def mislabel(queues: RequestQueues) -> None:
+    queues.waiting[0].phase = Phase.PREEMPTED
+
+
+@pytest.mark.parametrize("damage", [reverse_running, lose_one, miscount, mislabel])
+def test_check_invariants_sees_damage(damage: Callable[[RequestQueues], None]) -> None:
+    queues = fill(4)
+    queues.admit_head(0)
+    queues.admit_head(1)
+    queues.check_invariants()
+    damage(queues)
+    with pytest.raises(AssertionError):
+        queues.check_invariants()
+
+
+def test_order_survives_any_sequence_of_moves() -> None:
+    random = Random(0)
+    for _ in range(50):
+        queues = RequestQueues()
+        for arrival in range(60):
+            move = random.randrange(4)
+            if move == 0 or len(queues) == 0:
+                queues.add(make_state(arrival))
+            elif move == 1 and queues.head():
+                queues.admit_head(arrival)
+            elif move == 2 and queues.running:
+                queues.preempt_youngest()
+            else:
+                queues.remove(random.choice(list(queues)))
+            queues.check_invariants()

@@ -1,0 +1,108 @@
+"""Configuration values: ranges, derived numbers, and the wire to child processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.config import (
+    CacheConfig,
+    CoreConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    RankConfig,
+    SchedulerConfig,
+)
+from penstock.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("cls", "field", "value"),
+    [
+        (ParallelConfig, "pipeline_parallel_size", 0),
+        (ParallelConfig, "async_depth", -1),
+        (ParallelConfig, "threads_per_rank", 0),
+        (CacheConfig, "block_size", 0),
+        (CacheConfig, "num_blocks", 0),
+        (CacheConfig, "kv_cache_bytes", 0),
+        (SchedulerConfig, "max_num_seqs", 0),
+        (SchedulerConfig, "max_num_batched_tokens", 0),
+        (SchedulerConfig, "prefill_chunk", 0),
+        (SchedulerConfig, "max_waiting_requests", 0),
+    ],
+)
+def test_a_number_that_is_too_low_is_named(cls: type[Any], field: str, value: int) -> None:
+    with pytest.raises(UsageError, match=f"{field} is {value}; it must be at least {value + 1}") as caught:
+        cls(**{field: value})
+    assert (caught.value.param, caught.value.code) == (field, "out_of_range")
+
+
+def test_async_depth_has_a_ceiling() -> None:
+    assert ParallelConfig(async_depth=64).depth == 65
+    with pytest.raises(UsageError, match="async_depth is 65, more than 64"):
+        ParallelConfig(async_depth=65)
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "async_depth", "depth"), [(1, 0, 1), (1, 1, 2), (2, 0, 2), (2, 1, 3), (4, 2, 6)]
+)
+def test_d1_s8_depth(num_stages: int, async_depth: int, depth: int) -> None:
+    assert ParallelConfig(pipeline_parallel_size=num_stages, async_depth=async_depth).depth == depth
+
+
+def test_low_ends_that_are_allowed() -> None:
+    ParallelConfig(pipeline_parallel_size=1, async_depth=0, threads_per_rank=1)
+    CacheConfig(block_size=1, num_blocks=1, kv_cache_bytes=1)
+    SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=1, prefill_chunk=1, max_waiting_requests=1)
+
+
+def rank(stage: int, num_stages: int) -> RankConfig:
+    return RankConfig(
+        model_path="/m",
+        dtype="float32",
+        max_model_len=64,
+        stage=stage,
+        num_stages=num_stages,
+        start_layer=0,
+        end_layer=2,
+        device="cpu",
+        threads=1,
+        block_size=16,
+        num_blocks=None,
+        kv_cache_bytes=None,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        depth=num_stages,
+        link_frames=1,
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "num_stages", "is_first", "is_last"),
+    [(0, 1, True, True), (0, 3, True, False), (1, 3, False, False), (2, 3, False, True)],
+)
+def test_a_rank_knows_whether_it_is_an_end(
+    stage: int, num_stages: int, is_first: bool, is_last: bool
+) -> None:
+    config = rank(stage, num_stages)
+    assert (config.is_first, config.is_last) == (is_first, is_last)
+
+
+def test_configuration_survives_the_wire_and_is_checked_again_there() -> None:
+    engine = EngineConfig(model=ModelConfig(model="demo"), parallel=ParallelConfig(async_depth=2))
+    core = CoreConfig(
+        parallel=engine.parallel,
+        cache=engine.cache,
+        scheduler=engine.scheduler,
+        seed=1,
+        max_model_len=64,
+        vocab_size=10,
+        eos_token_ids=[2],
+    )
+    for value in (engine, core, rank(1, 2)):
+        assert msgspec.json.decode(msgspec.json.encode(value), type=type(value)) == value
+    with pytest.raises(msgspec.ValidationError, match="block_size is 0"):
+        msgspec.json.decode(b'{"block_size": 0}', type=CacheConfig)
