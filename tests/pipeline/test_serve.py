@@ -1,0 +1,193 @@
+"""The whole product, as a user starts it: `penstock serve` with two stages, real processes, real sockets."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from checkpoints import make_checkpoint
+from paths import shared_data
+from served import Served, named_leftovers, wait_until
+
+DEMO = ("demo", "--pp", "2", "--threads-per-rank", "1", "--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Served]:
+    with Served(*DEMO) as served:
+        yield served
+
+
+def titles(served: Served) -> dict[str, psutil.Process]:
+    return {" ".join(process.cmdline()).strip(): process for process in served.family()}
+
+
+def test_g1_processes_have_names_and_only_stages_have_torch(demo: Served) -> None:
+    named = titles(demo)
+    stages = {"penstock stage 0 tp 0", "penstock stage 1 tp 0"}
+    assert stages | {"penstock core", "penstock api"} <= set(named)
+    for title, process in named.items():
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+        assert ("libtorch" in maps) == (title in stages), title
+
+
+def test_only_the_http_port_listens_and_only_on_loopback(demo: Served) -> None:
+    connections = [c for process in demo.family() for c in process.net_connections("inet")]
+    listening = {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}
+    assert listening == {("127.0.0.1", int(demo.url.rsplit(":", 1)[1]))}
+
+
+def test_openai_client_streams_and_counts(demo: Served) -> None:
+    with openai.OpenAI(base_url=demo.url + "/v1", api_key="none", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Speak, speak."}]
+        arguments: dict[str, Any] = {
+            "model": "demo",
+            "messages": messages,
+            "temperature": 0,
+            "max_tokens": 24,
+        }
+        whole = client.chat.completions.create(**arguments, logprobs=True, top_logprobs=2)
+        chunks = list(
+            client.chat.completions.create(**arguments, stream=True, stream_options={"include_usage": True})
+        )
+        text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+        assert text == whole.choices[0].message.content
+        assert chunks[-1].usage == whole.usage
+        assert whole.usage is not None
+        assert whole.choices[0].logprobs is not None
+        assert len(whole.choices[0].logprobs.content or []) == whole.usage.completion_tokens
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            client.completions.create(model="demo", prompt="x", max_tokens=100_000)
+
+
+def test_r8_bad_requests_change_no_token_of_others(demo: Served) -> None:
+    golden = {
+        "model": "demo",
+        "prompt": [5, 6, 7],
+        "max_tokens": 40,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    expected = demo.post("/v1/completions", **golden)["choices"][0]["token_ids"]
+    bodies = [b"{", b"[]", b'{"prompt": [99999999]}', b'{"prompt": "x", "temperature": 1e999}', b"\xff" * 100]
+    port = int(demo.url.rsplit(":", 1)[1])
+    for body in bodies:
+        with socket.create_connection(("127.0.0.1", port)) as bad:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+            bad.sendall(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+            assert bad.recv(12).startswith(b"HTTP/1.1 4")
+            assert demo.post("/v1/completions", **golden)["choices"][0]["token_ids"] == expected
+
+
+def test_r13_disconnect_frees_row_and_blocks(demo: Served) -> None:
+    port = int(demo.url.rsplit(":", 1)[1])
+    body = json.dumps({"model": "demo", "prompt": "O", "max_tokens": 900, "ignore_eos": True, "stream": True})
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+            client.sendall((head + "content-type: application/json\r\n\r\n" + body).encode())
+            assert client.recv(12) == b"HTTP/1.1 200"
+    wait_until(lambda: demo.metric("penstock_num_requests_running") == 0, 20)
+    wait_until(lambda: demo.metric("penstock_kv_cache_usage_perc") == 0, 20)
+
+
+def replay(served: Served, num_requests: int, result: Path, *more: str) -> dict[str, Any]:
+    """`bench serve` over the head of the Azure conversation trace, lengths divided by 16."""
+    trace = shared_data("traces", "azure_llm_2023_conv.csv")
+    command = [sys.executable, "-m", "penstock", "bench", "serve", "--url", served.url]
+    command += ["--dataset-name", "azure", "--dataset-path", str(trace), "--length-scale", "16"]
+    command += ["--num-prompts", str(num_requests), "--result-file", str(result), *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line.split(",") for line in trace.read_text().splitlines()[1 : num_requests + 1]]
+    numbers = json.loads(result.read_text())
+    assert numbers["completed"] == num_requests
+    assert numbers["total_input_tokens"] == sum(max(1, int(row[1]) // 16) for row in rows)
+    assert numbers["total_output_tokens"] == sum(max(1, int(row[2]) // 16) for row in rows)
+    return numbers
+
+
+def test_r1_trace_replay_loses_and_doubles_nothing(demo: Served, tmp_path: Path) -> None:
+    replay(demo, 60, tmp_path / "result.json", "--time-scale", "0.1")
+    assert demo.metric("penstock_num_requests_running") == 0
+
+
+@pytest.mark.soak
+def test_r1_trace_replay_of_500_requests(demo: Served, tmp_path: Path) -> None:
+    replay(demo, 500, tmp_path / "result.json", "--time-scale", "0.5")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_r7_nothing_is_left_behind(number: int) -> None:
+    before = named_leftovers()
+    with Served(*DEMO) as served:
+        served.post("/v1/completions", model="demo", prompt="x", max_tokens=2)
+        family = served.family()
+        assert named_leftovers() == before  # nothing has a name while it runs, either
+        code = served.stop(number)
+        assert code == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+        wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 10)
+        with socket.create_server(("127.0.0.1", int(served.url.rsplit(":", 1)[1]))):
+            pass  # the port is free
+    assert named_leftovers() == before
+
+
+@pytest.mark.parametrize("title", ["penstock stage 0 tp 0", "penstock stage 1 tp 0", "penstock core"])
+def test_r2_a_lost_process_ends_streams_with_a_typed_error(title: str) -> None:
+    with (
+        Served(*DEMO) as served,
+        openai.OpenAI(base_url=served.url + "/v1", api_key="x", max_retries=0) as client,
+    ):
+        victim = titles(served)[title]
+        stream = client.completions.create(
+            model="demo", prompt="O", max_tokens=900, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        victim.send_signal(signal.SIGKILL)
+        with pytest.raises(openai.APIError, match=r"lost|killed|gone|went away"):
+            list(stream)
+        assert served.process.wait(30) == 5
+        assert "SIGKILL" in served.output
+
+
+def start_and_fail(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "penstock", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_bad_model_ends_with_code_3_and_says_where(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    failed = start_and_fail(str(model), "--pp", "2", "--port", "0")
+    assert failed.returncode == 3
+    assert "model.safetensors" in failed.stderr
+    assert "expected" in failed.stderr
+    assert "found" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_more_stages_than_layers_ends_with_code_2() -> None:
+    failed = start_and_fail("demo", "--pp", "99", "--port", "0")
+    assert failed.returncode == 2
+    assert "99" in failed.stderr
+    assert "Use at most 6" in failed.stderr
+
+
+def test_a_busy_port_names_its_owner() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        failed = start_and_fail("demo", "--pp", "2", "--port", str(port))
+    assert failed.returncode == 5
+    assert f"port {port} is used by pid {os.getpid()}" in failed.stderr
