@@ -16,6 +16,7 @@ from penstock.errors import UsageError
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["mp", "inprocess"]
+TiedHead = Literal["load", "transfer"]
 
 
 def _at_least(name: str, value: int, low: int) -> None:
@@ -46,6 +47,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         async_depth: plans issued ahead; P + async_depth plans are in flight.
         threads_per_rank: CPU threads of a rank; None shares the cores among the ranks.
         device: `cpu`, `cuda`, or `auto` (cuda when torch sees a GPU).
+        tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
+            or by `transfer` from the first.
         backend: `mp` = one process per rank; `inprocess` = ranks as threads (tests, notebooks).
     """
 
@@ -54,6 +57,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_depth: int = 0
     threads_per_rank: int | None = None
     device: Device = "cpu"
+    tied_head: TiedHead = "load"
     backend: Backend = "mp"
 
     def __post_init__(self) -> None:
@@ -160,6 +164,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int
     depth: int
     link_frames: int  # frames that a link holds: async_depth + 1
+    tied_head: TiedHead = "load"
     wait_timeout_s: float = 60.0  # deadline of every wait on a peer inside a step
 
     @property

@@ -44,18 +44,24 @@ class _Load:
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, progress: Callable[[int, int], None]
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    progress: Callable[[int, int], None],
+    *,
+    left_out: frozenset[str] = frozenset(),
 ) -> LoadReport:
     """Fill every parameter of `model`.
 
     Args:
         progress: called with (bytes done, bytes in all) after each tensor.
+        left_out: checkpoint names of tensors that somebody else fills; checked like the others, but not read.
 
     Raises:
         CheckpointError: a tensor is missing, surplus, of another shape or dtype, cut short, or not finite.
     """
     started = time.perf_counter()
-    loads = _plan(tensor_slots(model), checkpoint)
+    slots = _plan(tensor_slots(model), checkpoint)
+    loads = [load for load in slots if load.entry.name not in left_out]
     total = sum(load.entry.end - load.entry.begin for load in loads)
     buffer = torch.empty(CHUNK_BYTES if _needs_buffer(loads) else 0, dtype=torch.uint8)
     done = 0
@@ -65,7 +71,7 @@ def load_weights(
                 _fill(load, descriptor, buffer)
                 done += load.entry.end - load.entry.begin
                 progress(done, total)
-    tensor_bytes = sum(load.target.nbytes for load in loads)
+    tensor_bytes = sum(slot.target.nbytes for slot in slots)
     return LoadReport(bytes_read=done, tensor_bytes=tensor_bytes, seconds=time.perf_counter() - started)
 
 

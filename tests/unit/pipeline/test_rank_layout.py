@@ -11,13 +11,13 @@ def groups(layout: RankLayout, kind: str) -> set[tuple[int, ...]]:
     return {getattr(layout, kind)(rank).ranks for rank in range(layout.world_size)}
 
 
-def test_c1_e3_groups_of_tp2_pp4() -> None:
+def test_c1_c2_e3_groups_of_tp2_pp4() -> None:
     layout = RankLayout(num_stages=4, tensor_parallel_size=2)
     assert groups(layout, "tensor_group") == {(0, 1), (2, 3), (4, 5), (6, 7)}
     assert groups(layout, "pipeline_group") == {(0, 2, 4, 6), (1, 3, 5, 7)}
 
 
-def test_c1_e3_groups_of_tp4_pp2() -> None:
+def test_c1_c2_e3_groups_of_tp4_pp2() -> None:
     layout = RankLayout(num_stages=2, tensor_parallel_size=4)
     assert groups(layout, "tensor_group") == {(0, 1, 2, 3), (4, 5, 6, 7)}
     assert groups(layout, "pipeline_group") == {(0, 4), (1, 5), (2, 6), (3, 7)}

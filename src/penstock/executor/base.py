@@ -1,0 +1,213 @@
+"""The seam between the engine core and the ranks, and what all executors share of it.
+
+`engine.core` holds an `Executor`. `RankChannels` is the core's end of the channels to all ranks: the start-up
+handshake (row D9), one encoding of a plan for all of them, and results back from the last stage. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.batch import (
+    AllocateKV,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    RankToCore,
+    ScheduledBatch,
+    Shutdown,
+    StepResult,
+    decode_to_core,
+    encode,
+)
+from penstock.errors import (
+    ErrorInfo,
+    LinkClosedError,
+    PenstockError,
+    ProtocolError,
+    StageLostError,
+    WaitTimeoutError,
+    error_from_info,
+)
+from penstock.pipeline.channel import MessageChannel
+
+_GONE = "rank_gone"
+_CAUSE_GRACE_S = 0.2
+_CONSEQUENCES = {"LinkClosedError", "WaitTimeoutError"}  # what a rank sees when another one has failed
+
+
+class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What the ranks agreed on at start."""
+
+    num_blocks: int  # the minimum over the stages, allocated on each of them
+    ranks: list[RankLoaded]  # by stage
+
+    @property
+    def stranded_bytes(self) -> list[int]:
+        """Memory that each stage could have used for KV, had the tightest stage not set the limit."""
+        return [(rank.max_blocks - self.num_blocks) * rank.block_bytes for rank in self.ranks]
+
+
+class Executor(Protocol):
+    """Runs plans on all ranks, in the order in which they are submitted."""
+
+    def start(self) -> KVPlan:
+        """Wait until all ranks have loaded, agree on the KV blocks, wait until all are ready.
+
+        Raises the error of the first rank that failed, or `WaitTimeoutError` naming the silent ones.
+        """
+        ...
+
+    def submit(self, plan: ScheduledBatch) -> None:
+        """Send a sealed plan to every rank. Does not wait for it."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[StepResult]:
+        """Results that have come, in order of their steps; waits at most `timeout_s` for the first.
+
+        Raises `StageLostError` with the first cause when a rank has failed or gone.
+        """
+        ...
+
+    def shutdown(self) -> None:
+        """Let the ranks finish the submitted plans and leave. May be called twice."""
+        ...
+
+    def wait_fds(self) -> list[int]:
+        """Descriptors that become readable when `poll` may have something; empty if only `poll` can wait.
+
+        Edge-triggered: call `poll(0)` after each event and after each `submit`, before waiting for them.
+        """
+        ...
+
+
+class RankChannels:
+    """The core's ends of the plan channels, by stage.
+
+    Args:
+        channels: one per rank.
+        wait: returns when any of them has a message, or after the given seconds.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[MessageChannel],
+        wait: Callable[[float | None], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channels = list(channels)
+        self._wait = wait
+        self._clock = clock
+        self._failures: list[ErrorInfo] = []
+
+    def handshake(self, timeout_s: float) -> KVPlan:
+        """Loaded, allocate, ready: all ranks get as many blocks as the tightest stage can hold."""
+        loaded = self._collect(RankLoaded, timeout_s, "to load its weights")
+        num_blocks = min(rank.max_blocks for rank in loaded)
+        self._send_all(encode(AllocateKV(num_blocks=num_blocks)))
+        self._collect(RankReady, timeout_s, "to allocate its KV cache")
+        return KVPlan(num_blocks=num_blocks, ranks=loaded)
+
+    def submit(self, plan: ScheduledBatch) -> None:
+        """Encode once, send to every rank. That a rank has gone is told by `poll`, with the cause."""
+        self._send_all(encode(plan))
+
+    def poll(self, timeout_s: float) -> list[StepResult]:
+        """Results that have come, those before a failure first; see `Executor.poll`."""
+        messages = self._drain()
+        if not messages and not self._failures and timeout_s > 0:
+            self._wait(timeout_s)
+            messages = self._drain()
+        if not messages and self._failures:
+            raise _as_stage_lost(self._first_cause())
+        return [_expect(StepResult, message) for message in messages]
+
+    def close(self) -> None:
+        """Say `Shutdown` and leave."""
+        for channel in self._channels:
+            with contextlib.suppress(PenstockError):  # that rank may have gone, or never have come
+                channel.send(encode(Shutdown()), timeout_s=0.0)
+            channel.close()
+
+    def _send_all(self, frame: bytes) -> None:
+        for channel in self._channels:
+            with contextlib.suppress(LinkClosedError):
+                channel.send(frame)
+
+    def _drain(self) -> list[RankToCore]:
+        """What the ranks have sent. Failures are put aside: what was sent before them still counts."""
+        messages: list[RankToCore] = []
+        for stage in range(len(self._channels)):
+            for message in self._drain_one(stage):
+                if isinstance(message, RankFailed):
+                    self._failures.append(message.error)
+                else:
+                    messages.append(message)
+        return messages
+
+    def _drain_one(self, stage: int) -> Iterator[RankToCore]:
+        try:
+            while (frame := self._channels[stage].recv(0)) is not None:
+                yield decode_to_core(frame)
+        except LinkClosedError:
+            yield _gone(stage)
+
+    def _first_cause(self) -> ErrorInfo:
+        """The failure to report; a rank that misses its neighbour may speak before the culprit does."""
+        if all(_is_consequence(failure) for failure in self._failures):
+            self._wait(_CAUSE_GRACE_S)
+            self._drain()
+        return first_cause(self._failures)
+
+    def _collect(self, kind: type[Any], timeout_s: float, purpose: str) -> list[Any]:
+        """One message of `kind` from every rank, by stage."""
+        answers: dict[int, Any] = {}
+        deadline = self._clock() + timeout_s
+        while len(answers) < len(self._channels):
+            messages = self._drain()
+            if self._failures:
+                raise error_from_info(self._first_cause())
+            for message in messages:
+                answer = _expect(kind, message)
+                answers[answer.stage] = answer
+            if not messages:
+                self._wait_until(deadline, answers, f"{timeout_s:g} s for {{}} {purpose}")
+        return [answers[stage] for stage in range(len(self._channels))]
+
+    def _wait_until(self, deadline: float, answers: dict[int, Any], purpose: str) -> None:
+        remaining = deadline - self._clock()
+        if remaining <= 0:
+            silent = [f"stage {stage}" for stage in range(len(self._channels)) if stage not in answers]
+            raise WaitTimeoutError(f"waited {purpose.format(', '.join(silent))}.")
+        self._wait(remaining)
+
+
+def first_cause(failures: Sequence[ErrorInfo]) -> ErrorInfo:
+    """The failure that explains the others: words before silence, ranks that miss a neighbour last."""
+    return min(failures, key=lambda failure: (_is_consequence(failure), failure.code == _GONE))
+
+
+def _is_consequence(failure: ErrorInfo) -> bool:
+    return failure.kind in _CONSEQUENCES
+
+
+def _gone(stage: int) -> RankFailed:
+    error = StageLostError(f"stage {stage} has gone without a word.", code=_GONE, stage=stage)
+    return RankFailed(stage=stage, error=error.info())
+
+
+def _as_stage_lost(error: ErrorInfo) -> StageLostError:
+    where = "a stage" if error.stage is None else f"stage {error.stage}"
+    return StageLostError(f"{where} is lost: {error.message}", remedy=error.remedy, stage=error.stage)
+
+
+def _expect(kind: type[Any], message: RankToCore) -> Any:
+    if not isinstance(message, kind):
+        raise ProtocolError(f"expected {kind.__name__} from a rank, found {type(message).__name__}.")
+    return message

@@ -1,0 +1,126 @@
+"""What every child process of the supervisor does first, and how it reports.
+
+The supervisor writes a child's config to a pipe and reads JSON lines from another: the child's progress,
+readiness or the first cause of its failure. Used by the entry points of ranks, core and API process, and for
+the decoding by the supervisor. Imports no torch, so that a rank can set its environment before torch starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import signal
+import traceback
+from typing import TypeVar
+
+import msgspec
+import setproctitle
+
+from penstock.batch import RankLoaded
+from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
+
+_PR_SET_PDEATHSIG = 1
+_PIPE_ATOMIC_BYTES = 4096  # PIPE_BUF: a line this short is written whole or not at all
+_MAX_TEXT = 1500  # so that message and trace of a failure fit a line
+
+Config = TypeVar("Config")
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
+    """Tensor bytes loaded so far, of all that the rank will load."""
+
+    done: int
+    total: int
+
+
+class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field="event"):
+    """Weights are in memory."""
+
+    rank: RankLoaded
+
+
+class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="event"):
+    """The child serves."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
+    """The child is about to exit. `trace` is for the log of a verbose supervisor."""
+
+    error: ErrorInfo
+    trace: str = ""
+
+
+StatusEvent = Progress | Loaded | Ready | Failed
+
+_events: msgspec.json.Decoder[StatusEvent] = msgspec.json.Decoder(StatusEvent)
+
+
+def decode_status(line: bytes) -> StatusEvent:
+    """One line of a status pipe."""
+    return _events.decode(line)
+
+
+def failure(error: BaseException) -> Failed:
+    """The event that reports `error`; foreign exceptions bring the end of their trace."""
+    info = describe(error)
+    cause = error.__cause__ if isinstance(error, PenstockError) else error
+    trace = "".join(traceback.format_exception(cause))[-_MAX_TEXT:] if cause else ""
+    return Failed(error=msgspec.structs.replace(info, message=info.message[:_MAX_TEXT]), trace=trace)
+
+
+class StatusWriter:
+    """The child's end of its status pipe. Never blocks, never fails: the supervisor may be slow or gone."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._percent = -1
+        os.set_blocking(fd, False)
+
+    def write(self, event: StatusEvent) -> None:
+        """Write one line; of progress, only what changes the percentage."""
+        if isinstance(event, Progress) and not self._is_news(event):
+            return
+        line = msgspec.json.encode(event) + b"\n"
+        with contextlib.suppress(BlockingIOError, BrokenPipeError):
+            os.write(self._fd, line)
+
+    def _is_news(self, progress: Progress) -> bool:
+        percent = 100 * progress.done // max(progress.total, 1)
+        is_news, self._percent = percent != self._percent, percent
+        return is_news
+
+
+def encode_config(config: msgspec.Struct) -> bytes:
+    """What the supervisor writes to the config pipe of a child, before it closes its end."""
+    return msgspec.msgpack.encode(config)
+
+
+def read_config(fd: int, config_type: type[Config]) -> Config:
+    """Read the config from the inherited pipe `fd` until its end, and close it."""
+    with os.fdopen(fd, "rb") as pipe:
+        raw = pipe.read()
+    try:
+        return msgspec.msgpack.decode(raw, type=config_type)
+    except msgspec.MsgspecError as error:
+        raise UsageError(
+            f"the config on descriptor {fd} is not a {config_type.__name__}: {error}."
+        ) from error
+
+
+def enter_child(title: str, parent_pid: int) -> None:
+    """Name the process, make it die with its parent, and let a fatal signal print where every thread is."""
+    die_with_parent(parent_pid)
+    setproctitle.setproctitle(title)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Have the kernel kill this process when the thread that created it ends, or has ended already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent_pid:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,46 @@
+"""One process per rank: the core's side.
+
+The engine core makes a `MpExecutor` over the addresses that the supervisor gave it. It does not start the
+rank processes (`python -m penstock.executor.worker`), the supervisor does; it only talks to them. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.batch import ScheduledBatch, StepResult
+from penstock.executor.base import KVPlan, RankChannels
+from penstock.executor.plan_channel import ZmqChannel
+
+LOAD_TIMEOUT_S = 3600.0  # a slow disk may take long; a rank that dies while loading is noticed at once
+
+
+class MpExecutor:
+    """Talks to rank processes over zmq.
+
+    Args:
+        plan_addresses: one per stage; bound here.
+        load_timeout_s: deadline of each half of the handshake.
+    """
+
+    def __init__(self, plan_addresses: Sequence[str], load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
+        self._load_timeout_s = load_timeout_s
+        self._channels = [ZmqChannel.bind(address) for address in plan_addresses]
+        self._ranks = RankChannels(
+            self._channels, wait=lambda timeout_s: ZmqChannel.wait_any(self._channels, timeout_s)
+        )
+
+    def start(self) -> KVPlan:
+        return self._ranks.handshake(self._load_timeout_s)
+
+    def submit(self, plan: ScheduledBatch) -> None:
+        self._ranks.submit(plan)
+
+    def poll(self, timeout_s: float) -> list[StepResult]:
+        return self._ranks.poll(timeout_s)
+
+    def wait_fds(self) -> list[int]:
+        return [fd for channel in self._channels for fd in channel.filenos()]
+
+    def shutdown(self) -> None:
+        self._ranks.close()

@@ -1,0 +1,248 @@
+"""One rank from weights to the end of its stage loop.
+
+`run_rank` is the whole life of a rank, the same in a process of its own (`executor.worker`) and in a thread
+(`executor.inprocess`); they differ in the channels and links that they pass in.
+
+    load weights ─▶ RankLoaded ─▶ (AllocateKV) ─▶ allocate ─▶ RankReady ─▶ stage loop until Shutdown
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.attention.metadata import LayerKV
+from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.batch import AllocateKV, RankFailed, RankLoaded, RankReady, Shutdown, decode_to_rank, encode
+from penstock.config import RankConfig
+from penstock.errors import PenstockError, ProtocolError
+from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
+from penstock.models.decoder import Decoder
+from penstock.models.registry import load_spec
+from penstock.models.spec import ModelSpec
+from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.link import Link
+from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink, Sink, Source
+from penstock.pipeline.stage import Stage, blaming, plans_from
+from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
+from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.runner.buffers import BufferPool
+from penstock.runner.kv_storage import KVDemand, KVStorage
+from penstock.runner.memory import available_bytes
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.request_rows import RequestRows
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loader import LoadReport, load_weights
+
+Report = Callable[[StatusEvent], None]
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConnections:
+    """How a rank reaches the others.
+
+    Attributes:
+        plans: to the core.
+        tokens: last stage: to each earlier stage, in order; any other: from the last stage.
+        incoming: from the stage before; absent on the first stage.
+        outgoing: to the next stage; absent on the last stage.
+    """
+
+    plans: MessageChannel
+    tokens: Sequence[MessageChannel]
+    incoming: Link | None
+    outgoing: Link | None
+
+    def close(self) -> None:
+        """Let all neighbours know that this rank has ended."""
+        for end in (self.incoming, self.outgoing, *self.tokens, self.plans):
+            if end is not None:
+                end.close()
+
+
+def run_rank(config: RankConfig, connections: RankConnections, report: Report) -> Failed | None:
+    """Live the life of a rank. Whatever ends it, core and supervisor learn the cause before the neighbours
+    do.
+
+    Args:
+        report: takes status events; must not block.
+
+    Returns:
+        None after `Shutdown`, else the failure that was reported.
+    """
+    try:
+        with blaming(config.stage, "while starting"):
+            _serve(config, connections, report)
+        return None
+    except Exception as error:
+        failed = failure(error)
+        report(failed)
+        _tell_core(config.stage, failed, connections.plans)
+        return failed
+    finally:
+        connections.close()
+
+
+def _serve(config: RankConfig, connections: RankConnections, report: Report) -> None:
+    torch.set_num_threads(config.threads)
+    device = _device(config)
+    spec = load_spec(Path(config.model_path))
+    model = _build_model(config, spec, device)
+    loaded = load_weights(
+        model,
+        Checkpoint(Path(config.model_path)),
+        lambda done, total: report(Progress(done=done, total=total)),
+        left_out=frozenset({EMBEDDING} if config.is_last and _transfers_head(config, spec) else ()),
+    )
+    storage = _storage(config, spec, device)
+    message = _loaded_message(config, loaded, storage, available_bytes(device))
+    report(Loaded(rank=message))
+    connections.plans.send(encode(message))
+    num_blocks = _await_allocation(connections.plans)
+    if num_blocks is None:
+        return
+    if _transfers_head(config, spec):
+        _transfer_head(config, spec, model, connections)
+    runner = _build_runner(config, model, storage.allocate(num_blocks), device)
+    source = _choose_source(config, spec, runner, connections)
+    stage = Stage(config.stage, runner, source, _choose_sink(config, runner, connections))
+    report(Ready())
+    connections.plans.send(encode(RankReady(stage=config.stage)))
+    stage.run(plans_from(connections.plans))
+
+
+def _build_model(config: RankConfig, spec: ModelSpec, device: torch.device) -> Decoder:
+    return Decoder(
+        spec,
+        (config.start_layer, config.end_layer),
+        dtype=_dtype(config),
+        device=device,
+        attention=TorchPagedAttention(),
+    )
+
+
+def _transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
+    return config.tied_head == "transfer" and spec.tie_word_embeddings and config.num_stages > 1
+
+
+def _transfer_head(config: RankConfig, spec: ModelSpec, model: Decoder, connections: RankConnections) -> None:
+    """Once all ranks have loaded, so that nobody waits for another's disk."""
+    if config.is_first or config.is_last:
+        weight = model.get_parameter(EMBEDDING).data
+    else:
+        weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=_dtype(config), device=_device(config))
+    transfer_tied_head(
+        weight,
+        incoming=connections.incoming,
+        outgoing=connections.outgoing,
+        block_rows=config.max_num_batched_tokens,
+    )
+
+
+def _storage(config: RankConfig, spec: ModelSpec, device: torch.device) -> KVStorage:
+    return KVStorage(
+        num_layers=config.end_layer - config.start_layer,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        block_size=config.block_size,
+        dtype=_dtype(config),
+        device=device,
+    )
+
+
+def _loaded_message(config: RankConfig, loaded: LoadReport, storage: KVStorage, available: int) -> RankLoaded:
+    demand = KVDemand(
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        num_blocks=config.num_blocks,
+        kv_cache_bytes=config.kv_cache_bytes,
+        num_sharers=_num_sharers(config),
+    )
+    return RankLoaded(
+        stage=config.stage,
+        max_blocks=storage.max_blocks(demand, available),
+        block_bytes=storage.block_bytes,
+        tensor_bytes=loaded.tensor_bytes,
+        bytes_read=loaded.bytes_read,
+        load_seconds=loaded.seconds,
+    )
+
+
+def _await_allocation(plans: MessageChannel) -> int | None:
+    """The number of blocks that the core has decided on; None when it shuts down instead."""
+    frame = plans.recv(None)  # without end: other ranks may load for as long as they need
+    assert frame is not None
+    message = decode_to_rank(frame)
+    if isinstance(message, Shutdown):
+        return None
+    if not isinstance(message, AllocateKV):
+        raise ProtocolError(f"expected AllocateKV from the core, found {type(message).__name__}.")
+    return message.num_blocks
+
+
+def _build_runner(config: RankConfig, model: Decoder, kv: list[LayerKV], device: torch.device) -> ModelRunner:
+    rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)
+    buffers = BufferPool(
+        config.depth,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_rows=config.max_num_seqs,
+        max_blocks_per_row=rows.max_blocks_per_row,
+        device=device,
+    )
+    return ModelRunner(model, kv, rows, buffers)
+
+
+def _choose_source(
+    config: RankConfig, spec: ModelSpec, runner: ModelRunner, connections: RankConnections
+) -> Source:
+    if connections.incoming is None:
+        return EmbedSource(runner)
+    return LinkSource(
+        connections.incoming,
+        max_num_tokens=config.max_num_batched_tokens,
+        width=spec.hidden_size,
+        dtype=_dtype(config),
+        device=_device(config),
+    )
+
+
+def _choose_sink(config: RankConfig, runner: ModelRunner, connections: RankConnections) -> Sink:
+    if connections.outgoing is None:
+        return SampleSink(runner, TokenSender(connections.tokens), connections.plans)
+    (channel,) = connections.tokens
+    tokens = TokenReceiver(
+        channel,
+        runner.rows,
+        name=f"stage {config.num_stages - 1} -> stage {config.stage}",
+        timeout_s=config.wait_timeout_s,
+    )
+    return ForwardSink(connections.outgoing, tokens)
+
+
+def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:
+    with contextlib.suppress(PenstockError):  # the core may have gone as well; the supervisor has heard
+        plans.send(encode(RankFailed(stage=stage, error=failed.error)), timeout_s=1.0)
+
+
+def _device(config: RankConfig) -> torch.device:
+    """Stages take the GPUs of the host in turn."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    return torch.device(config.device, config.stage % torch.cuda.device_count())
+
+
+def _num_sharers(config: RankConfig) -> int:
+    """Ranks that live in the same memory."""
+    num_memories = 1 if config.device == "cpu" else torch.cuda.device_count()
+    return -(-config.num_stages // num_memories)
+
+
+def _dtype(config: RankConfig) -> torch.dtype:
+    dtype = getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,86 @@
+"""A rank's process: `python -m penstock.executor.worker --config-fd N --status-fd M`.
+
+Started by the supervisor, which passes the descriptors of the pipes, links and sockets. Sets up the process
+before torch is imported, opens the connections, and lets `executor.rank` do the rest. Exit code: 0 after a
+shutdown, else that of the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from penstock.config import LinkHandle, RankProcessConfig
+from penstock.errors import PenstockError, error_from_info
+from penstock.executor.child import StatusWriter, enter_child, failure, read_config
+from penstock.executor.plan_channel import ZmqChannel
+
+if TYPE_CHECKING:
+    from penstock.executor.rank import RankConnections
+    from penstock.pipeline.link import Link
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="penstock.executor.worker")
+    parser.add_argument("--config-fd", type=int, required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
+    options = parser.parse_args(arguments)
+    status = StatusWriter(options.status_fd)
+    try:
+        config = read_config(options.config_fd, RankProcessConfig)
+        enter_child(f"penstock stage {config.rank.stage} tp 0", config.parent_pid)
+        _set_threads(config.rank.threads)
+        return _run(config, status)
+    except Exception as error:
+        status.write(failure(error))
+        return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
+
+
+def _run(config: RankProcessConfig, status: StatusWriter) -> int:
+    # Here and not above: torch reads its environment when it is imported.
+    from penstock.executor.rank import run_rank
+
+    failed = run_rank(config.rank, _connect(config), status.write)
+    return 0 if failed is None else error_from_info(failed.error).exit_code
+
+
+def _set_threads(count: int) -> None:
+    """Bound the thread pools that torch's libraries make when they are loaded."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(count)
+
+
+def _connect(config: RankProcessConfig) -> RankConnections:
+    from penstock.executor.rank import RankConnections
+
+    rank = config.rank
+    token_end = ZmqChannel.bind if rank.is_last else ZmqChannel.connect
+    return RankConnections(
+        plans=ZmqChannel.connect(config.plan_address),
+        tokens=[token_end(address) for address in config.token_addresses],
+        incoming=_link(config.incoming, rank.stage - 1, rank.wait_timeout_s),
+        outgoing=_link(config.outgoing, rank.stage, rank.wait_timeout_s),
+    )
+
+
+def _link(handle: LinkHandle | None, from_stage: int, timeout_s: float) -> Link | None:
+    from penstock.pipeline.link import SharedMemoryLink
+
+    if handle is None:
+        return None
+    return SharedMemoryLink(handle, f"stage {from_stage} -> stage {from_stage + 1}", timeout_s)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process without taking the interpreter and torch apart, which takes longer than a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main())

@@ -1,0 +1,133 @@
+"""The two ports of a stage: where its tensors come from, and where they go.
+
+All that differs between the first, the middle and the last stage is here, chosen once at start by
+`executor.rank`; the loop in `pipeline.stage` is the same for every rank.
+
+                 source            sink
+    first        EmbedSource       ForwardSink    hidden states to the next, samples from the last
+    middle       LinkSource        ForwardSink
+    last         LinkSource        SampleSink     samples to all earlier stages, results to the core
+    only stage   EmbedSource       SampleSink     (to no earlier stage)
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from penstock.batch import ScheduledBatch, encode
+from penstock.models.intermediate import IntermediateTensors
+from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.frame import FrameHeader, FrameKind
+from penstock.pipeline.link import AsyncIntermediateTensors, Link
+from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.runner.forward_batch import ForwardBatch
+from penstock.runner.model_runner import ModelRunner
+
+CARRIED = ("hidden_states", "residual")  # the tensors that cross a link, in this order
+
+
+class Source(Protocol):
+    """Where the tensors of a step come from."""
+
+    def take(self, batch: ForwardBatch) -> IntermediateTensors:
+        """What the stage's first layer takes; may still be under way (`AsyncIntermediateTensors`)."""
+        ...
+
+
+class Sink(Protocol):
+    """Where the tensors of a step go, and how its samples come to the row table."""
+
+    def settle(self, plan: ScheduledBatch) -> None:
+        """Bring the row table up to the samples that the plan consumes."""
+        ...
+
+    def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
+        """Pass on what the stage has computed."""
+        ...
+
+
+class EmbedSource:
+    """First stage: the step's token ids, embedded."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    def take(self, batch: ForwardBatch) -> IntermediateTensors:
+        return self._runner.embed(batch)
+
+
+class LinkSource:
+    """Later stages: what the stage before has sent, received into buffers of a fixed address (row C7).
+
+    Args:
+        link: from the stage before.
+        max_num_tokens, width, dtype: of the largest step and of one token.
+    """
+
+    def __init__(
+        self, link: Link, *, max_num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._link = link
+        self._buffers = {
+            name: torch.empty((max_num_tokens, width), dtype=dtype, device=device) for name in CARRIED
+        }
+
+    def take(self, batch: ForwardBatch) -> IntermediateTensors:
+        tensors = {name: buffer[: batch.num_tokens] for name, buffer in self._buffers.items()}
+        header = _header(batch, tensors["hidden_states"])
+        handle = self._link.recv(header, list(tensors.values()), batch.addressed.request_ids)
+        return AsyncIntermediateTensors(tensors, handle)
+
+
+class ForwardSink:
+    """Every stage but the last: tensors to the next stage; samples come back when a plan consumes them."""
+
+    def __init__(self, link: Link, tokens: TokenReceiver) -> None:
+        self._link = link
+        self._tokens = tokens
+
+    def settle(self, plan: ScheduledBatch) -> None:
+        self._tokens.consume(plan.consume_through)
+
+    def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
+        carried = [tensors[name] for name in CARRIED]
+        self._link.send(_header(batch, carried[0]), carried)
+        self._tokens.expect(batch.plan, batch.sampled)
+
+
+class SampleSink:
+    """Last stage: samples go to its own row table at once, to the earlier stages, and to the core.
+
+    Args:
+        runner: samples, and owns the row table.
+        tokens: to the earlier stages; first, because they may be waiting for it.
+        results: to the core.
+    """
+
+    def __init__(self, runner: ModelRunner, tokens: TokenSender, results: MessageChannel) -> None:
+        self._runner = runner
+        self._tokens = tokens
+        self._results = results
+
+    def settle(self, plan: ScheduledBatch) -> None:
+        """Its own samples are in the table already."""
+
+    def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
+        result = self._runner.sample(tensors, batch)
+        self._tokens.send(batch.plan, result)
+        self._results.send(encode(result))
+
+
+def _header(batch: ForwardBatch, tensor: torch.Tensor) -> FrameHeader:
+    return FrameHeader(
+        epoch=batch.plan.epoch,
+        step_id=batch.plan.step_id,
+        kind=FrameKind.HIDDEN,
+        num_tokens=batch.num_tokens,
+        width=tensor.shape[1],
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        num_tensors=len(CARRIED),
+        digest=batch.plan.digest,
+    )

@@ -1,0 +1,96 @@
+"""The stage: one loop, the same on every rank.
+
+                    plans from the core
+                            v
+    source ──▶ [ prepare ▶ take ▶ forward ▶ put ] ──▶ sink
+
+`executor.rank` builds a `Stage` and runs it. Decides nothing: it replays the plans in order. An error ends
+the loop; whoever runs it reports the error and ends the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from penstock.batch import ScheduledBatch, Shutdown, decode_to_rank, plan_digest
+from penstock.errors import PenstockError, ProtocolError, StageLostError
+from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.ports import Sink, Source
+from penstock.runner.forward_batch import ForwardBatch
+from penstock.runner.model_runner import ModelRunner
+
+
+class Stage:
+    """One rank's part of every step.
+
+    Args:
+        stage: its number, for errors.
+        runner: the model with its rows.
+        source, sink: chosen by the place of the stage in the pipe.
+    """
+
+    def __init__(self, stage: int, runner: ModelRunner, source: Source, sink: Sink) -> None:
+        self._stage = stage
+        self._runner = runner
+        self._source = source
+        self._sink = sink
+
+    @torch.inference_mode()
+    def run(self, plans: Iterable[ScheduledBatch]) -> None:
+        """Carry out the plans until there are no more. Errors name the stage and the step."""
+        for plan in plans:
+            with blaming(self._stage, f"in step {plan.step_id}"):
+                batch = self._prepare(plan)
+                hidden = self._source.take(batch)
+                hidden = self._runner.forward(hidden, batch)
+                self._sink.put(hidden, batch)
+
+    def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
+        """In the order that `ScheduledBatch` prescribes: rows, then token returns, then the batch."""
+        self._runner.admit(plan)
+        self._sink.settle(plan)
+        return self._runner.prepare(plan)
+
+
+def plans_from(channel: MessageChannel) -> Iterator[ScheduledBatch]:
+    """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
+
+    Raises:
+        ProtocolError: a plan was lost, repeated or changed on the way.
+        LinkClosedError: the core has gone.
+    """
+    expected = (0, 0)  # epoch, step
+    while (frame := channel.recv(None)) is not None:
+        message = decode_to_rank(frame)
+        if isinstance(message, Shutdown):
+            return
+        if not isinstance(message, ScheduledBatch):
+            raise ProtocolError(f"expected the plan of step {expected[1]}, found {type(message).__name__}.")
+        _check_plan(message, expected)
+        expected = (message.epoch, message.step_id + 1)
+        yield message
+
+
+def _check_plan(plan: ScheduledBatch, expected: tuple[int, int]) -> None:
+    found = (plan.epoch, plan.step_id)
+    if found != expected:
+        raise ProtocolError(f"expected the plan of (epoch, step) {expected}, found {found}.")
+    if plan_digest(plan) != plan.digest:
+        raise ProtocolError(f"the plan of step {plan.step_id} does not match its digest {plan.digest:#010x}.")
+
+
+@contextmanager
+def blaming(stage: int, when: str) -> Iterator[None]:
+    """Put the stage on whatever escapes; a foreign exception becomes a `StageLostError` that says when."""
+    try:
+        yield
+    except PenstockError as error:
+        error.stage = stage if error.stage is None else error.stage
+        raise
+    except Exception as error:
+        raise StageLostError(
+            f"stage {stage} failed {when}: {type(error).__name__}: {error}", stage=stage
+        ) from error

@@ -1,0 +1,58 @@
+"""A tied head by transfer: the first stage's embedding goes down the pipe to the last (rows S2, A14).
+
+The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
+Transfer is for a last stage whose host has not got that file. `executor.rank` calls it once, when all ranks
+have loaded and before the first plan; it uses the links of the pipe and nothing else.
+
+    first: sends its rows      middle: passes each block on      last: fills its own rows
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from penstock.pipeline.frame import FrameHeader, FrameKind
+from penstock.pipeline.link import Link
+
+
+def transfer_tied_head(
+    weight: Tensor, *, incoming: Link | None, outgoing: Link | None, block_rows: int
+) -> None:
+    """Move the embedding one stage on.
+
+    Args:
+        weight: [vocab, hidden]; read on the first stage, filled on the last. A middle stage, which does not
+            keep it, gives only its shape (`relay_weight`).
+        incoming, outgoing: the stage's links; absent at the ends of the pipe.
+        block_rows: rows of one frame; a frame of the link holds as many tokens.
+
+    Raises what the links raise: `WaitTimeoutError`, `LinkClosedError`, `ProtocolError`.
+    """
+    for number, first in enumerate(range(0, len(weight), block_rows)):
+        block = weight[first : first + block_rows]
+        if weight.stride(0) == 0:
+            block = torch.empty(block.shape, dtype=block.dtype, device=block.device)
+        header = _header(number, block)
+        if incoming is not None:
+            incoming.recv(header, [block]).wait()
+        if outgoing is not None:
+            outgoing.send(header, [block])
+
+
+def relay_weight(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The shape of an embedding without its memory: [vocab, hidden], all rows the same."""
+    return torch.empty((1, hidden_size), dtype=dtype, device=device).expand(vocab_size, hidden_size)
+
+
+def _header(number: int, block: Tensor) -> FrameHeader:
+    return FrameHeader(
+        epoch=0,
+        step_id=number,
+        kind=FrameKind.WEIGHT,
+        num_tokens=len(block),
+        width=block.shape[1],
+        dtype=str(block.dtype).removeprefix("torch."),
+        num_tensors=1,
+        digest=0,
+    )

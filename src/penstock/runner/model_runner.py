@@ -1,0 +1,93 @@
+"""Runs the model of one rank: plan in, tensors through, samples out.
+
+`pipeline.stage` calls `prepare`, `pipeline.ports` and the stage call `embed`, `forward` and `sample`. Owns
+nothing but its collaborators; knows neither neighbours nor messages, and keeps no state between two calls
+except the row table's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from penstock.attention.metadata import AttentionMetadata, LayerKV
+from penstock.batch import ScheduledBatch, StepResult
+from penstock.models.intermediate import IntermediateTensors
+from penstock.runner.buffers import BufferPool
+from penstock.runner.forward_batch import ForwardBatch, build_batch
+from penstock.runner.request_rows import RequestRows
+from penstock.sample.sampler import Sampler
+from penstock.sample.sampling_rows import SamplingRows
+
+
+class Model(Protocol):
+    """What the runner asks of a model (`models.decoder.Decoder`)."""
+
+    def embed(self, input_ids: Tensor) -> IntermediateTensors: ...
+
+    def forward(
+        self,
+        tensors: IntermediateTensors,
+        positions: Tensor,
+        kv: Sequence[LayerKV],
+        metadata: AttentionMetadata,
+    ) -> IntermediateTensors: ...
+
+    def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor: ...
+
+
+class ModelRunner:
+    """The model of one rank with its rows, buffers and KV storage.
+
+    Args:
+        model: the rank's layers.
+        kv: storage of those layers, in order.
+        rows: the row table; the owner of the token returns writes to it too.
+        buffers: input buffers, as deep as the pipe.
+    """
+
+    def __init__(self, model: Model, kv: Sequence[LayerKV], rows: RequestRows, buffers: BufferPool) -> None:
+        self.rows = rows
+        self._model = model
+        self._kv = kv
+        self._buffers = buffers
+        self._sampling = SamplingRows(len(rows.request_ids))
+        self._sampler = Sampler()
+
+    def admit(self, plan: ScheduledBatch) -> None:
+        """Apply the plan's freed and new rows."""
+        self.rows.apply(plan)
+        for new_row in plan.new_rows:
+            self._sampling.add(new_row.row, new_row.sampling)
+
+    def prepare(self, plan: ScheduledBatch) -> ForwardBatch:
+        """Inputs of a plan that was admitted and whose token returns have been consumed."""
+        return build_batch(plan, self.rows, self._buffers.for_step(plan.step_id))
+
+    def embed(self, batch: ForwardBatch) -> IntermediateTensors:
+        """What the first layer takes. First stage only."""
+        return self._model.embed(batch.input_ids)
+
+    def forward(self, tensors: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
+        """Run the own layers over the step's tokens and store their keys and values."""
+        return self._model.forward(tensors, batch.positions, self._kv, batch.metadata)
+
+    def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
+        """Sample the plan's need-sampled rows and write the ids to the row table. Last stage only."""
+        plan = batch.plan
+        if not len(batch.sampled):
+            return StepResult(step_id=plan.step_id, epoch=plan.epoch)
+        logits = self._model.compute_logits(tensors, batch.sample_indices)
+        drawn = self._sampler.sample(logits, self._sampling.batch(batch.sampled.rows, batch.output_index))
+        result = StepResult(
+            step_id=plan.step_id,
+            epoch=plan.epoch,
+            token_ids=[[token_id] for token_id in drawn.token_ids],
+            num_rejected=[0] * len(drawn.token_ids),
+            logprobs=[None if entry is None else [entry] for entry in drawn.logprobs],
+            failed=drawn.failed,
+        )
+        self.rows.post_update(plan.step_id, batch.sampled, result.token_ids, result.num_rejected)
+        return result

@@ -1,0 +1,202 @@
+"""The row table: what a rank knows about every running request, in arrays indexed by row.
+
+Every rank keeps the same table and changes it in the same order: by the plans, and by the samples that come
+back. The last stage writes its samples at once, the others when a plan consumes them; at rest all tables are
+equal (rows D3, E6). `runner.forward_batch` reads it to build a step; `pipeline.token_return` and the last
+stage's sink write samples through `post_update`. Decides nothing and holds no tensor.
+
+Two clocks: `num_computed` counts tokens that have been *scheduled* (all drafts taken as accepted until their
+rejection is consumed), `total_len` counts tokens that are *known*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.batch import KNOWN, NewRow, ScheduledBatch
+from penstock.errors import ProtocolError
+
+_FREE = -1  # generation of a row that no request holds
+_NOT_STARTED = -1  # num_computed until the first plan says where the request starts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSnapshot:
+    """Rows, and who held them at the time: the address of samples that come back later."""
+
+    rows: NDArray[np.int64]  # [num_rows]
+    generations: NDArray[np.int64]  # [num_rows]
+    request_ids: list[str]  # [num_rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: NDArray[np.int64]) -> RowSnapshot:
+        """Some of the rows, by their places in this snapshot."""
+        names = [self.request_ids[index] for index in indices.tolist()]
+        return RowSnapshot(rows=self.rows[indices], generations=self.generations[indices], request_ids=names)
+
+
+class RequestRows:
+    """State of all rows of one rank.
+
+    Args:
+        num_rows: requests that hold a row at once.
+        max_model_len: longest prompt + output in tokens.
+        block_size: tokens per KV block.
+        max_drafts: speculative tokens that one row may have beyond its known ones.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, max_drafts: int = 0) -> None:
+        self.block_size = block_size
+        width = max_model_len + 1 + max_drafts
+        # zeros, not empty: untouched pages of a long context cost no memory, and stay valid token and block
+        # ids.
+        self.token_ids = np.zeros((num_rows, width), dtype=np.int64)  # [num_rows, width]
+        self.block_tables = np.zeros((num_rows, -(-width // block_size)), dtype=np.int64)
+        self.num_blocks = np.zeros(num_rows, dtype=np.int64)  # blocks of the row's table
+        self.prompt_len = np.zeros(num_rows, dtype=np.int64)
+        self.total_len = np.zeros(num_rows, dtype=np.int64)  # known tokens
+        self.num_computed = np.full(num_rows, _NOT_STARTED, dtype=np.int64)  # scheduled tokens
+        self.num_rejected = np.zeros(num_rows, dtype=np.int64)  # drafts rejected since the row was added
+        self.generation = np.full(num_rows, _FREE, dtype=np.int64)
+        self.sampled_step = np.full(num_rows, KNOWN, dtype=np.int64)  # step whose sample was consumed last
+        self.request_ids = [""] * num_rows
+
+    @property
+    def max_blocks_per_row(self) -> int:
+        return self.block_tables.shape[1]
+
+    def apply(self, plan: ScheduledBatch) -> None:
+        """The first two parts of a plan: freed rows, then new ones."""
+        for row in plan.freed_rows:
+            self.free(row)
+        for new_row in plan.new_rows:
+            self.add(new_row)
+
+    def free(self, row: int) -> None:
+        """The request of a row has ended; samples of it that are still to come will be dropped (row E7)."""
+        self.generation[row] = _FREE
+
+    def add(self, new: NewRow) -> None:
+        """A request enters, or enters again with what it had generated before it was preempted."""
+        row, known = new.row, len(new.token_ids)
+        self.token_ids[row, :known] = new.token_ids
+        self.num_blocks[row] = 0
+        self.prompt_len[row] = new.prompt_len
+        self.total_len[row] = known
+        self.num_computed[row] = _NOT_STARTED
+        self.num_rejected[row] = 0
+        self.generation[row] = new.generation
+        self.sampled_step[row] = KNOWN
+        self.request_ids[row] = new.request_id
+
+    def append_blocks(self, plan: ScheduledBatch) -> None:
+        """Add the plan's new blocks to the ends of the block tables."""
+        for row, blocks in zip(plan.rows, plan.new_blocks, strict=True):
+            if blocks:
+                held = self.num_blocks[row]
+                self.block_tables[row, held : held + len(blocks)] = blocks
+                self.num_blocks[row] = held + len(blocks)
+
+    def snapshot(self, rows: NDArray[np.int64]) -> RowSnapshot:
+        """Address samples to the requests that hold these rows now."""
+        names = [self.request_ids[row] for row in rows.tolist()]
+        return RowSnapshot(rows=rows, generations=self.generation[rows], request_ids=names)
+
+    def start_of(self, plan: ScheduledBatch) -> NDArray[np.int64]:
+        """True position of each row's first token: the plan's, less the rejections consumed. [num_rows]
+
+        Raises `ProtocolError` if core and rank do not agree about a row.
+        """
+        rows = np.array(plan.rows, dtype=np.int64)
+        starts = np.array(plan.start_positions, dtype=np.int64) - self.num_rejected[rows]
+        self._check(plan, rows, starts, starts + np.array(plan.num_tokens, dtype=np.int64))
+        return starts
+
+    def advance(self, plan: ScheduledBatch, starts: NDArray[np.int64]) -> None:
+        """Count the tokens of a plan as scheduled."""
+        self.num_computed[plan.rows] = starts + plan.num_tokens
+
+    def put_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
+        """Speculative tokens, placed behind a row's known ones; the next sample overwrites them (row D7)."""
+        known = self.total_len[row]
+        self.token_ids[row, known : known + len(draft_ids)] = draft_ids
+
+    def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The newest known token of each row. [num_rows]"""
+        return self.token_ids[rows, self.total_len[rows] - 1]
+
+    def post_update(
+        self,
+        step_id: int,
+        addressed: RowSnapshot,
+        token_ids: Sequence[Sequence[int]],
+        num_rejected: Sequence[int],
+    ) -> None:
+        """Write what a step sampled to its rows (row D6): ids, known length, scheduled length, rejections.
+
+        Args:
+            step_id: the step that sampled.
+            addressed: its sampled rows, as they were when the plan was prepared.
+            token_ids: accepted and sampled ids of each; [-1] where nothing could be sampled.
+            num_rejected: drafts rejected of each.
+
+        Rows that have changed hands since are skipped.
+        """
+        alive = self.generation[addressed.rows] == addressed.generations
+        rows = addressed.rows[alive]
+        ids = _padded(token_ids)[alive]
+        rejected = np.array(num_rejected, dtype=np.int64)[alive]
+        for column in ids.T:  # one column unless drafts were accepted
+            sampled = column >= 0
+            known = rows[sampled]
+            self.token_ids[known, self.total_len[known]] = column[sampled]
+            self.total_len[known] += 1
+        self.num_computed[rows] -= rejected
+        self.num_rejected[rows] += rejected
+        self.sampled_step[rows] = step_id
+
+    def _check(
+        self,
+        plan: ScheduledBatch,
+        rows: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        ends: NDArray[np.int64],
+    ) -> None:
+        self._refuse(plan, self.generation[rows] == _FREE, "holds no request")
+        computed = self.num_computed[rows]
+        wrong = (computed != _NOT_STARTED) & (computed != starts)
+        self._refuse(plan, wrong, "starts at a wrong position", starts, computed)
+        token_from = np.array(plan.token_from, dtype=np.int64)
+        wrong = (token_from != KNOWN) & (token_from != self.sampled_step[rows])
+        self._refuse(plan, wrong, "needs the sample of another step", token_from, self.sampled_step[rows])
+        wrong = (token_from == KNOWN) & (ends > self.total_len[rows])
+        self._refuse(plan, wrong, "has tokens that nobody knows yet", ends, self.total_len[rows])
+        room = self.num_blocks[rows] * self.block_size
+        self._refuse(plan, ends > room, "has no KV block for its last token", ends, room)
+
+    def _refuse(
+        self, plan: ScheduledBatch, wrong: NDArray[np.bool_], complaint: str, *pair: NDArray[np.int64]
+    ) -> None:
+        if not wrong.any():
+            return
+        index = int(np.argmax(wrong))
+        row = plan.rows[index]
+        numbers = f" (plan: {pair[0][index]}, row table: {pair[1][index]})" if pair else ""
+        raise ProtocolError(
+            f"step {plan.step_id}: row {row} of request {self.request_ids[row]!r} {complaint}{numbers}."
+        )
+
+
+def _padded(token_ids: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    """Ragged lists as [num_rows, longest], filled up with -1."""
+    width = max(map(len, token_ids), default=0)
+    padded = np.full((len(token_ids), width), -1, dtype=np.int64)
+    for row, ids in enumerate(token_ids):
+        padded[row, : len(ids)] = ids
+    return padded

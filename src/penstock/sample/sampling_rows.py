@@ -1,0 +1,74 @@
+"""How each row is sampled, in arrays indexed by row.
+
+A small state object of `runner.model_runner`: `add` when a request enters a row, `batch` once per step for
+the rows that are sampled. Numbers were validated when the request was accepted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.batch import RowSampling
+
+# Below this the scaled logits could overflow, and the likeliest token is certain anyway.
+_GREEDY_BELOW = 1e-5
+_SEED_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """Sampling of the rows of one step, in the order of their logits."""
+
+    temperature: NDArray[np.float64]  # [num_rows] 0 = greedy
+    top_k: NDArray[np.int64]  # [num_rows] 0 = all
+    top_p: NDArray[np.float64]  # [num_rows]
+    min_p: NDArray[np.float64]  # [num_rows]
+    seed: NDArray[np.uint64]  # [num_rows]
+    output_index: NDArray[np.int64]  # [num_rows] tokens that the request has generated before this one
+    num_logprobs: NDArray[np.int64]  # [num_rows] -1 = none
+    suppressed: dict[int, list[int]]  # index of a row -> ids that it must not sample now
+
+    def __len__(self) -> int:
+        return len(self.temperature)
+
+
+class SamplingRows:
+    """Sampling parameters of all rows of a rank."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._temperature = np.zeros(num_rows)
+        self._top_k = np.zeros(num_rows, dtype=np.int64)
+        self._top_p = np.ones(num_rows)
+        self._min_p = np.zeros(num_rows)
+        self._seed = np.zeros(num_rows, dtype=np.uint64)
+        self._min_tokens = np.zeros(num_rows, dtype=np.int64)
+        self._num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self._suppressed_ids: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def add(self, row: int, sampling: RowSampling) -> None:
+        """A request with these parameters enters `row`."""
+        self._temperature[row] = sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 0.0
+        self._top_k[row] = max(sampling.top_k, 0)
+        self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
+        self._seed[row] = sampling.seed & _SEED_MASK
+        self._min_tokens[row] = sampling.min_tokens
+        self._num_logprobs[row] = sampling.num_logprobs
+        self._suppressed_ids[row] = sampling.suppressed_ids
+
+    def batch(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> SamplingBatch:
+        """The parameters of `rows`, each about to sample its `output_index`-th token."""
+        early = np.flatnonzero(output_index < self._min_tokens[rows]).tolist()
+        return SamplingBatch(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seed=self._seed[rows],
+            output_index=output_index,
+            num_logprobs=self._num_logprobs[rows],
+            suppressed={index: self._suppressed_ids[rows[index]] for index in early},
+        )

@@ -1,0 +1,96 @@
+"""Top-k, top-p and min-p: how many of a row's likeliest tokens may be drawn.
+
+Called by `sample.sampler`. All three keep a prefix of the tokens in falling order of probability, so a row is
+truncated by one number. A wide vocabulary is not sorted whole: the likeliest tokens are enough for almost
+every row, and only rows for which they are not are looked at again with more of them. Whether they are
+follows from the row's own numbers, so its tokens never depend on its company in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+SORTED_WIDTHS = (128, 2048)  # how many of the likeliest tokens are sorted, before all are
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The truncation of rows, in the order of their probabilities."""
+
+    top_k: NDArray[np.int64]  # [num_rows] 0 = all
+    top_p: NDArray[np.float64]  # [num_rows]
+    min_p: NDArray[np.float64]  # [num_rows]
+
+    def of(self, rows: NDArray[np.int64]) -> Limits:
+        """The limits of some of the rows."""
+        return Limits(top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows])
+
+
+def draw_truncated(probs: Tensor, limits: Limits, uniforms: NDArray[np.float64]) -> list[int]:
+    """Draw one id per row from the truncated distribution by inverting its cumulative sum.
+
+    Args:
+        probs: float32 [num_rows, vocab], the whole distribution after temperature.
+        uniforms: [num_rows] in [0, 1).
+    """
+    vocab_size = probs.shape[1]
+    drawn = np.empty(len(probs), dtype=np.int64)
+    rows = np.arange(len(probs))
+    for width in (*(w for w in SORTED_WIDTHS if w < vocab_size), vocab_size):
+        likeliest, ids = probs[rows.tolist()].topk(width, dim=-1)
+        falling = likeliest.double().cpu().numpy()
+        num_kept, is_enough = count_kept(falling, limits.of(rows), vocab_size)
+        drawn[rows] = _draw(ids.cpu().numpy(), falling, num_kept, uniforms[rows])
+        rows = rows[~is_enough]
+        if not len(rows):
+            break
+    return drawn.tolist()
+
+
+def count_kept(
+    probs: NDArray[np.float64], limits: Limits, vocab_size: int
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """How many leading tokens each row keeps.
+
+    In this order: min-p against the likeliest token, top-k, then top-p of what these two have left.
+
+    Args:
+        probs: [num_rows, num_sorted] in falling order, of the whole distribution.
+
+    Returns:
+        The numbers, and whether the sorted tokens were enough to know them; [num_rows] each.
+    """
+    num_sorted = probs.shape[1]
+    likely = (probs > 0.0) & (probs >= limits.min_p[:, None] * probs[:, :1])
+    num_likely = likely.sum(axis=1)
+    kept = np.where(limits.top_k == 0, vocab_size, limits.top_k)
+    kept = np.where(num_likely < num_sorted, np.minimum(kept, num_likely), kept)
+    cumulative = np.cumsum(probs, axis=1)
+    last_kept = np.minimum(kept, num_sorted) - 1
+    # What min-p and top-k have left: as summed if they cut among the sorted tokens; uncut, everything.
+    mass = np.where(kept <= num_sorted, cumulative[np.arange(len(probs)), last_kept], 1.0)
+    # The smallest set that reaches top_p: a token belongs to it if those before it do not reach it.
+    in_nucleus = (cumulative - probs < (limits.top_p * mass)[:, None]).sum(axis=1)
+    nucleus = np.where(limits.top_p < 1.0, np.maximum(in_nucleus, 1), kept)
+    whole = (kept == vocab_size) & (limits.min_p == 0.0)
+    is_enough = (kept <= num_sorted) | (whole & (nucleus < num_sorted))
+    return np.minimum(np.minimum(nucleus, kept), num_sorted), is_enough
+
+
+def _draw(
+    ids: NDArray[np.int64],
+    probs: NDArray[np.float64],
+    num_kept: NDArray[np.int64],
+    uniforms: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Invert the cumulative sum of the first `num_kept` probabilities of each row."""
+    cumulative = np.cumsum(probs, axis=1)
+    rows = np.arange(len(probs))
+    targets = uniforms * cumulative[rows, num_kept - 1]
+    places = np.minimum((cumulative <= targets[:, None]).sum(axis=1), num_kept - 1)
+    chosen: NDArray[np.int64] = ids[rows, places]
+    return chosen

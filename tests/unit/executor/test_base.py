@@ -1,0 +1,185 @@
+"""The core's end of all ranks: handshake, order, and the first cause of a failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from hand_core import Crew, make_plan
+from penstock.batch import (
+    AllocateKV,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    Shutdown,
+    StepResult,
+    decode_to_rank,
+    encode,
+)
+from penstock.errors import (
+    CheckpointError,
+    ErrorInfo,
+    LinkClosedError,
+    ProtocolError,
+    StageLostError,
+    WaitTimeoutError,
+)
+from penstock.executor.base import RankChannels, first_cause
+from penstock.executor.plan_channel import QueueChannel
+
+LONG = 30.0
+
+
+class Fixture:
+    """Three ranks whose ends the test holds."""
+
+    def __init__(self) -> None:
+        cores, self.ranks = QueueChannel.star(3)
+        self.now = 0.0
+        self.waits: list[float | None] = []
+        self.on_wait: Callable[[], None] = lambda: None
+        self.core = RankChannels(cores, wait=self._wait, clock=lambda: self.now)
+        self._cores = cores
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Returns at once if something is there; else the given time passes on the injected clock."""
+        self.waits.append(timeout_s)
+        self.on_wait()
+        QueueChannel.wait_any(self._cores, 0.001)
+        if not any(end._inbox.is_ready for end in self._cores):
+            self.now += timeout_s or 0.0
+
+    def loaded(self, stage: int, max_blocks: int, block_bytes: int = 10) -> None:
+        message = RankLoaded(
+            stage=stage,
+            max_blocks=max_blocks,
+            block_bytes=block_bytes,
+            tensor_bytes=1,
+            bytes_read=1,
+            load_seconds=0.0,
+        )
+        self.ranks[stage].send(encode(message))
+
+    def failed(self, stage: int, kind: str, message: str) -> None:
+        info = ErrorInfo(kind=kind, message=message, stage=stage)
+        self.ranks[stage].send(encode(RankFailed(stage=stage, error=info)))
+
+
+@pytest.fixture
+def fixture() -> Fixture:
+    return Fixture()
+
+
+def test_d9_all_stages_get_the_minimum_and_the_rest_is_reported(fixture: Fixture) -> None:
+    for stage, max_blocks in ((2, 70), (0, 100), (1, 60)):
+        fixture.loaded(stage, max_blocks, block_bytes=10 + stage)
+    crew = Crew()
+
+    def answer() -> None:
+        for stage, rank in enumerate(fixture.ranks):
+            frame = rank.recv(LONG)
+            assert frame is not None
+            assert decode_to_rank(frame) == AllocateKV(num_blocks=60)
+            rank.send(encode(RankReady(stage=stage)))
+
+    crew.start(answer)
+    plan = fixture.core.handshake(LONG * 1000)
+    crew.join()
+    assert plan.num_blocks == 60
+    assert [rank.max_blocks for rank in plan.ranks] == [100, 60, 70]
+    assert plan.stranded_bytes == [400, 0, 120]
+
+
+def test_a_failure_while_loading_is_raised_as_it_was(fixture: Fixture) -> None:
+    fixture.loaded(0, 10)
+    fixture.failed(1, "CheckpointError", "model.safetensors: tensor x: too short")
+    with pytest.raises(CheckpointError, match="tensor x") as caught:
+        fixture.core.handshake(LONG)
+    assert caught.value.stage == 1
+    assert caught.value.exit_code == 3
+
+
+def test_ranks_that_stay_silent_are_named(fixture: Fixture) -> None:
+    fixture.loaded(1, 10)
+    with pytest.raises(WaitTimeoutError, match="30 s for stage 0, stage 2 to load its weights"):
+        fixture.core.handshake(LONG)
+    assert fixture.now == pytest.approx(LONG)
+
+
+def test_a_plan_reaches_every_rank_as_the_same_bytes(fixture: Fixture) -> None:
+    plan = make_plan(0, freed_rows=[3])
+    fixture.core.submit(plan)
+    frames = [rank.recv(0) for rank in fixture.ranks]
+    assert frames == [encode(plan)] * 3
+
+
+def test_results_come_in_order_and_poll_waits_only_when_there_are_none(fixture: Fixture) -> None:
+    for step in range(3):
+        fixture.ranks[2].send(encode(StepResult(step_id=step)))
+    assert [r.step_id for r in fixture.core.poll(LONG)] == [0, 1, 2]
+    assert fixture.waits == []
+    assert fixture.core.poll(0.0) == []
+    assert fixture.waits == []
+    assert fixture.core.poll(5.0) == []
+    assert fixture.waits == [5.0]
+
+
+def test_the_first_cause_is_told_and_not_its_consequences(fixture: Fixture) -> None:
+    fixture.failed(0, "LinkClosedError", "link 0 -> 1 was closed")
+    fixture.failed(2, "WaitTimeoutError", "nothing came")
+    fixture.failed(1, "StageLostError", "stage 1 failed in step 5: RuntimeError: boom")
+    with pytest.raises(StageLostError, match=r"stage 1 is lost.*step 5.*boom") as caught:
+        fixture.core.poll(0.0)
+    assert caught.value.stage == 1
+
+
+def test_a_rank_that_goes_without_a_word_is_lost(fixture: Fixture) -> None:
+    fixture.ranks[1].close()
+    with pytest.raises(StageLostError, match="stage 1 is lost: stage 1 has gone without a word") as caught:
+        fixture.core.poll(0.0)
+    assert caught.value.stage == 1
+
+
+def test_the_words_of_a_dying_rank_outweigh_its_silence() -> None:
+    lonely = ErrorInfo(kind="LinkClosedError", message="the other end has gone", stage=0)
+    gone = ErrorInfo(kind="StageLostError", message="gone", code="rank_gone", stage=1)
+    cause = ErrorInfo(kind="CheckpointError", message="bad", stage=2)
+    assert first_cause([lonely, gone, cause]) is cause
+    assert first_cause([lonely, gone]) is gone
+    assert first_cause([lonely]) is lonely
+
+
+def test_a_rank_that_misses_its_neighbour_waits_for_the_neighbours_own_words(fixture: Fixture) -> None:
+    fixture.failed(0, "LinkClosedError", "link 0 -> 1 was closed")
+    fixture.on_wait = lambda: fixture.failed(1, "NumericalError", "the cause")
+    with pytest.raises(StageLostError, match="stage 1 is lost: the cause"):
+        fixture.core.poll(0.0)
+
+
+def test_results_sent_before_a_failure_are_delivered_first(fixture: Fixture) -> None:
+    fixture.ranks[2].send(encode(StepResult(step_id=0)))
+    fixture.failed(1, "NumericalError", "the cause")
+    assert fixture.core.poll(0.0) == [StepResult(step_id=0)]
+    fixture.core.submit(make_plan(1))
+    for _ in range(2):
+        with pytest.raises(StageLostError, match="the cause"):
+            fixture.core.poll(0.0)
+
+
+def test_another_message_than_a_result_is_refused(fixture: Fixture) -> None:
+    fixture.ranks[0].send(encode(RankReady(stage=0)))
+    with pytest.raises(ProtocolError, match="expected StepResult from a rank, found RankReady"):
+        fixture.core.poll(0.0)
+
+
+def test_closing_says_shutdown_to_those_that_are_left_and_may_be_repeated(fixture: Fixture) -> None:
+    fixture.ranks[0].close()
+    fixture.core.close()
+    fixture.core.close()
+    for rank in fixture.ranks[1:]:
+        frame = rank.recv(0)
+        assert frame is not None
+        assert decode_to_rank(frame) == Shutdown()
+        with pytest.raises(LinkClosedError):
+            rank.recv(0)

@@ -1,0 +1,349 @@
+"""The stage loop in whole pipes of threads, with a model that is arithmetic: exact, or a typed error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import pytest
+import torch
+
+from hand_core import (
+    VOCAB,
+    ArithmeticModel,
+    Crew,
+    HandCore,
+    Part,
+    Wanted,
+    arithmetic_kv,
+    arithmetic_tokens,
+    make_plan,
+    new_row,
+)
+from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.errors import LinkClosedError, NumericalError, ProtocolError, StageLostError, WaitTimeoutError
+from penstock.executor.plan_channel import QueueChannel
+from penstock.models.intermediate import IntermediateTensors
+from penstock.pipeline.frame import frame_bytes
+from penstock.pipeline.link import Link, MemoryLink, SharedMemoryLink
+from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink
+from penstock.pipeline.ring_memory import close_handle, create_ring
+from penstock.pipeline.stage import Stage, plans_from
+from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.runner.buffers import BufferPool
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.request_rows import RequestRows
+
+NUM_ROWS, NUM_BLOCKS, BLOCK, MAX_TOKENS, MAX_LEN = 4, 40, 4, 64, 48
+CPU = torch.device("cpu")
+
+
+class Closable(Protocol):
+    def close(self) -> None: ...
+
+
+class Pipe:
+    """P stages as threads; the test is the core."""
+
+    def __init__(
+        self,
+        num_stages: int,
+        *,
+        carrier: str = "memory",
+        num_frames: int = 1,
+        timeout_s: float = 20.0,
+        models: Sequence[ArithmeticModel] | None = None,
+    ) -> None:
+        self.num_stages = num_stages
+        models = models or [ArithmeticModel() for _ in range(num_stages)]
+        self.core_ends, rank_ends = QueueChannel.star(num_stages)
+        links = [self._link(carrier, s, num_frames, timeout_s) for s in range(num_stages - 1)]
+        tokens = [QueueChannel.pair() for _ in links]
+        self.runners = [self._runner(model) for model in models]
+        self.stages: list[Stage] = []
+        for stage, (runner, plans) in enumerate(zip(self.runners, rank_ends, strict=True)):
+            source = EmbedSource(runner)
+            if stage:
+                source = LinkSource(
+                    links[stage - 1][1], max_num_tokens=MAX_TOKENS, width=2, dtype=torch.float32, device=CPU
+                )
+            if stage < num_stages - 1:
+                receiver = TokenReceiver(tokens[stage][1], runner.rows, name=f"{stage}", timeout_s=timeout_s)
+                sink = ForwardSink(links[stage][0], receiver)
+            else:
+                sink = SampleSink(runner, TokenSender([last for last, _ in tokens]), plans)
+            self.stages.append(Stage(stage, runner, source, sink))
+        self.crew = Crew()
+        for index, (stage, plans) in enumerate(zip(self.stages, rank_ends, strict=True)):
+            own_links = [receiver for _, receiver in links[index - 1 : index]] if index else []
+            own_links += [sender for sender, _ in links[index : index + 1]]
+            own_tokens = [early for _, early in tokens[index : index + 1]] or [last for last, _ in tokens]
+            self.crew.start(self._life(stage, plans, [*own_links, *own_tokens, plans]))
+
+    def _life(self, stage: Stage, plans: QueueChannel, ends: Sequence[Closable]) -> Callable[[], None]:
+        def live() -> None:
+            try:
+                stage.run(plans_from(plans))
+            finally:
+                for end in ends:
+                    end.close()
+
+        return live
+
+    def _link(self, carrier: str, stage: int, num_frames: int, timeout_s: float) -> tuple[Link, Link]:
+        name = f"stage {stage} -> stage {stage + 1}"
+        if carrier == "memory":
+            link = MemoryLink(name, timeout_s, num_frames)
+            return link, link
+        handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=2, itemsize=4), num_frames)
+        ends = SharedMemoryLink(handle, name, timeout_s), SharedMemoryLink(handle, name, timeout_s)
+        close_handle(handle)
+        return ends
+
+    def _runner(self, model: ArithmeticModel) -> ModelRunner:
+        rows = RequestRows(NUM_ROWS, MAX_LEN, BLOCK)
+        buffers = BufferPool(
+            2,
+            max_num_tokens=MAX_TOKENS,
+            max_num_rows=NUM_ROWS,
+            max_blocks_per_row=rows.max_blocks_per_row,
+            device=CPU,
+        )
+        return ModelRunner(model, arithmetic_kv(NUM_BLOCKS, BLOCK), rows, buffers)
+
+    def submit(self, plan: ScheduledBatch) -> None:
+        for channel in self.core_ends:
+            channel.send(encode(plan))
+
+    def poll(self, timeout_s: float) -> list[StepResult]:
+        frame = self.core_ends[-1].recv(timeout_s)
+        assert frame is not None, "no result came"
+        result = decode_to_core(frame)
+        assert isinstance(result, StepResult)
+        return [result]
+
+    def shutdown(self) -> None:
+        for channel in self.core_ends:
+            channel.send(encode(Shutdown()))
+        self.crew.join()
+
+
+def random_requests(seed: int, count: int = 9) -> list[Wanted]:
+    rng = random.Random(seed)
+    return [
+        Wanted([rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], rng.randint(1, 12))
+        for _ in range(count)
+    ]
+
+
+LAYOUTS = [
+    (1, 0, "memory"),
+    (2, 0, "memory"),
+    (2, 2, "shared memory"),
+    (3, 1, "memory"),
+    (3, 0, "shared memory"),
+    (5, 1, "shared memory"),
+]
+
+
+@pytest.mark.parametrize(("num_stages", "async_depth", "carrier"), LAYOUTS)
+@pytest.mark.parametrize("chunk", [1, 5, 32])
+def test_d3_d4_d5_tokens_are_exact_in_every_layout(
+    num_stages: int, async_depth: int, carrier: str, chunk: int
+) -> None:
+    pipe = Pipe(num_stages, carrier=carrier, num_frames=async_depth + 1)
+    requests = random_requests(seed=chunk)
+    core = HandCore(
+        num_stages=num_stages,
+        depth=num_stages + async_depth,
+        num_rows=NUM_ROWS,
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK,
+        chunk=chunk,
+    )
+    core.generate(pipe, requests)
+    pipe.submit(make_plan(core.step, consume_through=core.returned))  # all ranks come to rest
+    pipe.poll(20.0)
+    pipe.shutdown()
+    for request in requests:
+        assert request.output == arithmetic_tokens(request.prompt, request.count, num_stages)
+    assert len({str(live_rows(runner.rows)) for runner in pipe.runners}) == 1  # D3, E6: at rest all agree
+    assert live_rows(pipe.runners[0].rows)
+
+
+def live_rows(rows: RequestRows) -> dict[int, tuple[object, ...]]:
+    """All that a table knows about the rows that a request holds."""
+    return {
+        row: (
+            rows.request_ids[row],
+            rows.token_ids[row, : rows.total_len[row]].tolist(),
+            rows.num_computed[row].item(),
+            rows.sampled_step[row].item(),
+            rows.block_tables[row, : rows.num_blocks[row]].tolist(),
+        )
+        for row in np.flatnonzero(rows.generation >= 0).tolist()
+    }
+
+
+def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:
+    seen: list[tuple[int, int]] = []
+
+    class Watched(ArithmeticModel):
+        def __init__(self, stage: int) -> None:
+            self.stage = stage
+
+        def forward(
+            self, tensors: IntermediateTensors, positions: torch.Tensor, *rest: object
+        ) -> IntermediateTensors:
+            seen.append((self.stage, len(tensors["hidden_states"])))
+            return super().forward(tensors, positions, *rest)
+
+    pipe = Pipe(3, models=[Watched(stage) for stage in range(3)])
+    for step in range(2):
+        pipe.submit(make_plan(step))
+        assert pipe.poll(20.0) == [StepResult(step_id=step)]
+    pipe.shutdown()
+    assert seen == [(0, 0), (1, 0), (2, 0)] * 2
+
+
+def test_d10_a_preempted_request_goes_on_where_it_was() -> None:
+    pipe = Pipe(2)
+    prompt = [5, 6, 7]
+    expected = arithmetic_tokens(prompt, 4, 2)
+    part = Part(row=0, num_tokens=3, start=0, blocks=[0])
+    pipe.submit(make_plan(0, [part], new_rows=[new_row(0, prompt)]))
+    (first,) = pipe.poll(20.0)
+    pipe.submit(make_plan(1, [Part(row=0, start=3, token_from=0)]))
+    (second,) = pipe.poll(20.0)
+    known = prompt + first.token_ids[0] + second.token_ids[0]
+    again = new_row(3, known, generation=1, prompt_len=3)  # its row and block went to someone else
+    other = new_row(0, [9], generation=1)
+    parts = [Part(row=0, start=0, blocks=[0]), Part(row=3, num_tokens=5, start=0, blocks=[7, 2])]
+    pipe.submit(make_plan(2, parts, freed_rows=[0], new_rows=[other, again], consume_through=1))
+    (third,) = pipe.poll(20.0)
+    pipe.submit(make_plan(3, [Part(row=3, start=5, token_from=2)]))
+    (fourth,) = pipe.poll(20.0)
+    pipe.shutdown()
+    assert known[3:] + third.token_ids[1] + fourth.token_ids[0] == expected
+    assert third.token_ids[0] == arithmetic_tokens([9], 1, 2)
+
+
+class Failing(ArithmeticModel):
+    """Fails in a step with three tokens."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def forward(
+        self, tensors: IntermediateTensors, positions: torch.Tensor, *rest: object
+    ) -> IntermediateTensors:
+        if len(positions) == 3:
+            raise self.error
+        return super().forward(tensors, positions, *rest)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_any_failure_in_a_step_ends_the_stage_and_wakes_the_others(failing: int) -> None:
+    models = [ArithmeticModel() for _ in range(3)]
+    models[failing] = Failing(RuntimeError("boom"))
+    pipe = Pipe(3, models=models)
+    pipe.submit(make_plan(0))
+    pipe.poll(20.0)
+    enter = new_row(0, [1, 2, 3])
+    pipe.submit(make_plan(1, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=[enter]))
+    pipe.submit(make_plan(2, [Part(row=0, start=3, token_from=1)]))
+    with pytest.raises(
+        StageLostError, match=f"stage {failing} failed in step 1: RuntimeError: boom"
+    ) as caught:
+        pipe.crew.join()
+    assert caught.value.stage == failing
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    assert len(pipe.crew.errors) == 3
+    assert all(isinstance(error, LinkClosedError) for error in pipe.crew.errors[1:])
+
+
+def test_an_error_of_ours_keeps_its_kind_and_gains_its_stage() -> None:
+    pipe = Pipe(1, models=[Failing(NumericalError("bad numbers"))])
+    pipe.submit(
+        make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=[new_row(0, [1] * 3)])
+    )
+    with pytest.raises(NumericalError, match="bad numbers") as caught:
+        pipe.crew.join()
+    assert caught.value.stage == 0
+
+
+def test_dr1_stages_that_see_different_plans_notice_at_once() -> None:
+    pipe = Pipe(2)
+    enter = [new_row(0, [1, 2, 3], name="the-request")]
+    pipe.core_ends[0].send(
+        encode(make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=enter))
+    )
+    pipe.core_ends[1].send(
+        encode(make_plan(0, [Part(row=0, num_tokens=2, start=0, blocks=[0])], new_rows=enter))
+    )
+    pipe.core_ends[0].send(encode(Shutdown()))
+    with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1.*step 0.*num_tokens.*the-request") as caught:
+        pipe.crew.join()
+    assert caught.value.stage == 1
+
+
+def test_a_stage_that_hears_nothing_from_its_neighbour_says_so() -> None:
+    pipe = Pipe(2, timeout_s=0.01)
+    pipe.core_ends[1].send(encode(make_plan(0)))
+    with pytest.raises(LinkClosedError):
+        pipe.poll(20.0)
+    pipe.core_ends[0].send(encode(Shutdown()))
+    with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*hidden states of step 0") as caught:
+        pipe.crew.join()
+    assert caught.value.stage == 1
+
+
+def test_dr1_a_lost_repeated_changed_or_foreign_message_is_refused() -> None:
+    plan = make_plan(0)
+    wrong = {
+        "lost": ([make_plan(1)], r"\(0, 0\), found \(0, 1\)"),
+        "repeated": ([plan, plan], r"\(0, 1\), found \(0, 0\)"),
+        "changed": ([ScheduledBatch(step_id=0, freed_rows=[1], digest=plan.digest)], "digest"),
+        "foreign": ([AllocateKV(num_blocks=3)], "AllocateKV"),
+    }
+    for messages, complaint in wrong.values():
+        core, rank = QueueChannel.pair()
+        for message in messages:
+            core.send(encode(message))
+        with pytest.raises(ProtocolError, match=complaint):
+            list(plans_from(rank))
+
+
+def test_plans_end_at_the_shutdown_and_with_the_core() -> None:
+    core, rank = QueueChannel.pair()
+    for message in (make_plan(0), make_plan(1), Shutdown()):
+        core.send(encode(message))
+    assert [plan.step_id for plan in plans_from(rank)] == [0, 1]
+    core, rank = QueueChannel.pair()
+    crew = Crew()
+    crew.start(core.close)
+    with pytest.raises(LinkClosedError):
+        list(plans_from(rank))
+    crew.join()
+
+
+def test_c7_a_later_stage_receives_into_buffers_of_a_fixed_address() -> None:
+    addresses = set()
+
+    class Watched(ArithmeticModel):
+        def forward(
+            self, tensors: IntermediateTensors, positions: torch.Tensor, *rest: object
+        ) -> IntermediateTensors:
+            addresses.add((tensors["hidden_states"].data_ptr(), tensors["residual"].data_ptr()))
+            return super().forward(tensors, positions, *rest)
+
+    pipe = Pipe(2, models=[ArithmeticModel(), Watched()])
+    parts = [Part(row=0, num_tokens=n, start=s, blocks=b) for n, s, b in ((9, 0, [0, 1, 2]), (2, 9, []))]
+    pipe.submit(make_plan(0, parts[:1], new_rows=[new_row(0, list(range(11)))]))
+    pipe.submit(make_plan(1, parts[1:], consume_through=0))
+    pipe.poll(20.0)
+    pipe.poll(20.0)
+    pipe.shutdown()
+    assert len(addresses) == 1

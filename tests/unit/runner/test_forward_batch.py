@@ -1,0 +1,157 @@
+"""Inputs of a step against loops over rows and tokens."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from hand_core import Part, make_plan, new_row
+from penstock.batch import ScheduledBatch
+from penstock.runner.buffers import BufferPool
+from penstock.runner.forward_batch import ForwardBatch, build_batch
+from penstock.runner.request_rows import RequestRows
+
+BLOCK, MAX_TOKENS, NUM_ROWS, MAX_LEN = 4, 40, 6, 31
+
+
+def make_rows() -> RequestRows:
+    return RequestRows(NUM_ROWS, MAX_LEN, BLOCK)
+
+
+def make_pool(rows: RequestRows, depth: int = 2) -> BufferPool:
+    return BufferPool(
+        depth,
+        max_num_tokens=MAX_TOKENS,
+        max_num_rows=NUM_ROWS,
+        max_blocks_per_row=rows.max_blocks_per_row,
+        device=torch.device("cpu"),
+    )
+
+
+def build(plan: ScheduledBatch, rows: RequestRows, pool: BufferPool) -> ForwardBatch:
+    rows.apply(plan)
+    return build_batch(plan, rows, pool.for_step(plan.step_id))
+
+
+def expected_tokens(parts: list[Part], known: dict[int, list[int]], blocks: dict[int, list[int]]) -> list:
+    """(input id, position, slot) of every token, by loops."""
+    return [
+        (known[part.row][p], p, blocks[part.row][p // BLOCK] * BLOCK + p % BLOCK)
+        for part in parts
+        for p in range(part.start, part.start + part.num_tokens)
+    ]
+
+
+def check(batch: ForwardBatch, parts: list[Part], known: dict[int, list[int]], blocks: dict) -> None:
+    found = list(
+        zip(
+            batch.input_ids.tolist(),
+            batch.positions.tolist(),
+            batch.metadata.slot_mapping.tolist(),
+            strict=True,
+        )
+    )
+    assert found == expected_tokens(parts, known, blocks)
+    ends = [part.start + part.num_tokens for part in parts]
+    starts = batch.metadata.query_starts
+    assert starts == [sum(p.num_tokens for p in parts[:i]) for i in range(len(parts) + 1)]
+    assert batch.metadata.seq_lens == ends
+    for part, end, table in zip(parts, ends, batch.metadata.block_tables.tolist(), strict=True):
+        assert table[: -(-end // BLOCK)] == blocks[part.row][: -(-end // BLOCK)]
+    sampled = [i for i, part in enumerate(parts) if part.sampled]
+    assert batch.sample_indices.tolist() == [starts[i + 1] - 1 for i in sampled]
+    assert batch.sampled.rows.tolist() == [parts[i].row for i in sampled]
+
+
+def test_d7_chunked_prompts_and_decodes_mix_in_one_step() -> None:
+    rng = random.Random(0)
+    for _ in range(20):
+        rows = make_rows()
+        pool = make_pool(rows)
+        prompts = {r: [rng.randrange(90) for _ in range(rng.randint(3, 20))] for r in (4, 1, 3)}
+        spare = rng.sample(range(100), 24)
+        blocks = {r: [spare.pop() for _ in range(8)] for r in prompts}
+        enter = [new_row(r, p) for r, p in prompts.items()]
+        # First step: row 4 whole, rows 1 and 3 in part. Second: row 4 decodes, the others go on.
+        first = [
+            Part(row=4, num_tokens=len(prompts[4]), start=0, blocks=blocks[4]),
+            Part(row=1, num_tokens=1, start=0, blocks=blocks[1], sampled=False),
+            Part(row=3, num_tokens=2, start=0, blocks=blocks[3][:1], sampled=False),
+        ]
+        batch = build(make_plan(0, first, new_rows=enter), rows, pool)
+        check(batch, first, prompts, blocks)
+        assert batch.output_index.tolist() == [0]
+        rows.post_update(0, batch.sampled, [[77]], [0])
+        prompts[4].append(77)
+        second = [
+            Part(row=4, start=len(prompts[4]) - 1, token_from=0),
+            Part(row=1, num_tokens=len(prompts[1]) - 1, start=1),
+            Part(row=3, num_tokens=len(prompts[3]) - 2, start=2, blocks=blocks[3][1:]),
+        ]
+        batch = build(make_plan(1, second), rows, pool)
+        check(batch, second, prompts, blocks)
+        assert batch.output_index.tolist() == [1, 0, 0]
+        assert batch.metadata.num_decodes >= 1
+
+
+def test_d10_output_index_counts_from_the_prompt_after_a_preemption() -> None:
+    rows = make_rows()
+    enter = new_row(0, [1, 2, 3, 4, 5], prompt_len=3)
+    batch = build(
+        make_plan(0, [Part(row=0, num_tokens=5, start=0, blocks=[0, 1])], new_rows=[enter]),
+        rows,
+        make_pool(rows),
+    )
+    assert batch.output_index.tolist() == [2]
+
+
+def test_e9_an_empty_plan_is_a_batch_without_tokens() -> None:
+    rows = make_rows()
+    batch = build(make_plan(0), rows, make_pool(rows))
+    assert batch.num_tokens == 0
+    assert batch.metadata.query_starts == [0]
+    assert batch.metadata.seq_lens == []
+    assert batch.metadata.block_tables.shape[0] == 0
+    assert len(batch.sampled) == 0
+
+
+def test_e9_a_chunk_that_ends_at_the_prompts_end_samples() -> None:
+    rows = make_rows()
+    pool = make_pool(rows)
+    first = Part(row=0, num_tokens=4, start=0, blocks=[5, 6], sampled=False)
+    batch = build(make_plan(0, [first], new_rows=[new_row(0, list(range(8)))]), rows, pool)
+    assert batch.sample_indices.tolist() == []
+    batch = build(make_plan(1, [Part(row=0, num_tokens=4, start=4)]), rows, pool)
+    assert batch.sample_indices.tolist() == [3]
+    assert batch.output_index.tolist() == [0]
+
+
+def test_c7_tensors_of_every_step_lie_at_the_same_addresses() -> None:
+    rows = make_rows()
+    pool = make_pool(rows, depth=1)
+    tokens = list(range(20))
+    addresses = set()
+    for step, (start, count) in enumerate([(0, 7), (7, 1), (8, 12)]):
+        enter = [new_row(0, tokens)] if step == 0 else []
+        blocks = [step * 2, step * 2 + 1]
+        part = Part(row=0, num_tokens=count, start=start, blocks=blocks)
+        batch = build(make_plan(step, [part], new_rows=enter), rows, pool)
+        views = (
+            batch.input_ids,
+            batch.positions,
+            batch.metadata.slot_mapping,
+            batch.metadata.block_tables,
+            batch.sample_indices,
+        )
+        addresses.add(tuple(view.data_ptr() for view in views))
+    assert len(addresses) == 1
+
+
+def test_e9_buffers_are_not_used_again_while_their_step_may_be_in_flight() -> None:
+    rows = make_rows()
+    pool = make_pool(rows, depth=3)
+    sets = [pool.for_step(step) for step in range(6)]
+    assert len({id(buffers) for buffers in sets[:3]}) == 3
+    assert [id(b) for b in sets[3:]] == [id(b) for b in sets[:3]]
+    assert len({b.input_ids.publish(1).data_ptr() for b in sets[:3]}) == 3
