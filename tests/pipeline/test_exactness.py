@@ -84,3 +84,14 @@ def test_g8_seeded_sampling_is_a_function_of_seed_and_position(
     assert found.outputs[0].token_ids == expected
     other = SamplingParams(temperature=0.9, top_p=0.95, top_k=40, seed=12, max_tokens=48, ignore_eos=True)
     assert run(tmp_path, PROMPT, other).outputs[0].token_ids != expected
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("model", [m for m in MODELS if m.tied][::2], ids=str)
+def test_s2_a14_tied_head_by_load_or_by_transfer(model: RandomModel, num_stages: int, tmp_path: Path) -> None:
+    """Blocks of 40 rows cut the vocabulary of 96 unevenly."""
+    model.make(tmp_path)
+    layout: dict[str, Any] = {"pipeline_parallel_size": num_stages, "max_num_batched_tokens": 40}
+    expected = run(tmp_path, PROMPT, max_num_seqs=8, **layout).outputs[0]
+    found = run(tmp_path, PROMPT, max_num_seqs=8, tied_head="transfer", **layout).outputs[0]
+    assert found.logprobs == expected.logprobs

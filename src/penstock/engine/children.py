@@ -1,0 +1,183 @@
+"""Child processes of the supervisor: start, hear, end.
+
+A child is `python -m penstock...` with its config on an inherited pipe and a status pipe that it writes JSON
+lines to. Its end is seen on a pidfd, so nothing depends on what a dying process says. Children are in process
+groups of their own: a terminal's Ctrl-C reaches the supervisor alone, which then ends them in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from penstock.errors import ErrorInfo
+from penstock.executor.child import Failed, StatusEvent, decode_status
+
+
+class Child:
+    """A running child process. Made by `spawn`.
+
+    Attributes:
+        name: for messages, such as "stage 1".
+        stage: its stage, or None.
+        failure: the error that it reported before its end, if it did.
+        status_ended: it has closed its status pipe, which is then readable for ever.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], status_fd: int, name: str, stage: int | None
+    ) -> None:
+        self.name = name
+        self.stage = stage
+        self.failure: ErrorInfo | None = None
+        self.pidfd = os.pidfd_open(process.pid)
+        self.status_fd = status_fd
+        self.status_ended = False
+        self._process = process
+        self._partial = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """As `subprocess` gives it (negative: a signal); None while it runs."""
+        return self._process.poll()
+
+    def read_status(self) -> list[StatusEvent]:
+        """What it has said since the last call."""
+        lines = (self._partial + self._read_pipe()).split(b"\n")
+        self._partial = lines.pop()
+        events = [decode_status(line) for line in lines if line]
+        for event in events:
+            if isinstance(event, Failed) and self.failure is None:
+                self.failure = event.error
+        return events
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, if it is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.pidfd, number)
+
+    def end(self) -> str:
+        """How it ended, in words."""
+        code = self._process.wait()
+        if code >= 0:
+            return f"ended with code {code}"
+        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+
+    def close(self) -> None:
+        """Reap it; it must have ended."""
+        self._process.wait()
+        for fd in (self.pidfd, self.status_fd):
+            os.close(fd)
+
+    def _read_pipe(self) -> bytes:
+        chunks = []
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self.status_fd, 65536):
+                chunks.append(chunk)
+            self.status_ended = True
+        return b"".join(chunks)
+
+
+def spawn(
+    module: str,
+    config: bytes,
+    *,
+    name: str,
+    stage: int | None = None,
+    inherit: Sequence[int] = (),
+    arguments: Sequence[str] = (),
+) -> Child:
+    """Start `python -m module` as a child of the calling thread.
+
+    Args:
+        config: what it reads from its config pipe, to the end.
+        inherit: further descriptors that it keeps, under the same numbers.
+        arguments: beside `--config-fd` and `--status-fd`.
+    """
+    config_read, config_write = os.pipe()
+    status_read, status_write = os.pipe()
+    os.set_blocking(status_read, False)
+    command = [sys.executable, "-P", "-m", module, "--config-fd", str(config_read)]
+    command += ["--status-fd", str(status_write), *arguments]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[config_read, status_write, *inherit],
+            process_group=0,
+        )
+    finally:
+        os.close(config_read)
+        os.close(status_write)
+    with os.fdopen(config_write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
+        pipe.write(config)
+    return Child(process, status_read, name, stage)
+
+
+class Family:
+    """All children, and one place to wait for anything that happens to them or to other descriptors."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._children: list[Child] = []
+
+    @property
+    def children(self) -> list[Child]:
+        """Those that have not been reaped."""
+        return list(self._children)
+
+    def add(self, child: Child) -> Child:
+        self._children.append(child)
+        self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        self._selector.register(child.status_fd, selectors.EVENT_READ, child)
+        return child
+
+    def watch(self, fd: int) -> None:
+        """Let `wait` return too when this descriptor is readable."""
+        self._selector.register(fd, selectors.EVENT_READ, None)
+
+    def unwatch(self, fd: int) -> None:
+        self._selector.unregister(fd)
+
+    def wait(self, timeout_s: float | None) -> tuple[set[Child], set[int]]:
+        """Children with news, and watched descriptors that are readable, after at most this time."""
+        children, descriptors = set(), set()
+        for key, _ in self._selector.select(timeout_s):
+            if key.data is None:
+                descriptors.add(key.fd)
+            else:
+                children.add(key.data)
+        return children, descriptors
+
+    def silence(self, child: Child) -> None:
+        """Stop listening to a status pipe that has reached its end."""
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(child.status_fd)
+
+    def reap(self, child: Child) -> None:
+        """Take out a child that has ended."""
+        self._selector.unregister(child.pidfd)
+        self.silence(child)
+        child.close()
+        self._children.remove(child)
+
+    def kill(self) -> None:
+        """End everybody at once and reap them."""
+        for child in self._children:
+            child.send_signal(signal.SIGKILL)
+        for child in self.children:
+            child.read_status()
+            self.reap(child)
+
+    def close(self) -> None:
+        self.kill()
+        self._selector.close()

@@ -1,0 +1,69 @@
+"""Local sockets without a name.
+
+A Unix socket needs a path only to be connected to. An `Endpoint` is bound in a fresh 0700 directory and
+keeps two descriptors: the listening socket, and an `O_PATH` handle of the socket file. Path and directory are
+removed at once, before any child exists; connectors go through `/proc/.../fd/...`, which leads to the same
+inode and is open to the same user only. So there is nothing to clean up, whatever is killed and when, and
+connecting works in any order because the socket listens from the start.
+
+The supervisor makes endpoints and hands the descriptors to its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+
+BACKLOG = 64
+
+
+class Endpoint:
+    """A listening socket that has no path any more."""
+
+    def __init__(self) -> None:
+        directory = tempfile.mkdtemp(prefix="penstock-")  # mode 0700
+        path = os.path.join(directory, "socket")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self._listener.bind(path)
+            self._listener.listen(BACKLOG)
+            self._handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            os.rmdir(directory)
+
+    @property
+    def listen_fd(self) -> int:
+        """Descriptor that the binding child inherits."""
+        return self._listener.fileno()
+
+    @property
+    def handle_fd(self) -> int:
+        """Descriptor that each connecting child inherits."""
+        return self._handle
+
+    @property
+    def bind_address(self) -> str:
+        return f"fd:{self.listen_fd}"
+
+    @property
+    def connect_address(self) -> str:
+        """For a process that has inherited `handle_fd`."""
+        return f"ipc:///proc/self/fd/{self._handle}"
+
+    def connect_address_from_outside(self) -> str:
+        """For another process of the same user, while this one lives and has not called `close`."""
+        return f"ipc:///proc/{os.getpid()}/fd/{self._handle}"
+
+    def close_listener(self) -> None:
+        """Once the binding child has it: a dead binder must refuse connections, not queue them."""
+        self._listener.close()
+
+    def close(self) -> None:
+        self.close_listener()
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1

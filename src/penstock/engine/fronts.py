@@ -1,0 +1,127 @@
+"""Who uses an engine: an API process, or the program that started the supervisor.
+
+The supervisor is given one and treats both alike.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from typing import Protocol
+
+from penstock.config import ApiProcessConfig, EngineConfig, ServerConfig
+from penstock.engine import listening
+from penstock.engine.children import Child, Family, spawn
+from penstock.engine.launch import LaunchPlan
+from penstock.engine.wiring import Wiring
+from penstock.executor.child import encode_config
+
+
+class Front(Protocol):
+    """Who uses the engine: an API process, or the program that started the supervisor."""
+
+    def open(self) -> None:
+        """Claim what can be refused, before anything is loaded."""
+        ...
+
+    def start(self, family: Family, plan: LaunchPlan, wiring: Wiring) -> Sequence[Child]:
+        """Start its processes, if any."""
+        ...
+
+    def address(self, wiring: Wiring) -> str:
+        """Where users connect, once all is ready."""
+        ...
+
+    @property
+    def lifeline_fds(self) -> Sequence[int]:
+        """Descriptors that become readable when the user is gone."""
+        ...
+
+    @property
+    def drain_s(self) -> float:
+        """How long running requests may go on after a signal."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HttpFront:
+    """The API process. Its listening socket is bound here and inherited."""
+
+    lifeline_fds: Sequence[int] = ()
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        self._engine = engine
+        self._server = server
+        self._listener: socket.socket | None = None
+
+    @property
+    def drain_s(self) -> float:
+        return self._server.drain_s
+
+    def open(self) -> None:
+        self._listener = listening.listen(self._server)
+
+    def start(self, family: Family, plan: LaunchPlan, wiring: Wiring) -> Sequence[Child]:
+        assert self._listener is not None
+        config = ApiProcessConfig(
+            server=self._server,
+            parent_pid=os.getpid(),
+            client_address=wiring.client.connect_address,
+            listen_fd=self._listener.fileno(),
+            model_path=plan.model_path,
+            model_name=self._server.served_model_name or self._engine.model.model,
+            max_model_len=plan.core.max_model_len,
+            vocab_size=plan.core.vocab_size,
+            eos_token_ids=plan.core.eos_token_ids,
+            max_num_seqs=plan.core.scheduler.max_num_seqs,
+            max_waiting_requests=plan.core.scheduler.max_waiting_requests,
+            num_stages=plan.num_stages,
+        )
+        inherit = [config.listen_fd, wiring.client.handle_fd]
+        encoded = encode_config(config)
+        return [
+            family.add(spawn("penstock.server.api_process", encoded, name="API process", inherit=inherit))
+        ]
+
+    def address(self, wiring: Wiring) -> str:
+        assert self._listener is not None
+        return listening.url(self._listener)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+
+class CallerFront:
+    """The program that started the supervisor and connects its own client.
+
+    Args:
+        lifeline_fd: a pipe that the caller holds open as long as it lives.
+        caller_pid: watched as well, since forked children of the caller may hold the pipe too.
+    """
+
+    drain_s = 0.0
+
+    def __init__(self, lifeline_fd: int, caller_pid: int) -> None:
+        self._lifeline_fd = lifeline_fd
+        self._caller_pid = caller_pid
+        self._caller_fd = -1
+
+    @property
+    def lifeline_fds(self) -> Sequence[int]:
+        return [self._lifeline_fd, self._caller_fd]
+
+    def open(self) -> None:
+        self._caller_fd = os.pidfd_open(self._caller_pid)
+
+    def start(self, family: Family, plan: LaunchPlan, wiring: Wiring) -> Sequence[Child]:
+        return []
+
+    def address(self, wiring: Wiring) -> str:
+        return wiring.client.connect_address_from_outside()
+
+    def close(self) -> None:
+        if self._caller_fd >= 0:
+            os.close(self._caller_fd)

@@ -1,0 +1,214 @@
+"""The wire between the engine core and its clients: messages, and the two ends of a zmq socket pair.
+
+The core holds a `CoreSocket` (ROUTER), a client a `ClientSocket` (DEALER). Messages are msgspec structs, one
+frame each; decoding checks their types. Nothing is dropped: high-water marks are off, because what is under
+way is bounded by the requests that were admitted.
+
+A socket is bound either to a path (`ipc:///...`) or to an inherited listening descriptor (`fd:7`), which has
+no name that could be left behind (`engine.endpoints`). Only this module and `executor.plan_channel` use zmq.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+
+import msgspec
+import zmq
+
+from penstock.batch import RankLoaded
+from penstock.engine.stats import CoreStats
+from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError
+from penstock.executor.plan_channel import bind_socket
+from penstock.request import GenerationRequest, RequestUpdate
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """First message of a client; answered by `Welcome` once the pipeline stands."""
+
+
+class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    request: GenerationRequest
+
+
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """End these requests; unknown ids are ignored. No update of them follows."""
+
+    request_ids: list[str]
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
+    """The pipeline is ready; what clients need to know of it.
+
+    Attributes:
+        max_model_len: longest prompt + output served: the model's, or what the KV pool holds.
+    """
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    stages: list[RankLoaded]
+
+
+class StepUpdates(msgspec.Struct, frozen=True, tag="updates"):
+    """What the last step brought to this client's requests; without updates once a second, as heartbeat."""
+
+    updates: list[RequestUpdate]
+    stats: CoreStats
+
+
+class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """The pipeline is lost; the core ends. `error` is the first cause."""
+
+    error: ErrorInfo
+
+
+ClientToCore = Hello | AddRequest | AbortRequests
+CoreToClient = Welcome | StepUpdates | EngineFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_to_core: msgspec.msgpack.Decoder[ClientToCore] = msgspec.msgpack.Decoder(ClientToCore)
+_to_client: msgspec.msgpack.Decoder[CoreToClient] = msgspec.msgpack.Decoder(CoreToClient)
+
+
+def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
+    return context, socket
+
+
+class _Endpoint:
+    """What both ends share: a socket of its own context, closed once."""
+
+    def __init__(self, kind: int) -> None:
+        self._context, self._socket = _open(kind)
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.close()
+            self._context.term()
+
+
+class CoreSocket(_Endpoint):
+    """The core's end: many clients, each known by an opaque id. Its last words get half a second."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 500)
+        bind_socket(self._socket, address)
+
+    def wait(self, others: Sequence[int], timeout_s: float) -> set[int]:
+        """Return when a client's message or one of the `others` (descriptors) is there, or after this time.
+
+        Returns:
+            Those of `others` that are readable.
+        """
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        for fd in others:
+            poller.register(fd, zmq.POLLIN)
+        ready = poller.poll(max(0, math.ceil(timeout_s * 1000)))
+        return {source for source, _ in ready if isinstance(source, int)}
+
+    def drain(self) -> list[tuple[bytes, ClientToCore]]:
+        """All messages that have come, with their senders."""
+        received: list[tuple[bytes, ClientToCore]] = []
+        while True:
+            try:
+                client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return received
+            received.append((client, _decode_to_core(frame)))
+
+    def send(self, client: bytes, message: CoreToClient) -> None:
+        """Send to a client; one that has gone away gets nothing."""
+        self._socket.send_multipart((client, _encoder.encode(message)))
+
+
+class ClientSocket(_Endpoint):
+    """A client's end. When the core goes away without a word, an `EngineFailed` of its own is received."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(zmq.DEALER)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+
+    def filenos(self) -> list[int]:
+        """Readable when something *may* have come; edge-triggered: drain after each event and each send."""
+        return [_descriptor(self._socket), _descriptor(self._monitor)]
+
+    def __enter__(self) -> ClientSocket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def send(self, message: ClientToCore) -> None:
+        if self._socket.closed:
+            raise LinkClosedError("the engine's client is closed.")
+        self._socket.send(_encoder.encode(message))
+
+    def drain(self) -> list[CoreToClient]:
+        """All messages that have come."""
+        received: list[CoreToClient] = []
+        if self._socket.closed:
+            return received
+        lost = self._is_lost()  # first, so that what the core sent before its end is received before it
+        while (frame := _receive_now(self._socket)) is not None:
+            received.append(_decode_to_client(frame))
+        return [*received, EngineFailed(_CORE_LOST)] if lost else received
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether something has come, after at most this time."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._monitor, zmq.POLLIN)
+        return bool(poller.poll(max(0, round(timeout_s * 1000))))
+
+    def close(self) -> None:
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        super().close()
+
+    def _is_lost(self) -> bool:
+        lost = False
+        while not self._monitor.closed and _receive_now(self._monitor) is not None:
+            lost = True
+        return lost
+
+
+_CORE_LOST = ErrorInfo(kind="StageLostError", message="the engine core went away.", code="stage_lost")
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))
+
+
+def _receive_now(socket: zmq.Socket[bytes]) -> bytes | None:
+    """The next message, or the last part of one; None when there is none."""
+    try:
+        return socket.recv_multipart(zmq.NOBLOCK)[-1]
+    except zmq.Again:
+        return None
+
+
+def _decode_to_core(frame: bytes) -> ClientToCore:
+    try:
+        return _to_core.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"a client sent what is no message: {error}.") from error
+
+
+def _decode_to_client(frame: bytes) -> CoreToClient:
+    try:
+        return _to_client.decode(frame)
+    except msgspec.DecodeError as error:
+        raise ProtocolError(f"the core sent what is no message: {error}.") from error

@@ -1,0 +1,133 @@
+"""The HTTP socket: where it may listen, and who is in the way.
+
+The supervisor binds it before anything is loaded, so that a busy port is known at once and the address is
+kept over a restart of the API process. Serves nothing itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from pathlib import Path
+
+from penstock.config import ServerConfig
+from penstock.errors import PortInUseError, UsageError
+
+BACKLOG = 2048
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Bind and listen.
+
+    Raises:
+        UsageError: the address does not exist, or is open to others and has no key.
+        PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
+    """
+    family, address = _resolve(config)
+    _require_key_unless_loopback(config, address[0])
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _bind_error(config, error) from error
+    return listener
+
+
+def url(listener: socket.socket) -> str:
+    """`http://host:port` of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(
+            config.host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (socket.gaierror, UnicodeError) as error:
+        raise UsageError(
+            f"--host {config.host} is no address of this machine: {error}.",
+            remedy="Use 127.0.0.1, or an address that `ip addr` shows.",
+            param="host",
+        ) from error
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def _require_key_unless_loopback(config: ServerConfig, host: str) -> None:
+    is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    if is_loopback or config.api_keys or config.insecure:
+        return
+    raise UsageError(
+        f"--host {config.host} is reachable from other machines, and no API key is set.",
+        remedy="Set --api-key (or --api-key-file), or say --insecure.",
+        param="host",
+        code="no_api_key",
+    )
+
+
+def _bind_error(config: ServerConfig, error: OSError) -> PortInUseError | UsageError:
+    if error.errno == errno.EADDRINUSE:
+        owner = _owner(config.port)
+        by = f" by pid {owner[0]} ({owner[1]})" if owner else " by another process"
+        return PortInUseError(
+            f"port {config.port} is used{by}.", remedy="Use --port or stop it.", param="port"
+        )
+    if error.errno == errno.EACCES:
+        return PortInUseError(
+            f"port {config.port} needs privileges that this process does not have.",
+            remedy="Use a --port from 1024 on.",
+            param="port",
+        )
+    return UsageError(f"cannot listen on {config.host} port {config.port}: {error.strerror}.", param="host")
+
+
+def _owner(port: int) -> tuple[int, str] | None:
+    """(pid, name) of the process that listens on a TCP port, where we are allowed to see it."""
+    inodes = _listening_inodes(port)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _holds_socket(entry, inodes):
+            return int(entry.name), _name_of(entry)
+    return None
+
+
+def _name_of(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "it has just ended"
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/net", table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            local, state, inode = fields[1], fields[3], fields[9]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:  # 0A: TCP_LISTEN
+                inodes.add(inode)
+    return inodes
+
+
+def _holds_socket(process: Path, inodes: set[str]) -> bool:
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except OSError:  # not ours to see, or it has just ended
+        return False
+    return any(_socket_inode(descriptor) in inodes for descriptor in descriptors)
+
+
+def _socket_inode(descriptor: Path) -> str:
+    try:
+        target = os.readlink(descriptor)
+    except OSError:  # closed in the meantime
+        return ""
+    return target[8:-1] if target.startswith("socket:[") else ""

@@ -1,0 +1,154 @@
+"""What a supervisor tells while it works, and a plain way to print it.
+
+A `Reporter` is a port with one method; the command line may give one with bars and colours. Events are
+values, also sent as JSON lines over the status pipe of a supervisor that an `LLM` started.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+
+PROGRESS_EVERY_S = 5.0
+
+
+class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="progress"):
+    """A stage is reading its weights."""
+
+    stage: int
+    done_bytes: int
+    total_bytes: int
+
+
+class StageLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
+    """A stage has its weights."""
+
+    stage: int
+    pid: int
+    bytes_read: int
+    seconds: float
+
+
+class StageReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
+    """A stage serves.
+
+    Attributes:
+        parts: what it holds, such as "embed, layers 0-3".
+        stranded_bytes: KV memory that it could have had, were the smallest stage not the measure.
+    """
+
+    stage: int
+    pid: int
+    parts: str
+    tensor_bytes: int
+    num_blocks: int
+    stranded_bytes: int
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_ready"):
+    """All stages serve, and the front too.
+
+    Attributes:
+        address: `http://...` of the server; for a caller's own engine, where its client connects.
+    """
+
+    address: str
+    seconds: float
+
+
+class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="draining"):
+    """A signal has come; running requests may finish."""
+
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_failed"):
+    """It is over; `error` is the first cause."""
+
+    error: ErrorInfo
+
+
+Event = LoadProgress | StageLoaded | StageReady | EngineReady | Draining | Failed
+
+
+class Reporter(Protocol):
+    """Takes events as they happen, on the supervisor's thread. Must not block."""
+
+    def report(self, event: Event) -> None: ...
+
+
+class NoReporter:
+    """Says nothing."""
+
+    def report(self, event: Event) -> None:
+        pass
+
+
+class PlainReporter:
+    """One line per stage and event, without colours or cursor movement.
+
+    Args:
+        stream: where to print; standard error by default.
+        clock: monotonic seconds; progress of a stage is printed at most every `PROGRESS_EVERY_S`.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._started = clock()
+        self._progress_at: dict[int, float] = {}
+
+    def report(self, event: Event) -> None:
+        line = self._progress(event) if isinstance(event, LoadProgress) else event_line(event)
+        if line:
+            print(line, file=self._stream, flush=True)
+
+    def _progress(self, event: LoadProgress) -> str:
+        now = self._clock()
+        if now - self._progress_at.get(event.stage, self._started) < PROGRESS_EVERY_S:
+            return ""
+        self._progress_at[event.stage] = now
+        return event_line(event)
+
+
+def event_line(event: Event) -> str:
+    """An event as one line of text; empty for those that need none."""
+    match event:
+        case LoadProgress():
+            share = 100 * event.done_bytes // max(1, event.total_bytes)
+            return f"stage {event.stage}  loading {share} % of {megabytes(event.total_bytes)}"
+        case StageReady():
+            return (
+                f"stage {event.stage}  pid {event.pid}  {event.parts}  {megabytes(event.tensor_bytes)}  "
+                f"{event.num_blocks} KV blocks{_stranded(event.stranded_bytes)}"
+            )
+        case EngineReady():
+            return f"ready in {event.seconds:.1f} s   {event.address}"
+        case Draining():
+            return f"draining: running requests have {event.seconds:g} s; a second signal ends at once"
+        case Failed():
+            return f"error: {event.error.message} {event.error.remedy}".rstrip()
+        case _:
+            return ""
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def _stranded(count: int) -> str:
+    return f"  ({megabytes(count)} of KV memory stranded)" if count else ""
+
+
+def stage_parts(stage: int, num_stages: int, start_layer: int, end_layer: int) -> str:
+    """What a stage holds, in words."""
+    last_layer = end_layer - 1
+    layers = f"layers {start_layer}-{last_layer}" if last_layer > start_layer else f"layer {start_layer}"
+    parts = ["embed"] * (stage == 0) + [layers] + ["norm", "head"] * (stage == num_stages - 1)
+    return ", ".join(parts)

@@ -1,0 +1,58 @@
+"""What a request must satisfy before it is sent to the core. Called by `async_engine` and `llm`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import InvalidRequestError
+from penstock.request import SamplingParams
+
+
+class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of the model that is served.
+
+    Attributes:
+        max_model_len: longest prompt + output in tokens.
+        vocab_size: ids are below this.
+    """
+
+    max_model_len: int
+    vocab_size: int
+
+    def check(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
+        """Raise `InvalidRequestError` naming the field, the value and the bound."""
+        sampling.validate(self.vocab_size)
+        self._check_prompt(prompt_token_ids)
+
+    def check_length(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
+        """Refuse what could not generate all of its `max_tokens`."""
+        wanted = sampling.max_tokens
+        if wanted is None or len(prompt_token_ids) + wanted <= self.max_model_len:
+            return
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt_token_ids)} tokens and max_tokens is {wanted}, together "
+            f"{len(prompt_token_ids) + wanted}; the limit is {self.max_model_len}.",
+            remedy=f"Ask for at most {self.max_model_len - len(prompt_token_ids)} tokens.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise InvalidRequestError("the prompt is empty.", param="prompt", code="empty_prompt")
+        low, high = min(token_ids), max(token_ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidRequestError(
+                f"prompt token ids must be between 0 and {self.vocab_size - 1}, "
+                f"got {low if low < 0 else high}.",
+                param="prompt",
+                code="out_of_range",
+            )
+        if len(token_ids) >= self.max_model_len:
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; the limit for prompt and output together is "
+                f"{self.max_model_len}.",
+                remedy="Shorten the prompt, or raise --max-model-len where the model allows it.",
+                param="prompt",
+                code="context_length_exceeded",
+            )

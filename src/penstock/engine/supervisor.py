@@ -1,0 +1,390 @@
+"""The parent of all processes of an engine. Torch-free; runs no model code, decides nothing about requests.
+
+`Supervisor.run` makes the wiring, starts API process (or none, for an `LLM`), core and ranks as its direct
+children, reports their progress and waits. A child's end is the engine's end: everybody else is ended, and
+the first cause is reported and gives the exit code. SIGTERM and SIGINT drain; a second one ends at once.
+
+    loading ──all ready──▶ serving ──signal, or the caller is gone──▶ draining ──▶ ended (code 0)
+       └──────a child ended───────┴──────────────────────────────────────────────▶ ended (its cause)
+
+Nothing that is made here has a name (memfd, eventfd, sockets without a path), and children die with the
+thread that started them, so that a `kill -9` of the supervisor leaves nothing behind.
+
+`penstock serve` runs one in its main thread. `python -m penstock.engine.supervisor` is what `LLM` starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from penstock.batch import RankLoaded
+from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.children import Child, Family, spawn
+from penstock.engine.control import ControlPipe
+from penstock.engine.fronts import CallerFront, Front, HttpFront
+from penstock.engine.launch import Host, LaunchPlan, resolve
+from penstock.engine.reports import (
+    Draining,
+    EngineReady,
+    Event,
+    Failed,
+    LoadProgress,
+    PlainReporter,
+    Reporter,
+    StageLoaded,
+    StageReady,
+    stage_parts,
+)
+from penstock.engine.wiring import Wiring
+from penstock.errors import ErrorInfo, PenstockError, StageLostError, error_from_info
+from penstock.executor import child as child_process
+from penstock.executor.base import first_cause
+
+CAUSE_GRACE_S = 0.5  # for the rank behind a failure of the core or the front to say why
+CORE_GRACE_S = 1.0  # for the core to tell its clients
+FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error
+STOP_GRACE_S = 5.0  # for core and ranks to leave after the front
+POLL_S = 0.01
+
+
+class _Stop(Exception):
+    """A signal came, or the user is gone: end in order."""
+
+
+class _ChildEnded(Exception):
+    """A child ended although nobody asked it to."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(child.name)
+        self.child = child
+
+
+class Supervisor:
+    """Args:
+    engine: what to serve.
+    front: who uses it.
+    reporter: gets every event; by default a line each on standard error.
+    """
+
+    def __init__(self, engine: EngineConfig, front: Front, reporter: Reporter | None = None) -> None:
+        self._engine = engine
+        self._front = front
+        self._reporter = reporter or PlainReporter()
+
+    @classmethod
+    def for_server(
+        cls, engine: EngineConfig, server: ServerConfig, reporter: Reporter | None = None
+    ) -> Supervisor:
+        """The supervisor of `penstock serve`."""
+        return cls(engine, HttpFront(engine, server), reporter)
+
+    def run(self) -> int:
+        """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
+        started = time.monotonic()
+        try:
+            plan = resolve(self._engine, Host.detect())
+            self._front.open()
+            with _signals() as signal_fd:
+                engine = _RunningEngine(plan, self._front, self._reporter, signal_fd, started)
+                try:
+                    return engine.run()
+                finally:
+                    engine.close()
+        except PenstockError as error:
+            self._reporter.report(Failed(error=error.info()))
+            return error.exit_code
+        finally:
+            self._front.close()
+
+
+class _RunningEngine:
+    """The children of one engine, from start to end."""
+
+    def __init__(
+        self, plan: LaunchPlan, front: Front, reporter: Reporter, signal_fd: int, started: float
+    ) -> None:
+        self._plan = plan
+        self._front = front
+        self._reporter = reporter
+        self._signal_fd = signal_fd
+        self._started = started
+        self._wiring = Wiring(plan)
+        self._family = Family()
+        self._waiting_for: set[Child] = set()  # children that are not ready yet
+        self._loaded: dict[int, RankLoaded] = {}
+        self._ranks: list[Child] = []
+        self._fronts: list[Child] = []
+        self._control = ControlPipe()
+
+    def run(self) -> int:
+        try:
+            self._start()
+            while self._waiting_for:
+                self._raise_if_any(self._watch())
+            self._announce()
+            while True:
+                self._raise_if_any(self._watch())
+        except _Stop:
+            return self._drain()
+        except _ChildEnded as ended:
+            return self._fail(ended.child)
+
+    def close(self) -> None:
+        self._family.close()
+        self._control.close()
+        self._wiring.close()
+
+    def _start(self) -> None:
+        """Ranks first: they take longest."""
+        for stage in range(self._plan.num_stages):
+            ends = self._wiring.rank(stage)
+            self._ranks.append(
+                self._spawn(
+                    "penstock.executor.worker", ends.config, f"stage {stage}", ends.inherit, stage=stage
+                )
+            )
+        core = self._wiring.core()
+        arguments = ["--control-fd", str(self._control.read_fd)]
+        inherit = [*core.inherit, self._control.read_fd]
+        self._core = self._spawn("penstock.engine.core_process", core.config, "core", inherit, arguments)
+        self._fronts += self._front.start(self._family, self._plan, self._wiring)
+        self._wiring.close_children_ends()
+        self._control.close_read_end()
+        self._waiting_for = set(self._family.children)
+        for fd in (self._signal_fd, *self._front.lifeline_fds):
+            self._family.watch(fd)
+
+    def _spawn(
+        self,
+        module: str,
+        config: msgspec.Struct,
+        name: str,
+        inherit: Sequence[int],
+        arguments: Sequence[str] = (),
+        stage: int | None = None,
+    ) -> Child:
+        encoded = child_process.encode_config(config)
+        return self._family.add(
+            spawn(module, encoded, name=name, stage=stage, inherit=inherit, arguments=arguments)
+        )
+
+    def _watch(self, timeout_s: float | None = None) -> set[Child]:
+        """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
+        children, descriptors = self._family.wait(timeout_s)
+        if descriptors:
+            self._consume(descriptors)
+            raise _Stop
+        for child in children:
+            self._hear(child)
+        return {child for child in children if child.exit_code is not None}
+
+    def _consume(self, descriptors: set[int]) -> None:
+        """A signal is taken; a lifeline that was cut stays cut and is not watched any more."""
+        for fd in descriptors:
+            if fd == self._signal_fd:
+                os.read(fd, 64)
+            else:
+                self._family.unwatch(fd)
+
+    def _raise_if_any(self, ended: set[Child]) -> None:
+        if ended:
+            raise _ChildEnded(min(ended, key=lambda child: child.stage is None))
+
+    def _hear(self, child: Child) -> None:
+        events = child.read_status()
+        if child.status_ended:
+            self._family.silence(child)
+        for event in events:
+            if isinstance(event, child_process.Ready):
+                self._waiting_for.discard(child)
+            elif isinstance(event, child_process.Progress):
+                self._report_progress(child, event)
+            elif isinstance(event, child_process.Loaded):
+                self._loaded[event.rank.stage] = event.rank
+                self._report(
+                    StageLoaded(
+                        stage=event.rank.stage,
+                        pid=child.pid,
+                        bytes_read=event.rank.bytes_read,
+                        seconds=event.rank.load_seconds,
+                    )
+                )
+
+    def _report(self, event: Event) -> None:
+        self._reporter.report(event)
+
+    def _report_progress(self, child: Child, event: child_process.Progress) -> None:
+        if child.stage is not None:
+            self._report(LoadProgress(stage=child.stage, done_bytes=event.done, total_bytes=event.total))
+
+    def _announce(self) -> None:
+        num_blocks = min((rank.max_blocks for rank in self._loaded.values()), default=0)
+        for child, config in zip(self._ranks, self._plan.ranks, strict=True):
+            loaded = self._loaded[config.stage]
+            self._report(
+                StageReady(
+                    stage=config.stage,
+                    pid=child.pid,
+                    parts=stage_parts(config.stage, config.num_stages, config.start_layer, config.end_layer),
+                    tensor_bytes=loaded.tensor_bytes,
+                    num_blocks=num_blocks,
+                    stranded_bytes=(loaded.max_blocks - num_blocks) * loaded.block_bytes,
+                )
+            )
+        seconds = time.monotonic() - self._started
+        self._report(EngineReady(address=self._front.address(self._wiring), seconds=seconds))
+
+    def _drain(self) -> int:
+        """End in order: the front when its requests are done, then the core, which lets the ranks go."""
+        try:
+            if not self._waiting_for:
+                self._report(Draining(seconds=self._front.drain_s))
+                for child in self._fronts:
+                    child.send_signal(signal.SIGTERM)
+                self._await_end(self._fronts, self._front.drain_s + FRONT_GRACE_S)
+                self._control.stop()
+                self._await_end([self._core, *self._ranks], STOP_GRACE_S)
+        except _Stop:
+            pass  # a second signal: at once
+        except _ChildEnded as ended:
+            return self._fail(ended.child)
+        return 0
+
+    def _await_end(self, children: Sequence[Child], timeout_s: float) -> None:
+        """Reap children that were asked to leave; those that have not after this long are killed later."""
+        deadline = time.monotonic() + timeout_s
+        leaving = set(children)
+        while leaving and (remaining := deadline - time.monotonic()) > 0:
+            ended = self._watch(remaining)
+            self._raise_if_any(ended - leaving)
+            for child in ended:
+                leaving.discard(child)
+                self._family.reap(child)
+
+    def _fail(self, ended: Child) -> int:
+        """A child is gone: let the core tell its clients and the front its users, end all, say why."""
+        cause = self._first_cause(ended)
+        self._control.tell_loss(cause)
+        self._report(Failed(error=cause))
+        if not self._waiting_for:
+            self._let_go([self._core], CORE_GRACE_S)
+            for child in self._fronts:
+                child.send_signal(signal.SIGTERM)
+            self._let_go(self._fronts, FRONT_GRACE_S)
+        self._family.kill()
+        return error_from_info(cause).exit_code
+
+    def _first_cause(self, ended: Child) -> ErrorInfo:
+        """What explains the end of this child: its own words, or those of a rank that brought it down."""
+        if ended.stage is None or not _is_cause(ended):
+            self._wait_for_cause()
+        guilty = [child for child in (*self._ranks, ended) if _explains(child)]
+        return first_cause([child.failure or _describe(child) for child in guilty or [ended]])
+
+    def _wait_for_cause(self) -> None:
+        """Give the ranks a moment to say why."""
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        while not any(map(_is_cause, self._ranks)) and time.monotonic() < deadline:
+            self._hear_all()
+
+    def _let_go(self, children: Sequence[Child], timeout_s: float) -> None:
+        """Hear everybody until these have ended; for this long at most."""
+        deadline = time.monotonic() + timeout_s
+        while any(child.exit_code is None for child in children) and time.monotonic() < deadline:
+            self._hear_all()
+
+    def _hear_all(self) -> None:
+        time.sleep(POLL_S)
+        for child in self._family.children:
+            self._hear(child)
+
+
+def _explains(child: Child) -> bool:
+    """Whether it has failed, and not merely left."""
+    return child.failure is not None or bool(child.exit_code)
+
+
+def _is_cause(child: Child) -> bool:
+    """Whether it has failed by itself, and not because another one has."""
+    if child.failure is not None:
+        some_failure = ErrorInfo(kind="PenstockError", message="")  # ranks before what is but a consequence
+        return first_cause([child.failure, some_failure]) is child.failure
+    return (child.exit_code or 0) < 0
+
+
+def _describe(child: Child) -> ErrorInfo:
+    """The end of a child that said nothing, in words."""
+    message = f"{child.name} (pid {child.pid}) {child.end()}."
+    return StageLostError(message, stage=child.stage).info()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """A descriptor that becomes readable when SIGTERM, SIGINT or SIGHUP comes, in place of their actions."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    former_fd = signal.set_wakeup_fd(writer.fileno())
+    try:
+        yield reader.fileno()
+    finally:
+        signal.set_wakeup_fd(former_fd)
+        for number, action in former.items():
+            signal.signal(number, action)
+        reader.close()
+        writer.close()
+
+
+class StatusReporter:
+    """Sends events as JSON lines to the program that started this process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def report(self, event: Event) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, msgspec.json.encode(event) + b"\n")
+
+
+class CallerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `LLM` writes to the config pipe, as one line of JSON; the pipe then stays open as its lifeline."""
+
+    engine: EngineConfig
+    caller_pid: int
+
+
+def read_caller_config(fd: int) -> CallerConfig:
+    """Read the line, and leave the pipe open."""
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            break
+        line += chunk
+    return msgspec.json.decode(line, type=CallerConfig)
+
+
+def main() -> int:
+    """Entry point of the supervisor that an `LLM` starts."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config-fd", type=int, required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    config = read_caller_config(arguments.config_fd)
+    front = CallerFront(arguments.config_fd, config.caller_pid)
+    return Supervisor(config.engine, front, StatusReporter(arguments.status_fd)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,411 @@
+"""`LLM`: the synchronous, offline face of the engine. Shapes of arguments and results are vLLM's.
+
+    with LLM("path/to/model", pipeline_parallel_size=2) as llm:
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+The stages are processes of their own (`mp`) or threads of this one (`inprocess`). Tokenising, detokenising
+and stop strings happen here; everything else is the engine's (`engine.client`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from penstock.config import Backend, Device, DType, EngineConfig, TiedHead
+from penstock.engine.client import EngineClient, InprocessClient, ProcessClient
+from penstock.engine.launch import Host, LaunchPlan, resolve
+from penstock.engine.outputs import (
+    CompletionOutput,
+    OutputAssembler,
+    RequestOutput,
+    TextDelta,
+    completion_output,
+    output_assembler,
+)
+from penstock.engine.reports import NoReporter
+from penstock.engine.request_check import RequestLimits
+from penstock.engine.stats import CoreStats
+from penstock.errors import InvalidRequestError, UsageError, error_from_info
+from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
+from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
+from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+Prompt = str | Mapping[str, Any]
+POLL_S = 1.0
+_MAX_WAITING = 1 << 31  # here the caller is the queue: it may hold any number, for any time
+_MAX_WAIT_S = 1e12
+
+
+class LLM:
+    """A model, ready to generate. Ends its processes at `shutdown`, at the end of a `with`, or at exit.
+
+    Args:
+        model: directory of a checkpoint, `demo`, or a hub name already downloaded.
+        pipeline_parallel_size: number of stages.
+        dtype: of weights and computation; "auto" takes the checkpoint's.
+        max_model_len: longest prompt + output in tokens; None takes the model's own.
+        seed: of requests that bring none.
+        async_depth: plans issued ahead of the pipe.
+        prefill_chunk: prompt tokens of one request in one step at most.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: tokens of one step at most.
+        block_size: tokens per KV block.
+        num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
+        partition: `even`, `last`, or layers per stage such as "5,6,5,6".
+        device: `cpu`, `cuda` or `auto`.
+        distributed_executor_backend: `mp` (a process per stage) or `inprocess` (a thread per stage).
+        threads_per_rank: CPU threads of a stage; None shares the cores among the stages.
+        tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
+
+    Raises:
+        UsageError: an argument is unknown or out of range.
+        ModelError, NotEnoughMemoryError, PeerError: the model cannot be served; says why.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        pipeline_parallel_size: int = 1,
+        dtype: DType = "auto",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        async_depth: int = 0,
+        prefill_chunk: int = 512,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 16,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        partition: str = "even",
+        device: Device = "cpu",
+        distributed_executor_backend: Backend = "mp",
+        threads_per_rank: int | None = None,
+        tied_head: TiedHead = "load",
+        **unknown: Any,
+    ) -> None:
+        _refuse_unknown(unknown)
+        values = {
+            "model": {"model": str(model), "dtype": dtype, "max_model_len": max_model_len},
+            "parallel": {
+                "pipeline_parallel_size": pipeline_parallel_size,
+                "partition": partition,
+                "async_depth": async_depth,
+                "threads_per_rank": threads_per_rank,
+                "device": device,
+                "tied_head": tied_head,
+                "backend": distributed_executor_backend,
+            },
+            "cache": {
+                "block_size": block_size,
+                "num_blocks": num_blocks,
+                "kv_cache_bytes": kv_cache_bytes,
+            },
+            "scheduler": {
+                "max_num_seqs": max_num_seqs,
+                "max_num_batched_tokens": max_num_batched_tokens,
+                "prefill_chunk": prefill_chunk,
+                "max_waiting_requests": _MAX_WAITING,
+                "queue_timeout_s": _MAX_WAIT_S,
+            },
+            "seed": seed,
+        }
+        self._start(_engine_config(values))
+
+    def _start(self, config: EngineConfig) -> None:
+        plan = resolve(config, Host.detect())
+        directory = Path(plan.model_path)
+        self._tokenizer = load_tokenizer(directory)
+        self._chat_template = load_chat_template(directory, self._tokenizer)
+        self._default_sampling = default_sampling(plan.spec.generation_defaults)
+        self._client = _make_client(config, plan)
+        self._limits = RequestLimits(
+            max_model_len=self._client.max_model_len, vocab_size=plan.spec.vocab_size
+        )
+        self._numbers = itertools.count()
+        self._finalizer = weakref.finalize(self, self._client.close)  # at exit too
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; results are in the order of the prompts.
+
+        Args:
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. Special tokens
+                written in a text mean themselves.
+            sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            InvalidRequestError: a prompt or a sampling value is out of bounds; nothing has run.
+            PenstockError: a request or the engine failed; the others were aborted.
+        """
+        self._require_open()
+        single = isinstance(prompts, str | Mapping)
+        entries: Sequence[Any] = [prompts] if single else list(prompts)
+        prepared = [self._prepare(entry) for entry in entries]
+        return self._run(prepared, self._sampling_for(len(prepared), sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of messages), or several, by the model's chat template."""
+        self._require_open()
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = [messages] if single else messages
+        options = {"add_generation_prompt": add_generation_prompt} | dict(chat_template_kwargs or {})
+        prepared = []
+        for conversation in conversations:
+            text = self._chat_template.render(conversation, **options)
+            prepared.append((text, self._chat_template.encode(conversation, **options)))
+        return self._run(prepared, self._sampling_for(len(prepared), sampling_params), use_tqdm)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of this model."""
+        return self._tokenizer
+
+    def get_chat_template(self) -> ChatTemplate:
+        """The chat template of this model."""
+        return self._chat_template
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Sampling that the checkpoint's `generation_config.json` asks for."""
+        return self._default_sampling
+
+    def stats(self) -> CoreStats | None:
+        """Numbers of the engine core, as of its last message."""
+        return self._client.stats()
+
+    def shutdown(self) -> None:
+        """End the engine and wait until nothing of it is left. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise UsageError("this LLM has been shut down.", remedy="Make a new one.")
+
+    def _prepare(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """(text, token ids) of one prompt."""
+        if isinstance(prompt, str):
+            return prompt, self._tokenizer.encode_trusted(prompt)
+        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+            return prompt.get("prompt"), [_token_id(value) for value in prompt["prompt_token_ids"]]
+        if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
+            return prompt["prompt"], self._tokenizer.encode_trusted(prompt["prompt"])
+        raise InvalidRequestError(
+            f"a prompt is a text or a mapping with prompt_token_ids, got {type(prompt).__name__}.",
+            remedy='Write {"prompt_token_ids": [...]} for token ids.',
+            param="prompts",
+        )
+
+    def _sampling_for(
+        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if given is None or isinstance(given, SamplingParams):
+            return [_normalised(given or self._default_sampling)] * count
+        if len(given) != count:
+            raise InvalidRequestError(
+                f"{len(given)} sampling_params were given for {count} prompts.", param="sampling_params"
+            )
+        return [_normalised(params) for params in given]
+
+    def _run(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        sampling: Sequence[SamplingParams],
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        for (_, token_ids), params in zip(prompts, sampling, strict=True):
+            self._limits.check(token_ids, params)
+        names = [str(next(self._numbers)) for _ in prompts]
+        pending = {
+            name: _Pending(name, text, token_ids, params, self._tokenizer)
+            for name, (text, token_ids), params in zip(names, prompts, sampling, strict=True)
+        }
+        requests = list(pending.values())
+        try:
+            self._collect(pending, _progress_bar(len(requests)) if use_tqdm else _NoProgress())
+        finally:
+            if pending:  # an error or an interrupt: let nothing run on
+                self._client.abort(list(pending))
+        return [request.output(self._tokenizer) for request in requests]
+
+    def _collect(self, pending: dict[str, _Pending], progress: _NoProgress) -> None:
+        """Send all requests and wait until none is pending."""
+        for entry in pending.values():
+            self._client.add(entry.request)
+        with progress:
+            while pending:
+                for update in self._client.poll(POLL_S):
+                    entry = pending.get(update.request_id)  # type: ignore[assignment]
+                    if entry is not None and entry.take(update):
+                        del pending[update.request_id]
+                        if entry.must_abort:
+                            self._client.abort([update.request_id])
+                        progress.advance()
+
+
+class _Pending:
+    """One request on its way, and what has come of it."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str | None,
+        token_ids: list[int],
+        sampling: SamplingParams,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.request = GenerationRequest(request_id=name, prompt_token_ids=token_ids, sampling=sampling)
+        self.must_abort = False  # ended by a stop string, which the core does not know
+        self._text = text
+        self._assembler: OutputAssembler = output_assembler(tokenizer, token_ids, sampling)
+        self._deltas: list[TextDelta] = []
+        self._num_cached_tokens = 0
+
+    def take(self, update: RequestUpdate) -> bool:
+        """Whether the request has ended. Raises its error."""
+        if update.error is not None:
+            raise error_from_info(update.error)
+        self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
+        delta = self._assembler.append(update)
+        self._deltas.append(delta)
+        self.must_abort = delta.finish_reason is not None and update.finish_reason is None
+        return delta.finish_reason is not None
+
+    def output(self, tokenizer: Tokenizer) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._text,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=[completion_output(self._deltas, tokenizer)],
+            finished=True,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+
+class _NoProgress:
+    """Shows nothing."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def advance(self) -> None:
+        pass
+
+
+class _RichProgress(_NoProgress):
+    """A bar on standard error."""
+
+    def __init__(self, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._bar = Progress(console=Console(stderr=True))
+        self._task = self._bar.add_task("prompts", total=total)
+
+    def __enter__(self) -> None:
+        self._bar.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def advance(self) -> None:
+        self._bar.advance(self._task)
+
+
+def _progress_bar(total: int) -> _NoProgress:
+    return _RichProgress(total)
+
+
+def default_sampling(defaults: Mapping[str, float]) -> SamplingParams:
+    """`SamplingParams` with the values that a checkpoint asks for."""
+    values: dict[str, Any] = dict(defaults)
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    return SamplingParams(**values)
+
+
+def _normalised(sampling: SamplingParams) -> SamplingParams:
+    """The same values with the types that a wire would give them (a temperature of 0 becomes 0.0)."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InvalidRequestError(f"sampling_params: {error}.", param="sampling_params") from error
+
+
+def _token_id(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        return int(value.__index__())  # numpy and torch scalars
+    except (AttributeError, TypeError) as error:
+        raise InvalidRequestError(
+            f"prompt_token_ids must be integers, got {type(value).__name__}.", param="prompt_token_ids"
+        ) from error
+
+
+def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
+    """The configuration, types and ranges checked."""
+    try:
+        return msgspec.convert(values, EngineConfig)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UsageError):  # a range, checked by its owner
+            raise error.__cause__ from None
+        raise UsageError(f"an argument of LLM has the wrong type or value: {error}.") from error
+
+
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    if not unknown:
+        return
+    name = next(iter(unknown))
+    known = [parameter for parameter in inspect.signature(LLM.__init__).parameters if parameter != "unknown"]
+    nearest = difflib.get_close_matches(name, known, n=1)
+    remedy = f"Did you mean {nearest[0]}?" if nearest else "See help(penstock.LLM)."
+    raise UsageError(f"LLM has no argument {name!r}.", remedy=remedy, param=name, code="unknown_argument")
+
+
+def _make_client(config: EngineConfig, plan: LaunchPlan) -> EngineClient:
+    if config.parallel.backend == "mp":
+        return ProcessClient(config, NoReporter())
+    # Here and not above: this imports torch, which the processes of the other backend do for themselves.
+    from penstock.executor.inprocess import InprocessExecutor
+
+    return InprocessClient(plan, InprocessExecutor(plan.ranks))

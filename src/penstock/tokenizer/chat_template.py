@@ -1,0 +1,269 @@
+"""Renders a conversation by the model's own chat template, in a sandbox with a fuel limit.
+
+The template is Jinja text from `chat_template.jinja` or `tokenizer_config.json`, run by minijinja: no Python
+object is within its reach, and `fuel` ends what does not end by itself. Filters and functions are those that
+templates for Hugging Face models expect.
+
+Special tokens count only where the *template* wrote them. Each one found in a message is broken by a mark (a
+private-use character that no message holds) before rendering; afterwards the rendered text is cut at the
+special tokens that remain, which are the template's own, and the marks are removed.
+
+Called by `llm` and by the server's chat route.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import minijinja
+import msgspec
+
+from penstock.errors import InvalidRequestError, ModelConfigError
+from penstock.tokenizer.tokenizer import Tokenizer, special_pattern
+
+FUEL = 5_000_000  # template instructions
+MAX_RENDERED_CHARACTERS = 16 * 2**20
+MAX_FILE_BYTES = 4 * 2**20
+_PRIVATE_USE = range(0xE000, 0xF900)
+_GENERATION_TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
+
+Message = Mapping[str, Any]
+
+
+class TemplateRefusal(Exception):
+    """The template called `raise_exception`."""
+
+
+class ChatTemplate(Protocol):
+    """Turns messages into a prompt. Safe to call from several threads."""
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+        """The prompt as text."""
+        ...
+
+    def encode(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any
+    ) -> list[int]:
+        """The prompt as token ids. Raises `InvalidRequestError` where the template refuses the messages."""
+        ...
+
+
+class AbsentChatTemplate:
+    """A model without a chat template."""
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+        raise InvalidRequestError(
+            "this model has no chat template.",
+            remedy="Use completions, or put a chat_template.jinja beside its tokenizer.json.",
+            param="messages",
+        )
+
+    def encode(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any
+    ) -> list[int]:
+        self.render(messages, add_generation_prompt=add_generation_prompt, **extra)
+        return []
+
+
+class JinjaChatTemplate:
+    """Args:
+    source: the template.
+    special_tokens: names that templates use: `bos_token`, `eos_token`, ...
+    tokenizer: encodes the rendered text.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer) -> None:
+        self._special_tokens = dict(special_tokens)
+        self._tokenizer = tokenizer
+        self._special = special_pattern(tokenizer)
+        self._environment = _environment()
+        try:
+            self._environment.add_template("chat", _without_generation_tags(source))
+        except minijinja.TemplateError as error:
+            raise ModelConfigError(f"the chat template cannot be parsed: {_first_line(error)}.") from error
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+        return self._run([_plain(message) for message in messages], add_generation_prompt, extra)
+
+    def encode(
+        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any
+    ) -> list[int]:
+        plain = [_plain(message) for message in messages]
+        mark = _unused_character(plain)
+        marked = [self._marked(message, mark) for message in plain]
+        rendered = self._run(marked, add_generation_prompt, extra)
+        if mark not in rendered:
+            return self._tokenizer.encode_trusted(rendered, add_special_tokens=False)
+        return self._encode_marked(rendered, mark)
+
+    def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, extra: dict[str, Any]) -> str:
+        variables = {"tools": None, "documents": None} | self._special_tokens | extra
+        variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            rendered = self._environment.render_template("chat", **variables)
+        except TemplateRefusal as error:
+            raise InvalidRequestError(f"the chat template refuses: {error}.", param="messages") from error
+        except minijinja.TemplateError as error:
+            raise InvalidRequestError(
+                f"the chat template cannot render these messages: {_first_line(error)}.", param="messages"
+            ) from error
+        if len(rendered) > MAX_RENDERED_CHARACTERS:
+            raise InvalidRequestError(
+                f"the rendered prompt has {len(rendered)} characters, more than {MAX_RENDERED_CHARACTERS}.",
+                param="messages",
+            )
+        return rendered
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        """The value with every special token in its strings broken after the first character."""
+        if isinstance(value, str):
+            while self._special.search(value):
+                value = self._special.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+            return value
+        if isinstance(value, dict):
+            return {key: self._marked(item, mark) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._marked(item, mark) for item in value]
+        return value
+
+    def _encode_marked(self, rendered: str, mark: str) -> list[int]:
+        token_ids: list[int] = []
+        end = 0
+        for found in self._special.finditer(rendered):
+            token_ids += self._encode_text(rendered[end : found.start()], mark)
+            token_ids += self._tokenizer.encode_trusted(found[0], add_special_tokens=False)
+            end = found.end()
+        return token_ids + self._encode_text(rendered[end:], mark)
+
+    def _encode_text(self, text: str, mark: str) -> list[int]:
+        plain = text.replace(mark, "")
+        return self._tokenizer.encode(plain, add_special_tokens=False) if plain else []
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    """A message whose content is text: parts of type `text` are joined by line ends."""
+    plain = dict(message)
+    content = plain.get("content")
+    if isinstance(content, list | tuple):
+        plain["content"] = "\n".join(_text_of(part) for part in content)
+    return plain
+
+
+def _text_of(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise InvalidRequestError(f"content parts must be text, got {kind!r}.", param="messages")
+
+
+def _unused_character(messages: list[dict[str, Any]]) -> str:
+    text = str(messages)
+    for code in _PRIVATE_USE:
+        if chr(code) not in text and f"\\u{code:04x}" not in text:
+            return chr(code)
+    raise InvalidRequestError("the messages use every private-use character.", param="messages")
+
+
+def _environment() -> minijinja.Environment:
+    return minijinja.Environment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        fuel=FUEL,
+        auto_escape_callback=lambda name: False,
+        filters={"tojson": _to_json},
+        globals={"raise_exception": _raise_exception, "strftime_now": _strftime_now},
+    )
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """JSON without HTML escapes, spaced as `json.dumps` does it."""
+
+    allowed = {"separators", "sort_keys", "ensure_ascii"} & set(options)
+    arguments = {"ensure_ascii": False} | {name: options[name] for name in allowed}
+    return json.dumps(value, indent=indent, **arguments)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateRefusal(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+def _without_generation_tags(source: str) -> str:
+    """`{% generation %}` blocks, which only mark assistant text for training, as blocks that always run."""
+
+    def always(found: re.Match[str]) -> str:
+        return f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}"
+
+    return _GENERATION_TAG.sub(always, source)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0]
+
+
+class _NamedTemplate(msgspec.Struct, frozen=True):
+    name: str
+    template: str
+
+
+class _SpecialToken(msgspec.Struct, frozen=True):
+    content: str
+
+
+class _TokenizerConfig(msgspec.Struct, frozen=True):
+    chat_template: str | list[_NamedTemplate] | None = None
+    bos_token: str | _SpecialToken | None = None
+    eos_token: str | _SpecialToken | None = None
+    unk_token: str | _SpecialToken | None = None
+    pad_token: str | _SpecialToken | None = None
+
+
+def load_chat_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
+    """The chat template of a model directory; raises `ModelConfigError` when a file of it is bad."""
+    config = _read_config(directory / "tokenizer_config.json")
+    source = _read_bounded(directory / "chat_template.jinja").decode(errors="replace") or _source(config)
+    if not source:
+        return AbsentChatTemplate()
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: _content(getattr(config, name)) for name in names}
+    return JinjaChatTemplate(source, special, tokenizer)
+
+
+def _content(token: str | _SpecialToken | None) -> str:
+    return token.content if isinstance(token, _SpecialToken) else token or ""
+
+
+def _source(config: _TokenizerConfig) -> str:
+    template = config.chat_template
+    if isinstance(template, list):
+        named = {entry.name: entry.template for entry in template}
+        return named.get("default", "")
+    return template or ""
+
+
+def _read_config(path: Path) -> _TokenizerConfig:
+    data = _read_bounded(path)
+    try:
+        return msgspec.json.decode(data, type=_TokenizerConfig) if data else _TokenizerConfig()
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ModelConfigError(f"{path.name} cannot be read: {error}.") from error
+
+
+def _read_bounded(path: Path) -> bytes:
+    """Content of a small file; nothing when there is none."""
+    if not path.is_file():
+        return b""
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise ModelConfigError(f"{path.name} has {size} bytes, more than {MAX_FILE_BYTES}.")
+    return path.read_bytes()

@@ -1,0 +1,244 @@
+"""Text to token ids, and the makings of the way back.
+
+`load_tokenizer(directory)` reads `tokenizer.json` by the tokenizers library. A directory without one gives a
+`Tokenizer` that takes token ids only. Special tokens in text that a user wrote are encoded as text; only
+`encode_trusted` (for text that a chat template or the program's author wrote) recognises them.
+
+Called by `tokenizer.chat_template`, `llm`, `engine.async_engine` and the server. Streaming text is
+`detokenizer`'s, chat templates are `chat_template`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import tokenizers
+
+from penstock.errors import InvalidRequestError, ModelConfigError
+from penstock.tokenizer.detokenizer import (
+    EACH_BYTE,
+    ByteDetokenizer,
+    Detokenizer,
+    NoText,
+    PieceTable,
+    WindowDetokenizer,
+    byte_fallback_piece,
+    byte_level_alphabet,
+    byte_level_piece,
+)
+
+MAX_TOKENIZER_BYTES = 256 * 2**20
+_CONTEXT_TOKENS = 6  # ids of the prompt that a window detokenizer looks at
+
+
+class AddedToken(msgspec.Struct, frozen=True):
+    id: int
+    content: str
+    special: bool = False
+
+
+class DecoderSpec(msgspec.Struct, frozen=True):
+    """The part of a `tokenizer.json` decoder that tells which kind it is."""
+
+    type: str
+    decoders: list[DecoderSpec] = []
+    pattern: dict[str, str] = {}
+    content: str = ""
+    start: int = 0
+
+
+class TokenizerFile(msgspec.Struct, frozen=True):
+    added_tokens: list[AddedToken] = []
+    decoder: DecoderSpec | None = None
+
+
+class Tokenizer(Protocol):
+    """What the engine's fronts need of a tokenizer. Safe to call from several threads."""
+
+    @property
+    def special_tokens(self) -> list[str]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of text that a user wrote; special tokens in it are text.
+
+        Args:
+            add_special_tokens: let the tokenizer add its own (a beginning-of-sequence id).
+        """
+        ...
+
+    def encode_trusted(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of text in which special tokens mean themselves."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes that one token stands for, special ones too (for log-probabilities)."""
+        ...
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer for the sequence that follows this prompt."""
+        ...
+
+
+class AbsentTokenizer:
+    """A model directory without `tokenizer.json`: prompts are token ids, texts are empty."""
+
+    special_tokens: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        raise InvalidRequestError(
+            "this model has no tokenizer.json, so text cannot be encoded.",
+            remedy="Give the prompt as token ids.",
+            param="prompt",
+        )
+
+    encode_trusted = encode
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return ""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b""
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        return NoText()
+
+
+class JsonTokenizer:
+    """A `tokenizer.json` of the Hugging Face tokenizers library.
+
+    Args:
+        data: content of the file.
+        name: how errors call it.
+    """
+
+    def __init__(self, data: bytes, name: str = "tokenizer.json") -> None:
+        self._data = data
+        try:
+            self._file = msgspec.json.decode(data, type=TokenizerFile)
+            self._untrusted = self._load()
+        except Exception as error:  # the library raises bare Exception
+            raise ModelConfigError(
+                f"{name} cannot be read: {error}.", remedy="Download the model's tokenizer again."
+            ) from error
+        self._untrusted.encode_special_tokens = True
+        self._decoding = _Decoding(self._untrusted, self._file)
+
+    @property
+    def special_tokens(self) -> list[str]:
+        return [token.content for token in self._file.added_tokens if token.special]
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return _encode(self._untrusted, text, add_special_tokens)
+
+    def encode_trusted(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return _encode(self._trusted, text, add_special_tokens)
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        detokenizer = self.detokenizer([], skip_special_tokens=skip_special_tokens)
+        return detokenizer.feed(token_ids) + detokenizer.finish()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._decoding.token_bytes(token_id)
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        return self._decoding.detokenizer(prompt_token_ids, skip_special_tokens)
+
+    @cached_property
+    def _trusted(self) -> tokenizers.Tokenizer:
+        # A second object, since the library's switch may not be turned while another thread encodes.
+        return self._load()
+
+    def _load(self) -> tokenizers.Tokenizer:
+        return tokenizers.Tokenizer.from_buffer(self._data)
+
+
+class _Decoding:
+    """How this vocabulary turns into bytes: byte-level, byte-fallback, or only the library knows."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, file: TokenizerFile) -> None:
+        self._tokenizer = tokenizer
+        kinds = _decoder_steps(file.decoder)
+        self._is_byte_join = kinds == ["ByteLevel"] or kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
+        self._errors = "replace" if kinds == ["ByteLevel"] else EACH_BYTE
+        self._strip_spaces = _leading_strip(file.decoder)
+        self._alphabet = byte_level_alphabet() if kinds == ["ByteLevel"] else {}
+        hidden = frozenset(token.id for token in file.added_tokens if token.special)
+        self._all_pieces = PieceTable(self._piece)
+        self._plain_pieces = PieceTable(self._piece, hidden)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._all_pieces[token_id]
+
+    def detokenizer(self, prompt: list[int], skip_special: bool) -> Detokenizer:
+        if not self._is_byte_join:
+            decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special)
+            return WindowDetokenizer(decode, prompt[-_CONTEXT_TOKENS:])
+        pieces = self._plain_pieces if skip_special else self._all_pieces
+        at_start = bool(self._strip_spaces) and not any(pieces[token_id] for token_id in prompt)
+        return ByteDetokenizer(pieces, self._errors, self._strip_spaces if at_start else 0)
+
+    def _piece(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""  # models may pad their vocabulary beyond the tokenizer's
+        if self._alphabet:
+            return byte_level_piece(token, self._alphabet)
+        if self._is_byte_join:
+            return byte_fallback_piece(token)
+        return self._tokenizer.decode([token_id], skip_special_tokens=False).encode()
+
+
+def _decoder_steps(decoder: DecoderSpec | None) -> list[str]:
+    """Kinds of the steps of a decoder; a step that we do not know by heart makes it foreign."""
+    if decoder is None:
+        return []
+    steps = decoder.decoders if decoder.type == "Sequence" else [decoder]
+    known = all(_is_plain(step) for step in steps)
+    return [step.type for step in steps] if known else ["foreign"]
+
+
+def _is_plain(step: DecoderSpec) -> bool:
+    if step.type == "Replace":
+        return step.pattern == {"String": "\u2581"} and step.content == " "
+    if step.type == "Strip":
+        return step.content == " "
+    return step.type in ("ByteLevel", "ByteFallback", "Fuse")
+
+
+def _leading_strip(decoder: DecoderSpec | None) -> int:
+    steps = decoder.decoders if decoder is not None else []
+    return sum(step.start for step in steps if step.type == "Strip")
+
+
+def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    try:
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    except (TypeError, UnicodeError) as error:
+        raise InvalidRequestError(
+            "the prompt is not valid Unicode text (it may hold a lone surrogate).", param="prompt"
+        ) from error
+
+
+def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
+    """Matches each special token longer than one character; matches nothing where there are none."""
+    tokens = sorted((token for token in tokenizer.special_tokens if len(token) > 1), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, tokens)) or r"(?!)")
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of a model directory; raises `ModelConfigError` when its file is bad."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return AbsentTokenizer()
+    size = path.stat().st_size
+    if size > MAX_TOKENIZER_BYTES:
+        raise ModelConfigError(f"{path} has {size} bytes, more than {MAX_TOKENIZER_BYTES}.")
+    return JsonTokenizer(path.read_bytes(), str(path))

@@ -1,0 +1,372 @@
+"""Streams of text over a real socket, with a core that does what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+
+from fakes import FakeClock
+from penstock.engine.async_engine import AsyncEngine, EngineInfo, RequestStream
+from penstock.engine.endpoints import Endpoint
+from penstock.engine.ipc import (
+    AbortRequests,
+    AddRequest,
+    CoreSocket,
+    EngineFailed,
+    Hello,
+    StepUpdates,
+    Welcome,
+)
+from penstock.engine.stats import CoreStats
+from penstock.errors import (
+    AbortedError,
+    ErrorInfo,
+    InvalidRequestError,
+    NumericalError,
+    OverloadedError,
+    StageLostError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from penstock.request import FinishReason, RequestUpdate, SamplingParams
+from penstock.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, PieceTable
+from penstock.tokenizer.tokenizer import AbsentTokenizer
+
+WAIT_S = 10.0  # a bound for hangs, never waited for
+INFO = EngineInfo(max_model_len=64, vocab_size=256, max_num_seqs=2, max_waiting_requests=1)
+STATS = CoreStats(
+    num_running=0,
+    num_waiting=0,
+    num_blocks=8,
+    free_blocks=8,
+    num_preemptions=0,
+    step_id=0,
+    inflight=0,
+    last_result_age_s=0.5,
+    epoch=0,
+    generated_tokens=0,
+    prompt_tokens=0,
+)
+
+
+class ByteTokenizer(AbsentTokenizer):
+    """Each byte is a token."""
+
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        return ByteDetokenizer(PieceTable(lambda token_id: bytes([token_id])))
+
+
+class FakeCore:
+    """The core's end of the socket. Its waits block the event loop, but zmq sends on a thread of its own."""
+
+    def __init__(self) -> None:
+        self.endpoint = Endpoint()
+        self.socket = CoreSocket(f"fd:{os.dup(self.endpoint.listen_fd)}")
+        self.endpoint.close_listener()
+        self.client = b""
+
+    def hear(self, count: int = 1) -> list[object]:
+        """The next `count` messages."""
+        received: list[object] = []
+        while len(received) < count:
+            self.socket.wait([], WAIT_S)
+            entries = self.socket.drain()
+            assert entries, "the client has said nothing"
+            self.client = entries[0][0]
+            received += [message for _, message in entries]
+        assert len(received) == count
+        return received
+
+    def tell(self, *updates: RequestUpdate, stats: CoreStats = STATS) -> None:
+        self.socket.send(self.client, StepUpdates(list(updates), stats))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.endpoint.close()
+
+
+class Rig:
+    def __init__(self, info: EngineInfo = INFO) -> None:
+        self.core = FakeCore()
+        self.clock = FakeClock()
+        self.engine = AsyncEngine(
+            self.core.endpoint.connect_address,
+            ByteTokenizer(),
+            info,
+            clock=self.clock,
+            wall_clock=lambda: 1e9 + self.clock.now,
+        )
+
+    async def start(self, max_model_len: int = 64) -> None:
+        starting = asyncio.ensure_future(self.engine.start(WAIT_S))
+        await asyncio.sleep(0)  # lets it say hello
+        assert self.core.hear() == [Hello()]
+        welcome = Welcome(num_blocks=8, block_size=4, max_model_len=max_model_len, stages=[])
+        self.core.socket.send(self.core.client, welcome)
+        await starting
+
+    def add(self, name: str = "r", **sampling: object) -> RequestStream:
+        """A stream whose request the core has seen."""
+        stream = self.engine.add(name, [1, 2, 3], SamplingParams(max_tokens=20, **sampling))
+        (message,) = self.core.hear()
+        assert isinstance(message, AddRequest)
+        assert message.request.request_id == name
+        assert message.request.prompt_token_ids == [1, 2, 3]
+        return stream
+
+
+def with_rig(body: Callable[[Rig], Awaitable[None]], info: EngineInfo = INFO) -> None:
+    async def run() -> None:
+        rig = Rig(info)
+        try:
+            await body(rig)
+        finally:
+            rig.engine.close()
+            rig.core.close()
+
+    asyncio.run(run())
+
+
+def update(name: str, text: bytes, finish: FinishReason | None = None, **more: object) -> RequestUpdate:
+    return RequestUpdate(request_id=name, token_ids=list(text), finish_reason=finish, **more)
+
+
+async def read_all(stream: RequestStream) -> tuple[str, FinishReason | None]:
+    text = ""
+    while True:
+        delta = await stream.next()
+        text += delta.text
+        if delta.finish_reason is not None:
+            return text, delta.finish_reason
+
+
+def test_streams_get_their_own_text_in_order() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        first, second = rig.add("a"), rig.add("b")
+        rig.core.tell(update("a", b"x", queue_seconds=0.25, num_cached_tokens=2), update("b", b"1"))
+        rig.core.tell(update("b", b"2", "length"), update("a", b"y"))
+        rig.core.tell(update("a", b"z", "stop", stop_token_id=122))
+        assert await read_all(first) == ("xy", "stop")
+        assert await read_all(second) == ("12", "length")
+        assert (first.prompt_tokens, first.completion_tokens, first.cached_tokens) == (3, 3, 2)
+        assert first.queue_seconds == 0.25
+
+    with_rig(body)
+
+
+def test_what_came_between_two_reads_is_merged() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream, other = rig.add("a"), rig.add("b")
+        for text in (b"x", b"y", b"z"):
+            rig.core.tell(update("a", text))
+        rig.core.tell(update("b", b"-", "length"))
+        await read_all(other)  # by now the updates of the first have been read from the socket too
+        delta = await stream.next()
+        assert (delta.text, delta.token_ids) == ("xyz", list(b"xyz"))
+
+    with_rig(body)
+
+
+def test_d11_a_stop_string_ends_the_stream_and_aborts_in_the_core() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add(stop=["END"])
+        rig.core.tell(update("r", b"aEN"), update("r", b"Dbc"))
+        assert await read_all(stream) == ("a", "stop")
+        assert stream.completion_tokens == 4
+        assert rig.core.hear() == [AbortRequests(["r"])]
+        stream.cancel()  # after the end: nothing
+        rig.core.tell(update("r", b"late", "length"))
+        again = rig.add("s")
+        rig.core.tell(update("s", b"!", "length"))
+        assert await read_all(again) == ("!", "length")
+
+    with_rig(body)
+
+
+def test_a_stop_string_in_the_last_token_needs_no_abort() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add(stop=["END"])
+        rig.core.tell(update("r", b"END", "length"))
+        assert await read_all(stream) == ("", "stop")
+        rig.add("s")  # hears exactly one message: there was no abort before
+
+    with_rig(body)
+
+
+def test_r13_cancel_aborts_once_and_ends_a_waiting_reader() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add()
+        waiting = asyncio.ensure_future(stream.next())
+        await asyncio.sleep(0)
+        stream.cancel()
+        stream.cancel()
+        with pytest.raises(AbortedError):
+            await waiting
+        assert rig.core.hear() == [AbortRequests(["r"])]
+
+    with_rig(body)
+
+
+def test_r8_the_error_of_one_request_is_its_own() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        bad, good = rig.add("a"), rig.add("b")
+        error = ErrorInfo(kind="NumericalError", message="NaN in the logits", code="numerical")
+        rig.core.tell(update("a", b"x"))
+        rig.core.tell(update("a", b"", "error", error=error), update("b", b"y", "length"))
+        assert await read_all(good) == ("y", "length")
+        assert (await bad.next()).text == "x", "what came before the error is not lost"
+        with pytest.raises(NumericalError, match="NaN"):
+            await bad.next()
+
+    with_rig(body)
+
+
+@pytest.mark.parametrize("word", [True, False])
+def test_r1_a_lost_engine_ends_every_stream_with_the_cause(word: bool) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        streams = [rig.add("a"), rig.add("b")]
+        if word:
+            error = ErrorInfo(kind="StageLostError", message="stage 1 was killed", stage=1)
+            rig.core.socket.send(rig.core.client, EngineFailed(error))
+        rig.core.socket.close()
+        for stream in streams:
+            with pytest.raises(StageLostError, match="stage 1 was killed" if word else "core went away"):
+                await stream.next()
+        status = rig.engine.status()
+        assert not status.ready
+        assert status.stage == (1 if word else None)
+        with pytest.raises(StageLostError):
+            rig.engine.add("c", [1], SamplingParams())
+        streams[0].cancel()  # the core is gone; harmless
+
+    with_rig(body)
+
+
+def test_more_requests_than_the_bound_are_refused_until_one_ends() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        streams = [rig.add(str(number)) for number in range(3)]
+        with pytest.raises(OverloadedError, match="3 requests"):
+            rig.engine.add("x", [1], SamplingParams())
+        rig.core.tell(update("0", b"", "length"))
+        await read_all(streams[0])
+        streams[0] = rig.add("y")
+        streams[1].cancel()
+        assert rig.core.hear() == [AbortRequests(["1"])]
+        rig.add("z")
+
+    with_rig(body)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "param"),
+    [
+        ([], {}, "prompt"),
+        ([256], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([1] * 64, {"max_tokens": None}, "prompt"),
+        ([1] * 60, {"max_tokens": 5}, "max_tokens"),
+        ([1], {"temperature": 3.0}, "temperature"),
+        ([1], {"stop_token_ids": [256]}, "stop_token_ids"),
+    ],
+)
+def test_a_request_out_of_bounds_is_refused_before_it_is_sent(
+    prompt: list[int], sampling: dict[str, object], param: str
+) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        with pytest.raises(InvalidRequestError) as raised:
+            rig.engine.add("bad", prompt, SamplingParams(**sampling))
+        assert raised.value.param == param
+        rig.add("good")  # the first message that the core hears
+
+    with_rig(body)
+
+
+def test_the_core_may_serve_less_than_the_model() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start(max_model_len=8)
+        assert rig.engine.max_model_len == 8
+        with pytest.raises(InvalidRequestError, match="limit for prompt and output together is 8"):
+            rig.engine.add("bad", [1] * 8, SamplingParams())
+
+    with_rig(body)
+
+
+def test_one_id_twice_is_refused() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        rig.add("a")
+        with pytest.raises(InvalidRequestError, match="in use"):
+            rig.engine.add("a", [1], SamplingParams())
+
+    with_rig(body)
+
+
+def test_before_the_welcome_requests_are_told_to_wait() -> None:
+    async def body(rig: Rig) -> None:
+        with pytest.raises(UnavailableError, match="loading"):
+            rig.engine.add("a", [1], SamplingParams())
+        status = rig.engine.status()
+        assert (status.ready, status.reason, status.stats) == (False, "the engine is loading", None)
+
+    with_rig(body)
+
+
+def test_g2_start_fails_with_the_cause_of_the_core() -> None:
+    async def body(rig: Rig) -> None:
+        starting = asyncio.ensure_future(rig.engine.start(WAIT_S))
+        await asyncio.sleep(0)
+        rig.core.hear()
+        error = ErrorInfo(kind="StageLostError", message="stage 0: bad shard", stage=0)
+        rig.core.socket.send(rig.core.client, EngineFailed(error))
+        with pytest.raises(StageLostError, match="bad shard"):
+            await starting
+
+    with_rig(body)
+
+
+def test_start_does_not_wait_for_ever() -> None:
+    async def body(rig: Rig) -> None:
+        with pytest.raises(WaitTimeoutError):
+            await rig.engine.start(0.01)
+
+    with_rig(body)
+
+
+def test_d9_readiness_follows_the_age_of_the_last_result() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        ready = rig.engine.status()
+        assert ready.ready
+        assert ready.since == pytest.approx(1e9 + 100.0)
+        rig.clock.advance(5.5)
+        stale = rig.engine.status()
+        assert (stale.ready, stale.since) == (False, pytest.approx(1e9 + 105.5))
+        assert "no result has crossed the stages for 5.5 s" in stale.reason
+        stream = rig.add()
+        rig.core.tell(update("r", b"x", "length"))
+        await read_all(stream)
+        fresh = rig.engine.status()
+        assert fresh.ready
+        assert fresh.stats == STATS
+        rig.core.tell(stats=msgspec.structs.replace(STATS, last_result_age_s=5.2))
+        other = rig.add("s")
+        rig.core.tell(
+            update("s", b"x", "length"), stats=msgspec.structs.replace(STATS, last_result_age_s=5.2)
+        )
+        await read_all(other)
+        assert not rig.engine.status().ready, "the core is heard, but its stages are not"
+
+    with_rig(body)

@@ -1,0 +1,75 @@
+"""The HTTP socket: refused where it must be, with who is in the way."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from penstock.config import ServerConfig
+from penstock.engine import listening
+from penstock.engine.listening import listen, url
+from penstock.errors import PortInUseError, UsageError
+
+
+def test_a_free_port_is_bound_and_accepts() -> None:
+    with listen(ServerConfig(port=0)) as listener:
+        host, port = listener.getsockname()
+        assert host == "127.0.0.1"
+        assert url(listener) == f"http://127.0.0.1:{port}"
+        with socket.create_connection((host, port)) as client, listener.accept()[0] as server:
+            client.sendall(b"x")
+            assert server.recv(1) == b"x"
+
+
+def test_a_busy_port_names_the_process_that_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUseError) as raised:
+            listen(ServerConfig(port=port))
+    name = Path("/proc/self/comm").read_text().strip()
+    assert str(raised.value) == f"port {port} is used by pid {os.getpid()} ({name}). Use --port or stop it."
+    assert raised.value.exit_code == 5
+
+
+def test_a_port_whose_owner_is_not_visible_is_refused_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "_owner", lambda port: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(PortInUseError, match=f"port {port} is used by another process"):
+            listen(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "", "::"])
+def test_an_open_address_needs_a_key(host: str) -> None:
+    with pytest.raises(UsageError, match="no API key is set") as raised:
+        listen(ServerConfig(host=host, port=0))
+    assert raised.value.exit_code == 2
+    assert "--insecure" in raised.value.remedy
+
+
+@pytest.mark.parametrize("more", [{"api_keys": ["k"]}, {"insecure": True}])
+def test_an_open_address_with_a_key_or_on_demand(more: dict[str, object]) -> None:
+    with listen(ServerConfig(host="0.0.0.0", port=0, **more)) as listener:
+        assert listener.getsockname()[0] == "0.0.0.0"
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
+def test_loopback_needs_no_key(host: str) -> None:
+    listen(ServerConfig(host=host, port=0)).close()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 300])
+def test_an_address_that_is_not_ours_is_a_usage_error(host: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        listen(ServerConfig(host=host, port=0, insecure=True))
+    assert raised.value.param == "host"
+
+
+def test_no_socket_is_left_open_by_a_refusal() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortInUseError):
+        listen(ServerConfig(port=other.getsockname()[1]))
+    assert len(os.listdir("/proc/self/fd")) == before

@@ -1,0 +1,89 @@
+"""What a supervisor prints."""
+
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+
+from fakes import FakeClock
+from penstock.engine.reports import (
+    Draining,
+    EngineReady,
+    Event,
+    Failed,
+    LoadProgress,
+    NoReporter,
+    PlainReporter,
+    StageLoaded,
+    StageReady,
+    stage_parts,
+)
+from penstock.errors import ErrorInfo
+
+READY = StageReady(
+    stage=0, pid=4711, parts="embed, layers 0-3", tensor_bytes=2_600_000, num_blocks=512, stranded_bytes=0
+)
+EVENTS: list[Event] = [
+    LoadProgress(stage=1, done_bytes=1, total_bytes=4),
+    StageLoaded(stage=0, pid=1, bytes_read=2, seconds=0.5),
+    READY,
+    EngineReady(address="http://127.0.0.1:8000", seconds=2.06),
+    Draining(seconds=30.0),
+    Failed(error=ErrorInfo(kind="PortInUseError", message="port 1 is used.", remedy="Use --port.")),
+]
+
+
+def printed(*events: Event) -> list[str]:
+    stream = io.StringIO()
+    reporter = PlainReporter(stream, FakeClock())
+    for event in events:
+        reporter.report(event)
+    return stream.getvalue().splitlines()
+
+
+def test_one_line_per_stage_and_one_when_ready() -> None:
+    assert printed(*EVENTS) == [
+        "stage 0  pid 4711  embed, layers 0-3  2.6 MB  512 KV blocks",
+        "ready in 2.1 s   http://127.0.0.1:8000",
+        "draining: running requests have 30 s; a second signal ends at once",
+        "error: port 1 is used. Use --port.",
+    ]
+
+
+def test_stranded_memory_is_reported() -> None:
+    event = msgspec.structs.replace(READY, stranded_bytes=1_500_000)
+    assert printed(event)[0].endswith("512 KV blocks  (1.5 MB of KV memory stranded)")
+
+
+def test_progress_is_printed_now_and_then_and_by_stage() -> None:
+    stream, clock = io.StringIO(), FakeClock()
+    reporter = PlainReporter(stream, clock)
+    for seconds in (0, 4, 2, 1, 5):
+        clock.advance(seconds)
+        reporter.report(LoadProgress(stage=1, done_bytes=1, total_bytes=4_000_000))
+    assert stream.getvalue().splitlines() == ["stage 1  loading 0 % of 4.0 MB"] * 2
+
+
+def test_no_reporter_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    NoReporter().report(READY)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
+def test_events_survive_the_status_pipe(event: Event) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(event), type=Event) == event
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        ((0, 1, 0, 5), "embed, layers 0-4, norm, head"),
+        ((0, 3, 0, 2), "embed, layers 0-1"),
+        ((1, 3, 2, 3), "layer 2"),
+        ((2, 3, 3, 5), "layers 3-4, norm, head"),
+    ],
+)
+def test_parts_of_a_stage_in_words(place: tuple[int, int, int, int], words: str) -> None:
+    assert stage_parts(*place) == words
