@@ -1,0 +1,211 @@
+"""What loading costs each stage: bytes read, and private memory gained, against the stage's own tensors.
+
+    python benchmarks/load_memory.py [--stages 2] [--layers 24] [--directory DIR]
+
+Makes a seeded random checkpoint of the shape of Qwen2.5-0.5B in bfloat16 (988 MB), starts the real
+supervisor, core and ranks on it, and compares, for each stage: all bytes of its read calls while it loads
+(within 1 % of its own tensors), and private memory when it is ready less that before its model is made, less
+the KV pool (within 8 %). A tied head counts once. Own tensors are counted from the model's shape, not from
+what the loader says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from penstock.engine import supervisor
+from penstock.engine.reports import EngineReady, Event, Failed
+from penstock.models.registry import load_spec
+from penstock.pipeline.partition import partition_layers
+
+READ_TOLERANCE = 0.01
+MEMORY_TOLERANCE = 0.08
+NUM_BLOCKS = 16
+ITEM_BYTES = 2  # bfloat16
+WORKER = "penstock.executor.worker"
+
+HIDDEN, INTERMEDIATE, VOCABULARY = 896, 4864, 151936
+HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
+
+
+def config(num_layers: int) -> dict[str, Any]:
+    """`config.json` of the shape of Qwen2.5-0.5B."""
+    return {
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INTERMEDIATE,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    }
+
+
+def shapes(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of all tensors."""
+    query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}."
+        for name, rows in (("q", query), ("k", kv), ("v", kv)):
+            yield f"{prefix}self_attn.{name}_proj.weight", (rows, HIDDEN)
+            yield f"{prefix}self_attn.{name}_proj.bias", (rows,)
+        yield f"{prefix}self_attn.o_proj.weight", (HIDDEN, query)
+        yield f"{prefix}mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)
+        yield f"{prefix}mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)
+        yield f"{prefix}mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
+        yield f"{prefix}input_layernorm.weight", (HIDDEN,)
+        yield f"{prefix}post_attention_layernorm.weight", (HIDDEN,)
+    yield "model.norm.weight", (HIDDEN,)
+
+
+def write_checkpoint(directory: Path, num_layers: int) -> None:
+    """Seeded random weights as one safetensors file, written piece by piece."""
+    (directory / "config.json").write_text(json.dumps(config(num_layers)))
+    noise = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32) * 0.02
+    pattern = (noise.view(np.uint32) >> 16).astype("<u2")  # bfloat16: the upper half of a float32
+    header, position = {}, 0
+    for name, shape in shapes(num_layers):
+        size = int(np.prod(shape)) * ITEM_BYTES
+        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _, shape in shapes(num_layers):
+            file.write(np.resize(pattern, int(np.prod(shape))).data)
+
+
+class NoFront:
+    """Nobody uses the engine; the benchmark ends it by a signal once it is ready."""
+
+    lifeline_fds: Sequence[int] = ()
+    drain_s = 0.0
+
+    def open(self) -> None:
+        pass
+
+    def start(self, family: object, plan: object, wiring: object) -> Sequence[Any]:
+        return []
+
+    def address(self, wiring: object) -> str:
+        return "nowhere"
+
+    def close(self) -> None:
+        pass
+
+
+class EndWhenReady:
+    """The supervisor's reporter."""
+
+    failure = ""
+
+    def report(self, event: Event) -> None:
+        if isinstance(event, EngineReady):
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif isinstance(event, Failed):
+            self.failure = event.error.message
+
+
+def use_measured_rank(directory: Path) -> None:
+    """Let the supervisor start `measured_rank` where it would start a rank."""
+    here = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["MEASURED_RANK_DIR"] = str(directory)
+    spawn = supervisor.spawn
+
+    def spawn_measured(module: str, *arguments: Any, **named: Any) -> Any:
+        return spawn("measured_rank" if module == WORKER else module, *arguments, **named)
+
+    supervisor.spawn = spawn_measured
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCost:
+    """One stage's figures, in bytes."""
+
+    stage: int
+    own: int
+    read: int
+    gained: int
+
+    @property
+    def fine(self) -> bool:
+        read_error = abs(self.read / self.own - 1)
+        return read_error <= READ_TOLERANCE and abs(self.gained / self.own - 1) <= MEMORY_TOLERANCE
+
+    def line(self) -> str:
+        read_error, gain_error = (100 * (value / self.own - 1) for value in (self.read, self.gained))
+        return (
+            f"stage {self.stage}  own tensors {self.own / 1e6:7.1f} MB   "
+            f"read {self.read / 1e6:7.1f} MB ({read_error:+.2f} %)   "
+            f"private memory gained {self.gained / 1e6:7.1f} MB ({gain_error:+.2f} %)   "
+            f"{'ok' if self.fine else 'MISSED'}"
+        )
+
+
+def measure(directory: Path, num_stages: int) -> list[StageCost]:
+    """Start the engine on the checkpoint and read what its ranks wrote down."""
+    use_measured_rank(directory)
+    engine = EngineConfig(
+        model=ModelConfig(model=str(directory)),
+        parallel=ParallelConfig(pipeline_parallel_size=num_stages),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS),
+    )
+    reporter = EndWhenReady()
+    code = supervisor.Supervisor(engine, NoFront(), reporter).run()
+    if code:
+        raise SystemExit(f"the engine ended with code {code}: {reporter.failure}")
+    spec = load_spec(directory)
+    costs = []
+    for stage, (start, end) in enumerate(partition_layers(spec.num_layers, num_stages)):
+        seen = json.loads((directory / f"stage-{stage}.json").read_text())
+        costs.append(
+            StageCost(
+                stage=stage,
+                own=spec.stage_parameters(start, end) * ITEM_BYTES,
+                read=seen["read_loaded"] - seen["read_before"],
+                gained=seen["private_ready"] - seen["private_before"] - NUM_BLOCKS * seen["block_bytes"],
+            )
+        )
+    return costs
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--directory", type=Path, help="where the temporary checkpoint is written")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.directory) as name:
+        directory = Path(name)
+        write_checkpoint(directory, options.layers)
+        costs = measure(directory, options.stages)
+    for cost in costs:
+        print(cost.line())
+    return 0 if all(cost.fine for cost in costs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

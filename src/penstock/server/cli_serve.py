@@ -1,0 +1,77 @@
+"""`penstock serve`: from settings to a running supervisor.
+
+Called by `cli`; runs `engine.supervisor` in the calling (main) thread, since children die with the thread
+that made them. Decides nothing about processes itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock import __version__
+from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.reports import Reporter
+from penstock.errors import UsageError
+from penstock.server.cli_report import JsonReporter, ServeReporter
+from penstock.server.cli_settings import PARTITION_ENV, EngineSettings, FrontSettings, ProgramSettings
+from penstock.server.cli_sources import config_as_toml
+from penstock.server.cli_terminal import Invocation
+
+Run = Callable[[EngineConfig, ServerConfig, Reporter], int]
+
+_ENGINE, _FRONT, _PROGRAM = EngineSettings(), FrontSettings(), ProgramSettings()
+
+
+def serve(
+    model: str | None = None,
+    /,
+    *,
+    engine: EngineSettings = _ENGINE,
+    front: FrontSettings = _FRONT,
+    program: ProgramSettings = _PROGRAM,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """The command. Returns when the server has ended."""
+    settings = with_environment_partition(engine, invocation)
+    if program.print_config:
+        invocation.stdout.write(config_as_toml((settings, front), model, invocation.origins, __version__))
+        return 0
+    return start(model, settings, front, invocation, run_supervisor)
+
+
+def start(
+    model: str | None, engine: EngineSettings, front: FrontSettings, invocation: Invocation, run: Run
+) -> int:
+    """Check the settings, make the reporter and run until the end."""
+    if not model:
+        raise UsageError(
+            "no model is given.", remedy="Use `penstock serve MODEL`; `penstock serve demo` needs no files."
+        )
+    engine_config, server_config = engine.engine_config(model), front.server_config()
+    if front.log_format == "json":
+        return run(engine_config, server_config, JsonReporter(invocation.stdout))
+    reporter = ServeReporter(invocation, engine_config, server_config)
+    reporter.begin()
+    return run(engine_config, server_config, reporter)
+
+
+def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:
+    """Serve in this thread until told to stop."""
+    from penstock.engine.supervisor import Supervisor
+
+    for name in ("PENSTOCK_API_KEY", PARTITION_ENV):  # both are in the configs now; children need neither
+        os.environ.pop(name, None)
+    return Supervisor.for_server(engine, server, reporter).run()
+
+
+def with_environment_partition(engine: EngineSettings, invocation: Invocation) -> EngineSettings:
+    """A partition from the environment is for pipelines; with one stage it does not apply."""
+    from_environment = invocation.origins.get("partition", "").startswith("environment")
+    if from_environment and engine.pipeline_parallel_size == 1:
+        return dataclasses.replace(engine, partition="even")
+    return engine

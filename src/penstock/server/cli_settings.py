@@ -1,0 +1,219 @@
+"""The settings of `penstock serve` and of the offline benchmarks: flags, environment names, TOML keys, help.
+
+The dataclasses here are the only list: `cli_serve` turns them into the configs of `penstock.config`;
+`cli_help` and `cli_sources` read the same fields. Names are vLLM's where the meaning is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from penstock.config import (
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    TiedHead,
+)
+from penstock.errors import UsageError
+
+ENV_PREFIX = "PENSTOCK_"
+SECRET_SETTINGS = frozenset({"api-key"})
+SERVED_ENV = "PENSTOCK_MODEL_NAME"  # for clients; PENSTOCK_MODEL is the server's directory
+PARTITION_ENV = "PENSTOCK_PP_LAYER_PARTITION"
+
+
+def flag(help_text: str, *names: str, group: str, env: str | None = None) -> Parameter:
+    """A flag: one line of help, its names (the first is the key in TOML), and the help page it is on.
+
+    Given twice, the last one counts. `env` replaces the environment names that follow from the names.
+    """
+    return Parameter(
+        name=list(names), help=help_text, group=group, negative="", env_var=env, allow_repeating=True
+    )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What the engine can be told, by `serve` and by the offline benchmarks alike."""
+
+    dtype: Annotated[DType, flag("of weights and computation", "--dtype", group="model")] = "auto"
+    max_model_len: Annotated[
+        int | None, flag("longest prompt + output", "--max-model-len", group="model")
+    ] = None
+    seed: Annotated[int, flag("of requests without a seed", "--seed", group="model")] = 0
+
+    pipeline_parallel_size: Annotated[
+        int, flag("stages of the pipeline", "--pipeline-parallel-size", "--pp", group="pipeline")
+    ] = 1
+    partition: Annotated[
+        str,
+        flag(
+            "layers per stage: even, last, or a list such as 5,6,5,6",
+            "--partition",
+            group="pipeline",
+            env=PARTITION_ENV,
+        ),
+    ] = "even"
+    async_depth: Annotated[int, flag("plans issued ahead of the pipe", "--async-depth", group="pipeline")] = 0
+    threads_per_rank: Annotated[
+        int | None, flag("CPU threads of a rank", "--threads-per-rank", group="pipeline")
+    ] = None
+    device: Annotated[Device, flag("where the stages run", "--device", group="pipeline")] = "cpu"
+    tied_head: Annotated[
+        TiedHead, flag("how the last stage gets a tied embedding", "--tied-head", group="pipeline")
+    ] = "load"
+
+    block_size: Annotated[int, flag("tokens per KV block", "--block-size", group="kv")] = 16
+    num_blocks: Annotated[
+        int | None, flag("KV blocks per stage", "--num-blocks", "--num-gpu-blocks-override", group="kv")
+    ] = None
+    kv_cache_bytes: Annotated[
+        int | None,
+        flag("bytes of KV cache per rank", "--kv-cache-bytes", "--kv-cache-memory-bytes", group="kv"),
+    ] = None
+
+    max_num_seqs: Annotated[int, flag("requests that run at once", "--max-num-seqs", group="scheduler")] = 64
+    max_num_batched_tokens: Annotated[
+        int, flag("tokens of one plan at most", "--max-num-batched-tokens", group="scheduler")
+    ] = 2048
+    prefill_chunk: Annotated[
+        int, flag("prompt tokens of one request in one plan at most", "--prefill-chunk", group="scheduler")
+    ] = 512
+    max_waiting_requests: Annotated[
+        int, flag("waiting requests before a 429", "--max-waiting-requests", group="scheduler")
+    ] = 1024
+    queue_timeout: Annotated[
+        float, flag("seconds a request may wait before a 503", "--queue-timeout", group="scheduler")
+    ] = 60.0
+
+    def engine_config(self, model: str) -> EngineConfig:
+        """For the engine. Raises `UsageError` naming a setting that is out of range."""
+        if not 0 < self.queue_timeout < float("inf"):
+            raise UsageError(
+                f"queue_timeout is {self.queue_timeout}; it must be above 0.", param="queue_timeout"
+            )
+        return EngineConfig(
+            model=ModelConfig(model=model, dtype=self.dtype, max_model_len=self.max_model_len),
+            parallel=ParallelConfig(
+                pipeline_parallel_size=self.pipeline_parallel_size,
+                partition=self.partition,
+                async_depth=self.async_depth,
+                threads_per_rank=self.threads_per_rank,
+                device=self.device,
+                tied_head=self.tied_head,
+            ),
+            cache=CacheConfig(
+                block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_bytes=self.kv_cache_bytes
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=self.max_num_seqs,
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                prefill_chunk=self.prefill_chunk,
+                max_waiting_requests=self.max_waiting_requests,
+                queue_timeout_s=self.queue_timeout,
+            ),
+            seed=self.seed,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontSettings:
+    """What the HTTP front can be told."""
+
+    host: Annotated[str, flag("address to listen on", "--host", group="server")] = "127.0.0.1"
+    port: Annotated[int, flag("port to listen on", "--port", group="server")] = 8000
+    served_model_name: Annotated[
+        str | None, flag("name that clients use", "--served-model-name", group="server")
+    ] = None
+    api_key: Annotated[
+        tuple[str, ...],
+        flag("key that clients must send; prefer --api-key-file", "--api-key", group="server"),
+    ] = ()
+    api_key_file: Annotated[
+        Path | None, flag("file of keys, one a line", "--api-key-file", group="server")
+    ] = None
+    insecure: Annotated[bool, flag("allow an open address without a key", "--insecure", group="server")] = (
+        False
+    )
+    drain_seconds: Annotated[
+        float, flag("time for running work after SIGTERM", "--drain-seconds", group="server")
+    ] = 30.0
+    max_connections: Annotated[int, flag("open connections", "--max-connections", group="server")] = 4096
+    log_format: Annotated[
+        Literal["text", "json"], flag("of the log on standard error", "--log-format", group="server")
+    ] = "text"
+
+    def server_config(self) -> ServerConfig:
+        """For the HTTP front, with the keys read. Raises `UsageError`."""
+        self._check_server()
+        return ServerConfig(
+            host=self.host,
+            port=self.port,
+            api_keys=[*self.api_key, *read_keys(self.api_key_file)],
+            served_model_name=self.served_model_name,
+            insecure=self.insecure,
+            drain_s=self.drain_seconds,
+            max_connections=self.max_connections,
+            log_format=self.log_format,
+        )
+
+    def _check_server(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise UsageError(
+                f"--port is {self.port}; it must be between 0 and 65535.", param="--port", code="out_of_range"
+            )
+        if not 0 <= self.drain_seconds < float("inf"):
+            raise UsageError(
+                f"drain_seconds is {self.drain_seconds}; it must be at least 0.", param="drain_seconds"
+            )
+        if self.max_connections < 1:
+            raise UsageError(
+                f"max_connections is {self.max_connections}; it must be at least 1.", param="max_connections"
+            )
+        if any(not key.strip() for key in self.api_key):
+            raise UsageError("--api-key is empty.", param="--api-key", remedy="Use --api-key-file PATH.")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramSettings:
+    """What this run of the program is to do beside serving."""
+
+    config: Annotated[Path | None, flag("TOML file of settings", "--config", group="program")] = None
+    print_config: Annotated[
+        bool, flag("print every setting and its source, and stop", "--print-config", group="program")
+    ] = False
+
+
+def read_keys(path: Path | None) -> list[str]:
+    """Keys of a file, one a line; blank lines and lines that start with `#` are left out."""
+    if path is None:
+        return []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise UsageError(
+            f"--api-key-file {path} cannot be read: {reason}.",
+            param="--api-key-file",
+            remedy="Give a readable text file with one key a line.",
+        ) from error
+    keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    if not keys:
+        raise UsageError(
+            f"--api-key-file {path} holds no key.",
+            param="--api-key-file",
+            remedy="Write one key a line, or leave the flag out to serve without keys.",
+        )
+    return keys

@@ -1,0 +1,142 @@
+"""What one run of the command line was given and how it speaks: streams, environment, colours, errors.
+
+`cli` makes the one `Invocation` of a run and hands it to the command; tests make their own with string
+streams. Does not parse flags (`cli`, `cli_sources`) and does not print help (`cli_help`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+from penstock.errors import (
+    ModelError,
+    NotEnoughMemoryError,
+    PeerError,
+    PenstockError,
+    RequestError,
+    UsageError,
+)
+
+_CODES = {"red": "31", "green": "32", "yellow": "33", "bold": "1", "dim": "2"}
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """Colours for one stream; plain text where the stream is no terminal or `NO_COLOR` is set."""
+
+    enabled: bool
+
+    @classmethod
+    def for_stream(cls, stream: TextIO, environ: Mapping[str, str]) -> Style:
+        plain = bool(environ.get("NO_COLOR")) or environ.get("TERM") == "dumb"
+        return cls(enabled=stream.isatty() and not plain)
+
+    def paint(self, text: str, colour: str) -> str:
+        return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if self.enabled and text else text
+
+
+@dataclass(slots=True, kw_only=True)
+class Invocation:
+    """One run of `penstock`: the ports to the world and where each setting came from.
+
+    Attributes:
+        environ: the environment; secrets are taken out of it once they are read.
+        origins: setting name -> "flag", "environment NAME", "file PATH" or "default"; filled while parsing.
+        verbose: `-v` was given: show stack traces.
+    """
+
+    stdout: TextIO
+    stderr: TextIO
+    stdin: TextIO
+    environ: dict[str, str]
+    verbose: bool = False
+    origins: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_process(cls) -> Invocation:
+        return cls(stdout=sys.stdout, stderr=sys.stderr, stdin=sys.stdin, environ=dict(os.environ))
+
+    @property
+    def style(self) -> Style:
+        return Style.for_stream(self.stdout, self.environ)
+
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            self.stdout.write(line + "\n")
+        self.stdout.flush()
+
+    def warn(self, text: str) -> None:
+        style = Style.for_stream(self.stderr, self.environ)
+        self.stderr.write(f"{style.paint('warning:', 'yellow')} {text}\n")
+        self.stderr.flush()
+
+
+def printable(text: str) -> str:
+    """Text from outside with control characters made visible, so that it cannot steer a terminal or a log."""
+    return "".join(char if char in "\n\t" or char.isprintable() else _visible(char) for char in text)
+
+
+def _visible(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
+
+
+def one_line(text: str) -> str:
+    """`printable`, and on a single line."""
+    return printable(text).replace("\n", "\\n").replace("\t", " ")
+
+
+_REMEDIES: Sequence[tuple[type[PenstockError], str]] = (
+    (UsageError, "`penstock COMMAND --help all` lists the flags and their defaults."),
+    (ModelError, "`penstock doctor DIRECTORY` checks a model directory."),
+    (NotEnoughMemoryError, "Use more stages, fewer --num-blocks or a shorter --max-model-len."),
+    (PeerError, "`penstock doctor` checks ports, shared memory and limits."),
+)
+
+
+def remedy_of(error: PenstockError) -> str:
+    """What to do about the error: its own remedy, or the usual one for its kind."""
+    if error.remedy:
+        return error.remedy
+    for kind, remedy in _REMEDIES:
+        if isinstance(error, kind):
+            return remedy
+    return "Run the same command with -v for the stack trace."
+
+
+def exit_code_of(error: PenstockError) -> int:
+    """The error's own code; a request that a server refused for its own reasons counts as a peer's error."""
+    is_refusal = isinstance(error, RequestError) and error.exit_code == PenstockError.exit_code
+    return PeerError.exit_code if is_refusal else error.exit_code
+
+
+def _in_flag_words(error: PenstockError) -> str:
+    """The message with the field name of a settings value written as the flag that sets it."""
+    field_name = error.param or ""
+    if not isinstance(error, UsageError) or not field_name or not error.message.startswith(field_name + " "):
+        return error.message
+    return "--" + field_name.replace("_", "-") + error.message[len(field_name) :]
+
+
+def report_error(error: BaseException, invocation: Invocation) -> int:
+    """Print what happened, why and what to do; the exit code of the program.
+
+    Our own errors carry what and why in the message. Any other exception is a bug of ours: 70. The stack
+    trace is printed with `-v` only.
+    """
+    style = Style.for_stream(invocation.stderr, invocation.environ)
+    if invocation.verbose:
+        traceback.print_exception(error, file=invocation.stderr)
+    if isinstance(error, PenstockError):
+        code, message, remedy = exit_code_of(error), _in_flag_words(error), remedy_of(error)
+    else:
+        code = PenstockError.exit_code
+        message = f"This is a bug in Penstock: {type(error).__name__}: {error}"
+        remedy = "Run the same command with -v for the stack trace, and report it."
+    invocation.stderr.write(f"{style.paint('error:', 'red')} {printable(message)}\n  {printable(remedy)}\n")
+    invocation.stderr.flush()
+    return code

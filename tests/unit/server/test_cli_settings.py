@@ -1,0 +1,235 @@
+"""Settings: where each came from, TOML that can be fed back, and the configs that they become."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.reports import Reporter
+from penstock.errors import UsageError
+from penstock.server import cli_serve
+from penstock.server.cli import run
+from penstock.server.cli_report import JsonReporter, ServeReporter
+from penstock.server.cli_settings import EngineSettings, FrontSettings, read_keys
+from penstock.server.cli_terminal import Invocation
+
+
+def print_config(*words: str, **environ: str) -> str:
+    out, err = StringIO(), StringIO()
+    invocation = Invocation(stdout=out, stderr=err, stdin=StringIO(), environ=environ)
+    code = run(["serve", *words, "--print-config"], invocation)
+    assert (code, err.getvalue()) == (0, "")
+    return out.getvalue()
+
+
+def refused(*words: str, **environ: str) -> str:
+    err = StringIO()
+    invocation = Invocation(stdout=StringIO(), stderr=err, stdin=StringIO(), environ=environ)
+    assert run(["serve", *words, "--print-config"], invocation) == 2
+    return err.getvalue()
+
+
+def settings_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "penstock.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def line_of(text: str, key: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith((f"{key} ", f"# {key}")))
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, 'model = "m"\nport = 1\nmax-num-seqs = 2\nblock_size = 3\n')
+    shown = print_config(
+        "--config", path, "--port", "9", PENSTOCK_PORT="8", PENSTOCK_MAX_NUM_SEQS="7", PENSTOCK_SEED=""
+    )
+    assert line_of(shown, "port") == "port = 9  # flag"
+    assert line_of(shown, "max-num-seqs") == "max-num-seqs = 7  # environment PENSTOCK_MAX_NUM_SEQS"
+    assert line_of(shown, "block-size") == f"block-size = 3  # file {path}"
+    assert line_of(shown, "seed") == "seed = 0  # default"
+    assert line_of(shown, "model") == f'model = "m"  # file {path}'
+
+
+def test_printed_settings_can_be_fed_back(tmp_path: Path) -> None:
+    first = print_config(
+        *('a "quoted" \\ path', "--pp", "3", "--partition", "1,2,3", "--insecure", "--drain-seconds", "1.5"),
+        *("--num-blocks", "77", "--served-model-name", "näme", "--dtype", "float16", "--log-format", "json"),
+    )
+    path = settings_file(tmp_path, first)
+    second = print_config("--config", path)
+    assert tomllib.loads(second) == tomllib.loads(first)
+    values = tomllib.loads(first)
+    assert values["model"] == 'a "quoted" \\ path'
+    assert values["insecure"] is True
+    assert values["num-blocks"] == 77
+    assert "max-model-len" not in values  # unset: a comment
+
+
+def test_every_setting_has_an_environment_name() -> None:
+    shown = print_config(
+        PENSTOCK_MODEL="m",
+        PENSTOCK_PIPELINE_PARALLEL_SIZE="2",
+        PENSTOCK_INSECURE="yes",
+        PENSTOCK_KV_CACHE_BYTES="1000",
+        PENSTOCK_PP_LAYER_PARTITION="3,2",
+    )
+    assert line_of(shown, "model") == 'model = "m"  # environment PENSTOCK_MODEL'
+    assert "pipeline-parallel-size = 2  # environment PENSTOCK_PIPELINE_PARALLEL_SIZE\n" in shown
+    assert line_of(shown, "insecure") == "insecure = true  # environment PENSTOCK_INSECURE"
+    assert line_of(shown, "kv-cache-bytes").startswith("kv-cache-bytes = 1000  #")
+    assert line_of(shown, "partition") == 'partition = "3,2"  # environment PENSTOCK_PP_LAYER_PARTITION'
+    assert "pipeline-parallel-size = 4  # environment PENSTOCK_PP\n" in print_config(PENSTOCK_PP="4")
+
+
+def test_a_partition_of_the_environment_does_not_bind_one_stage() -> None:
+    assert 'partition = "even"' in print_config(PENSTOCK_PP_LAYER_PARTITION="3,2")
+    assert 'partition = "3,2"  # flag' in print_config("--partition", "3,2")
+
+
+def test_keys_are_never_printed(tmp_path: Path) -> None:
+    for shown in (
+        print_config("--api-key", "s3cret"),
+        print_config(PENSTOCK_API_KEY="s3cret,s3cret2"),
+        print_config("--config", settings_file(tmp_path, 'api-key = ["s3cret"]\n')),
+    ):
+        assert "s3cret" not in shown
+        assert "# api-key: set by " in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prot = 1\n", "Did you mean port?"),
+        ("port = \n", "is not TOML"),
+        ("port = [1, 2]\n", "no value for --port"),
+        ("port = true\n", "no value for --port"),
+        ('port = "x"\n', "unable to convert"),
+        ('insecure = "maybe"\n', "must be true or false"),
+        ("[serve]\nport = 1\n", "serve, which is no setting"),
+        ('dtype = "float8"\n', "float8"),
+        ('config = "other.toml"\n', "config, which is no setting"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, told: str) -> None:
+    path = settings_file(tmp_path, text)
+    assert told in refused("--config", path)
+
+
+def test_a_bad_environment_value_is_named() -> None:
+    assert "PENSTOCK_PORT" in refused(PENSTOCK_PORT="x")
+    assert "PENSTOCK_INSECURE" in refused(PENSTOCK_INSECURE="perhaps")
+    assert "cannot be read" in refused("--config", "/nonexistent/file.toml")
+
+
+class Recorded:
+    """Stands for the supervisor: keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[EngineConfig, ServerConfig, Reporter]] = []
+
+    def __call__(self, engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:
+        self.calls.append((engine, server, reporter))
+        return 17
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple[Recorded, str]:
+    recorded, out = Recorded(), StringIO()
+    monkeypatch.setattr(cli_serve, "run_supervisor", recorded)
+    invocation = Invocation(stdout=out, stderr=StringIO(), stdin=StringIO(), environ=environ)
+    assert run(["serve", *words], invocation) == 17  # the supervisor's exit code is the program's
+    return recorded, out.getvalue()
+
+
+EVERY_FLAG = """
+m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --partition 4,1
+--async-depth 1 --threads-per-rank 3 --device cuda --block-size 13 --num-blocks 14 --kv-cache-bytes 15
+--max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
+--queue-timeout 20 --host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22 --max-connections 23
+"""
+
+
+def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# team a\nk1\n\n k2 \n")
+    words = EVERY_FLAG.split()
+    recorded, _ = serve(monkeypatch, *words, "--api-key-file", str(keys), "--log-format", "json")
+    ((engine, server, reporter),) = recorded.calls
+    assert msgspec.to_builtins(engine) == {
+        "model": {"model": "m", "dtype": "float16", "max_model_len": 11},
+        "parallel": {
+            "pipeline_parallel_size": 2,
+            "partition": "4,1",
+            "async_depth": 1,
+            "threads_per_rank": 3,
+            "device": "cuda",
+            "backend": "mp",
+        },
+        "cache": {"block_size": 13, "num_blocks": 14, "kv_cache_bytes": 15},
+        "scheduler": {
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 17,
+            "prefill_chunk": 18,
+            "max_waiting_requests": 19,
+            "queue_timeout_s": 20.0,
+        },
+        "seed": 12,
+    }
+    assert msgspec.to_builtins(server) == {
+        "host": "::1",
+        "port": 21,
+        "api_keys": ["k0", "k1", "k2"],
+        "served_model_name": "s",
+        "insecure": True,
+        "drain_s": 22.0,
+        "max_connections": 23,
+        "log_format": "json",
+    }
+    assert isinstance(reporter, JsonReporter)
+
+
+def test_defaults_are_those_of_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, out = serve(monkeypatch, "demo")
+    ((engine, server, reporter),) = recorded.calls
+    assert engine == EngineConfig(model=engine.model)
+    assert server == ServerConfig()
+    assert isinstance(reporter, ServeReporter)
+    assert "model demo" in out
+
+
+def test_several_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, out = serve(monkeypatch, "demo", PENSTOCK_API_KEY="k1,k2")
+    assert recorded.calls[0][1].api_keys == ["k1", "k2"]
+    assert "key on (2)" in out
+    assert "k1" not in out
+
+
+def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("# nothing\n\n")
+    with pytest.raises(UsageError, match="holds no key"):
+        read_keys(empty)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_keys(tmp_path / "none")
+    assert read_keys(None) == []
+
+
+@pytest.mark.parametrize(
+    "bad", [{"port": -1}, {"drain_seconds": float("nan")}, {"max_connections": 0}, {"api_key": (" ",)}]
+)
+def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        FrontSettings(**bad).server_config()
+
+
+@pytest.mark.parametrize("bad", [{"queue_timeout": 0.0}, {"queue_timeout": math.inf}, {"max_num_seqs": 0}])
+def test_bad_engine_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        EngineSettings(**bad).engine_config("m")
