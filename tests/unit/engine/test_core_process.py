@@ -181,6 +181,17 @@ def test_r1_the_loss_that_the_core_sees_ends_requests_and_clients(served: Served
     assert isinstance(served.error, StageLostError)
 
 
+def test_the_supervisors_word_on_a_loss_goes_before_what_the_core_noticed(served: ServedCore) -> None:
+    served.client.send(Hello())
+    receive(served.client)
+    served.rig.executor.lose_stage(1, "it fell silent")
+    served.client.send(AddRequest(request("a", max_tokens=4)))
+    cause = ErrorInfo(kind="StageLostError", message="stage 1 was killed by signal 9", stage=1)
+    served.control.tell_loss(cause)
+    messages = receive(served.client)
+    assert messages[0] == EngineFailed(cause), "once for all requests, not once for each"
+
+
 def test_a_stop_lets_the_steps_in_flight_come_back(served: ServedCore) -> None:
     served.client.send(AddRequest(request("a", max_tokens=60)))
     receive(served.client)

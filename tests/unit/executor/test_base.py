@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hand_core import Crew, make_plan
+from hand_core import make_plan
 from penstock.batch import (
     AllocateKV,
     RankFailed,
@@ -74,18 +74,17 @@ def fixture() -> Fixture:
 def test_d9_all_stages_get_the_minimum_and_the_rest_is_reported(fixture: Fixture) -> None:
     for stage, max_blocks in ((2, 70), (0, 100), (1, 60)):
         fixture.loaded(stage, max_blocks, block_bytes=10 + stage)
-    crew = Crew()
 
     def answer() -> None:
         for stage, rank in enumerate(fixture.ranks):
-            frame = rank.recv(LONG)
+            frame = rank.recv(0)
             assert frame is not None
             assert decode_to_rank(frame) == AllocateKV(num_blocks=60)
             rank.send(encode(RankReady(stage=stage)))
 
-    crew.start(answer)
-    plan = fixture.core.handshake(LONG * 1000)
-    crew.join()
+    fixture.on_wait = answer
+    plan = fixture.core.handshake(LONG)
+    assert len(fixture.waits) == 1
     assert plan.num_blocks == 60
     assert [rank.max_blocks for rank in plan.ranks] == [100, 60, 70]
     assert plan.stranded_bytes == [400, 0, 120]

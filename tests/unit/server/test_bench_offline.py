@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from io import StringIO
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from penstock.errors import PenstockError
+from penstock.llm import LLM
 from penstock.server.bench import offline
 from penstock.server.bench.offline import (
     LATENCY_PERCENTS,
@@ -111,4 +113,4 @@ def test_engine_settings_become_arguments_of_the_offline_engine() -> None:
     assert arguments["pipeline_parallel_size"] == 3
     assert arguments["num_blocks"] == 9
     assert arguments["dtype"] == "float32"
-    assert "kv_cache_bytes" not in arguments
+    assert set(arguments) <= set(signature(LLM).parameters)

@@ -150,7 +150,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple
 
 EVERY_FLAG = """
 m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --partition 4,1
---async-depth 1 --threads-per-rank 3 --device cuda --block-size 13 --num-blocks 14 --kv-cache-bytes 15
+--async-depth 1 --threads-per-rank 3 --device cuda --tied-head transfer
+--block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22 --max-connections 23
 """
@@ -170,6 +171,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "async_depth": 1,
             "threads_per_rank": 3,
             "device": "cuda",
+            "tied_head": "transfer",
             "backend": "mp",
         },
         "cache": {"block_size": 13, "num_blocks": 14, "kv_cache_bytes": 15},

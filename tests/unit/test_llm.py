@@ -1,0 +1,220 @@
+"""`LLM` with its stages as threads: arguments, shapes of results, stop strings, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from checkpoints import make_checkpoint
+from paths import shared_data
+from penstock import LLM, SamplingParams
+from penstock.errors import InvalidRequestError, ModelError, UsageError
+from penstock.llm import CompletionOutput, RequestOutput, default_sampling
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+SMALL = {"distributed_executor_backend": "inprocess", "threads_per_rank": 1, "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def stories() -> Iterator[LLM]:
+    model = shared_data("models", "stories260K")
+    with LLM(str(model), pipeline_parallel_size=2, num_blocks=128, **SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def without_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    model = make_checkpoint(tmp_path_factory.mktemp("model"))
+    with LLM(str(model), num_blocks=32, **SMALL) as llm:
+        yield llm
+
+
+def test_results_have_vllms_shape(stories: LLM) -> None:
+    (output,) = stories.generate("Once upon a time", GREEDY)
+    assert isinstance(output, RequestOutput)
+    assert output.prompt == "Once upon a time"
+    assert output.prompt_token_ids[0] == 1
+    assert output.finished
+    (completion,) = output.outputs
+    assert isinstance(completion, CompletionOutput)
+    assert (completion.index, completion.finish_reason, completion.stop_reason) == (0, "length", None)
+    assert len(completion.token_ids) == 12
+    assert completion.text.startswith(", there was a little girl")
+
+
+def test_prompts_take_every_form_and_results_keep_their_order(stories: LLM) -> None:
+    ids = stories.get_tokenizer().encode("Once upon")
+    outputs = stories.generate(
+        ["Once upon", {"prompt": "Once upon"}, {"prompt_token_ids": ids}, "Lily"], [GREEDY] * 4
+    )
+    assert [output.prompt for output in outputs] == ["Once upon", "Once upon", None, "Lily"]
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs[:3]}) == 1
+    assert outputs[3].outputs[0].token_ids != outputs[0].outputs[0].token_ids
+    assert len({output.request_id for output in outputs}) == 4
+    assert stories.generate([]) == []
+
+
+def test_d11_stop_strings_cut_text_and_tokens(stories: LLM) -> None:
+    (whole,) = stories.generate("Once upon a time", GREEDY)
+    (cut,) = stories.generate(
+        "Once upon a time", SamplingParams(temperature=0.0, max_tokens=12, stop=["girl"])
+    )
+    completion = cut.outputs[0]
+    assert completion.text == whole.outputs[0].text.partition("girl")[0]
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "girl")
+    assert completion.token_ids == whole.outputs[0].token_ids[: len(completion.token_ids)]
+    assert len(completion.token_ids) < 12
+    stats = stories.stats()
+    assert stats is not None
+    assert stats.num_running == 0, "the core was told"
+
+
+def test_golden_ids_and_text(stories: LLM) -> None:
+    golden = json.loads((shared_data("models", "stories260K") / "golden.json").read_text())
+    sampling = SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True, logprobs=2)
+    (output,) = stories.generate({"prompt_token_ids": [1]}, sampling)
+    completion = output.outputs[0]
+    assert completion.token_ids == golden["greedy_ids"][:64]
+    assert golden["greedy_text"].startswith(completion.text)
+    assert completion.logprobs is not None
+    for position, (token_id, entry) in enumerate(zip(completion.token_ids, completion.logprobs, strict=True)):
+        assert entry[token_id].logprob == pytest.approx(golden["greedy_logprobs"][position], abs=1e-3)
+        assert entry[token_id].rank == 1
+        assert len(entry) == 2
+
+
+def test_numpy_like_ids_and_integer_temperatures_are_taken(stories: LLM) -> None:
+    import numpy
+
+    (output,) = stories.generate(
+        {"prompt_token_ids": numpy.array([1, 403])}, SamplingParams(temperature=0, max_tokens=2)
+    )
+    assert output.prompt_token_ids == [1, 403]
+
+
+def test_a_progress_bar_changes_nothing(stories: LLM) -> None:
+    quiet = stories.generate("Once", GREEDY)
+    shown = stories.generate("Once", GREEDY, use_tqdm=True)
+    assert quiet[0].outputs == shown[0].outputs
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    ["", 7, [7], {"text": "a"}, {"prompt_token_ids": ["a"]}, {"prompt_token_ids": [512]}, [[1, 2]]],
+    ids=str,
+)
+def test_r8_a_bad_prompt_is_refused_before_anything_runs(stories: LLM, prompts: object) -> None:
+    if prompts == "":
+        prompts = {"prompt_token_ids": []}
+    with pytest.raises((InvalidRequestError, TypeError)):
+        stories.generate(prompts, GREEDY)
+
+
+def test_a_prompt_longer_than_the_model_names_both_numbers(stories: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"600 tokens.*512"):
+        stories.generate({"prompt_token_ids": [5] * 600}, GREEDY)
+
+
+@pytest.mark.parametrize("sampling", [[GREEDY], [GREEDY] * 3])
+def test_as_many_sampling_params_as_prompts(stories: LLM, sampling: list[SamplingParams]) -> None:
+    with pytest.raises(InvalidRequestError, match="for 2 prompts"):
+        stories.generate(["a", "b"], sampling)
+
+
+def test_bad_sampling_values_are_refused(stories: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        stories.generate("a", SamplingParams(temperature=9.0))
+    with pytest.raises(InvalidRequestError, match="sampling_params"):
+        stories.generate("a", SamplingParams(temperature="hot"))
+
+
+def test_an_interrupt_leaves_nothing_running(stories: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    polls = 0
+    poll = stories._client.poll
+
+    def interrupted(timeout_s: float) -> object:
+        nonlocal polls
+        polls += 1
+        if polls == 3:
+            raise KeyboardInterrupt
+        return poll(timeout_s)
+
+    monkeypatch.setattr(stories._client, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        stories.generate(["a", "b"], SamplingParams(max_tokens=400, ignore_eos=True))
+    monkeypatch.undo()
+    stats = stories.stats()
+    assert stats is not None
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert len(stories.generate("Once", GREEDY)[0].outputs[0].token_ids) == 12
+
+
+def test_chat_without_a_template_says_so(stories: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="no chat template"):
+        stories.chat([{"role": "user", "content": "hi"}], GREEDY)
+
+
+def test_a_chat_template_beside_the_model_is_used(tmp_path: Path) -> None:
+    source = shared_data("models", "stories260K")
+    for path in source.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %} Then{% endif %}"
+    )
+    with LLM(str(tmp_path), num_blocks=32, **SMALL) as llm:
+        first, second = llm.chat(
+            [[{"role": "user", "content": "Once"}], [{"role": "user", "content": "</s>"}]], GREEDY
+        )
+        assert first.prompt == "<s>Once Then"
+        assert first.prompt_token_ids == llm.get_tokenizer().encode("Once Then")
+        assert 2 not in second.prompt_token_ids
+        (single,) = llm.chat([{"role": "user", "content": "Once"}], GREEDY)
+        assert single.outputs == first.outputs
+
+
+def test_a_model_without_tokenizer_runs_on_ids(without_tokenizer: LLM) -> None:
+    (output,) = without_tokenizer.generate({"prompt_token_ids": [3, 4]}, GREEDY)
+    assert len(output.outputs[0].token_ids) == 12
+    assert output.outputs[0].text == ""
+    with pytest.raises(InvalidRequestError, match="token ids"):
+        without_tokenizer.generate("text")
+
+
+def test_defaults_come_from_the_generation_config() -> None:
+    found = default_sampling({"temperature": 0.5, "top_k": 20.0, "top_p": 0.8})
+    assert found == SamplingParams(temperature=0.5, top_k=20, top_p=0.8)
+    assert default_sampling({}) == SamplingParams()
+
+
+def test_an_unknown_argument_gets_the_nearest_name() -> None:
+    with pytest.raises(
+        UsageError, match=r"no argument 'pipeline_paralel_size'. Did you mean pipeline_parallel"
+    ):
+        LLM("x", pipeline_paralel_size=2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"dtype": "int8"}, {"max_num_seqs": 0}, {"device": "tpu"}, {"pipeline_parallel_size": "two"}],
+    ids=str,
+)
+def test_an_argument_out_of_range_is_a_usage_error(arguments: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match=next(iter(arguments))):
+        LLM("x", **arguments)
+
+
+def test_a_missing_model_is_a_model_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError):
+        LLM(str(tmp_path / "none"), **SMALL)
+
+
+def test_after_shutdown_it_says_so(tmp_path: Path) -> None:
+    llm = LLM(str(make_checkpoint(tmp_path)), num_blocks=16, **SMALL)
+    llm.shutdown()
+    llm.shutdown()
+    with pytest.raises(UsageError, match="shut down"):
+        llm.generate({"prompt_token_ids": [1]})

@@ -1,0 +1,294 @@
+"""The gates that keep the house in order: sizes, layers, names, imports, and what documents say."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paths import REPOSITORY
+
+SOURCE = REPOSITORY / "src"
+MODULES = sorted((SOURCE / "penstock").rglob("*.py"))
+PYPROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+DOCUMENTS = [
+    "README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/architecture.md",
+    "docs/perf-log.md",
+]
+
+# The distribution that brings a module, where the two names differ.
+DISTRIBUTION_OF = {"zmq": "pyzmq", "prometheus_client": "prometheus-client"}
+# Modules that come with a declared dependency and are part of its interface.
+COMES_WITH = {"starlette": "fastapi", "uvloop": "uvicorn", "httptools": "uvicorn", "pydantic": "fastapi"}
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
+
+
+def shown(path: Path) -> str:
+    return path.relative_to(REPOSITORY).as_posix()
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield node.module
+
+
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        arguments,
+        cwd=REPOSITORY,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+# --- sizes ----------------------------------------------------------------------------------------
+
+
+def size_gate(*directories: Path) -> subprocess.CompletedProcess[str]:
+    return run_script(sys.executable, "scripts/size_gate.py", *map(str, directories))
+
+
+def function_of(lines: int, name: str = "long") -> str:
+    return f"def {name}():\n" + "    x = 1\n" * (lines - 1)
+
+
+def test_size_gate_passes_on_the_source() -> None:
+    gate = size_gate()
+    assert gate.returncode == 0, gate.stderr
+    assert [row.split()[0] for row in gate.stdout.splitlines()[1:]] == ["file", "function", "class"]
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("x = 1\n" * 600, "file of 600 lines"),
+        (function_of(81), "function of 81 lines"),
+        ("class Big:\n" + "    x = 1\n" * 299, "class of 300 lines"),
+        (
+            "class Wide:\n    def __init__(self):\n"
+            + "".join(f"        self.a{i} = {i}\n" for i in range(16)),
+            "sets 16 attributes",
+        ),
+        ("".join(function_of(10, f"f{i}") for i in range(3)), "the median function has 10 lines"),
+        (
+            "".join(function_of(2, f"s{i}") for i in range(8)) + function_of(36, "a") + function_of(36, "b"),
+            "the 90th percentile of functions is 36 lines",
+        ),
+    ],
+)
+def test_size_gate_fails_on_each_cap(tmp_path: Path, source: str, complaint: str) -> None:
+    (tmp_path / "module.py").write_text(source, encoding="utf-8")
+    gate = size_gate(tmp_path)
+    assert gate.returncode == 1
+    assert complaint in gate.stderr
+
+
+def test_size_gate_accepts_the_caps_themselves_and_exempts_kernels(tmp_path: Path) -> None:
+    fits = [function_of(80), *(function_of(2, f"f{i}") for i in range(20))]
+    (tmp_path / "fits.py").write_text("".join(fits), encoding="utf-8")
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "wide.py").write_text(function_of(500), encoding="utf-8")
+    gate = size_gate(tmp_path)
+    assert gate.returncode == 0, gate.stderr
+
+
+# --- layers and names -----------------------------------------------------------------------------
+
+
+def torch_free_modules() -> list[str]:
+    contracts = PYPROJECT["tool"]["importlinter"]["contracts"]
+    roots = next(c["source_modules"] for c in contracts if c.get("forbidden_modules") == ["torch"])
+    names = map(module_name, MODULES)
+    return [name for name in names if any(name == root or name.startswith(f"{root}.") for root in roots)]
+
+
+def test_torch_free_modules_load_without_torch() -> None:
+    names = torch_free_modules()
+    assert {"penstock.scheduler.scheduler", "penstock.engine.core", "penstock.config"} <= set(names)
+    program = (
+        "import importlib, sys\n"
+        f"for name in {names!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name\n"
+    )
+    result = run_script(sys.executable, "-c", program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_package_files_import_nothing() -> None:
+    inits = [path for path in MODULES if path.name == "__init__.py" and path.parent != SOURCE / "penstock"]
+    assert inits
+    assert [shown(path) for path in inits if path.read_text(encoding="utf-8").strip()] == []
+
+
+def test_import_of_the_package_is_lazy() -> None:
+    program = "import sys, penstock; assert not {'torch', 'msgspec', 'numpy'} & set(sys.modules)"
+    result = run_script(sys.executable, "-c", program)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_module_says_what_it_owns() -> None:
+    silent = [shown(path) for path in MODULES if path.stat().st_size and not ast.get_docstring(tree_of(path))]
+    assert silent == []
+
+
+def test_no_file_or_class_is_named_for_a_heap() -> None:
+    heap = re.compile(r"(Manager|Helper|Handler|Mixin|Utils?)$")
+    files = [shown(path) for path in MODULES if path.stem in {"utils", "util", "helpers", "common", "misc"}]
+    classes = [
+        f"{shown(path)}:{node.lineno} {node.name}"
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and heap.search(node.name)
+    ]
+    assert files + classes == []
+
+
+# --- what bytes from outside may never reach ------------------------------------------------------
+
+
+def dangerous_calls(path: Path) -> Iterator[str]:
+    """Calls that run code or unpickle: on our wires and in our loaders there are none."""
+    for node in ast.walk(tree_of(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        shell = any(k.arg == "shell" and ast.unparse(k.value) != "False" for k in node.keywords)
+        plain = called in {"eval", "exec", "__import__", "os.system", "os.popen", "torch.load", "torch.save"}
+        if plain or shell or called.split(".")[0] in {"pickle", "marshal", "shelve", "cloudpickle", "dill"}:
+            yield f"{shown(path)}:{node.lineno} {called}"
+
+
+def test_no_pickle_no_eval_no_shell_in_the_source() -> None:
+    assert [call for path in MODULES for call in dangerous_calls(path)] == []
+
+
+def test_dangerous_calls_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "REPOSITORY", tmp_path)
+    path = tmp_path / "bad.py"
+    path.write_text(
+        "eval('1')\ntorch.load(f)\npickle.loads(b)\nrun(c, shell=True)\nmodel.eval()\n", encoding="utf-8"
+    )
+    assert [call.split()[0] for call in dangerous_calls(path)] == [
+        "bad.py:1",
+        "bad.py:2",
+        "bad.py:3",
+        "bad.py:4",
+    ]
+
+
+# --- dependencies ---------------------------------------------------------------------------------
+
+
+def declared(requirements: list[str]) -> set[str]:
+    return {re.split(r"[\[<>=! ;]", requirement)[0] for requirement in requirements}
+
+
+def third_party_imports() -> set[str]:
+    names = {name.split(".")[0] for path in MODULES for name in imported_names(tree_of(path))}
+    modules = names - sys.stdlib_module_names - {"penstock"}
+    return {DISTRIBUTION_OF.get(name, COMES_WITH.get(name, name)) for name in modules}
+
+
+def test_source_imports_only_what_is_declared() -> None:
+    assert third_party_imports() - declared(PYPROJECT["project"]["dependencies"]) == set()
+
+
+def test_every_core_dependency_is_used_by_the_source() -> None:
+    assert declared(PYPROJECT["project"]["dependencies"]) - third_party_imports() == set()
+
+
+def test_strict_types_cover_every_torch_free_package() -> None:
+    strict = next(o["module"] for o in PYPROJECT["tool"]["mypy"]["overrides"] if o.get("strict"))
+    covered = {pattern.removesuffix(".*") for pattern in strict}
+    names = ("scheduler", "kvcache", "engine", "server", "tokenizer", "batch", "request", "config", "errors")
+    assert {f"penstock.{name}" for name in names} <= covered
+
+
+# --- ./run and the documents ----------------------------------------------------------------------
+
+
+def test_run_refuses_an_unknown_command_with_one_sentence() -> None:
+    result = run_script("./run", "frobnicate")
+    assert result.returncode == 2
+    assert result.stderr == (
+        "run: there is no command 'frobnicate'; use ./run, ./run setup, ./run test or ./run soak.\n"
+    )
+
+
+def test_run_without_a_python_ends_with_one_sentence() -> None:
+    result = run_script("./run", "setup", PENSTOCK_PYTHON="false")
+    assert result.returncode == 2
+    assert result.stdout == ""
+    assert re.fullmatch(r"run: Penstock needs Python 3\.11 or newer [^\n]*\n", result.stderr)
+
+
+def test_run_names_no_index_and_installs_torch_first() -> None:
+    script = (REPOSITORY / "run").read_text(encoding="utf-8")
+    assert not re.search(r"index-url|find-links|https?://(?!\$host)", script)
+    assert script.index("        install_torch\n") < script.index('pip_install -e "')
+    assert "torch==2.13.0" in script
+
+
+def test_ci_runs_the_same_checks() -> None:
+    assert re.search(
+        r"^exec \./run test", (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
+    )
+
+
+def test_changelog_knows_this_version() -> None:
+    from penstock import __version__
+
+    assert PYPROJECT["project"]["version"] == __version__
+    assert f"## {__version__}" in (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_architecture_tour_names_every_module() -> None:
+    tour = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
+    names = [path.relative_to(SOURCE / "penstock") for path in MODULES if path.name != "__init__.py"]
+    words = set(re.findall(r"[a-z_0-9]+", tour))
+    missing = [str(path) for path in names if not {path.stem, *path.parent.parts} <= words]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_between_documents_lead_somewhere(document: str) -> None:
+    path = REPOSITORY / document
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert [link for link in links if not (path.parent / link).exists()] == []
+
+
+def test_readme_shows_what_a_newcomer_needs() -> None:
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    for needed in (
+        "./run",
+        "--pp 2",
+        "curl",
+        "from penstock import LLM, SamplingParams",
+        "Qwen2.5-0.5B-Instruct",
+    ):
+        assert needed in readme
