@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import select
 import sys
 import time
 from collections.abc import Callable, Sequence
 
 from penstock.config import CoreConfig, CoreProcessConfig
-from penstock.engine.control import PipelineLost, read_control
+from penstock.engine.control import PipelineLost, Stop, read_control
 from penstock.engine.core import EngineCore
 from penstock.engine.ipc import (
     AbortRequests,
@@ -37,6 +38,7 @@ from penstock.scheduler.scheduler import Scheduler
 
 HEARTBEAT_S = 1.0
 ABANDON_S = 2.0
+CAUSE_WAIT_S = 0.5
 POLL_S = 0.1
 
 
@@ -112,7 +114,7 @@ class CoreServer:
                 self._take(client, request)
             self._advance()
             if self._core.failure is not None:
-                self._fail(self._core.failure)
+                self._fail(self._cause(self._core.failure))
 
     def _patience(self) -> float:
         now = self._clock()
@@ -123,12 +125,20 @@ class CoreServer:
         while True:
             before = self._core.steps_in_flight
             updates = self._core.step()
+            if self._core.failure is not None:
+                return  # clients are told once, with the cause, instead of once per request
             if updates:
                 self._send_updates(updates)
             elif self._core.steps_in_flight == before:
                 break
         if self._clock() - self._last_beat >= HEARTBEAT_S:
             self._beat()
+
+    def _cause(self, noticed: ErrorInfo) -> ErrorInfo:
+        """The supervisor's word on a loss that the core noticed: it sees how a rank ended. Waits briefly."""
+        readable, _, _ = select.select([self._control_fd], [], [], CAUSE_WAIT_S)
+        message = read_control(self._control_fd) if readable else Stop()
+        return message.error if isinstance(message, PipelineLost) else noticed
 
     def _abandon(self) -> None:
         """End what still runs, and let the steps in flight come back, so that no rank sends to nobody."""

@@ -107,7 +107,7 @@ class ServeReporter:
     def _announce(self, event: EngineReady) -> None:
         ready = self._invocation.style.paint(f"ready in {event.seconds:.1f} s", "green")
         self._invocation.say(
-            f"{ready}   {event.address}   docs /docs   metrics /metrics",
+            f"{ready}   {event.address}   metrics /metrics",
             "Try: " + curl_example(event.address, served_name(self._engine, self._server), self._server),
         )
 

@@ -13,7 +13,12 @@ from penstock.server.openai_types import ModelCard, ModelList
 
 class ModelsRoute:
     def __init__(self, model: ServedModel) -> None:
-        self._card = ModelCard(id=model.name, created=model.created, max_model_len=model.max_model_len)
+        self._card = ModelCard(
+            id=model.name,
+            created=model.created,
+            max_model_len=model.max_model_len,
+            vocab_size=model.vocab_size,
+        )
 
     async def list(self) -> Response:
         """The models that this server has: one."""

@@ -145,6 +145,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str = "penstock"
     max_model_len: int
+    vocab_size: int
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,8 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from cyclopts import Parameter
 
-from penstock.errors import ModelError, PeerError, UsageError
-from penstock.models.registry import load_spec, resolve_model_directory
+from penstock.errors import PeerError, UsageError
 from penstock.server.bench import workload
 from penstock.server.bench.http_stream import EventParser, Target, post_stream
 from penstock.server.bench.ledger import StreamAccount, audit
@@ -249,7 +248,7 @@ async def replay(
 
 
 def _vocab_size(target: TargetSettings, card: ServedModelCard) -> int:
-    size = target.vocab_size or card.vocab_size or _local_vocab_size(card.id)
+    size = target.vocab_size or card.vocab_size
     if size is None:
         raise UsageError(
             f"{target.base_url} does not tell the vocabulary of {card.id}.",
@@ -258,14 +257,6 @@ def _vocab_size(target: TargetSettings, card: ServedModelCard) -> int:
     if size < 1:
         raise UsageError(f"--vocab-size is {size}; it must be at least 1.", param="--vocab-size")
     return size
-
-
-def _local_vocab_size(model: str) -> int | None:
-    """Of a model that is served under the name that leads to its directory here (`demo`, or a path)."""
-    try:
-        return load_spec(resolve_model_directory(model)).vocab_size
-    except ModelError:
-        return None
 
 
 def _describe(load: LoadSettings) -> str:
