@@ -6,6 +6,7 @@ long as what they wait for.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
@@ -73,7 +74,7 @@ def named_things() -> set[str]:
 def nothing_named_is_left() -> Iterator[None]:
     before = named_things()
     yield
-    assert named_things() <= before
+    wait_until(lambda: named_things() <= before, f"{named_things() - before} to be removed")
 
 
 class Process:
@@ -113,6 +114,13 @@ class Process:
         for stream in (self.popen.stdout, self.popen.stderr, self.popen.stdin):
             if stream is not None:
                 stream.close()
+
+
+@pytest.fixture
+def new_children() -> Callable[[], list[psutil.Process]]:
+    """Descendants of this process that were not there when the test began."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: [p for p in psutil.Process().children(recursive=True) if p not in before]
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -155,6 +163,15 @@ def start() -> Iterator[Callable[..., Process]]:
         process.close()
 
 
+@pytest.fixture(scope="module")
+def lasting_server(model: Path) -> Iterator[Process]:
+    """A ready server of two stages for tests that only look."""
+    process = Process(SUPERVISE, str(model), "2", "127.0.0.1", "0")
+    process.wait_for_line("ready in")
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def server(start: Callable[..., Process], model: Path) -> Process:
     """A ready server of two stages."""
@@ -180,7 +197,7 @@ def complete(server: Process, max_tokens: int) -> list[int]:
     return token_ids
 
 
-def test_g1_the_process_table_and_an_orderly_end(server: Process) -> None:
+def test_g1_r11_the_process_table_and_an_orderly_end(server: Process) -> None:
     family = server.family()
     titles = sorted(title(process) for process in family[1:])
     assert titles[-3:] == ["penstock core", "penstock stage 0 tp 0", "penstock stage 1 tp 0"]
@@ -189,28 +206,33 @@ def test_g1_the_process_table_and_an_orderly_end(server: Process) -> None:
     assert len(stage_lines) == 2
     pid = by_title(family, "stage 1").pid
     assert stage_lines[1].startswith(f"stage 1  pid {pid}  layers 2-3, norm, head  ")
-    assert len(complete(server, 5)) == 5
+    answers: list[list[int]] = []
+    client = threading.Thread(target=lambda: answers.append(complete(server, 400)))
+    client.start()
+    wait_until(lambda: running(server) > 0, "the request to run")
     server.popen.send_signal(signal.SIGTERM)
     assert server.end() == 0
+    client.join(PATIENCE_S)
+    assert [len(answer) for answer in answers] == [400], "what ran was finished first"
     wait_until_gone(family)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port_of(server)))
 
 
-def test_only_ranks_hold_torch(server: Process) -> None:
+def test_only_ranks_hold_torch(lasting_server: Process) -> None:
     with_torch = {
         title(process)
-        for process in server.family()
+        for process in lasting_server.family()
         if "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
     }
     assert with_torch == {"penstock stage 0 tp 0", "penstock stage 1 tp 0"}
 
 
-def test_nothing_named_exists_while_serving(server: Process) -> None:
-    """`named_things` of the fixture is taken before; here nothing new may have appeared."""
+def test_nothing_named_exists_while_serving(lasting_server: Process) -> None:
+    """Sockets and memory have no path: what shows one was removed before it was used."""
     open_files = [
         target
-        for process in server.family()
+        for process in lasting_server.family()
         for target in map(os.readlink, fds_of(process))
         if "penstock" in target and not target.startswith(("/memfd:", "/proc/"))
     ]
@@ -221,15 +243,24 @@ def fds_of(process: psutil.Process) -> list[Path]:
     return [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if path.is_symlink()]
 
 
-def test_r11_a_request_in_flight_is_finished_before_the_end(server: Process) -> None:
-    answers: list[list[int]] = []
-    client = threading.Thread(target=lambda: answers.append(complete(server, 400)))
+def test_r11_a_second_signal_ends_at_once_even_with_a_frozen_stage(server: Process) -> None:
+    family = server.family()
+    by_title(family, "stage 1").suspend()
+    client = threading.Thread(target=expect_no_answer, args=(server,))
     client.start()
-    wait_until(lambda: running(server) > 0, "the request to run")
+    wait_until(lambda: running(server) > 0, "the request to be in the pipe")
+    server.popen.send_signal(signal.SIGTERM)
+    server.wait_for_line("draining")
     server.popen.send_signal(signal.SIGTERM)
     assert server.end() == 0
     client.join(PATIENCE_S)
-    assert [len(answer) for answer in answers] == [400]
+    wait_until_gone(family)
+
+
+def expect_no_answer(server: Process) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException, KeyError):
+        complete(server, 8)
+        raise AssertionError("a frozen stage has answered")
 
 
 def running(server: Process) -> float:
@@ -303,22 +334,25 @@ def broken(model: Path, directory: Path, **replace: object) -> str:
 
 
 def test_g2_a_rank_that_cannot_load_is_the_cause_and_gives_the_code(
-    start: Callable[..., Process], model: Path, tmp_path: Path
+    start: Callable[..., Process],
+    new_children: Callable[[], list[psutil.Process]],
+    model: Path,
+    tmp_path: Path,
 ) -> None:
     process = start(SUPERVISE, broken(model, tmp_path), "2", "127.0.0.1", "0")
     assert process.end() == 3
     assert "model.layers.3.input_layernorm.weight" in process.lines[-1]
     with pytest.raises(CheckpointError, match=r"model\.layers\.3\.input_layernorm\.weight"):
         LLM(str(tmp_path), pipeline_parallel_size=2, threads_per_rank=1)
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
 def test_g2_a_model_that_is_not_supported_is_refused_before_anything_starts(
-    model: Path, tmp_path: Path
+    new_children: Callable[[], list[psutil.Process]], model: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModelError, match="MambaForCausalLM"):
         LLM(broken(model, tmp_path, architectures=["MambaForCausalLM"]), pipeline_parallel_size=2)
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
 @pytest.mark.parametrize(
@@ -333,7 +367,9 @@ def test_an_address_that_cannot_be_had_is_known_at_once(
     assert words in process.lines[-1]
 
 
-def test_an_llm_of_processes_says_what_one_of_threads_says(model: Path) -> None:
+def test_an_llm_of_processes_says_what_one_of_threads_says(
+    new_children: Callable[[], list[psutil.Process]], model: Path
+) -> None:
     sampling = [SamplingParams(temperature=t, max_tokens=20, seed=7, ignore_eos=True) for t in (0.0, 1.0)]
     prompts = [{"prompt_token_ids": [5, 6, 7]}] * 2
     found = {}
@@ -348,7 +384,7 @@ def test_an_llm_of_processes_says_what_one_of_threads_says(model: Path) -> None:
         ) as llm:
             found[backend] = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling)]
     assert found["mp"] == found["inprocess"]
-    assert psutil.Process().children() == []
+    assert new_children() == []
 
 
 def test_golden_ids_through_real_processes() -> None:
@@ -360,9 +396,11 @@ def test_golden_ids_through_real_processes() -> None:
     assert output.outputs[0].token_ids == golden["greedy_ids"][:128]
 
 
-def test_r1_a_killed_stage_ends_a_generation_with_its_name(model: Path) -> None:
+def test_r1_a_killed_stage_ends_a_generation_with_its_name(
+    new_children: Callable[[], list[psutil.Process]], model: Path
+) -> None:
     with LLM(str(model), pipeline_parallel_size=2, threads_per_rank=1) as llm:
-        family = psutil.Process().children(recursive=True)
+        family = new_children()
         victim = by_title(family, "stage 1")
         killer = threading.Thread(target=kill_when_busy, args=(victim,))
         killer.start()

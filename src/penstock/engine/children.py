@@ -25,7 +25,7 @@ class Child:
     Attributes:
         name: for messages, such as "stage 1".
         stage: its stage, or None.
-        failure: the error that it reported before its end, if it did.
+        failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
         status_ended: it has closed its status pipe, which is then readable for ever.
     """
 
@@ -35,6 +35,7 @@ class Child:
         self.name = name
         self.stage = stage
         self.failure: ErrorInfo | None = None
+        self.trace = ""
         self.pidfd = os.pidfd_open(process.pid)
         self.status_fd = status_fd
         self.status_ended = False
@@ -57,7 +58,7 @@ class Child:
         events = [decode_status(line) for line in lines if line]
         for event in events:
             if isinstance(event, Failed) and self.failure is None:
-                self.failure = event.error
+                self.failure, self.trace = event.error, event.trace
         return events
 
     def send_signal(self, number: int) -> None:

@@ -203,7 +203,7 @@ class _SupervisorProcess:
             for event in events:
                 reporter.report(event)
                 if isinstance(event, Failed):
-                    raise error_from_info(event.error)
+                    raise _error_of(event)
                 if isinstance(event, EngineReady):
                     return event.address
             if not events:
@@ -215,7 +215,7 @@ class _SupervisorProcess:
         while events := self._read_events():
             for event in events:
                 if isinstance(event, Failed):
-                    return error_from_info(event.error)
+                    return _error_of(event)
         return error
 
     def end(self) -> None:
@@ -242,3 +242,11 @@ class _SupervisorProcess:
             self._partial = lines.pop()
             events = [_events.decode(line) for line in lines]
         return events
+
+
+def _error_of(event: Failed) -> PenstockError:
+    """The error, with the trace of the process where it happened as a note."""
+    error = error_from_info(event.error)
+    if event.trace:
+        error.add_note(event.trace)
+    return error

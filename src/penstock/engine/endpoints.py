@@ -15,25 +15,40 @@ import contextlib
 import os
 import socket
 import tempfile
+from collections.abc import Iterator
 
 BACKLOG = 64
+
+
+@contextlib.contextmanager
+def _passing_directory() -> Iterator[str]:
+    """A path for a socket in a directory of our own; both are gone afterwards.
+
+    The path leads through a descriptor of the directory, because socket paths may have 107 bytes at most.
+    """
+    directory = tempfile.mkdtemp(prefix="penstock-")  # mode 0700
+    try:
+        descriptor = os.open(directory, os.O_PATH)
+        try:
+            yield f"/proc/self/fd/{descriptor}/socket"
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink("socket", dir_fd=descriptor)
+            os.close(descriptor)
+    finally:
+        os.rmdir(directory)
 
 
 class Endpoint:
     """A listening socket that has no path any more."""
 
     def __init__(self) -> None:
-        directory = tempfile.mkdtemp(prefix="penstock-")  # mode 0700
-        path = os.path.join(directory, "socket")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+        self._handle = -1
+        with _passing_directory() as path:
             self._listener.bind(path)
             self._listener.listen(BACKLOG)
-            self._handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
-            os.rmdir(directory)
+            self._handle = os.open(path, os.O_PATH)
 
     @property
     def listen_fd(self) -> int:

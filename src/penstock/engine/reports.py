@@ -69,9 +69,10 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_failed"):
-    """It is over; `error` is the first cause."""
+    """It is over; `error` is the first cause. `trace` is for those who ask for details."""
 
     error: ErrorInfo
+    trace: str = ""
 
 
 Event = LoadProgress | StageLoaded | StageReady | EngineReady | Draining | Failed

@@ -45,7 +45,7 @@ from penstock.engine.reports import (
     stage_parts,
 )
 from penstock.engine.wiring import Wiring
-from penstock.errors import ErrorInfo, PenstockError, StageLostError, error_from_info
+from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, error_from_info
 from penstock.executor import child as child_process
 from penstock.executor.base import first_cause
 
@@ -99,11 +99,17 @@ class Supervisor:
                     return engine.run()
                 finally:
                     engine.close()
-        except PenstockError as error:
-            self._reporter.report(Failed(error=error.info()))
-            return error.exit_code
+        except (PenstockError, OSError) as error:
+            return self._refuse(error)
         finally:
             self._front.close()
+
+    def _refuse(self, error: PenstockError | OSError) -> int:
+        """Report why nothing was started; the exit code."""
+        if isinstance(error, OSError):  # no descriptors, no memory, no temporary directory
+            error = PeerError(f"the engine cannot be started: {error}.", remedy="See `penstock doctor`.")
+        self._reporter.report(Failed(error=error.info()))
+        return error.exit_code
 
 
 class _RunningEngine:
@@ -274,7 +280,8 @@ class _RunningEngine:
         """A child is gone: let the core tell its clients and the front its users, end all, say why."""
         cause = self._first_cause(ended)
         self._control.tell_loss(cause)
-        self._report(Failed(error=cause))
+        traces = [child.trace for child in self._family.children if child.failure is cause]
+        self._report(Failed(error=cause, trace="".join(traces)))
         if not self._waiting_for:
             self._let_go([self._core], CORE_GRACE_S)
             for child in self._fronts:

@@ -31,6 +31,16 @@ def test_r7_no_name_is_left_in_the_file_system(endpoint: Endpoint, tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_long_temporary_directory_is_no_hindrance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 150)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    made = Endpoint()
+    connect(made.connect_address).close()
+    made.close()
+    assert list(deep.iterdir()) == []
+
+
 @pytest.mark.parametrize("outside", [False, True])
 def test_a_client_connects_through_the_handle(endpoint: Endpoint, outside: bool) -> None:
     address = endpoint.connect_address_from_outside() if outside else endpoint.connect_address
