@@ -88,6 +88,8 @@ def _stats(step: int, running: int) -> CoreStats:
         step_id=step,
         inflight=1,
         last_result_age_s=0.0,
+        stalled_s=0.0,
+        stall_limit_s=5.0,
         epoch=0,
         generated_tokens=step * running,
         prompt_tokens=0,

@@ -7,6 +7,7 @@ token anywhere changes the sampled ids, and a test that compares them with `orac
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -309,6 +310,7 @@ class CoreRig:
         eos_token_ids: Sequence[int] = (1,),
         seed: int = 0,
         scheduler: SchedulerConfig = SMALL_SCHEDULER,
+        stall_timeout_s: float = math.inf,
     ) -> None:
         parallel = ParallelConfig(pipeline_parallel_size=num_stages, async_depth=async_depth)
         self.clock = FakeClock()
@@ -332,7 +334,9 @@ class CoreRig:
             num_blocks=num_blocks,
             block_size=block_size,
         )
-        self.core = EngineCore(self.scheduler, self.executor, parallel, self.clock)
+        self.core = EngineCore(
+            self.scheduler, self.executor, parallel, self.clock, stall_timeout_s=stall_timeout_s
+        )
         self.requests: dict[str, GenerationRequest] = {}
         self.updates: dict[str, list[RequestUpdate]] = {}
 

@@ -7,6 +7,7 @@ they are owned; `resolve` functions elsewhere replace "auto" by numbers and retu
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -49,6 +50,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         device: `cpu`, `cuda`, or `auto` (cuda when torch sees a GPU).
         tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
             or by `transfer` from the first.
+        step_timeout_s: longest time that one stage may take for one plan before it counts as lost; None
+            allows a minute and a tenth of a second for each token that a plan can have.
         backend: `mp` = one process per rank; `inprocess` = ranks as threads (tests, notebooks).
     """
 
@@ -58,6 +61,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads_per_rank: int | None = None
     device: Device = "cpu"
     tied_head: TiedHead = "load"
+    step_timeout_s: float | None = None
     backend: Backend = "mp"
 
     def __post_init__(self) -> None:
@@ -67,6 +71,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
         if self.threads_per_rank is not None:
             _at_least("threads_per_rank", self.threads_per_rank, 1)
+        if self.step_timeout_s is not None and not 0 < self.step_timeout_s < math.inf:
+            raise UsageError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0 seconds.")
 
     @property
     def depth(self) -> int:
@@ -165,7 +171,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     link_frames: int  # frames that a link holds: async_depth + 1
     tied_head: TiedHead = "load"
-    wait_timeout_s: float = 60.0  # deadline of every wait on a peer inside a step
+    wait_timeout_s: float = (
+        60.0  # deadline of every wait on a peer inside a step: all stages may be computing
+    )
 
     @property
     def is_first(self) -> bool:
@@ -177,7 +185,12 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the engine core is told at start."""
+    """What the engine core is told at start.
+
+    Attributes:
+        stall_timeout_s: with plans in flight and no result for this long, the pipeline counts as lost; a
+            little more than the waits of the ranks, which know better what they wait for.
+    """
 
     parallel: ParallelConfig
     cache: CacheConfig
@@ -186,6 +199,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
+    stall_timeout_s: float = 65.0
 
 
 class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):

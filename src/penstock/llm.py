@@ -67,6 +67,7 @@ class LLM:
         device: `cpu`, `cuda` or `auto`.
         distributed_executor_backend: `mp` (a process per stage) or `inprocess` (a thread per stage).
         threads_per_rank: CPU threads of a stage; None shares the cores among the stages.
+        step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
         tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
 
     Raises:
@@ -94,6 +95,7 @@ class LLM:
         distributed_executor_backend: Backend = "mp",
         threads_per_rank: int | None = None,
         tied_head: TiedHead = "load",
+        step_timeout_s: float | None = None,
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
@@ -106,6 +108,7 @@ class LLM:
                 "threads_per_rank": threads_per_rank,
                 "device": device,
                 "tied_head": tied_head,
+                "step_timeout_s": step_timeout_s,
                 "backend": distributed_executor_backend,
             },
             "cache": {

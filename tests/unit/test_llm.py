@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from checkpoints import make_checkpoint
 from paths import shared_data
@@ -218,3 +219,9 @@ def test_after_shutdown_it_says_so(tmp_path: Path) -> None:
     llm.shutdown()
     with pytest.raises(UsageError, match="shut down"):
         llm.generate({"prompt_token_ids": [1]})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_device_cuda_without_a_gpu_says_so() -> None:
+    with pytest.raises(UsageError, match=r"sees no GPU.*--device cpu"):
+        LLM("demo", device="cuda", distributed_executor_backend="inprocess")

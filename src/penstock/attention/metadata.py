@@ -1,6 +1,6 @@
 """What attention must know about a step beside its tensors.
 
-`AttentionMetadata` is made once per step by `runner.model_runner` and read by every layer's attention.
+`AttentionMetadata` is made once per step by `runner.forward_batch` and read by every layer's attention.
 Keys and values live in *slots*: token position p of a row is in slot `block_table[p // block_size] *
 block_size + p % block_size`. Decode rows (one token each) come first in a step, then the rows that prefill.
 """
@@ -15,6 +15,9 @@ from torch import Tensor
 
 # Gathered keys of one decode group, in slots: bounds the temporary memory of a step with long contexts.
 MAX_GROUP_SLOTS = 1 << 17
+# Contexts of a decode group are padded to a multiple: shapes recur from step to step, and oneDNN, which compiles a
+# kernel for every new shape of a bfloat16 product, finds the ones it has.
+CONTEXT_STEP = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +83,8 @@ class AttentionMetadata:
     def _decode_group(self, start: int, end: int) -> DecodeGroup:
         device = self.block_tables.device
         lengths = torch.tensor(self.seq_lens[start:end], device=device)[:, None]
-        position = torch.arange(max(self.seq_lens[start:end]), device=device)[None, :]
+        context = -(-max(self.seq_lens[start:end]) // CONTEXT_STEP) * CONTEXT_STEP
+        position = torch.arange(context, device=device)[None, :]
         padding = position >= lengths
         # A padded place must hold finite numbers, and never another request's: 0 x NaN would be NaN.
         slots = self._slots(slice(start, end), position.masked_fill(padding, 0))

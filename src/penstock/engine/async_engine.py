@@ -45,7 +45,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
-        stale_after_s: without a result for this long (probes included) the engine is not ready.
+        stale_after_s: without a word from the core for this long (heartbeats included) it is not ready.
     """
 
     max_model_len: int
@@ -293,8 +293,8 @@ class AsyncEngine:
 class _Health:
     """Readiness from what the core says and from how long it has said nothing.
 
-    The core reports the age of the last result; it probes every stage once a second when idle, so the age is
-    large only if some stage does not answer.
+    The core says how long its stages have owed it a result, and how long is too long for what they compute.
+    It probes every stage once a second when idle, so a stage that does not answer shows at once.
     """
 
     def __init__(
@@ -304,7 +304,6 @@ class _Health:
         self._clock = clock
         self._wall_clock = wall_clock
         self._heard_at: float | None = None
-        self._result_age_s = 0.0  # at `_heard_at`
         self._stats: CoreStats | None = None
         self._was_ready = False
         self._since = wall_clock()
@@ -315,7 +314,6 @@ class _Health:
 
     def beat(self, stats: CoreStats) -> None:
         self._heard_at = self._clock()
-        self._result_age_s = stats.last_result_age_s
         self._stats = stats
 
     def fail(self, error: ErrorInfo) -> None:
@@ -341,7 +339,9 @@ class _Health:
             return self.failure.message
         if self._heard_at is None:
             return "the engine is loading"
-        age = self._result_age_s + self._clock() - self._heard_at
-        if age > self._stale_after_s:
-            return f"no result has crossed the stages for {age:.1f} s"
+        silence = self._clock() - self._heard_at
+        if silence > self._stale_after_s:
+            return f"the engine core has been silent for {silence:.1f} s"
+        if self._stats is not None and self._stats.stalled_s > self._stats.stall_limit_s:
+            return f"no result has crossed the stages for {self._stats.stalled_s:.1f} s"
         return ""

@@ -15,13 +15,15 @@ from typing import NamedTuple
 from penstock.batch import ScheduledBatch, StepResult, seal
 from penstock.config import ParallelConfig
 from penstock.engine.stats import CoreStats
-from penstock.errors import ErrorInfo, PeerError, ProtocolError, error_from_info
+from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, error_from_info
 from penstock.executor.base import Executor
 from penstock.pipeline.inflight import InflightQueue
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
 PROBE_INTERVAL_S = 1.0
+STALL_BASE_S = 5.0
+STALL_PER_TOKEN_S = 0.05
 
 
 class StepInFlight(NamedTuple):
@@ -40,6 +42,7 @@ class EngineCore:
         executor: has been started; runs plans in order and returns one result per plan, in order.
         parallel: gives the depth, `P + async_depth` plans in flight (rows D1, S8).
         clock: monotonic seconds.
+        stall_timeout_s: the pipeline is lost when plans are in flight and nothing has come for this long.
     """
 
     def __init__(
@@ -48,10 +51,13 @@ class EngineCore:
         executor: Executor,
         parallel: ParallelConfig,
         clock: Callable[[], float],
+        *,
+        stall_timeout_s: float = math.inf,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
+        self._stall_timeout_s = stall_timeout_s
         self._inflight: InflightQueue[StepInFlight] = InflightQueue(
             parallel.depth, num_stages=parallel.pipeline_parallel_size
         )
@@ -127,8 +133,8 @@ class EngineCore:
     def next_wakeup(self) -> float:
         """Clock time at which `step` has work even if no event comes; infinite if there is none."""
         expiry = self._scheduler.next_expiry()
-        probe = math.inf if len(self._inflight) or self._failure is not None else self._probe_due()
-        return probe if expiry is None else min(probe, expiry)
+        due = math.inf if self._failure is not None else self._probe_or_stall_due()
+        return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
         scheduler = self._scheduler.stats()
@@ -141,16 +147,21 @@ class EngineCore:
             step_id=self._inflight.next_step,
             inflight=len(self._inflight),
             last_result_age_s=self._clock() - self._last_result_at,
+            stalled_s=self.stalled_s(),
+            stall_limit_s=self.stall_limit_s(),
             epoch=self._epoch,
             generated_tokens=scheduler.generated_tokens,
             prompt_tokens=scheduler.prompt_tokens,
         )
 
-    def oldest_step_age(self) -> float:
-        """Seconds since the oldest step in flight was submitted; 0 when there is none."""
-        if len(self._inflight) == 0:
-            return 0.0
-        return self._clock() - self._inflight.oldest().submitted_at
+    def stalled_s(self) -> float:
+        """Seconds since a result came or the oldest step in flight was submitted; 0 when there is none."""
+        return self._clock() - self._waiting_since() if len(self._inflight) else 0.0
+
+    def stall_limit_s(self) -> float:
+        """How long a healthy pipe may be silent now: an empty plan crosses at once, a large one does not."""
+        num_tokens = self._inflight.oldest().plan.total_tokens if len(self._inflight) else 0
+        return STALL_BASE_S + STALL_PER_TOKEN_S * num_tokens
 
     def check_invariants(self) -> None:
         """Assert that the parts agree. For tests, and when idle."""
@@ -159,10 +170,25 @@ class EngineCore:
 
     def _turn(self, updates: list[RequestUpdate]) -> None:
         self._settle(self._executor.poll(0.0), updates)
+        self._check_progress()
         updates += self._scheduler.expire()
         self._fill()
         if len(self._inflight) == 0 and self._clock() >= self._probe_due():
             self._submit(self._scheduler.probe(self._inflight.next_step))
+
+    def _check_progress(self) -> None:
+        stalled_s = self.stalled_s()
+        if stalled_s > self._stall_timeout_s:
+            raise WaitTimeoutError(
+                f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s.",
+                remedy="Raise --step-timeout if the model is that slow.",
+            )
+
+    def _waiting_since(self) -> float:
+        return max(self._last_result_at, self._inflight.oldest().submitted_at)
+
+    def _probe_or_stall_due(self) -> float:
+        return self._waiting_since() + self._stall_timeout_s if len(self._inflight) else self._probe_due()
 
     def _probe_due(self) -> float:
         return self._last_result_at + PROBE_INTERVAL_S

@@ -38,7 +38,7 @@ from penstock.scheduler.scheduler import Scheduler
 
 HEARTBEAT_S = 1.0
 ABANDON_S = 2.0
-CAUSE_WAIT_S = 0.5
+CAUSE_WAIT_S = 1.0  # longer than the supervisor takes to hear the ranks (`supervisor.CAUSE_GRACE_S`)
 POLL_S = 0.1
 
 
@@ -55,7 +55,8 @@ def build_core(
         seed=config.seed,
         clock=clock,
     )
-    return EngineCore(scheduler, executor, config.parallel, clock), scheduler
+    core = EngineCore(scheduler, executor, config.parallel, clock, stall_timeout_s=config.stall_timeout_s)
+    return core, scheduler
 
 
 def refusal(request: GenerationRequest, error: PenstockError) -> RequestUpdate:

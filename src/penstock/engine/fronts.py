@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol
 
 from penstock.config import ApiProcessConfig, EngineConfig, ServerConfig
@@ -19,7 +20,7 @@ from penstock.executor.child import encode_config
 
 
 class Front(Protocol):
-    """Who uses the engine: an API process, or the program that started the supervisor."""
+    """What the supervisor asks of either."""
 
     def open(self) -> None:
         """Claim what can be refused, before anything is loaded."""
@@ -71,7 +72,7 @@ class HttpFront:
             client_address=wiring.client.connect_address,
             listen_fd=self._listener.fileno(),
             model_path=plan.model_path,
-            model_name=self._server.served_model_name or self._engine.model.model,
+            model_name=self._server.served_model_name or served_name(self._engine.model.model),
             max_model_len=plan.core.max_model_len,
             vocab_size=plan.core.vocab_size,
             eos_token_ids=plan.core.eos_token_ids,
@@ -92,6 +93,11 @@ class HttpFront:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+
+
+def served_name(model: str) -> str:
+    """What clients call a model unless the user names it: a directory goes by its last part."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 class CallerFront:

@@ -79,6 +79,7 @@ def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # wait for a core that is still starting
     return context, socket
 
 

@@ -23,6 +23,8 @@ from penstock.pipeline.partition import partition_layers
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+STALL_GRACE_S = 5.0  # the ranks, which know what they wait for, speak before the core does
+
 FloatType = Literal["float32", "bfloat16", "float16"]
 
 
@@ -74,6 +76,7 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
     stages = config.parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, config.parallel.partition)
     device = _device(config.parallel.device, host)
+    wait_timeout_s = _step_timeout_s(config) * stages
     if device == "cpu":
         _check_weights_fit(spec, ranges, dtype, host)
     ranks = [
@@ -95,6 +98,7 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
             depth=config.parallel.depth,
             link_frames=config.parallel.async_depth + 1,
             tied_head=config.parallel.tied_head,
+            wait_timeout_s=wait_timeout_s,
         )
         for stage, (start, end) in enumerate(ranges)
     ]
@@ -102,7 +106,7 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
         model_path=str(directory),
         spec=spec,
         ranks=ranks,
-        core=_core_config(config, spec, max_model_len),
+        core=_core_config(config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S),
         frame_bytes=frame_bytes(
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             width=spec.hidden_size,
@@ -111,7 +115,9 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
     )
 
 
-def _core_config(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> CoreConfig:
+def _core_config(
+    config: EngineConfig, spec: ModelSpec, max_model_len: int, stall_timeout_s: float
+) -> CoreConfig:
     return CoreConfig(
         parallel=config.parallel,
         cache=config.cache,
@@ -120,7 +126,14 @@ def _core_config(config: EngineConfig, spec: ModelSpec, max_model_len: int) -> C
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
+        stall_timeout_s=stall_timeout_s,
     )
+
+
+def _step_timeout_s(config: EngineConfig) -> float:
+    """The user's, or one that a slow machine does not reach with the largest plan."""
+    asked = config.parallel.step_timeout_s
+    return asked if asked is not None else 60.0 + 0.1 * config.scheduler.max_num_batched_tokens
 
 
 def _dtype(asked: str, spec: ModelSpec) -> FloatType:

@@ -16,6 +16,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     step_id: int  # of the next plan
     inflight: int  # plans submitted, result not settled
     last_result_age_s: float  # since a result last came, infinite before the first; probes keep it near 1
+    stalled_s: (
+        float  # since a result came or the oldest plan in flight was submitted; 0 when none is in flight
+    )
+    stall_limit_s: float  # beyond it the pipe is not ready: seconds, more for a plan of many tokens
     epoch: int
     generated_tokens: int
     prompt_tokens: int  # of requests that have yielded their first token

@@ -105,6 +105,7 @@ class RankChannels:
         self._wait = wait
         self._clock = clock
         self._failures: list[ErrorInfo] = []
+        self._ended: set[int] = set()  # stages that have told their failure, or gone
 
     def handshake(self, timeout_s: float) -> KVPlan:
         """Loaded, allocate, ready: all ranks get as many blocks as the tightest stage can hold."""
@@ -147,6 +148,7 @@ class RankChannels:
             for message in self._drain_one(stage):
                 if isinstance(message, RankFailed):
                     self._failures.append(message.error)
+                    self._ended.add(stage)
                 else:
                     messages.append(message)
         return messages
@@ -156,7 +158,8 @@ class RankChannels:
             while (frame := self._channels[stage].recv(0)) is not None:
                 yield decode_to_core(frame)
         except LinkClosedError:
-            yield _gone(stage)
+            if stage not in self._ended:
+                yield _gone(stage)
 
     def _first_cause(self) -> ErrorInfo:
         """The failure to report; a rank that misses its neighbour may speak before the culprit does."""

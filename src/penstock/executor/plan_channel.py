@@ -33,6 +33,7 @@ class ZmqChannel:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._socket.set(zmq.HANDSHAKE_IVL, 0)  # a peer that is still starting is not a peer that has gone
         self._socket.set_hwm(_QUEUE_LIMIT)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._poller = zmq.Poller()

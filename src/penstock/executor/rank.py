@@ -19,7 +19,7 @@ from penstock.attention.metadata import LayerKV
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.batch import AllocateKV, RankFailed, RankLoaded, RankReady, Shutdown, decode_to_rank, encode
 from penstock.config import RankConfig
-from penstock.errors import PenstockError, ProtocolError
+from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
 from penstock.models.decoder import Decoder
 from penstock.models.registry import load_spec
@@ -233,6 +233,11 @@ def _device(config: RankConfig) -> torch.device:
     """Stages take the GPUs of the host in turn."""
     if config.device == "cpu":
         return torch.device("cpu")
+    if torch.cuda.device_count() == 0:
+        raise UsageError(
+            f"stage {config.stage} is to run on cuda, but torch {torch.__version__} sees no GPU.",
+            remedy="Use --device cpu, or install a CUDA build of torch.",
+        )
     return torch.device(config.device, config.stage % torch.cuda.device_count())
 
 

@@ -1,6 +1,6 @@
 """The decoder: a for-loop over its own range of layers.
 
-Built by `runner.model_runner` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
+Built by `executor.rank` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
 the range are `MissingLayer`s, so that names of parameters are those of the checkpoint on every stage. Knows
 nothing of ranks, links or requests.
 """

@@ -6,7 +6,8 @@ Ranks are numbered stage by stage, the ranks of one stage side by side (`tp` = t
     tensor rank 0          0         2         4         6      a pipeline group
     tensor rank 1          1         3         5         7      another
 
-Pure numbers (rows C1, D8); used wherever ranks are started or connected. Opens nothing.
+Pure numbers (rows C1, C2, D8). While a stage is one rank, rank and stage are the same number and nobody
+needs to ask; tensor-parallel stages will. Opens nothing.
 """
 
 from __future__ import annotations

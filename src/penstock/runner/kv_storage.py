@@ -69,11 +69,12 @@ class KVStorage:
             NotEnoughMemoryError: not one request of full length fits, or the user's number does not.
         """
         if demand.num_blocks is not None:
-            self._check_fits(demand.num_blocks, available)
+            self._check_fits(demand.num_blocks, available // demand.num_sharers)
             return demand.num_blocks
         per_sequence = -(-demand.max_model_len // self._block_size)
         if demand.kv_cache_bytes is not None:
             budget, most = demand.kv_cache_bytes, None
+            self._check_fits(budget // self.block_bytes, available // demand.num_sharers)
         else:
             budget = int(available * _DEFAULT_SHARE[self._device.type] / demand.num_sharers)
             most = per_sequence * demand.max_num_seqs

@@ -24,18 +24,24 @@ class RawLogprobs:
     def of(self, token_ids: list[int]) -> list[TokenLogprobs | None]:
         """One entry per row, None for those that did not ask or have no token (-1)."""
         entries: list[TokenLogprobs | None] = [None] * len(token_ids)
-        for place, index in enumerate(self._asking):
-            if token_ids[index] >= 0:
-                entries[index] = _entry(self._values[place], token_ids[index], self._num_logprobs[index])
+        places = [place for place, index in enumerate(self._asking) if token_ids[index] >= 0]
+        if places:
+            rows = [self._asking[place] for place in places]
+            found = self._look_up(
+                places, [token_ids[row] for row in rows], [self._num_logprobs[r] for r in rows]
+            )
+            for row, entry in zip(rows, found, strict=True):
+                entries[row] = entry
         return entries
 
-
-def _entry(logprobs: Tensor, token_id: int, num_top: int) -> TokenLogprobs:
-    chosen = logprobs[token_id]
-    top = logprobs.topk(num_top)
-    return TokenLogprobs(
-        logprob=chosen.item(),
-        rank=1 + int((logprobs > chosen).sum()),
-        top_ids=top.indices.tolist(),
-        top_logprobs=top.values.tolist(),
-    )
+    def _look_up(self, places: list[int], chosen_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+        """All rows at once: one look for the chosen tokens, one for the likeliest."""
+        values = self._values[places]
+        chosen = values.gather(1, torch.tensor(chosen_ids, device=values.device)[:, None])
+        ranks = (values > chosen).sum(1) + 1
+        top = values.topk(max(num_top), dim=1)
+        columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), num_top)
+        return [
+            TokenLogprobs(logprob, rank, ids[:count], logprobs[:count])
+            for logprob, rank, ids, logprobs, count in zip(*columns, strict=True)
+        ]

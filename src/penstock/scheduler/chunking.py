@@ -2,7 +2,8 @@
 
 Prompts are cut at multiples of the chunk size, counted from the start of the prompt, whatever else is in the
 plan: a chunk that does not fit the rest of the budget waits for the next plan instead of being cut. So the
-chunks of a request, and with them every bit of its result, do not depend on load, stages or depth.
+chunks of a request do not depend on load, stages or depth: what runs with them may change the last bits of a
+matrix product, but never where the prompt is cut.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 
 class RowPool:
-    """Rows `0 .. num_rows - 1`. The lowest free row of the stack is given out first."""
+    """Rows `0 .. num_rows - 1`; the one that was freed last is given out first."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows

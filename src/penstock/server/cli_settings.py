@@ -73,6 +73,10 @@ class EngineSettings:
         TiedHead, flag("how the last stage gets a tied embedding", "--tied-head", group="pipeline")
     ] = "load"
 
+    step_timeout: Annotated[
+        float | None, flag("seconds of one stage for one plan at most", "--step-timeout", group="pipeline")
+    ] = None
+
     block_size: Annotated[int, flag("tokens per KV block", "--block-size", group="kv")] = 16
     num_blocks: Annotated[
         int | None, flag("KV blocks per stage", "--num-blocks", "--num-gpu-blocks-override", group="kv")
@@ -111,6 +115,7 @@ class EngineSettings:
                 threads_per_rank=self.threads_per_rank,
                 device=self.device,
                 tied_head=self.tied_head,
+                step_timeout_s=self.step_timeout,
             ),
             cache=CacheConfig(
                 block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_bytes=self.kv_cache_bytes

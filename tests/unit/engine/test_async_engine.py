@@ -47,6 +47,8 @@ STATS = CoreStats(
     step_id=0,
     inflight=0,
     last_result_age_s=0.5,
+    stalled_s=0.0,
+    stall_limit_s=5.0,
     epoch=0,
     generated_tokens=0,
     prompt_tokens=0,
@@ -354,18 +356,16 @@ def test_d9_readiness_follows_the_age_of_the_last_result() -> None:
         rig.clock.advance(5.5)
         stale = rig.engine.status()
         assert (stale.ready, stale.since) == (False, pytest.approx(1e9 + 105.5))
-        assert "no result has crossed the stages for 5.5 s" in stale.reason
+        assert "the engine core has been silent for 5.5 s" in stale.reason
         stream = rig.add()
         rig.core.tell(update("r", b"x", "length"))
         await read_all(stream)
         fresh = rig.engine.status()
         assert fresh.ready
         assert fresh.stats == STATS
-        rig.core.tell(stats=msgspec.structs.replace(STATS, last_result_age_s=5.2))
+        rig.core.tell(stats=msgspec.structs.replace(STATS, stalled_s=5.2))
         other = rig.add("s")
-        rig.core.tell(
-            update("s", b"x", "length"), stats=msgspec.structs.replace(STATS, last_result_age_s=5.2)
-        )
+        rig.core.tell(update("s", b"x", "length"), stats=msgspec.structs.replace(STATS, stalled_s=5.2))
         await read_all(other)
         assert not rig.engine.status().ready, "the core is heard, but its stages are not"
 

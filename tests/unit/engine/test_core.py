@@ -150,11 +150,37 @@ def test_a_probe_that_does_not_come_back_is_not_followed_by_another() -> None:
         rig.step()
         rig.clock.advance(3.0)
     assert rig.core.num_inflight == 1
-    assert rig.core.oldest_step_age() == 15.0
+    assert rig.core.stalled_s() == 15.0
     assert rig.core.stats().last_result_age_s == math.inf
     rig.settle()
     assert rig.core.stats().last_result_age_s == 0.0
-    assert rig.core.oldest_step_age() == 0.0
+    assert rig.core.stalled_s() == 0.0
+
+
+def test_r2_a_step_that_never_returns_ends_every_request_in_time() -> None:
+    rig = CoreRig(latency=None, stall_timeout_s=30.0)
+    rig.add("a", 5, max_tokens=3)
+    rig.step()
+    rig.clock.advance(30.0)
+    assert rig.step() == []
+    assert rig.core.next_wakeup() == rig.clock.now
+    rig.clock.advance(0.1)
+    (update,) = rig.step()
+    assert update.finish_reason == "error"
+    assert update.error is not None
+    assert update.error.kind == "WaitTimeoutError"
+    assert "step 0 has been in the stages for 30 s" in update.error.message
+    assert rig.core.failure == update.error
+
+
+def test_d9_a_large_plan_may_take_longer_than_a_probe() -> None:
+    rig = CoreRig(latency=None)
+    rig.step()
+    assert rig.core.stall_limit_s() == 5.0
+    rig.settle()
+    rig.add("a", 40, max_tokens=3)
+    rig.step()
+    assert rig.core.stall_limit_s() > 5.0
 
 
 def test_no_probe_while_there_is_work() -> None:
@@ -292,6 +318,8 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
         step_id=3,
         inflight=2,
         last_result_age_s=0.5,
+        stalled_s=0.5,
+        stall_limit_s=5.05,
         epoch=0,
         generated_tokens=2,
         prompt_tokens=10,

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.engine import listening
+from penstock.engine.fronts import served_name
 from penstock.engine.listening import listen, url
 from penstock.errors import PortInUseError, UsageError
 
@@ -56,6 +57,13 @@ def test_an_open_address_with_a_key_or_on_demand(more: dict[str, object]) -> Non
         assert listener.getsockname()[0] == "0.0.0.0"
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "127.0.0.1"])
+def test_a_blank_key_is_no_key(host: str) -> None:
+    with pytest.raises(UsageError, match=r"api_keys\[1\] is empty") as raised:
+        listen(ServerConfig(host=host, port=0, api_keys=["k", ""]))
+    assert raised.value.param == "api_keys"
+
+
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.2"])
 def test_loopback_needs_no_key(host: str) -> None:
     listen(ServerConfig(host=host, port=0)).close()
@@ -73,3 +81,14 @@ def test_no_socket_is_left_open_by_a_refusal() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortInUseError):
         listen(ServerConfig(port=other.getsockname()[1]))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("trail", ["", "/", "/."])
+def test_a_directory_is_served_under_its_last_part(tmp_path: Path, trail: str) -> None:
+    (tmp_path / "Qwen2.5-0.5B").mkdir()
+    assert served_name(f"{tmp_path}/Qwen2.5-0.5B{trail}") == "Qwen2.5-0.5B"
+
+
+@pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-0.5B"])
+def test_a_name_is_served_as_it_is(name: str) -> None:
+    assert served_name(name) == name

@@ -182,3 +182,14 @@ def test_closing_says_shutdown_to_those_that_are_left_and_may_be_repeated(fixtur
         assert decode_to_rank(frame) == Shutdown()
         with pytest.raises(LinkClosedError):
             rank.recv(0)
+
+
+def test_a_rank_that_spoke_before_it_went_is_quoted() -> None:
+    """Its end must not make its words the second cause: "gone" is only for those who said nothing."""
+    core_end, rank_end = QueueChannel.pair()
+    ranks = RankChannels([core_end], wait=lambda timeout_s: None)
+    words = WaitTimeoutError("waited 60 s for the hidden states of step 7", stage=0).info()
+    rank_end.send(encode(RankFailed(stage=0, error=words)))
+    rank_end.close()
+    with pytest.raises(StageLostError, match="hidden states of step 7"):
+        ranks.poll(0.0)

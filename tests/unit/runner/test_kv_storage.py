@@ -70,7 +70,9 @@ def test_the_default_is_a_share_of_the_memory_but_no_more_than_can_be_used() -> 
 
 def test_a_budget_in_bytes_is_kept() -> None:
     block = storage().block_bytes
-    assert storage().max_blocks(demand(kv_cache_bytes=50 * block + 7), available=1) == 50
+    assert storage().max_blocks(demand(kv_cache_bytes=50 * block + 7), available=100 * block) == 50
+    with pytest.raises(NotEnoughMemoryError, match="50 KV blocks need"):
+        storage().max_blocks(demand(kv_cache_bytes=50 * block), available=99 * block)  # for two ranks
     with pytest.raises(NotEnoughMemoryError, match="max-model-len"):
         storage().max_blocks(demand(kv_cache_bytes=6 * block), available=10**9)
 
@@ -79,7 +81,7 @@ def test_a_number_of_blocks_is_kept_unless_it_cannot_fit() -> None:
     block = storage().block_bytes
     assert storage().max_blocks(demand(num_blocks=2), available=10**9) == 2
     with pytest.raises(NotEnoughMemoryError, match=r"9 KV blocks need .* Use --num-blocks 8 or fewer"):
-        storage().max_blocks(demand(num_blocks=9), available=8 * block)
+        storage().max_blocks(demand(num_blocks=9), available=17 * block)  # for two ranks
 
 
 def test_free_memory_is_what_the_host_and_the_control_group_leave(tmp_path: Path) -> None:

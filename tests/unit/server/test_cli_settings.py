@@ -150,7 +150,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple
 
 EVERY_FLAG = """
 m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --partition 4,1
---async-depth 1 --threads-per-rank 3 --device cuda --tied-head transfer
+--async-depth 1 --threads-per-rank 3 --device cuda --tied-head transfer --step-timeout 24
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22 --max-connections 23
@@ -172,6 +172,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "threads_per_rank": 3,
             "device": "cuda",
             "tied_head": "transfer",
+            "step_timeout_s": 24.0,
             "backend": "mp",
         },
         "cache": {"block_size": 13, "num_blocks": 14, "kv_cache_bytes": 15},

@@ -180,7 +180,7 @@ def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
         "max_num_batched_tokens",
         "prefill_chunk",
     )
-    return {name: getattr(engine, name) for name in names}
+    return {name: getattr(engine, name) for name in names} | {"step_timeout_s": engine.step_timeout}
 
 
 def _sampling(request: BenchRequest) -> SamplingParams:
