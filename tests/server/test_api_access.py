@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from live_server import LiveServer
 
 from penstock.config import ServerConfig
-from penstock.errors import AuthenticationError
+from penstock.errors import AuthenticationError, UsageError
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy, is_loopback
 from penstock.server.app import create_app
 from penstock.server.errors import ForbiddenError
@@ -198,3 +198,12 @@ def test_a_full_disk_does_not_stop_the_log() -> None:
         def flush(self) -> None: ...
 
     RequestLog("text", Full()).event("hello")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("keys", [[""], ["good", " \t"]])
+def test_a_blank_key_is_refused_and_its_field_named(keys: list[str]) -> None:
+    with pytest.raises(UsageError, match=rf"api_keys\[{len(keys) - 1}\] is empty") as raised:
+        ApiKeys(keys)
+    assert raised.value.param == "api_keys"
+    with pytest.raises(UsageError):
+        create_app(FakeEngine(), ServerConfig(api_keys=keys), fake_model())

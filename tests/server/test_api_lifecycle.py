@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from contextlib import ExitStack
@@ -12,6 +13,8 @@ from fake_engine import FakeEngine, Status, fake_model, stats
 from live_server import LiveServer, events, post_bytes
 
 from penstock.config import ServerConfig
+from penstock.errors import UnavailableError
+from penstock.server.lifecycle import Interruptible
 
 TEXT = "/v1/completions"
 
@@ -190,6 +193,62 @@ def test_drain_ends_what_is_too_slow_with_an_in_stream_error(signals: int) -> No
         assert "[DONE]" not in got
         live.join()
         assert engine.alive == set()
+
+
+def test_a_request_accepted_before_the_signal_is_served_though_its_body_comes_after() -> None:
+    with LiveServer(config=ServerConfig(drain_s=20.0)) as live, live.connect() as connection:
+        raw = post_bytes(TEXT, {"prompt": "abc", "stream": True})
+        connection.sendall(raw[:-3])
+        live.wait_for(lambda: live.app.context.lifecycle.num_running == 1)
+        live.stop()
+        live.wait_for(lambda: live.app.context.lifecycle.is_draining)
+        connection.sendall(raw[-3:])
+        got = events(_body(_read_all(connection)))
+        assert "".join(chunk["choices"][0]["text"] for chunk in got[:-1]) == "abc"
+        assert got[-1] == "[DONE]"
+        live.join()
+        assert "draining running=1" in live.log.getvalue()
+        assert "ended_early=0" in live.log.getvalue()
+
+
+def test_a_request_whose_body_is_too_slow_for_the_drain_gets_a_typed_503() -> None:
+    with LiveServer(config=ServerConfig(drain_s=0.05)) as live, live.connect() as connection:
+        connection.sendall(post_bytes(TEXT, {"prompt": "abc"})[:-3])
+        live.wait_for(lambda: live.app.context.lifecycle.num_running == 1)
+        live.stop()
+        head, _, body = _read_all(connection).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503")
+        assert json.loads(body)["error"]["code"] == "shutting_down"
+        live.join()
+        assert live.engine.added == []
+
+
+@pytest.mark.parametrize("body", [b"{", {"prompt": "a", "model": "other"}, {"prompt": "abc"}])
+def test_no_request_stays_counted_after_its_answer(live: LiveServer, body: Any) -> None:
+    live.request("POST", TEXT, body)
+    live.wait_for(lambda: live.app.context.lifecycle.num_running == 0)
+
+
+def test_work_that_was_interrupted_before_it_ran_does_not_run() -> None:
+    async def work() -> None:
+        pytest.fail("it has run")
+
+    reason = UnavailableError("over")
+    interruptible = Interruptible()
+    interruptible.interrupt(reason)
+    with pytest.raises(UnavailableError) as raised:
+        asyncio.run(interruptible.run(work()))
+    assert raised.value is reason
+
+
+def test_health_probes_are_silent_whatever_they_answer() -> None:
+    engine = FakeEngine(state=Status(ready=False, reason="loading"))
+    with LiveServer(engine) as live:
+        for path in ("/health", "/health/ready", "/health/live"):
+            live.request("GET", path)
+        live.post(TEXT, {"prompt": "a"})
+        live.wait_for(lambda: "path=/v1/completions" in live.log.getvalue())
+        assert "/health" not in live.log.getvalue()
 
 
 def test_idle_server_stops_quickly() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, fake_model
 from live_server import LiveServer, events
+from starlette.types import Message
 
+from penstock.config import ServerConfig
 from penstock.errors import NumericalError, OverloadedError, StageLostError
 from penstock.request import SamplingParams
+from penstock.server.app import create_app
 from penstock.server.keep_alive import KeepAlive
 
 CHAT = "/v1/chat/completions"
@@ -195,3 +200,86 @@ def test_ping_comments_keep_the_grammar(hold_after: int) -> None:
         assert seen.count(b'"role"') == 1
         assert seen.count(b"content-type:") == 1
         assert seen.count(b": ping") == 1
+
+
+async def _turn_until(condition: Callable[[], bool]) -> None:
+    for _ in range(1000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    pytest.fail("it never came")
+
+
+async def _asgi_chat(
+    engine: FakeEngine, max_tokens: int, act: Any, send_gate: asyncio.Event | None = None
+) -> list[Message]:
+    """The messages of one streamed chat; `act(keep_alive, num_sends)` is called once its sequence waits.
+
+    With a `send_gate`, sending blocks until the gate is open, as for a client that does not read.
+    """
+    sent: list[Message] = []
+    sends = []
+    now = [0.0]
+    app = create_app(engine, ServerConfig(), fake_model(), clock=lambda: now[0])
+    body = json.dumps(_chat("abc", stream=True, max_tokens=max_tokens)).encode()
+    incoming = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Message:
+        return incoming.pop() if incoming else await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def send(message: Message) -> None:
+        sends.append(message)
+        if send_gate is not None:
+            await send_gate.wait()
+            await asyncio.sleep(0)  # each piece may have to wait again
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": CHAT, "raw_path": CHAT.encode(), "query_string": b""}
+    task = asyncio.create_task(app(scope | {"headers": [(b"host", b"localhost")]}, receive, send))
+    await _turn_until(lambda: bool(engine.alive))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    now[0] = 16.0
+    await act(app.context.keep_alive, sends)
+    await asyncio.wait_for(task, 10)
+    return sent
+
+
+def _check_role_first(sent: list[Message]) -> None:
+    assert [message["type"] for message in sent].count("http.response.start") == 1
+    assert sent[0]["type"] == "http.response.start"
+    got = events(b"".join(message["body"] for message in sent[1:]))
+    assert got[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert sum("role" in chunk["choices"][0]["delta"] for chunk in got[:-1]) == 1
+    assert got[-1] == "[DONE]"
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3])
+def test_the_role_chunk_is_first_when_a_token_comes_with_the_ping(max_tokens: int) -> None:
+    async def scenario() -> list[Message]:
+        engine = FakeEngine(hold_after=0)
+
+        async def act(keep_alive: KeepAlive, _sends: list[Message]) -> None:
+            engine.released.set()  # the sequence's task runs before the ping's
+            keep_alive.tick()
+
+        return await _asgi_chat(engine, max_tokens, act)
+
+    _check_role_first(asyncio.run(scenario()))
+
+
+def test_a_ping_that_the_answer_overtakes_while_the_client_does_not_read_loses_nothing() -> None:
+    async def scenario() -> list[Message]:
+        engine, gate = FakeEngine(hold_after=0), asyncio.Event()
+
+        async def act(keep_alive: KeepAlive, sends: list[Message]) -> None:
+            keep_alive.tick()
+            await _turn_until(lambda: bool(sends))
+            engine.released.set()
+            for _ in range(20):  # the answer is complete long before the client reads
+                await asyncio.sleep(0)
+            gate.set()
+
+        return await _asgi_chat(engine, 1, act, gate)
+
+    _check_role_first(asyncio.run(scenario()))

@@ -15,8 +15,8 @@ from torch import Tensor
 
 # Gathered keys of one decode group, in slots: bounds the temporary memory of a step with long contexts.
 MAX_GROUP_SLOTS = 1 << 17
-# Contexts of a decode group are padded to a multiple: shapes recur from step to step, and oneDNN, which compiles a
-# kernel for every new shape of a bfloat16 product, finds the ones it has.
+# Contexts of a decode group are padded to a multiple of this: shapes recur from step to step, so that oneDNN,
+# which compiles a kernel for every new shape of a bfloat16 product, finds one that it has.
 CONTEXT_STEP = 64
 
 

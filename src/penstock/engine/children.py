@@ -116,6 +116,10 @@ def spawn(
             pass_fds=[config_read, status_write, *inherit],
             process_group=0,
         )
+    except BaseException:
+        os.close(config_write)
+        os.close(status_read)
+        raise
     finally:
         os.close(config_read)
         os.close(status_write)

@@ -7,16 +7,17 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.engine.core_process import build_core, prove_stages, refusal
+from penstock.engine.core_process import HEARTBEAT_S, build_core, prove_stages, refusal
 from penstock.engine.ipc import (
     AbortRequests,
     AddRequest,
@@ -31,10 +32,15 @@ from penstock.engine.launch import LaunchPlan
 from penstock.engine.reports import EngineReady, Event, Failed, Reporter
 from penstock.engine.stats import CoreStats
 from penstock.engine.supervisor import CallerConfig
-from penstock.errors import PenstockError, StageLostError, error_from_info
+from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, error_from_info
 from penstock.executor.base import Executor
 from penstock.request import GenerationRequest, RequestUpdate
 
+START_TIMEOUT_S = 3600.0  # without a word; a slow disk may take long
+HELLO_WAIT_S = 1.0
+SILENCE_S = 10 * HEARTBEAT_S  # of the core, while requests are pending
+CONFIRM_S = 0.1  # for words that wait in the socket when this process itself was stopped
+CAUSE_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 10.0
 
 _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
@@ -80,11 +86,11 @@ class InprocessClient:
         self._executor = executor
         try:
             kv_plan = executor.start()
+            self._core, scheduler = build_core(plan.core, executor, kv_plan.num_blocks, time.monotonic)
+            prove_stages(self._core)
         except BaseException:
             executor.shutdown()
             raise
-        self._core, scheduler = build_core(plan.core, executor, kv_plan.num_blocks, time.monotonic)
-        prove_stages(self._core)
         self.max_model_len = scheduler.max_len
         self._refused: list[RequestUpdate] = []
         self._closed = False
@@ -119,12 +125,16 @@ class ProcessClient:
 
     Args:
         reporter: gets the supervisor's events while it loads.
+        clock: monotonic seconds.
 
     Raises:
         PenstockError: the engine could not be started; the first cause.
     """
 
-    def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
+    def __init__(
+        self, config: EngineConfig, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
         self._supervisor = _SupervisorProcess(config)
         try:
             address = self._supervisor.wait_until_ready(reporter)
@@ -134,6 +144,9 @@ class ProcessClient:
             raise
         self._stats: CoreStats | None = None
         self._updates: list[RequestUpdate] = []
+        self._pending: set[str] = set()
+        self._failure: PenstockError | None = None
+        self._heard_at = clock()
         try:
             self.max_model_len = self._say_hello().max_model_len
         except BaseException:
@@ -141,15 +154,23 @@ class ProcessClient:
             raise
 
     def add(self, request: GenerationRequest) -> None:
+        """As in the protocol; raises the first cause once the engine is lost."""
+        self._require_engine()
         self._socket.send(AddRequest(request))
+        self._pending.add(request.request_id)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self._socket.send(AbortRequests(list(request_ids)))
+        self._pending.difference_update(request_ids)
+        if self._failure is None:
+            self._socket.send(AbortRequests(list(request_ids)))
 
     def poll(self, timeout_s: float) -> list[RequestUpdate]:
-        if self._socket.wait(timeout_s):
+        self._require_engine()
+        if self._socket.wait(min(timeout_s, SILENCE_S)):
             for message in self._socket.drain():
                 self._take(message)
+        elif self._pending:
+            self._require_word()
         updates, self._updates = self._updates, []
         return updates
 
@@ -162,19 +183,37 @@ class ProcessClient:
 
     def _say_hello(self) -> Welcome:
         self._socket.send(Hello())
-        while True:
-            self._socket.wait(1.0)
+        deadline = self._clock() + START_TIMEOUT_S
+        while self._clock() < deadline:
+            self._socket.wait(HELLO_WAIT_S)
             for message in self._socket.drain():
+                self._take(message)
                 if isinstance(message, Welcome):
                     return message
-                self._take(message)
+        raise WaitTimeoutError(f"the engine core did not answer in {START_TIMEOUT_S:g} s.")
 
     def _take(self, message: CoreToClient) -> None:
+        self._heard_at = self._clock()
         if isinstance(message, StepUpdates):
             self._stats = message.stats
             self._updates += message.updates
+            self._pending -= {update.request_id for update in message.updates if update.finish_reason}
         elif isinstance(message, EngineFailed):
-            raise self._supervisor.first_cause(error_from_info(message.error))
+            self._lose(error_from_info(message.error))
+
+    def _require_word(self) -> None:
+        """Raise once the core, which sends at least its heartbeats, has been silent for too long."""
+        silent_s = self._clock() - self._heard_at
+        if silent_s >= SILENCE_S and not self._socket.wait(CONFIRM_S):
+            self._lose(WaitTimeoutError(f"the engine core has said nothing for {silent_s:.0f} s."))
+
+    def _lose(self, error: PenstockError) -> None:
+        self._failure = self._supervisor.first_cause(error)
+        self._require_engine()
+
+    def _require_engine(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
 
 
 class _SupervisorProcess:
@@ -189,6 +228,10 @@ class _SupervisorProcess:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[config_read, status_write], process_group=0
             )
+        except BaseException:
+            os.close(self._lifeline)
+            os.close(self._status_fd)
+            raise
         finally:
             os.close(config_read)
             os.close(status_write)
@@ -199,7 +242,7 @@ class _SupervisorProcess:
     def wait_until_ready(self, reporter: Reporter) -> str:
         """Address of the core. Raises the first cause when the engine cannot be started."""
         while True:
-            events = self._read_events()
+            events = self._read_events(time.monotonic() + START_TIMEOUT_S)
             for event in events:
                 reporter.report(event)
                 if isinstance(event, Failed):
@@ -210,12 +253,16 @@ class _SupervisorProcess:
                 code = self._process.wait()
                 raise StageLostError(f"the supervisor ended with code {code} before the engine was ready.")
 
-    def first_cause(self, error: PenstockError) -> PenstockError:
-        """What the supervisor gives as the cause of a loss, or `error` if it says nothing."""
-        while events := self._read_events():
-            for event in events:
-                if isinstance(event, Failed):
-                    return _error_of(event)
+    def first_cause(self, error: PenstockError, timeout_s: float = CAUSE_TIMEOUT_S) -> PenstockError:
+        """What the supervisor gives as the cause of a loss, or `error` if it does not say in this time."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while events := self._read_events(deadline):
+                for event in events:
+                    if isinstance(event, Failed):
+                        return _error_of(event)
+        except WaitTimeoutError:
+            pass
         return error
 
     def end(self) -> None:
@@ -231,10 +278,14 @@ class _SupervisorProcess:
             self._process.kill()  # its children die with it
             self._process.wait()
 
-    def _read_events(self) -> list[Event]:
-        """At least one event, unless the pipe has ended."""
+    def _read_events(self, deadline: float) -> list[Event]:
+        """At least one event, unless the pipe has ended. Raises `WaitTimeoutError` at the deadline."""
         events: list[Event] = []
+        poller = select.poll()
+        poller.register(self._status_fd, select.POLLIN)
         while not events:
+            if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise WaitTimeoutError("the supervisor has said nothing in time.")
             chunk = os.read(self._status_fd, 65536)
             if not chunk:
                 break

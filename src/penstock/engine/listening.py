@@ -10,6 +10,7 @@ import errno
 import ipaddress
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.config import ServerConfig
@@ -22,9 +23,10 @@ def listen(config: ServerConfig) -> socket.socket:
     """Bind and listen.
 
     Raises:
-        UsageError: the address does not exist, or is open to others and has no key.
+        UsageError: the address does not exist, or is open to others and has no key; or a key is blank.
         PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
     """
+    refuse_blank_keys(config.api_keys)
     family, address = _resolve(config)
     _require_key_unless_loopback(config, address[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -42,6 +44,15 @@ def url(listener: socket.socket) -> str:
     """`http://host:port` of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def refuse_blank_keys(keys: Sequence[str]) -> None:
+    """Raise `UsageError` for a key that is no secret: an empty one, or blanks alone."""
+    blank = next((index for index, key in enumerate(keys) if not key.strip()), None)
+    if blank is not None:
+        raise UsageError(
+            f"api_keys[{blank}] is empty.", remedy="Give a key with characters, or none.", param="api_keys"
+        )
 
 
 def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:

@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
 
+from penstock.engine.listening import refuse_blank_keys
 from penstock.errors import AuthenticationError
 from penstock.server.errors import ForbiddenError
 
@@ -22,9 +23,13 @@ Headers = Iterable[tuple[bytes, bytes]]
 class ApiKeys:
     """Args:
     keys: any of them opens the server; none at all means that no key is asked for.
+
+    Raises:
+        UsageError: a key is blank, which an empty `Authorization` would match.
     """
 
     def __init__(self, keys: Sequence[str]) -> None:
+        refuse_blank_keys(keys)
         self._keys = [key.encode() for key in keys]
 
     def check(self, path: str, headers: Headers) -> None:

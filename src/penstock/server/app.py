@@ -174,7 +174,7 @@ def _describe_bodies(routes: FastAPI) -> None:
 
 
 def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationContext) -> None:
-    models = ModelsRoute(model)
+    models = ModelsRoute(model, context.engine)
     health = HealthRoute(model, context.engine, context.lifecycle, context.keep_alive, context.metrics)
     for path, endpoint, name in (
         ("/v1/models", models.list, "list_models"),

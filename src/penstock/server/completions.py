@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from penstock.engine.outputs import TextDelta
 from penstock.server.fields import convert
-from penstock.server.generation import Sequence
+from penstock.server.generation import GenerationResponse, Sequence
 from penstock.server.generation_route import Answer, GenerationRoute
 from penstock.server.logprobs import CompletionLogprobsWriter
 from penstock.server.openai_types import (
@@ -28,6 +28,9 @@ class CompletionsRoute:
 
     async def create(self, request: Request) -> Response:
         """Continue each prompt, streamed or as a whole; choice i belongs to prompt i."""
+        return await self._route.accept(request, self._prepare)
+
+    async def _prepare(self, request: Request) -> GenerationResponse:
         route = self._route
         body = await route.read(request)
         asked = convert(body, CompletionRequest)

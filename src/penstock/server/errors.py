@@ -1,7 +1,8 @@
 """Errors as OpenAI error objects: `{"error": {"message", "type", "param", "code"}}`, on every route.
 
-`ErrorPages` is given to FastAPI as its exception handlers; the gate and the stream writers use
-`error_bytes`. A bug becomes a 500 that carries the request's id and no trace.
+`app` gives FastAPI `answer_http_exception` and `answer_validation_error`, and handlers of its own. Those and
+the gate use `error_response`; streams that have begun use `error_bytes`. A bug becomes a 500 that carries the
+request's id and no trace.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A route makes a `GenerationJob` and returns a `StreamedResponse` or a `WholeResponse`; running that response
 adds the sequences to the engine, follows them, and watches the connection. Whatever ends it (the finish, an
 error, a client that leaves, the server's shutdown), the sequences are cancelled in the engine before it
-returns. The route's text shapes are `sse`'s and the job's `make_body`.
+returns. The route's text shapes are `sse`'s and the job's `make_body`. The route enters the response into the
+lifecycle, so that no time passes between its acceptance and its count; the response leaves by itself.
 """
 
 from __future__ import annotations
@@ -79,7 +80,6 @@ class GenerationResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(_wait_for_disconnect(receive))
         watcher.add_done_callback(self._client_left)
-        self._context.lifecycle.enter(self)
         try:
             await self._work.run(self._generate(send))
         except Exception as error:
@@ -196,7 +196,8 @@ class StreamedResponse(GenerationResponse):
             for index, sequence in enumerate(job.sequences)
         ]
         self._is_started = False
-        self._is_sending = False
+        self._is_followed = False
+        self._sending = asyncio.Lock()  # one piece at a time, so that the head and the role chunks are first
         self._pings: set[asyncio.Task[None]] = set()
         self._send: Send
         self.last_sent_at = context.clock()
@@ -205,13 +206,13 @@ class StreamedResponse(GenerationResponse):
         self._send = send
         self._add_sequences()
         self._context.keep_alive.enter(self)
+        self._is_followed = True
         try:
             pairs = zip(self._streams, self._writers, strict=True)
             finishes = await _all_of([self._follow(stream, writer) for stream, writer in pairs])
         finally:
             self._context.keep_alive.leave(self)
-            for ping in self._pings:
-                ping.cancel()
+            self._is_followed = False
         self._job.record.finish_reason = _finish_reason(finishes)
         usage = usage_chunk(self._form, self._usage()) if self._form.include_usage else b""
         await self._write(usage + DONE, more=False)
@@ -227,25 +228,33 @@ class StreamedResponse(GenerationResponse):
                 return delta
 
     async def _write(self, events: bytes, *, more: bool = True) -> None:
-        self._is_sending = True
+        async with self._sending:
+            await self._write_alone(events, more=more)
+
+    async def _write_alone(self, events: bytes, *, more: bool = True) -> None:
         if not self._is_started:
             await self._start()
         await self._send({"type": "http.response.body", "body": events, "more_body": more})
-        self._is_sending = False
         self.last_sent_at = self._context.clock()
 
     async def _start(self) -> None:
-        self._is_started = True
         extra = [(name.encode(), value.encode()) for name, value in self._job.headers.items()]
         start: Message = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + extra}
         await self._send(start)
+        self._is_started = True
 
     def ping(self) -> None:
-        if not self._is_sending:
-            opening = b"" if self._is_started else b"".join(writer.opening() for writer in self._writers)
-            task = asyncio.create_task(self._write(opening + PING))
+        if not self._sending.locked():
+            task = asyncio.create_task(self._write_ping())
             self._pings.add(task)
             task.add_done_callback(self._pings.discard)
+
+    async def _write_ping(self) -> None:
+        """Never cancelled: what it has taken from the writers must go out before anything else does."""
+        async with self._sending:
+            if self._is_followed:
+                opening = b"" if self._is_started else b"".join(writer.opening() for writer in self._writers)
+                await self._write_alone(opening + PING)
 
     async def _fail(self, error: Exception, send: Send) -> None:
         if not self._is_started:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from penstock.server.generation import (
     WholeResponse,
     require_ready,
 )
+from penstock.server.lifecycle import Interruptible
 from penstock.server.limits import Limits, read_json
 from penstock.server.openai_types import GenerateRequest, Usage
 from penstock.server.prompts import PromptReader
@@ -64,9 +65,27 @@ class GenerationRoute:
     def max_model_len(self) -> int:
         return min(self.model.max_model_len, self._context.engine.max_model_len)
 
-    async def read(self, request: Request) -> dict[str, Any]:
-        """The body, if this server takes work now."""
+    async def accept(
+        self, request: Request, prepare: Callable[[Request], Coroutine[Any, Any, GenerationResponse]]
+    ) -> GenerationResponse:
+        """What `prepare` makes of the request, if this server takes work now.
+
+        The request counts as running from here, through body, template and tokenizing, to the end of its
+        response: a drain waits for it.
+        """
         require_ready(self._context)
+        lifecycle = self._context.lifecycle
+        preparation = Interruptible()
+        lifecycle.enter(preparation)
+        try:
+            response = await preparation.run(prepare(request))
+            lifecycle.enter(response)
+            return response
+        finally:
+            lifecycle.leave(preparation)
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """The body of an accepted request."""
         return await read_json(request, self._limits, self._workers)
 
     def check_common(self, asked: GenerateRequest) -> None:

@@ -1,7 +1,8 @@
-"""Which generating responses run, whether new ones are welcome, and the end of the server.
+"""Which generating requests run, whether new ones are welcome, and the end of the server.
 
-One `Lifecycle` for the server. The gate asks `refuse_new` before a request may generate; health asks for the
-state; the process's signal handler calls `drain`. `Interruptible` lets others end a coroutine with a reason.
+One `Lifecycle` for the server. The generating routes ask `refuse_new` (by `generation.require_ready`) and
+enter the request at once; health asks for the state; `api_process` calls `drain` on a signal and `end_all` on
+the second. `Interruptible` lets others end a coroutine with a reason.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ class Interruptible:
         self._reason: PenstockError | None = None
 
     def interrupt(self, reason: PenstockError) -> None:
-        """End the coroutine with `reason`; without effect when it has ended or was interrupted before."""
-        if self._task is not None and self._reason is None:
+        """End the coroutine with `reason`, or keep it from starting.
+
+        Without effect when it has ended or was interrupted before.
+        """
+        if self._reason is None:
             self._reason = reason
-            self._task.cancel()
+            if self._task is not None:
+                self._task.cancel()
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._reason is not None:
+            work.close()
+            raise self._reason
         self._task = asyncio.current_task()
         assert self._task is not None
         try:
@@ -103,6 +111,3 @@ class Lifecycle:
         for work in victims:
             work.interrupt(reason)
         return len(victims)
-
-    async def wait_idle(self) -> None:
-        await self._idle.wait()

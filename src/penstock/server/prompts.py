@@ -1,7 +1,8 @@
 """From the prompt or the messages of a request to token ids, checked against the model.
 
-Text that cannot fit is refused by its length in bytes, before the tokenizer sees it; long text is tokenised
-off the event loop. Ids that the client gave are checked against the vocabulary.
+Text that cannot fit is refused by its length in bytes, before the tokenizer sees it. A request whose prompts
+are long together is tokenised off the event loop, as one piece of work. Ids that the client gave are checked
+against the vocabulary.
 """
 
 from __future__ import annotations
@@ -36,7 +37,11 @@ class PromptReader:
                 param="prompt",
                 code="out_of_range",
             )
-        return [await self._token_ids(one) for one in prompts]
+        sizes = [_num_bytes(one) if isinstance(one, str) else len(one) for one in prompts]
+        for size, one in zip(sizes, prompts, strict=True):
+            if isinstance(one, str):
+                self._refuse_long(size, "prompt")
+        return await self._workers.run(sum(sizes), self._all_token_ids, prompts)
 
     async def chat(self, messages: list[ChatMessage]) -> list[int]:
         """Token ids of a conversation."""
@@ -52,11 +57,12 @@ class PromptReader:
         ids = await self._workers.run(size, self._model.codec.encode_chat, plain)
         return _not_empty(ids, "messages")
 
-    async def _token_ids(self, prompt: str | list[int]) -> list[int]:
+    def _all_token_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        return [self._token_ids(one) for one in prompts]
+
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
-            size = _num_bytes(prompt)
-            self._refuse_long(size, "prompt")
-            return _not_empty(await self._workers.run(size, self._model.codec.encode, prompt), "prompt")
+            return _not_empty(self._model.codec.encode(prompt), "prompt")
         if len(_not_empty(prompt, "prompt")) < self._model.max_model_len:  # else refused for its length
             self._check_ids(prompt)
         return prompt

@@ -12,12 +12,13 @@ from typing import Literal, Protocol, TextIO
 
 import msgspec
 
+from penstock.server.access import OPEN_PATHS
 from penstock.server.request_record import RequestRecord
 
 Value = str | int | float | None
 MAX_VALUE_CHARACTERS = 256
 
-_SILENT_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/metrics"})
+_SCRAPED_PATH = "/metrics"
 
 
 class LogFormat(Protocol):
@@ -80,8 +81,8 @@ class RequestLog:
         self._write("ERROR", "bug", {"id": record.request_id, **values})
 
     def request_end(self, record: RequestRecord, now: float) -> None:
-        """The one line of a request; probes and scrapes that went well have none."""
-        if record.path in _SILENT_PATHS and record.status == 200:
+        """The one line of a request; health probes have none, nor have scrapes that went well."""
+        if record.path in OPEN_PATHS or (record.path == _SCRAPED_PATH and record.status == 200):
             return
         values: dict[str, Value] = {
             "id": record.request_id,
