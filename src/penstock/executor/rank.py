@@ -22,6 +22,7 @@ from penstock.config import RankConfig
 from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
 from penstock.models.decoder import Decoder
+from penstock.models.interfaces import require_pp
 from penstock.models.registry import load_spec
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.channel import MessageChannel
@@ -92,6 +93,7 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
     torch.set_num_threads(config.threads)
     device = _device(config)
     spec = load_spec(Path(config.model_path))
+    require_pp(Decoder)
     model = _build_model(config, spec, device)
     loaded = load_weights(
         model,

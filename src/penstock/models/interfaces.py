@@ -1,4 +1,7 @@
-"""What a model class promises when it says that it can be cut into stages (row A7)."""
+"""What a model class promises when it says that it can be cut into stages (row A7).
+
+`runner.model_runner` runs any such model; `executor.rank` asks before it loads one.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ class SupportsPP(Protocol):
     supports_pp: ClassVar[Literal[True]]
     make_empty_intermediate_tensors: Callable[[int], IntermediateTensors]
 
+    def embed(self, input_ids: Tensor) -> IntermediateTensors: ...
+
     def forward(
         self,
         tensors: IntermediateTensors,
@@ -31,6 +36,8 @@ class SupportsPP(Protocol):
         kv: Sequence[LayerKV],
         metadata: AttentionMetadata,
     ) -> IntermediateTensors: ...
+
+    def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor: ...
 
 
 def supports_pp(model_class: type) -> bool:

@@ -8,34 +8,16 @@ except the row table's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
-from torch import Tensor
-
-from penstock.attention.metadata import AttentionMetadata, LayerKV
+from penstock.attention.metadata import LayerKV
 from penstock.batch import ScheduledBatch, StepResult
+from penstock.models.interfaces import SupportsPP
 from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import ForwardBatch, build_batch
 from penstock.runner.request_rows import RequestRows
 from penstock.sample.sampler import Sampler
 from penstock.sample.sampling_rows import SamplingRows
-
-
-class Model(Protocol):
-    """What the runner asks of a model (`models.decoder.Decoder`)."""
-
-    def embed(self, input_ids: Tensor) -> IntermediateTensors: ...
-
-    def forward(
-        self,
-        tensors: IntermediateTensors,
-        positions: Tensor,
-        kv: Sequence[LayerKV],
-        metadata: AttentionMetadata,
-    ) -> IntermediateTensors: ...
-
-    def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor: ...
 
 
 class ModelRunner:
@@ -48,7 +30,9 @@ class ModelRunner:
         buffers: input buffers, as deep as the pipe.
     """
 
-    def __init__(self, model: Model, kv: Sequence[LayerKV], rows: RequestRows, buffers: BufferPool) -> None:
+    def __init__(
+        self, model: SupportsPP, kv: Sequence[LayerKV], rows: RequestRows, buffers: BufferPool
+    ) -> None:
         self.rows = rows
         self._model = model
         self._kv = kv
