@@ -15,6 +15,8 @@ import msgspec
 
 from penstock.config import ApiProcessConfig
 from penstock.engine.ipc import (
+    HEARTBEAT_S,
+    SILENCE_S,
     AbortRequests,
     AddRequest,
     ClientSocket,
@@ -182,6 +184,7 @@ class AsyncEngine:
         self._socket = ClientSocket(client_address)
         self._health = _Health(info.stale_after_s, clock, wall_clock)
         self._welcome: asyncio.Future[Welcome] | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
         """Wait until the pipeline stands.
@@ -201,6 +204,7 @@ class AsyncEngine:
             raise WaitTimeoutError(f"the engine core did not answer in {timeout_s} s.") from error
         self._limits = msgspec.structs.replace(self._limits, max_model_len=welcome.max_model_len)
         self._health.heard_from_core()
+        self._watch(loop)
 
     @property
     def max_model_len(self) -> int:
@@ -237,8 +241,26 @@ class AsyncEngine:
     def status(self) -> EngineStatus:
         return self._health.status()
 
+    def check_core(self) -> None:
+        """End the streams of a core that has been silent for too long; it may come back for new ones.
+
+        Called every second by the event loop.
+        """
+        self._read()  # it may be this process that was stopped: what came meanwhile counts
+        silence_s = self._health.silence_s()
+        if silence_s >= SILENCE_S and self._streams:
+            error = WaitTimeoutError(f"the engine core has said nothing for {silence_s:.0f} s.")
+            self._send(AbortRequests(list(self._streams)))
+            self._fail_all(error.info())
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.check_core()
+        self._timer = loop.call_later(HEARTBEAT_S, self._watch, loop)
+
     def close(self) -> None:
         """Leave the core; streams that are open end with an error."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self._welcome is not None:
             loop = self._welcome.get_loop()
             for fd in self._socket.filenos():
@@ -319,6 +341,12 @@ class _Health:
     def fail(self, error: ErrorInfo) -> None:
         self.failure = error
 
+    def silence_s(self) -> float:
+        """Seconds since the core was last heard; 0 before the first word and after the last."""
+        if self._heard_at is None or self.failure is not None:
+            return 0.0
+        return self._clock() - self._heard_at
+
     def require_core(self) -> None:
         """Raise the error that a new request must get, if any."""
         if self.failure is not None:
@@ -339,9 +367,8 @@ class _Health:
             return self.failure.message
         if self._heard_at is None:
             return "the engine is loading"
-        silence = self._clock() - self._heard_at
-        if silence > self._stale_after_s:
-            return f"the engine core has been silent for {silence:.1f} s"
+        if self.silence_s() > self._stale_after_s:
+            return f"the engine core has been silent for {self.silence_s():.1f} s"
         if self._stats is not None and self._stats.stalled_s > self._stats.stall_limit_s:
             return f"no result has crossed the stages for {self._stats.stalled_s:.1f} s"
         return ""

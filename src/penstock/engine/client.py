@@ -17,8 +17,9 @@ from typing import Protocol
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.engine.core_process import HEARTBEAT_S, build_core, prove_stages, refusal
+from penstock.engine.core_process import build_core, prove_stages, refusal
 from penstock.engine.ipc import (
+    SILENCE_S,
     AbortRequests,
     AddRequest,
     ClientSocket,
@@ -38,7 +39,6 @@ from penstock.request import GenerationRequest, RequestUpdate
 
 START_TIMEOUT_S = 3600.0  # without a word; a slow disk may take long
 HELLO_WAIT_S = 1.0
-SILENCE_S = 10 * HEARTBEAT_S  # of the core, while requests are pending
 CONFIRM_S = 0.1  # for words that wait in the socket when this process itself was stopped
 CAUSE_TIMEOUT_S = 2.0
 END_TIMEOUT_S = 10.0

@@ -18,6 +18,7 @@ from penstock.config import CoreConfig, CoreProcessConfig
 from penstock.engine.control import PipelineLost, Stop, read_control
 from penstock.engine.core import EngineCore
 from penstock.engine.ipc import (
+    HEARTBEAT_S,
     AbortRequests,
     AddRequest,
     ClientToCore,
@@ -36,7 +37,6 @@ from penstock.kvcache.block_pool import BlockPool
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
-HEARTBEAT_S = 1.0
 ABANDON_S = 2.0
 CAUSE_WAIT_S = 1.0  # longer than the supervisor takes to hear the ranks (`supervisor.CAUSE_GRACE_S`)
 POLL_S = 0.1

@@ -23,6 +23,9 @@ from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError
 from penstock.executor.plan_channel import bind_socket
 from penstock.request import GenerationRequest, RequestUpdate
 
+HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
+SILENCE_S = 10 * HEARTBEAT_S  # after which a client with requests under way gives the core up
+
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First message of a client; answered by `Welcome` once the pipeline stands."""

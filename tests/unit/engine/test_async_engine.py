@@ -370,3 +370,26 @@ def test_d9_readiness_follows_the_age_of_the_last_result() -> None:
         assert not rig.engine.status().ready, "the core is heard, but its stages are not"
 
     with_rig(body)
+
+
+def test_r2_streams_of_a_silent_core_end_and_it_may_come_back() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add()
+        rig.clock.advance(9.9)
+        rig.engine.check_core()
+        rig.core.tell(update("r", b"x"))
+        await stream.next()  # heard: the silence is over
+        rig.clock.advance(9.9)
+        rig.engine.check_core()
+        rig.clock.advance(0.1)
+        rig.engine.check_core()
+        with pytest.raises(WaitTimeoutError, match="said nothing for 10 s"):
+            await stream.next()
+        assert rig.core.hear() == [AbortRequests(["r"])]
+        rig.core.tell(update("r", b"late"))
+        other = rig.add("s")
+        rig.core.tell(update("s", b"y", "length"))
+        assert (await other.next()).text == "y"
+
+    with_rig(body)
