@@ -35,12 +35,13 @@ def observe() -> None:
     """Wrap the making of the model and the status events of `executor.rank`."""
     from penstock.executor import rank
 
-    make_model, run_rank = rank.Decoder, rank.run_rank
+    run_rank = rank.run_rank
     seen: dict[str, int] = {}
 
-    def measured_model(*arguments: Any, **named: Any) -> Any:
-        seen.update(private_before=private_bytes(), read_before=bytes_read())
-        return make_model(*arguments, **named)
+    class MeasuredDecoder(rank.Decoder):
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            seen.update(private_before=private_bytes(), read_before=bytes_read())
+            super().__init__(*arguments, **named)
 
     def measured_run(config: Any, connections: Any, report: Callable[[Any], None]) -> Any:
         def measured_report(event: child.StatusEvent) -> None:
@@ -55,7 +56,7 @@ def observe() -> None:
 
         return run_rank(config, connections, measured_report)
 
-    rank.Decoder, rank.run_rank = measured_model, measured_run
+    rank.Decoder, rank.run_rank = MeasuredDecoder, measured_run
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from torch import Tensor
 MAX_GROUP_SLOTS = 1 << 17
 # Contexts of a decode group are padded to a multiple of this: shapes recur from step to step, so that oneDNN,
 # which compiles a kernel for every new shape of a bfloat16 product, finds one that it has.
-CONTEXT_STEP = 64
+CONTEXT_STEP = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
