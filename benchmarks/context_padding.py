@@ -1,8 +1,8 @@
 """What padding the contexts of a decode group to a multiple gains (`attention.metadata.CONTEXT_STEP`).
 
-oneDNN compiles a kernel for every new shape of a bfloat16 product, and keeps it; without padding every step of
-a growing context is a new shape. Each measurement is a process of its own, since those kernels live as long as
-the process: the demo model, both variants in turns, medians and their ratio.
+oneDNN compiles a kernel for every new shape of a bfloat16 product, and keeps it; without padding every
+step of a growing context is a new shape. Each measurement is a process of its own, since those kernels live
+as long as the process: the demo model, both variants in turns, medians and their ratio.
 
     python benchmarks/context_padding.py [--rounds 3]
 """
