@@ -6,10 +6,8 @@ the supervisor (processes) and by `llm` (ranks as threads). Starts nothing and o
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -20,6 +18,7 @@ from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.frame import frame_bytes
 from penstock.pipeline.partition import partition_layers
+from penstock.runner.memory import host_available_bytes
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,7 +41,7 @@ class Host:
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
         return cls(
             num_cpus=len(os.sched_getaffinity(0)),
-            free_bytes=min(_available_memory(), _cgroup_headroom()),
+            free_bytes=host_available_bytes(),
             has_cuda=not hidden and os.path.exists("/dev/nvidia0"),
         )
 
@@ -170,20 +169,3 @@ def _check_weights_fit(spec: ModelSpec, ranges: list[tuple[int, int]], dtype: Fl
             f"the weights take {weights / 2**20:.0f} MiB; {host.free_bytes / 2**20:.0f} MiB are free.",
             remedy="Use a smaller model or dtype, or free memory.",
         )
-
-
-def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            return int(value.split()[0]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cgroup_headroom() -> int:
-    """Bytes left under the control group's limit (version 2); huge when there is none."""
-    group = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((group / "memory.max").read_text())
-        return max(0, limit - int((group / "memory.current").read_text()))
-    return 1 << 62

@@ -33,7 +33,7 @@ from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.runner.buffers import BufferPool
 from penstock.runner.kv_storage import KVDemand, KVStorage
-from penstock.runner.memory import available_bytes
+from penstock.runner.memory import host_available_bytes
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
 from penstock.weights.checkpoint import Checkpoint
@@ -102,7 +102,7 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
         left_out=frozenset({EMBEDDING} if config.is_last and _transfers_head(config, spec) else ()),
     )
     storage = _storage(config, spec, device)
-    message = _loaded_message(config, loaded, storage, available_bytes(device))
+    message = _loaded_message(config, loaded, storage, _available_bytes(device))
     report(Loaded(rank=message))
     connections.plans.send(encode(message))
     num_blocks = _await_allocation(connections.plans)
@@ -241,6 +241,11 @@ def _device(config: RankConfig) -> torch.device:
             remedy="Use --device cpu, or install a CUDA build of torch.",
         )
     return torch.device(config.device, config.stage % torch.cuda.device_count())
+
+
+def _available_bytes(device: torch.device) -> int:
+    """What is free on the device now, other processes' use deducted."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
 
 
 def _num_sharers(config: RankConfig) -> int:

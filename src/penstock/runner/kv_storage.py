@@ -63,7 +63,7 @@ class KVStorage:
         free, but no more than all requests at full length could use.
 
         Args:
-            available: free bytes of the device (`memory.available_bytes`).
+            available: free bytes of the device (for a CPU: `memory.host_available_bytes`).
 
         Raises:
             NotEnoughMemoryError: not one request of full length fits, or the user's number does not.

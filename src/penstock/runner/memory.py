@@ -1,20 +1,20 @@
-"""How much memory a rank may still take. Read by `runner.kv_storage`; decides nothing."""
+"""How much memory of this host a process may still take. Torch-free; decides nothing.
+
+Read by `engine.launch` before anything is started, and by `executor.rank` once the weights are loaded.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import torch
-
+_MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def available_bytes(device: torch.device) -> int:
-    """Bytes that this process could allocate on `device` now, other processes' use deducted."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    host = _host_available(Path("/proc/meminfo"))
-    return min(host, _cgroup_available(_CGROUP, host))
+def host_available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Bytes that could be allocated now: what the kernel can give, bounded by the container's limit."""
+    host = _host_available(meminfo)
+    return min(host, _cgroup_available(cgroup, host))
 
 
 def _host_available(meminfo: Path) -> int:
