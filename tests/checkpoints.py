@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +25,8 @@ _SAFETENSORS_DTYPES = {
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int8: "I8",
+    torch.int32: "I32",
+    torch.int64: "I64",
 }
 
 # Rope scaling that bends the frequencies of even a small model.
@@ -177,3 +181,197 @@ def write_raw_safetensors(path: Path, header: object, data: bytes) -> None:
     )
     content += b" " * (-len(content) % 8)
     path.write_bytes(len(content).to_bytes(8, "little") + content + data)
+
+
+# --- Quantised checkpoints: written by the formulas of the formats, without a look at the reader ---------
+
+QuantizedLayout = Literal["gptq", "gptq_v2", "awq", "packed", "int8"]
+
+_PROJECTIONS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
+_AWQ_COLUMN_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizedWeights:
+    """A matrix in pieces: w[o, i] = scales[o, g] * (values[o, i] - zeros[o, g]) with g = groups[i]."""
+
+    bits: int
+    values: Tensor  # [out, in] int64, unsigned
+    scales: Tensor  # [out, groups] of the dtype in the file
+    zeros: Tensor  # [out, groups] int64, unsigned
+    groups: Tensor  # [in] int64
+
+    def dequantized(self) -> Tensor:
+        """[out, in] in float32: exact, for a scale has few enough bits."""
+        shifted = (self.values - self.zeros[:, self.groups]).to(torch.float32)
+        return shifted * self.scales.to(torch.float32)[:, self.groups]
+
+
+def quantize_at_random(
+    weight: Tensor,
+    *,
+    bits: int,
+    group_size: int | None,
+    symmetric: bool,
+    generator: torch.Generator,
+    scatter: bool = False,
+    scale_dtype: torch.dtype = torch.float16,
+) -> QuantizedWeights:
+    """Round a matrix to groups of columns; zeros of an asymmetric one are drawn, so all of them occur.
+
+    `scatter` deals the columns to the groups at random, as a quantiser does that goes by activations.
+    """
+    out_size, in_size = weight.shape
+    size = group_size or in_size
+    groups = torch.arange(in_size) // size
+    num_groups = int(groups[-1]) + 1
+    if scatter:
+        groups = groups[torch.randperm(in_size, generator=generator)]
+    middle, top = 1 << (bits - 1), (1 << bits) - 1
+    zeros = torch.full((out_size, num_groups), middle)
+    if not symmetric:
+        zeros = torch.randint(0, top + 1, (out_size, num_groups), generator=generator)
+    largest = torch.zeros(out_size, num_groups)
+    largest = largest.scatter_reduce(1, groups.expand(out_size, -1), weight.float().abs(), "amax")
+    scales = (largest.clamp(min=1e-3) / (middle - 1)).to(scale_dtype)
+    ratio = weight.float() / scales.float()[:, groups]
+    values = (ratio.round().to(torch.int64) + zeros[:, groups]).clamp(0, top)
+    return QuantizedWeights(bits=bits, values=values, scales=scales, zeros=zeros, groups=groups)
+
+
+def pack_words(values: Tensor, bits: int, order: Sequence[int] | None = None) -> Tensor:
+    """int64 [rows, columns] -> int32 [rows, words]; the i-th bits of a word hold its column order[i]."""
+    per_word = 32 // bits
+    order = order or range(per_word)
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % per_word))
+    words = values.view(values.shape[0], -1, per_word)
+    packed = sum(words[:, :, column] << (bits * place) for place, column in enumerate(order))
+    assert isinstance(packed, Tensor)
+    return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
+
+
+def quantized_tensors(
+    layout: QuantizedLayout, weights: QuantizedWeights, *, symmetric: bool, scattered: bool = False
+) -> dict[str, Tensor]:
+    """The tensors of one projection, by the last part of their names."""
+    bits, middle = weights.bits, 1 << (weights.bits - 1)
+    values, zeros, scales = weights.values, weights.zeros, weights.scales
+    if layout in ("gptq", "gptq_v2"):
+        lacking = 1 if layout == "gptq" else 0
+        return {
+            "qweight": pack_words(values, bits).t().contiguous(),
+            "qzeros": pack_words((zeros.t() - lacking) % (1 << bits), bits),
+            "scales": scales.t().contiguous(),
+            "g_idx": weights.groups.to(torch.int32),
+        }
+    if layout == "awq":
+        return {
+            "qweight": pack_words(values.t().contiguous(), bits, _AWQ_COLUMN_OF_NIBBLE),
+            "qzeros": pack_words(zeros.t().contiguous(), bits, _AWQ_COLUMN_OF_NIBBLE),
+            "scales": scales.t().contiguous(),
+        }
+    if layout == "int8":
+        tensors = {"weight": (values - middle).to(torch.int8), "weight_scale": scales}
+        return tensors | ({} if symmetric else {"weight_zero_point": (zeros - middle).to(torch.int8)})
+    tensors = {
+        "weight_packed": pack_words(values, bits),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor(values.shape),
+    }
+    if not symmetric:
+        tensors["weight_zero_point"] = pack_words(zeros.t().contiguous(), bits).t().contiguous()
+    return tensors | ({"weight_g_idx": weights.groups.to(torch.int32)} if scattered else {})
+
+
+def quantization_config(
+    layout: QuantizedLayout, *, bits: int, group_size: int | None, symmetric: bool, scattered: bool = False
+) -> dict[str, Any]:
+    """The `quantization_config` that the writers of these formats give."""
+    if layout in ("gptq", "gptq_v2"):
+        return {
+            "quant_method": "gptq",
+            "bits": bits,
+            "group_size": group_size or -1,
+            "desc_act": scattered,
+            "sym": symmetric,
+            "checkpoint_format": layout,
+            "lm_head": False,
+        }
+    if layout == "awq":
+        return {
+            "quant_method": "awq",
+            "bits": bits,
+            "group_size": group_size or -1,
+            "zero_point": not symmetric,
+            "version": "gemm",
+            "modules_to_not_convert": None,
+        }
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "group" if group_size else "channel",
+        "group_size": group_size,
+        "dynamic": False,
+        "actorder": "group" if scattered else None,
+    }
+    activations = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized" if layout == "packed" else "int-quantized",
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations if layout == "int8" else None,
+                "output_activations": None,
+            }
+        },
+    }
+
+
+def make_quantized_checkpoint(
+    directory: Path,
+    layout: QuantizedLayout,
+    *,
+    bits: int = 4,
+    group_size: int | None = 16,
+    symmetric: bool = True,
+    scatter: bool = False,
+    seed: int = 0,
+    num_shards: int = 1,
+    plain: Path | None = None,
+    **config: Any,
+) -> dict[str, Tensor]:
+    """Write a checkpoint whose layers are quantised, and give all its tensors dequantised, in float32.
+
+    Args:
+        bits, group_size, symmetric, scatter: see `quantize_at_random`; `awq` has 4 bits, `int8` has 8.
+        plain: also write the dequantised tensors, as an ordinary checkpoint in float32, into this directory.
+        config: further arguments of `make_checkpoint`. Sizes of projections must be multiples of 32 / bits.
+    """
+    shape = {"bits": bits, "group_size": group_size, "symmetric": symmetric}
+    fields = quantization_config(layout, **shape, scattered=scatter)
+    config_file = {"torch_dtype": "float16", "quantization_config": fields} | config
+    make_checkpoint(directory, seed=seed, num_shards=num_shards, **config_file)  # its weights are replaced
+    written = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    generator = torch.Generator().manual_seed(seed)
+    stored: dict[str, Tensor] = {}
+    dequantized: dict[str, Tensor] = {}
+    for name, tensor in random_tensors(tensor_shapes(written), seed=seed).items():
+        if not _PROJECTIONS.fullmatch(name):
+            stored[name] = tensor.to(torch.float16)
+            dequantized[name] = stored[name].to(torch.float32)
+            continue
+        weights = quantize_at_random(tensor, **shape, scatter=scatter, generator=generator)
+        parts = quantized_tensors(layout, weights, symmetric=symmetric, scattered=scatter)
+        stored |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+        dequantized[name] = weights.dequantized()
+    write_weights(directory, stored, num_shards=num_shards)
+    if plain is not None:
+        make_checkpoint(plain, seed=seed, **config)
+        write_weights(plain, dequantized)
+    return dequantized

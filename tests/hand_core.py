@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.attention.metadata import AttentionMetadata, LayerKV
 from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, StepResult, seal
+from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.models.intermediate import IntermediateTensors
 
 VOCAB = 97
@@ -102,6 +103,11 @@ class ArithmeticModel:
         logits = torch.zeros(len(indices), VOCAB)
         logits[torch.arange(len(indices)), (tensors["hidden_states"][indices, 1].long() + 1) % VOCAB] = 1.0
         return logits
+
+    def compute_candidates(
+        self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
+    ) -> HeadOutput:
+        return head_output_of(self.compute_logits(tensors, indices), request)
 
 
 def arithmetic_kv(num_blocks: int, block_size: int) -> list[LayerKV]:

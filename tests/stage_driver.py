@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.attention.metadata import AttentionMetadata, LayerKV
-from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.decoder import Decoder
 from penstock.models.registry import load_spec
 from penstock.weights.checkpoint import Checkpoint
@@ -33,12 +33,17 @@ class StageDriver:
         block_size: int = 4,
         num_rows: int = 8,
         max_len: int = 256,
+        kernels: CpuKernels | None = None,
+        stages: Sequence[Decoder] = (),
     ) -> None:
         self.spec = load_spec(directory)
         self.block_size = block_size
         bounds = [0, *cuts, self.spec.num_layers]
-        self.stages = [
-            load_stage(directory, start, end, dtype=dtype, device=device) for start, end in pairwise(bounds)
+        self.stages = list(stages) or [
+            load_stage(
+                directory, start, end, dtype=dtype, device=device, kernels=kernels, block_size=block_size
+            )
+            for start, end in pairwise(bounds)
         ]
         blocks_per_row = -(-max_len // block_size)
         num_blocks = num_rows * blocks_per_row
@@ -47,12 +52,11 @@ class StageDriver:
         self.block_tables = order.view(num_rows, blocks_per_row)  # [num_rows, blocks_per_row]
         self.lengths = [0] * num_rows
 
-    def _layer_kv(self, num_blocks: int, stage: Decoder) -> LayerKV:
-        shape = (num_blocks * self.block_size, self.spec.num_kv_heads, self.spec.head_dim)
-        parameter = next(stage.parameters())
+    def _layer_kv(self, num_blocks: int, stage: Decoder) -> AnyKV:
         # Storage that was never written holds NaN: reading it would show at once.
-        empty = torch.full(shape, float("nan"), dtype=parameter.dtype, device=parameter.device)
-        return LayerKV(key=empty, value=empty.clone())
+        num_bytes = num_blocks * stage.attention.block_bytes(self.block_size)
+        device = next(stage.parameters()).device
+        return stage.attention.layer_kv(torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=device))
 
     def metadata(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[AttentionMetadata, Tensor]:
         """Metadata and positions ([num_tokens]) of a step that gives `counts` tokens to `rows`."""
@@ -105,11 +109,18 @@ class StageDriver:
 
 
 def load_stage(
-    directory: Path, start: int, end: int, *, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    directory: Path,
+    start: int,
+    end: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    kernels: CpuKernels | None = None,
+    block_size: int = 4,
 ) -> Decoder:
     """The layers `[start, end)` of a checkpoint, weights loaded."""
     spec = load_spec(directory)
-    stage = Decoder(spec, (start, end), dtype=dtype, device=device, attention=TorchPagedAttention())
+    stage = Decoder(spec, (start, end), dtype=dtype, device=device, kernels=kernels, block_size=block_size)
     load_weights(stage, Checkpoint(directory), lambda done, total: None)
     return stage
 

@@ -105,6 +105,7 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     tensor_bytes: int  # of its own weights as held
     bytes_read: int  # from checkpoint files, tensor data only
     load_seconds: float
+    kernels: str = ""  # which kernels run, or why none do
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):

@@ -18,6 +18,8 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["mp", "inprocess"]
 TiedHead = Literal["load", "transfer"]
+Quantization = Literal["none", "int8", "int4"]
+PinThreads = Literal["auto", "on", "off"]
 
 
 def _at_least(name: str, value: int, low: int) -> None:
@@ -32,11 +34,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         model: directory of a Hugging Face style checkpoint, `demo`, or a hub name already downloaded.
         dtype: of weights and computation; "auto" takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
+        quantization: how weights are held: "none" as the checkpoint has them, "int8" per channel, "int4" in
+            groups. For a checkpoint that is quantised already, only "none" or the format that it has.
     """
 
     model: str
     dtype: DType = "auto"
     max_model_len: int | None = None
+    quantization: Quantization = "none"
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +57,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             or by `transfer` from the first.
         step_timeout_s: longest time that one stage may take for one plan before it counts as lost; None
             allows a minute and a tenth of a second for each token that a plan can have.
+        kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
+        pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
+            threads together are as many as the usable cores. CPU only.
         backend: `mp` = one process per rank; `inprocess` = ranks as threads (tests, notebooks).
     """
 
@@ -62,6 +70,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: Device = "cpu"
     tied_head: TiedHead = "load"
     step_timeout_s: float | None = None
+    kernels: str = "auto"
+    pin_threads: PinThreads = "auto"
     backend: Backend = "mp"
 
     def __post_init__(self) -> None:
@@ -89,7 +99,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
     """
 
-    block_size: int = 16
+    block_size: int = 32
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
 
@@ -152,7 +162,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank is told at start. Its layers are `[start_layer, end_layer)`."""
+    """What one rank is told at start. Its layers are `[start_layer, end_layer)`.
+
+    Attributes:
+        quantization: what to do with weights at load. "none" for a checkpoint that is quantised already: its
+            tensors are held as they are.
+        kernels: which of our CPU kernels to use, as in `ParallelConfig`.
+        cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
+    """
 
     model_path: str  # resolved directory
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -171,6 +188,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     link_frames: int  # frames that a link holds: async_depth + 1
     tied_head: TiedHead = "load"
+    quantization: Quantization = "none"
+    kernels: str = "auto"
+    cpus: tuple[int, ...] = ()
     wait_timeout_s: float = (
         60.0  # deadline of every wait on a peer inside a step: all stages may be computing
     )

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import Backend, Device, DType, EngineConfig, TiedHead
+from penstock.config import Backend, Device, DType, EngineConfig, PinThreads, Quantization, TiedHead
 from penstock.engine.client import EngineClient, InprocessClient, ProcessClient
 from penstock.engine.launch import Host, LaunchPlan, resolve
 from penstock.engine.outputs import (
@@ -69,6 +69,9 @@ class LLM:
         threads_per_rank: CPU threads of a stage; None shares the cores among the stages.
         step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
         tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
+        quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
+        kernels: our own CPU kernels: `auto`, `off`, or names switched off such as "-attention,-head".
+        pin_threads: bind CPU threads to cores: `auto` (where they fit), `on` or `off`.
 
     Raises:
         UsageError: an argument is unknown or out of range.
@@ -87,7 +90,7 @@ class LLM:
         prefill_chunk: int = 512,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
-        block_size: int = 16,
+        block_size: int = 32,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         partition: str = "even",
@@ -96,11 +99,19 @@ class LLM:
         threads_per_rank: int | None = None,
         tied_head: TiedHead = "load",
         step_timeout_s: float | None = None,
+        quantization: Quantization = "none",
+        kernels: str = "auto",
+        pin_threads: PinThreads = "auto",
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
         values = {
-            "model": {"model": str(model), "dtype": dtype, "max_model_len": max_model_len},
+            "model": {
+                "model": str(model),
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+                "quantization": quantization,
+            },
             "parallel": {
                 "pipeline_parallel_size": pipeline_parallel_size,
                 "partition": partition,
@@ -109,6 +120,8 @@ class LLM:
                 "device": device,
                 "tied_head": tied_head,
                 "step_timeout_s": step_timeout_s,
+                "kernels": kernels,
+                "pin_threads": pin_threads,
                 "backend": distributed_executor_backend,
             },
             "cache": {

@@ -202,7 +202,7 @@ def test_g1_r11_the_process_table_and_an_orderly_end(server: Process) -> None:
     titles = sorted(title(process) for process in family[1:])
     assert titles[-3:] == ["penstock core", "penstock stage 0 tp 0", "penstock stage 1 tp 0"]
     assert len(family) == 5, "supervisor, API process, core, two stages"
-    stage_lines = [line for line in server.lines if line.startswith("stage ")]
+    stage_lines = [line for line in server.lines if line.startswith("stage ") and " pid " in line]
     assert len(stage_lines) == 2
     pid = by_title(family, "stage 1").pid
     assert stage_lines[1].startswith(f"stage 1  pid {pid}  layers 2-3, norm, head  ")

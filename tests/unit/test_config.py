@@ -91,6 +91,21 @@ def test_a_rank_knows_whether_it_is_an_end(
     assert (config.is_first, config.is_last) == (is_first, is_last)
 
 
+def test_cores_of_a_rank_survive_the_wire() -> None:
+    pinned = msgspec.structs.replace(rank(0, 1), cpus=(0, 2, 5), quantization="int4", kernels="-head")
+    assert msgspec.json.decode(msgspec.json.encode(pinned), type=RankConfig) == pinned
+    assert (rank(0, 1).cpus, rank(0, 1).quantization, rank(0, 1).kernels) == ((), "none", "auto")
+
+
+@pytest.mark.parametrize(
+    ("cls", "content"),
+    [(ModelConfig, b'{"model": "m", "quantization": "fp8"}'), (ParallelConfig, b'{"pin_threads": "yes"}')],
+)
+def test_a_choice_that_does_not_exist_is_refused(cls: type[Any], content: bytes) -> None:
+    with pytest.raises(msgspec.ValidationError, match="Invalid enum value"):
+        msgspec.json.decode(content, type=cls)
+
+
 def test_configuration_survives_the_wire_and_is_checked_again_there() -> None:
     engine = EngineConfig(model=ModelConfig(model="demo"), parallel=ParallelConfig(async_depth=2))
     core = CoreConfig(

@@ -1,31 +1,39 @@
 """The seam between the model and whoever computes attention.
 
-One implementation so far: `attention.torch_paged`. A backend holds no state of a request or a step.
+Two implementations: `attention.cpu_paged`, our kernels, and `attention.torch_paged`, everywhere else. A
+backend holds no state of a request or a step. It says how keys and values lie in memory, for nobody else
+reads them.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.attention.metadata import AttentionMetadata, LayerKV
+from penstock.attention.metadata import AnyKV, AttentionMetadata
 
 
 class AttentionBackend(Protocol):
-    """Causal attention over the paged KV of one layer."""
+    """Rotation of queries and keys, and causal attention over the paged KV of one layer."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, metadata: AttentionMetadata
-    ) -> Tensor:
-        """Store the step's keys and values, then attend.
+    def attend(self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata) -> Tensor:
+        """Rotate, store the step's keys and values, then attend.
 
         Args:
-            query: [num_tokens, num_heads, head_dim], rotated.
-            key, value: [num_tokens, num_kv_heads, head_dim], the key rotated.
+            qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim], not rotated; may be overwritten.
+            angles: of the step's positions, from `layers.rope`.
             kv: written at `metadata.slot_mapping`, read at the slots of each row's context.
 
         Returns:
-            [num_tokens, num_heads, head_dim] in the dtype of `query`.
+            [num_tokens, num_heads * head_dim] in the dtype of `qkv`.
         """
+        ...
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of a block of one layer, keys and values."""
+        ...
+
+    def layer_kv(self, memory: Tensor) -> AnyKV:
+        """Zeroed memory of a layer, uint8 [num_blocks * block_bytes], as its keys and values."""
         ...

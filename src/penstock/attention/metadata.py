@@ -10,8 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from penstock.kernels.cpu import abi
 
 # Gathered keys of one decode group, in slots: bounds the temporary memory of a step with long contexts.
 MAX_GROUP_SLOTS = 1 << 17
@@ -20,12 +23,43 @@ MAX_GROUP_SLOTS = 1 << 17
 CONTEXT_STEP = 32
 
 
+class KernelStep:
+    """A step's `kernels.cpu.abi.Step`, and what its pointers point to."""
+
+    def __init__(self, metadata: AttentionMetadata, positions: Tensor | None = None) -> None:
+        self._metadata, self._positions = metadata, positions
+        self._query_starts = np.array(metadata.query_starts, dtype=np.int64)
+        self._seq_lens = np.array(metadata.seq_lens, dtype=np.int64)
+        tables = metadata.block_tables
+        assert tables.stride(-1) == 1 or tables.shape[-1] <= 1, "a row of block tables must be contiguous"
+        self.struct = abi.Step(
+            metadata.query_starts[-1],
+            None if positions is None else positions.data_ptr(),
+            metadata.slot_mapping.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            self._query_starts.ctypes.data,
+            self._seq_lens.ctypes.data,
+            len(metadata.seq_lens),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKV:
     """Keys and values of one layer for all blocks."""
 
     key: Tensor  # [num_slots, num_kv_heads, head_dim]
     value: Tensor  # [num_slots, num_kv_heads, head_dim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKV:
+    """The same for our kernels, which lay out each block as they like (kernels/cpu/csrc/attention.h)."""
+
+    blocks: Tensor  # uint8 [num_blocks * block_bytes]
+
+
+AnyKV = LayerKV | BlockKV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +94,11 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64, where the step's keys and values go
     num_decodes: int  # leading rows with exactly one token
     block_size: int
+
+    @cached_property
+    def step(self) -> KernelStep:
+        """The same for our kernels."""
+        return KernelStep(self)
 
     @cached_property
     def decode_groups(self) -> list[DecodeGroup]:

@@ -8,27 +8,57 @@ than either.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.attention.metadata import AttentionMetadata, DecodeGroup, LayerKV, PrefillRow
+from penstock.attention.metadata import AnyKV, AttentionMetadata, DecodeGroup, LayerKV, PrefillRow
+from penstock.kernels.cpu.ops import HeadShape
 
 
 class TorchPagedAttention:
-    """Implements `attention.backend.AttentionBackend`."""
+    """Implements `attention.backend.AttentionBackend`. Keys and values lie slot by slot."""
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, metadata: AttentionMetadata
-    ) -> Tensor:
-        kv.key.index_copy_(0, metadata.slot_mapping, key)
-        kv.value.index_copy_(0, metadata.slot_mapping, value)
-        output = torch.empty_like(query)
-        for group in metadata.decode_groups:
-            output[group.start : group.end] = _decode(query[group.start : group.end], kv, group)
-        for row in metadata.prefill_rows:
-            output[row.start : row.end] = _prefill(query[row.start : row.end], kv, row)
-        return output
+    def __init__(self, shape: HeadShape, dtype: torch.dtype) -> None:
+        self._shape = shape
+        self._dtype = dtype
+
+    def attend(self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata) -> Tensor:
+        assert isinstance(kv, LayerKV)
+        num_heads, num_kv_heads = self._shape.num_heads, self._shape.num_kv_heads
+        heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, self._shape.head_dim)
+        rotated, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+        query, key = torch.split(angles.rotate(rotated), [num_heads, num_kv_heads], dim=1)
+        return attend(query, key, value, kv, metadata).flatten(1)
+
+    def block_bytes(self, block_size: int) -> int:
+        return 2 * block_size * self._shape.num_kv_heads * self._shape.head_dim * self._dtype.itemsize
+
+    def layer_kv(self, memory: Tensor) -> LayerKV:
+        slots = memory.view(self._dtype).view(2, -1, self._shape.num_kv_heads, self._shape.head_dim)
+        return LayerKV(key=slots[0], value=slots[1])
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> Tensor:
+    """Store the step's keys and values, then attend.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], rotated.
+        key, value: [num_tokens, num_kv_heads, head_dim], the key rotated.
+
+    Returns:
+        As `query`.
+    """
+    kv.key.index_copy_(0, metadata.slot_mapping, key)
+    kv.value.index_copy_(0, metadata.slot_mapping, value)
+    output = torch.empty_like(query)
+    for group in metadata.decode_groups:
+        output[group.start : group.end] = _decode(query[group.start : group.end], kv, group)
+    for row in metadata.prefill_rows:
+        output[row.start : row.end] = _prefill(query[row.start : row.end], kv, row)
+    return output
 
 
 def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup) -> Tensor:

@@ -1,7 +1,8 @@
 """From an `EngineConfig` to what each process is told: pure, and the same for every backend.
 
-`resolve` replaces every "auto" by a value: model directory, layer ranges, dtype, device, threads. Called by
-the supervisor (processes) and by `llm` (ranks as threads). Starts nothing and opens no socket.
+`resolve` replaces every "auto" by a value (model directory, layer ranges, dtype, device, threads and their
+cores) and refuses settings that do not go together. Called by the supervisor (processes) and by `llm` (ranks
+as threads). Starts nothing and opens no socket.
 """
 
 from __future__ import annotations
@@ -12,8 +13,16 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config import CoreConfig, EngineConfig, RankConfig
+from penstock.config import (
+    CoreConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    Quantization,
+    RankConfig,
+)
 from penstock.errors import NotEnoughMemoryError, UsageError
+from penstock.kernels.cpu.library import parse_kernels
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.frame import frame_bytes
@@ -26,34 +35,65 @@ STALL_GRACE_S = 5.0  # the ranks, which know what they wait for, speak before th
 
 FloatType = Literal["float32", "bfloat16", "float16"]
 
+_QUANTIZATION_BITS = {"int8": 8, "int4": 4}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What this machine can give."""
+    """What this machine can give.
+
+    Attributes:
+        cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
+    """
 
     num_cpus: int
     free_bytes: int
     has_cuda: bool
+    cpus: tuple[int, ...] = ()
 
     @classmethod
     def detect(cls) -> Host:
         """Ask the kernel: CPUs we may run on, memory (the control group's limit counted), a GPU device."""
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        cpus = tuple(sorted(os.sched_getaffinity(0)))
         return cls(
-            num_cpus=len(os.sched_getaffinity(0)),
+            num_cpus=len(cpus),
             free_bytes=host_available_bytes(),
             has_cuda=not hidden and os.path.exists("/dev/nvidia0"),
+            cpus=cpus,
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightForm:
+    """In which form the weights are held, and where.
+
+    Attributes:
+        quantization: what is left to do at load, as in `RankConfig`.
+        bits: that a parameter takes at least; parameters that are not quantised take more.
+        notes: what the user did not ask for in so many words.
+    """
+
+    device: Literal["cpu", "cuda"]
+    dtype: FloatType
+    quantization: Quantization
+    bits: int
+    notes: tuple[str, ...]
+
+
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is decided before a process starts."""
+    """Everything that is decided before a process starts.
+
+    Attributes:
+        notes: sentences for the user, about what was decided for them.
+    """
 
     model_path: str
     spec: ModelSpec
     ranks: list[RankConfig]
     core: CoreConfig
     frame_bytes: int  # of a link between stages
+    notes: tuple[str, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -64,31 +104,56 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
     """Decide everything that does not need a tensor.
 
     Raises:
-        UsageError, PartitionError: a setting cannot be met by this model.
+        UsageError, PartitionError: a setting cannot be met by this model or machine.
         ModelError: the directory or its config.json is bad.
         NotEnoughMemoryError: the weights do not fit into what is free on this host.
     """
+    parse_kernels(config.parallel.kernels)
     directory = resolve_model_directory(config.model.model)
     spec = load_spec(directory)
-    dtype = _dtype(config.model.dtype, spec)
+    form = _weight_form(config.model, config.parallel, spec, host)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = config.parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, config.parallel.partition)
-    device = _device(config.parallel.device, host)
+    if form.device == "cpu":
+        _check_weights_fit(spec, ranges, form, host)
     wait_timeout_s = _step_timeout_s(config) * stages
-    if device == "cpu":
-        _check_weights_fit(spec, ranges, dtype, host)
-    ranks = [
+    return LaunchPlan(
+        model_path=str(directory),
+        spec=spec,
+        ranks=_rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host),
+        core=_core_config(config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S),
+        frame_bytes=frame_bytes(
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            width=spec.hidden_size,
+            itemsize=ITEM_SIZES[form.dtype],
+        ),
+        notes=form.notes,
+    )
+
+
+def _rank_configs(
+    config: EngineConfig,
+    model_path: str,
+    form: _WeightForm,
+    ranges: list[tuple[int, int]],
+    max_model_len: int,
+    wait_timeout_s: float,
+    host: Host,
+) -> list[RankConfig]:
+    threads = config.parallel.threads_per_rank or max(1, host.num_cpus // len(ranges))
+    cpus = _cpus_of_ranks(config.parallel, threads, form.device, host)
+    return [
         RankConfig(
-            model_path=str(directory),
-            dtype=dtype,
+            model_path=model_path,
+            dtype=form.dtype,
             max_model_len=max_model_len,
             stage=stage,
-            num_stages=stages,
+            num_stages=len(ranges),
             start_layer=start,
             end_layer=end,
-            device=device,
-            threads=config.parallel.threads_per_rank or max(1, host.num_cpus // stages),
+            device=form.device,
+            threads=threads,
             block_size=config.cache.block_size,
             num_blocks=config.cache.num_blocks,
             kv_cache_bytes=config.cache.kv_cache_bytes,
@@ -97,21 +162,13 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
             depth=config.parallel.depth,
             link_frames=config.parallel.async_depth + 1,
             tied_head=config.parallel.tied_head,
+            quantization=form.quantization,
+            kernels=config.parallel.kernels,
+            cpus=cpus[stage],
             wait_timeout_s=wait_timeout_s,
         )
         for stage, (start, end) in enumerate(ranges)
     ]
-    return LaunchPlan(
-        model_path=str(directory),
-        spec=spec,
-        ranks=ranks,
-        core=_core_config(config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S),
-        frame_bytes=frame_bytes(
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
-            width=spec.hidden_size,
-            itemsize=ITEM_SIZES[dtype],
-        ),
-    )
 
 
 def _core_config(
@@ -135,6 +192,87 @@ def _step_timeout_s(config: EngineConfig) -> float:
     return asked if asked is not None else 60.0 + 0.1 * config.scheduler.max_num_batched_tokens
 
 
+def _weight_form(model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, host: Host) -> _WeightForm:
+    """Device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
+    quantization, device = _quantization(model.quantization, spec), parallel.device
+    is_quantized = quantization != "none" or spec.quantization is not None
+    moves_head = spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1
+    if is_quantized and moves_head and parallel.tied_head == "transfer":
+        raise UsageError(
+            "--tied-head is transfer; a quantised head cannot be sent down the pipe.",
+            remedy="Use --tied-head load.",
+            param="tied_head",
+        )
+    if not is_quantized:
+        dtype = _dtype(model.dtype, spec)
+        return _WeightForm(
+            device=_device(device, host),
+            dtype=dtype,
+            quantization="none",
+            bits=ITEM_SIZES[dtype] * 8,
+            notes=(),
+        )
+    if device == "cuda":
+        raise _no_quantised_weights_on_cuda(model.quantization, spec)
+    notes = [_quantization_note(quantization, spec)]
+    if device == "auto" and host.has_cuda:
+        notes.append("the stages run on the CPU, not on the GPU: quantised weights are for the CPU so far.")
+    dtype = _dtype(model.dtype, spec)
+    if dtype == "float16":
+        dtype = _instead_of_float16(model.dtype)
+        notes.append(
+            "numbers are bfloat16 instead of the checkpoint's float16: the kernels for quantised weights "
+            "have no float16; --dtype float32 loses nothing and is slower."
+        )
+    bits = spec.quantization.min_bits if spec.quantization else _QUANTIZATION_BITS[quantization]
+    if "linear" not in parse_kernels(parallel.kernels).enabled:
+        bits = 32
+        notes.append("without the kernel for linear layers, quantised weights are held as float32.")
+    return _WeightForm(device="cpu", dtype=dtype, quantization=quantization, bits=bits, notes=tuple(notes))
+
+
+def _quantization(asked: Quantization, spec: ModelSpec) -> Quantization:
+    """What to do at load: nothing with a checkpoint that is quantised already."""
+    if spec.quantization is None:
+        return asked
+    if asked not in ("none", spec.quantization.kind):
+        raise UsageError(
+            f"--quantization is {asked}; the checkpoint is quantised already, as "
+            f"{spec.quantization.describe()}.",
+            remedy=f"Leave the flag out to serve it as it is, or use the original checkpoint for {asked}.",
+            param="quantization",
+            code="already_quantised",
+        )
+    return "none"
+
+
+def _quantization_note(quantization: Quantization, spec: ModelSpec) -> str:
+    if spec.quantization is not None:
+        return f"weights are quantised as the checkpoint has them, {spec.quantization.describe()}."
+    return f"weights are quantised to {quantization} while they are loaded."
+
+
+def _no_quantised_weights_on_cuda(asked: Quantization, spec: ModelSpec) -> UsageError:
+    wanted = f"--quantization {asked}" if spec.quantization is None else "a quantised checkpoint"
+    return UsageError(
+        f"--device is cuda, with {wanted}: quantised weights are supported on the CPU only, so far.",
+        remedy="Use --device cpu, or the original checkpoint without --quantization.",
+        param="device",
+        code="unsupported",
+    )
+
+
+def _instead_of_float16(asked: str) -> FloatType:
+    if asked == "auto":
+        return "bfloat16"
+    raise UsageError(
+        "--dtype is float16; the kernels for quantised weights have no float16.",
+        remedy="Use --dtype bfloat16 or float32.",
+        param="dtype",
+        code="unsupported",
+    )
+
+
 def _dtype(asked: str, spec: ModelSpec) -> FloatType:
     name = spec.dtype if asked == "auto" else asked
     known: dict[str, FloatType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
@@ -145,6 +283,34 @@ def _device(asked: str, host: Host) -> Literal["cpu", "cuda"]:
     if asked == "auto":
         return "cuda" if host.has_cuda else "cpu"
     return "cuda" if asked == "cuda" else "cpu"
+
+
+def _cpus_of_ranks(parallel: ParallelConfig, threads: int, device: str, host: Host) -> list[tuple[int, ...]]:
+    """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned."""
+    stages = parallel.pipeline_parallel_size
+    reason = _why_not_pinned(parallel, stages * threads, device, host)
+    if parallel.pin_threads == "on" and reason:
+        raise UsageError(
+            f"--pin-threads is on; {reason}.",
+            remedy="Use fewer --threads-per-rank, or --pin-threads auto.",
+            param="pin_threads",
+        )
+    # Left to themselves, threads find free cores if there are any; and of two engines one need not wait.
+    fills_the_machine = stages * threads == len(host.cpus)
+    if parallel.pin_threads == "off" or reason or not (fills_the_machine or parallel.pin_threads == "on"):
+        return [()] * stages
+    return [host.cpus[stage * threads : (stage + 1) * threads] for stage in range(stages)]
+
+
+def _why_not_pinned(parallel: ParallelConfig, num_threads: int, device: str, host: Host) -> str:
+    """Why threads cannot be bound to cores of their own; "" if they can."""
+    if device != "cpu":
+        return "the stages run on a GPU"
+    if parallel.backend == "inprocess":
+        return "the stages are threads of the caller's process, which share its compute threads"
+    if num_threads > len(host.cpus):
+        return f"all stages together have {num_threads} threads for {len(host.cpus)} usable cores"
+    return ""
 
 
 def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
@@ -161,11 +327,11 @@ def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
     return asked
 
 
-def _check_weights_fit(spec: ModelSpec, ranges: list[tuple[int, int]], dtype: FloatType, host: Host) -> None:
+def _check_weights_fit(spec: ModelSpec, ranges: list[tuple[int, int]], form: _WeightForm, host: Host) -> None:
     """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
-    weights = sum(spec.stage_parameters(start, end) for start, end in ranges) * ITEM_SIZES[dtype]
+    weights = sum(spec.stage_parameters(start, end) for start, end in ranges) * form.bits // 8
     if weights > host.free_bytes:
         raise NotEnoughMemoryError(
             f"the weights take {weights / 2**20:.0f} MiB; {host.free_bytes / 2**20:.0f} MiB are free.",
-            remedy="Use a smaller model or dtype, or free memory.",
+            remedy="Use a smaller model or dtype, --quantization int8 or int4, or free memory.",
         )

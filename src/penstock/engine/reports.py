@@ -35,6 +35,12 @@ class StageLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     seconds: float
 
 
+class Notice(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="notice"):
+    """What was decided for the user, such as which kernels compute."""
+
+    text: str
+
+
 class StageReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
     """A stage serves.
 
@@ -75,7 +81,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     trace: str = ""
 
 
-Event = LoadProgress | StageLoaded | StageReady | EngineReady | Draining | Failed
+Event = LoadProgress | StageLoaded | Notice | StageReady | EngineReady | Draining | Failed
 
 
 class Reporter(Protocol):
@@ -124,6 +130,8 @@ def event_line(event: Event) -> str:
         case LoadProgress():
             share = 100 * event.done_bytes // max(1, event.total_bytes)
             return f"stage {event.stage}  loading {share} % of {megabytes(event.total_bytes)}"
+        case Notice():
+            return f"note: {event.text}"
         case StageReady():
             return (
                 f"stage {event.stage}  pid {event.pid}  {event.parts}  {megabytes(event.tensor_bytes)}  "

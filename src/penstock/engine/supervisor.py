@@ -38,6 +38,7 @@ from penstock.engine.reports import (
     Event,
     Failed,
     LoadProgress,
+    Notice,
     PlainReporter,
     Reporter,
     StageLoaded,
@@ -233,6 +234,12 @@ class _RunningEngine:
             self._report(LoadProgress(stage=child.stage, done_bytes=event.done, total_bytes=event.total))
 
     def _announce(self) -> None:
+        kernels = dict.fromkeys(rank.kernels for rank in self._loaded.values())
+        texts = [*self._plan.notes, *(f"kernels: {found}" for found in kernels)]
+        if len({found.startswith("none") for found in kernels}) > 1:
+            texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
+        for text in texts:
+            self._report(Notice(text=text))
         num_blocks = min((rank.max_blocks for rank in self._loaded.values()), default=0)
         for child, config in zip(self._ranks, self._plan.ranks, strict=True):
             loaded = self._loaded[config.stage]

@@ -14,14 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from penstock.attention.metadata import LayerKV
-from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.attention.metadata import AnyKV
 from penstock.batch import AllocateKV, RankFailed, RankLoaded, RankReady, Shutdown, decode_to_rank, encode
 from penstock.config import RankConfig
 from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
-from penstock.models.decoder import Decoder
+from penstock.executor.compute_choice import format_of, load_kernels, pin_threads, quantized_checkpoint
+from penstock.kernels.cpu.ops import CpuKernels
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.matrix import PLAIN, Matrix
+from penstock.models.decoder import EMBEDDING, Decoder
 from penstock.models.interfaces import require_pp
 from penstock.models.registry import load_spec
 from penstock.models.spec import ModelSpec
@@ -38,9 +42,9 @@ from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
+from penstock.weights.quantized_formats import QuantizedCheckpoint
 
 Report = Callable[[StatusEvent], None]
-EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +97,24 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
     torch.set_num_threads(config.threads)
     device = _device(config)
     spec = load_spec(Path(config.model_path))
+    is_quantized = config.quantization != "none" or spec.quantization is not None
+    kernels, description = load_kernels(config, is_quantized=is_quantized)
+    pin_threads(config, kernels)
     require_pp(Decoder)
-    model = _build_model(config, spec, device)
+    checkpoint = Checkpoint(Path(config.model_path))
+    quantized = quantized_checkpoint(checkpoint, spec)
+    model = _build_model(config, spec, device, kernels, quantized)
     loaded = load_weights(
         model,
-        Checkpoint(Path(config.model_path)),
+        checkpoint,
         lambda done, total: report(Progress(done=done, total=total)),
-        left_out=frozenset({EMBEDDING} if config.is_last and _transfers_head(config, spec) else ()),
+        left_out=frozenset(
+            {f"{EMBEDDING}.weight"} if config.is_last and _transfers_head(config, spec) else ()
+        ),
+        quantized=quantized,
     )
-    storage = _storage(config, spec, device)
-    message = _loaded_message(config, loaded, storage, _available_bytes(device))
+    storage = _storage(config, model, device)
+    message = _loaded_message(config, loaded, storage, _available_bytes(device), description)
     report(Loaded(rank=message))
     connections.plans.send(encode(message))
     num_blocks = _await_allocation(connections.plans)
@@ -118,13 +130,21 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
     stage.run(plans_from(connections.plans))
 
 
-def _build_model(config: RankConfig, spec: ModelSpec, device: torch.device) -> Decoder:
+def _build_model(
+    config: RankConfig,
+    spec: ModelSpec,
+    device: torch.device,
+    kernels: CpuKernels | None,
+    quantized: QuantizedCheckpoint | None,
+) -> Decoder:
     return Decoder(
         spec,
         (config.start_layer, config.end_layer),
         dtype=_dtype(config),
         device=device,
-        attention=TorchPagedAttention(),
+        kernels=kernels,
+        format_of=format_of(config, quantized),
+        block_size=config.block_size,
     )
 
 
@@ -134,30 +154,31 @@ def _transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
 
 def _transfer_head(config: RankConfig, spec: ModelSpec, model: Decoder, connections: RankConnections) -> None:
     """Once all ranks have loaded, so that nobody waits for another's disk."""
-    if config.is_first or config.is_last:
-        weight = model.get_parameter(EMBEDDING).data
-    else:
-        weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=_dtype(config), device=_device(config))
+    weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=_dtype(config), device=_device(config))
+    embedding = model.get_submodule(EMBEDDING)
+    matrix = embedding.weight if isinstance(embedding, VocabEmbedding) else None
+    if isinstance(matrix, Tensor):
+        weight = matrix.data
+    packed = matrix if isinstance(matrix, Matrix) else None
     transfer_tied_head(
         weight,
         incoming=connections.incoming,
         outgoing=connections.outgoing,
         block_rows=config.max_num_batched_tokens,
+        keep=None if packed is None else lambda first, rows: packed.put(first, rows, PLAIN),
     )
+    if packed is not None:
+        packed.finish()
 
 
-def _storage(config: RankConfig, spec: ModelSpec, device: torch.device) -> KVStorage:
-    return KVStorage(
-        num_layers=config.end_layer - config.start_layer,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        block_size=config.block_size,
-        dtype=_dtype(config),
-        device=device,
-    )
+def _storage(config: RankConfig, model: Decoder, device: torch.device) -> KVStorage:
+    num_layers = config.end_layer - config.start_layer
+    return KVStorage(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
 
 
-def _loaded_message(config: RankConfig, loaded: LoadReport, storage: KVStorage, available: int) -> RankLoaded:
+def _loaded_message(
+    config: RankConfig, loaded: LoadReport, storage: KVStorage, available: int, kernels: str
+) -> RankLoaded:
     demand = KVDemand(
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -172,6 +193,7 @@ def _loaded_message(config: RankConfig, loaded: LoadReport, storage: KVStorage, 
         tensor_bytes=loaded.tensor_bytes,
         bytes_read=loaded.bytes_read,
         load_seconds=loaded.seconds,
+        kernels=kernels,
     )
 
 
@@ -187,7 +209,8 @@ def _await_allocation(plans: MessageChannel) -> int | None:
     return message.num_blocks
 
 
-def _build_runner(config: RankConfig, model: Decoder, kv: list[LayerKV], device: torch.device) -> ModelRunner:
+def _build_runner(config: RankConfig, model: Decoder, kv: list[AnyKV], device: torch.device) -> ModelRunner:
+    model.record(kv, config.max_num_batched_tokens)
     rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)
     buffers = BufferPool(
         config.depth,

@@ -2,46 +2,75 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.layers.linear import empty_parameter
+from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
+from penstock.layers.compute import Compute
+from penstock.layers.matrix import Matrix
 
 
-class VocabEmbedding(nn.Module):
+class Vocabulary(nn.Module):
+    """A weight [num_ids, hidden] that turns hidden states into logits."""
+
+    weight: nn.Parameter | Matrix
+
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """[num_rows, hidden] -> [num_rows, num_ids]."""
+        if isinstance(self.weight, Matrix):
+            return self.weight.multiply(hidden_states, None)
+        return F.linear(hidden_states, self.weight)
+
+    def candidates(self, hidden_states: Tensor, request: HeadRequest) -> HeadOutput:
+        """What `request` asks of the logits of [num_rows, hidden]."""
+        if isinstance(self.weight, Matrix):
+            return self.weight.head(hidden_states, request)
+        return head_output_of(self.logits(hidden_states).float(), request)
+
+
+class VocabEmbedding(Vocabulary):
     """Rows `[first_id, first_id + num_ids)` of the token embedding.
 
     Ids of other shards give zeros (row S4), so that shards can be summed. The same weight serves as the
     output head of a tied model.
+
+    Args:
+        is_head: it is used as the head too.
     """
 
     def __init__(
-        self, num_ids: int, hidden_size: int, *, first_id: int = 0, dtype: torch.dtype, device: torch.device
+        self,
+        num_ids: int,
+        hidden_size: int,
+        *,
+        first_id: int = 0,
+        compute: Compute,
+        parts: Mapping[str, int] | None = None,
+        is_head: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(num_ids, hidden_size, dtype=dtype, device=device)
-        self.first_id = first_id
+        self.weight = compute.table(parts or {}, num_ids, hidden_size, multiplied=is_head)
+        self.first_id, self.num_ids = first_id, num_ids
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden]."""
         local = input_ids - self.first_id
-        outside = (local < 0) | (local >= len(self.weight))
-        vectors = F.embedding(local.masked_fill(outside, 0), self.weight)
+        outside = (local < 0) | (local >= self.num_ids)
+        local = local.masked_fill(outside, 0)
+        if isinstance(self.weight, Matrix):
+            vectors = self.weight.gather(local)
+        else:
+            vectors = F.embedding(local, self.weight)
         return vectors.masked_fill_(outside[:, None], 0)
 
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden] -> [num_rows, num_ids]: the tied head."""
-        return F.linear(hidden_states, self.weight)
 
-
-class OutputHead(nn.Module):
+class OutputHead(Vocabulary):
     """An output head with a weight of its own."""
 
-    def __init__(self, num_ids: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, num_ids: int, hidden_size: int, *, compute: Compute, parts: Mapping[str, int] | None = None
+    ) -> None:
         super().__init__()
-        self.weight = empty_parameter(num_ids, hidden_size, dtype=dtype, device=device)
-
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden] -> [num_rows, num_ids]."""
-        return F.linear(hidden_states, self.weight)
+        self.weight = compute.weight(parts or {}, num_ids, hidden_size)

@@ -1,48 +1,46 @@
 """Projections. `Linear` is one checkpoint tensor; `FusedLinear` is several that are multiplied at once.
 
-The weights start uninitialised: `weights.loader` reads the checkpoint straight into their memory.
+The weights start empty, in the form that `layers.compute` chose: `weights.loader` fills them.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.errors import NotEnoughMemoryError
-
-
-def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
-    """A weight whose memory is not touched before it is loaded.
-
-    Raises:
-        NotEnoughMemoryError: the device refuses; also for sizes that no machine has.
-    """
-    try:
-        memory = torch.empty(shape, dtype=dtype, device=device)
-    except RuntimeError as error:
-        gib = math.prod(shape) * dtype.itemsize / 2**30
-        raise NotEnoughMemoryError(
-            f"{gib:.1f} GiB on {device} for a weight of {list(shape)}: not available.",
-            remedy="Use more stages or a smaller dtype, and check the sizes in config.json.",
-        ) from error
-    return nn.Parameter(memory, requires_grad=False)
+from penstock.layers.activation import silu_and_multiply
+from penstock.layers.compute import Compute
+from penstock.layers.matrix import GATE, PLAIN, UP, Matrix
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W of [out_size, in_size], as checkpoints store it."""
+    """y = x W^T + b with W of [out_size, in_size], as checkpoints store it.
+
+    Args:
+        parts: the checkpoint's name of the projection, or of several, and their outputs; decides how it is
+            quantised.
+    """
 
     def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, dtype: torch.dtype, device: torch.device
+        self,
+        in_size: int,
+        out_size: int,
+        *,
+        bias: bool,
+        compute: Compute,
+        parts: Mapping[str, int] | None = None,
+        gated: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = empty_parameter(out_size, in_size, dtype=dtype, device=device)
-        self.bias = empty_parameter(out_size, dtype=dtype, device=device) if bias else None
+        self.weight = compute.weight(parts or {}, out_size, in_size, gated=gated)
+        self.bias = compute.parameter(out_size) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(self.weight, Matrix):
+            return self.weight.multiply(x, self.bias)
         return F.linear(x, self.weight, self.bias)
 
 
@@ -59,10 +57,13 @@ class FusedLinear(Linear):
         out_sizes: Mapping[str, int],
         *,
         bias: bool,
-        dtype: torch.dtype,
-        device: torch.device,
+        compute: Compute,
+        parent: str = "",
+        gated: bool = False,
     ) -> None:
-        super().__init__(in_size, sum(out_sizes.values()), bias=bias, dtype=dtype, device=device)
+        parts = {f"{parent}.{name}": size for name, size in out_sizes.items()}
+        total = sum(out_sizes.values())
+        super().__init__(in_size, total, bias=bias, compute=compute, parts=parts, gated=gated)
         self.out_sizes = list(out_sizes.values())
         self.parts: dict[str, tuple[int, int]] = {}
         start = 0
@@ -70,6 +71,27 @@ class FusedLinear(Linear):
             self.parts[name] = (start, start + size)
             start += size
 
+    def role(self, part: str) -> int:
+        """How the rows of a part lie in a packed weight."""
+        return PLAIN
+
     def split(self, output: Tensor) -> tuple[Tensor, ...]:
         """Views of the parts of what `forward` gave."""
         return torch.split(output, self.out_sizes, dim=-1)
+
+
+class GatedLinear(FusedLinear):
+    """silu(gate(x)) * up(x), both projections in one matrix."""
+
+    def __init__(
+        self, in_size: int, out_size: int, *, bias: bool, compute: Compute, parent: str = ""
+    ) -> None:
+        out_sizes = {"gate_proj": out_size, "up_proj": out_size}
+        super().__init__(in_size, out_sizes, bias=bias, compute=compute, parent=parent, gated=True)
+
+    def role(self, part: str) -> int:
+        return GATE if part == "gate_proj" else UP
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        return output if isinstance(self.weight, Matrix) else silu_and_multiply(*self.split(output))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from penstock.layers.linear import empty_parameter
+from penstock.kernels.cpu.ops import DTYPES
+from penstock.layers.compute import Compute
 
 
 class AddRMSNorm(nn.Module):
@@ -15,13 +16,16 @@ class AddRMSNorm(nn.Module):
     is that of transformers, so that bfloat16 agrees as well).
     """
 
-    def __init__(self, size: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, size: int, eps: float, *, compute: Compute) -> None:
         super().__init__()
-        self.weight = empty_parameter(size, dtype=dtype, device=device)
+        self.weight = compute.parameter(size)
         self.eps = eps
+        self._kernels = compute.kernels_for("norm") if compute.dtype in DTYPES else None
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Two [num_tokens, hidden] -> (normalised sum, sum)."""
+        """Two [num_tokens, hidden] -> (normalised sum, sum); our kernel writes the sum over `residual`."""
+        if self._kernels is not None:
+            return self._kernels.add_rms_norm(hidden_states, residual, self.weight, self.eps), residual
         residual = hidden_states + residual
         wide = residual.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)

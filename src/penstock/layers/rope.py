@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.cpu.ops import DTYPES
+from penstock.layers.compute import Compute
 from penstock.layers.rope_spec import RopeSpec
 
 
@@ -34,13 +36,23 @@ class RotaryAngles:
 class RotaryEmbedding:
     """Angles for any position; holds [head_dim / 2] frequencies and no parameters."""
 
-    def __init__(self, rope: RopeSpec, head_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim).to(device)  # [head_dim / 2] float32
+    def __init__(self, rope: RopeSpec, head_dim: int, *, compute: Compute) -> None:
+        self._frequencies = inverse_frequencies(rope, head_dim).to(compute.device)  # [head_dim / 2] float32
         self._attention_factor = rope.attention_factor
-        self._dtype = dtype
+        self._head_dim = head_dim
+        self._dtype = compute.dtype
+        self._kernels = compute.kernels_for("attention") if compute.dtype in DTYPES else None
 
-    def angles(self, positions: Tensor) -> RotaryAngles:
-        """[num_tokens] int64 -> the angles, computed in float32 and rounded to the model's dtype once."""
+    def angles(self, positions: Tensor) -> RotaryAngles | Tensor:
+        """[num_tokens] int64 -> the angles, computed in float32 and rounded to the model's dtype once.
+
+        For our attention kernels: [num_tokens, head_dim] float32, cosines and sines.
+        """
+        if self._kernels is not None:
+            factor = self._attention_factor
+            return self._kernels.rope_angles(
+                positions, self._frequencies, factor, self._head_dim, self._dtype
+            )
         turns = positions[:, None].float() * self._frequencies
         cos = (turns.cos() * self._attention_factor).to(self._dtype)
         sin = (turns.sin() * self._attention_factor).to(self._dtype)

@@ -7,7 +7,7 @@ nothing of ranks, links or requests.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import ClassVar, Literal
 
@@ -15,79 +15,87 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.metadata import AttentionMetadata, LayerKV
-from penstock.layers.activation import silu_and_multiply
-from penstock.layers.embedding import OutputHead, VocabEmbedding
-from penstock.layers.linear import FusedLinear, Linear
+from penstock.attention.cpu_paged import CpuPagedAttention
+from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.kernels.candidates import HeadOutput, HeadRequest
+from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape
+from penstock.layers.compute import Compute, FormatOf, never_quantized
+from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
+from penstock.layers.linear import FusedLinear, GatedLinear, Linear
 from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import AddRMSNorm
 from penstock.layers.rope import RotaryAngles, RotaryEmbedding
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
+from penstock.models.recorded import RecordedForward
 from penstock.models.spec import ModelSpec
+
+EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 class Attention(nn.Module):
     """Self-attention of one layer."""
 
-    def __init__(
-        self, spec: ModelSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, parent: str) -> None:
         super().__init__()
         out_sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
         self.qkv_proj = FusedLinear(
-            spec.hidden_size, out_sizes, bias=spec.qkv_bias, dtype=dtype, device=device
+            spec.hidden_size, out_sizes, bias=spec.qkv_bias, compute=compute, parent=parent
         )
-        self.o_proj = Linear(spec.query_size, spec.hidden_size, bias=spec.o_bias, dtype=dtype, device=device)
-        self.head_shape = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+        self.o_proj = Linear(
+            spec.query_size,
+            spec.hidden_size,
+            bias=spec.o_bias,
+            compute=compute,
+            parts={f"{parent}.o_proj": spec.hidden_size},
+        )
         self.backend = backend
 
     def forward(
-        self, hidden_states: Tensor, angles: RotaryAngles, kv: LayerKV, metadata: AttentionMetadata
+        self, hidden_states: Tensor, angles: RotaryAngles | Tensor, kv: AnyKV, metadata: AttentionMetadata
     ) -> Tensor:
-        num_heads, num_kv_heads, head_dim = self.head_shape
-        heads = self.qkv_proj(hidden_states).view(len(hidden_states), num_heads + 2 * num_kv_heads, head_dim)
-        rotated, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-        query, key = torch.split(angles.rotate(rotated), [num_heads, num_kv_heads], dim=1)
-        attended = self.backend.forward(query, key, value, kv, metadata)
-        output: Tensor = self.o_proj(attended.flatten(1))
+        attended = self.backend.attend(self.qkv_proj(hidden_states), angles, kv, metadata)
+        output: Tensor = self.o_proj(attended)
         return output
 
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, spec: ModelSpec, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, compute: Compute, parent: str) -> None:
         super().__init__()
         inner, bias = spec.intermediate_size, spec.mlp_bias
-        out_sizes = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = FusedLinear(spec.hidden_size, out_sizes, bias=bias, dtype=dtype, device=device)
-        self.down_proj = Linear(inner, spec.hidden_size, bias=bias, dtype=dtype, device=device)
+        self.gate_up_proj = GatedLinear(spec.hidden_size, inner, bias=bias, compute=compute, parent=parent)
+        self.down_proj = Linear(
+            inner,
+            spec.hidden_size,
+            bias=bias,
+            compute=compute,
+            parts={f"{parent}.down_proj": spec.hidden_size},
+        )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(hidden_states))
-        output: Tensor = self.down_proj(silu_and_multiply(gate, up))
+        output: Tensor = self.down_proj(self.gate_up_proj(hidden_states))
         return output
 
 
 class DecoderLayer(nn.Module):
     """Norm, attention, norm, MLP. The residual stream travels beside the branch (row A11)."""
 
-    def __init__(
-        self, spec: ModelSpec, backend: AttentionBackend, *, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, parent: str) -> None:
         super().__init__()
         eps = spec.rms_norm_eps
-        self.input_layernorm = AddRMSNorm(spec.hidden_size, eps, dtype=dtype, device=device)
-        self.self_attn = Attention(spec, backend, dtype=dtype, device=device)
-        self.post_attention_layernorm = AddRMSNorm(spec.hidden_size, eps, dtype=dtype, device=device)
-        self.mlp = GatedMLP(spec, dtype=dtype, device=device)
+        self.input_layernorm = AddRMSNorm(spec.hidden_size, eps, compute=compute)
+        self.self_attn = Attention(spec, backend, compute, f"{parent}.self_attn")
+        self.post_attention_layernorm = AddRMSNorm(spec.hidden_size, eps, compute=compute)
+        self.mlp = GatedMLP(spec, compute, f"{parent}.mlp")
 
     def forward(
         self,
         hidden_states: Tensor,
         residual: Tensor,
-        angles: RotaryAngles,
-        kv: LayerKV,
+        angles: RotaryAngles | Tensor,
+        kv: AnyKV,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         hidden_states, residual = self.input_layernorm(hidden_states, residual)
@@ -100,40 +108,44 @@ class Backbone(nn.Module):
     """Everything but the output head; its name in checkpoints is `model`."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        start_layer: int,
-        end_layer: int,
-        backend: AttentionBackend,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, spec: ModelSpec, start_layer: int, end_layer: int, backend: AttentionBackend, compute: Compute
     ) -> None:
         super().__init__()
         is_first, is_last = start_layer == 0, end_layer == spec.num_layers
+        is_head = is_last and spec.tie_word_embeddings
         self.embed_tokens: VocabEmbedding | MissingLayer = MissingLayer()
-        if is_first or (is_last and spec.tie_word_embeddings):
-            self.embed_tokens = VocabEmbedding(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
+        if is_first or is_head:
+            # An embedding apart from the head is never quantised: its rows are looked up, not read.
+            names = (EMBEDDING, HEAD) if spec.tie_word_embeddings else ()
+            parts = dict.fromkeys(names, spec.vocab_size)
+            self.embed_tokens = VocabEmbedding(
+                spec.vocab_size, spec.hidden_size, compute=compute, parts=parts, is_head=is_head
+            )
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, backend, dtype=dtype, device=device)
+            DecoderLayer(spec, backend, compute, f"model.layers.{index}")
             if start_layer <= index < end_layer
             else MissingLayer()
             for index in range(spec.num_layers)
         )
         self.norm: AddRMSNorm | MissingLayer = MissingLayer()
         if is_last:
-            self.norm = AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, dtype=dtype, device=device)
+            self.norm = AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute)
 
 
 class Decoder(nn.Module):
     """The layers `[start, end)` of a model, with the embedding and the head where they belong (rows A4, A6).
 
-    A stage calls `embed` (first stage only), `forward`, and `compute_logits` (last stage only).
+    A stage calls `embed` (first stage only), `forward`, and `compute_candidates` (last stage only).
 
     Args:
         layer_range: `(start, end)` or a `range`.
         dtype, device: of weights and computation.
-        attention: shared by all layers.
+        kernels: our own for the CPU; None: torch computes.
+        format_of: how projections are quantised (`layers.compute.Compute`).
+        block_size: tokens of a block of the KV cache.
+
+    Attributes:
+        attention: shared by all layers; knows how their keys and values lie in memory.
     """
 
     supports_pp: ClassVar[Literal[True]] = True
@@ -145,20 +157,27 @@ class Decoder(nn.Module):
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        attention: AttentionBackend,
+        kernels: CpuKernels | None = None,
+        format_of: FormatOf = never_quantized,
+        block_size: int = 16,
     ) -> None:
         super().__init__()
-        device = torch.device(device)
+        compute = Compute(dtype=dtype, device=torch.device(device), kernels=kernels, format_of=format_of)
         self.start_layer, self.end_layer = _bounds(layer_range)
         assert 0 <= self.start_layer < self.end_layer <= spec.num_layers, layer_range
-        self.model = Backbone(spec, self.start_layer, self.end_layer, attention, dtype=dtype, device=device)
+        self.attention = _attention(spec, compute, block_size)
+        self.model = Backbone(spec, self.start_layer, self.end_layer, self.attention, compute)
         self.lm_head: OutputHead | MissingLayer = MissingLayer()
         if self.end_layer == spec.num_layers and not spec.tie_word_embeddings:
-            self.lm_head = OutputHead(spec.vocab_size, spec.hidden_size, dtype=dtype, device=device)
-        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, dtype=dtype, device=device)
+            parts = {HEAD: spec.vocab_size}
+            self.lm_head = OutputHead(spec.vocab_size, spec.hidden_size, compute=compute, parts=parts)
+        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, compute=compute)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
-            spec.hidden_size, dtype=dtype, device=device
+            spec.hidden_size, dtype=dtype, device=compute.device
         )
+        self._compute = compute
+        self._hidden_size = spec.hidden_size
+        self._recorded: RecordedForward | None = None
 
     @property
     def layers(self) -> nn.ModuleList:
@@ -170,11 +189,22 @@ class Decoder(nn.Module):
         vectors = self.model.embed_tokens(input_ids)
         return IntermediateTensors({"hidden_states": vectors, "residual": torch.zeros_like(vectors)})
 
+    def record(self, kv: Sequence[AnyKV], max_num_tokens: int) -> None:
+        """Prepare `forward` for this KV storage: from now on it replays its calls, if all are kernels'.
+
+        Args:
+            max_num_tokens: of any later step.
+        """
+        kernels, dtype = self._compute.kernels, self._compute.dtype
+        if kernels is not None and kernels.enabled >= RecordedForward.NEEDED and dtype in DTYPES:
+            self._recorded = RecordedForward(self._run_layers, self.rope.angles, kernels)
+            self._recorded.record(kv, max_num_tokens, self._hidden_size, dtype)
+
     def forward(
         self,
         tensors: IntermediateTensors,
         positions: Tensor,
-        kv: Sequence[LayerKV],
+        kv: Sequence[AnyKV],
         metadata: AttentionMetadata,
     ) -> IntermediateTensors:
         """Run the own layers.
@@ -182,28 +212,64 @@ class Decoder(nn.Module):
         Args:
             tensors: from `embed` or from the stage before; not changed.
             positions: [num_tokens] int64.
-            kv: storage of the own layers, in order.
+            kv: storage of the own layers, in order; once recorded, the one that was recorded.
+
+        Returns:
+            Tensors of their own, or, once recorded, memory that the next call writes again.
         """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
-        angles = self.rope.angles(positions)
+        if self._recorded is not None:
+            hidden_states, residual = self._recorded.replay(hidden_states, residual, positions, metadata)
+        else:
+            angles = self.rope.angles(positions)
+            hidden_states, residual = self._run_layers(hidden_states, residual.clone(), angles, kv, metadata)
+        return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
+
+    def _run_layers(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        angles: RotaryAngles | Tensor,
+        kv: Sequence[AnyKV],
+        metadata: AttentionMetadata,
+        start_layer: Callable[[], None] = lambda: None,
+    ) -> tuple[Tensor, Tensor]:
         own_layers = islice(self.layers, self.start_layer, self.end_layer)
         for layer, layer_kv in zip(own_layers, kv, strict=True):
+            start_layer()
             hidden_states, residual = layer(hidden_states, residual, angles, layer_kv, metadata)
-        return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
+        return hidden_states, residual
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """Logits after the tokens `indices` ([num_rows] int64) of a step: [num_rows, vocab] float32."""
+        return self._head.logits(self._last_hidden(tensors, indices)).float()
+
+    def compute_candidates(
+        self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
+    ) -> HeadOutput:
+        """What sampling wants to know of the logits after the tokens `indices` ([num_rows] int64)."""
+        return self._head.candidates(self._last_hidden(tensors, indices), request)
+
+    def _last_hidden(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         hidden_states, residual = (
             tensors[name].index_select(0, indices) for name in ("hidden_states", "residual")
         )
-        hidden_states, _ = self.model.norm(hidden_states, residual)
-        return self._head.logits(hidden_states).float()
+        normed: Tensor = self.model.norm(hidden_states, residual)[0]
+        return normed
 
     @property
-    def _head(self) -> OutputHead | VocabEmbedding:
+    def _head(self) -> Vocabulary:
         head = self.model.embed_tokens if isinstance(self.lm_head, MissingLayer) else self.lm_head
         assert not isinstance(head, MissingLayer), "only the last stage computes logits"
         return head
+
+
+def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionBackend:
+    shape = HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+    kernels = compute.kernels_for("attention")
+    if kernels is not None and compute.dtype in DTYPES:
+        return CpuPagedAttention(shape, compute.dtype, block_size, kernels)
+    return TorchPagedAttention(shape, compute.dtype)
 
 
 def _bounds(layer_range: range | tuple[int, int]) -> tuple[int, int]:

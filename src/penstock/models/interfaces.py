@@ -12,8 +12,9 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
-from penstock.attention.metadata import AttentionMetadata, LayerKV
+from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.errors import UnsupportedModelError
+from penstock.kernels.candidates import HeadOutput, HeadRequest
 from penstock.models.intermediate import IntermediateTensors
 
 _logger = logging.getLogger(__name__)
@@ -33,11 +34,15 @@ class SupportsPP(Protocol):
         self,
         tensors: IntermediateTensors,
         positions: Tensor,
-        kv: Sequence[LayerKV],
+        kv: Sequence[AnyKV],
         metadata: AttentionMetadata,
     ) -> IntermediateTensors: ...
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor: ...
+
+    def compute_candidates(
+        self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
+    ) -> HeadOutput: ...
 
 
 def supports_pp(model_class: type) -> bool:

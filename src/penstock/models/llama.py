@@ -7,6 +7,7 @@ Called by `models.registry`.
 from __future__ import annotations
 
 from penstock.models.config_fields import ConfigFields
+from penstock.models.quantization_fields import read_quantization
 from penstock.models.rope_fields import MAX_POSITIONS, read_rope, stretched_positions
 from penstock.models.spec import ModelSpec
 
@@ -59,13 +60,12 @@ def read_decoder(
         dtype=_dtype(config),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
+        quantization=read_quantization(config),
     )
 
 
 def _refuse_what_is_not_built(config: ConfigFields) -> None:
     config.choice("hidden_act", ("silu", "swish"), "silu")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "absent (quantised weights are not supported)", {})
     if config.has("layer_types"):
         for kind in config.text_list("layer_types"):
             if kind != "full_attention":

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from penstock.layers.rope_spec import RopeSpec
+from penstock.weights.quantization_spec import QuantizationSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class ModelSpec:
         eos_token_ids: all ids that end a text, from `config.json` and `generation_config.json`.
         generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p`, where it gives
         them.
+        quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
     """
 
     architecture: str
@@ -45,6 +47,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    quantization: QuantizationSpec | None = None
 
     @property
     def query_size(self) -> int:

@@ -9,6 +9,8 @@ have loaded and before the first plan; it uses the links of the pipe and nothing
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,12 @@ from penstock.pipeline.link import Link
 
 
 def transfer_tied_head(
-    weight: Tensor, *, incoming: Link | None, outgoing: Link | None, block_rows: int
+    weight: Tensor,
+    *,
+    incoming: Link | None,
+    outgoing: Link | None,
+    block_rows: int,
+    keep: Callable[[int, Tensor], None] | None = None,
 ) -> None:
     """Move the embedding one stage on.
 
@@ -26,6 +33,8 @@ def transfer_tied_head(
             keep it, gives only its shape (`relay_weight`).
         incoming, outgoing: the stage's links; absent at the ends of the pipe.
         block_rows: rows of one frame; a frame of the link holds as many tokens.
+        keep: takes (first row, rows) on a last stage that holds them in a form of its own; `weight`
+            then gives only the shape.
 
     Raises what the links raise: `WaitTimeoutError`, `LinkClosedError`, `ProtocolError`.
     """
@@ -38,6 +47,8 @@ def transfer_tied_head(
             incoming.recv(header, [block]).wait()
         if outgoing is not None:
             outgoing.send(header, [block])
+        if keep is not None:
+            keep(first, block)
 
 
 def relay_weight(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -6,14 +6,15 @@ them, for the rank's own attention layers only (row A17). Which block belongs to
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from penstock.attention.metadata import LayerKV
+from penstock.attention.backend import AttentionBackend
+from penstock.attention.metadata import AnyKV
 from penstock.errors import NotEnoughMemoryError
+from penstock.kernels.pages import zero_pages
 
 # Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
 # the memory belongs to everybody; a GPU is ours, but activations need their room.
@@ -32,29 +33,20 @@ class KVDemand:
 
 
 class KVStorage:
-    """Keys and values of `num_layers` layers in blocks of `block_size` tokens."""
+    """Keys and values of `num_layers` layers in blocks of `block_size` tokens, laid out by the backend."""
 
     def __init__(
-        self,
-        *,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, backend: AttentionBackend, *, num_layers: int, block_size: int, device: torch.device
     ) -> None:
+        self._backend = backend
         self._num_layers = num_layers
-        self._slot_shape = (num_kv_heads, head_dim)
         self._block_size = block_size
-        self._dtype = dtype
         self._device = device
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers, keys and values."""
-        num_kv_heads, head_dim = self._slot_shape
-        return 2 * self._num_layers * self._block_size * num_kv_heads * head_dim * self._dtype.itemsize
+        return self._num_layers * self._backend.block_bytes(self._block_size)
 
     def max_blocks(self, demand: KVDemand, available: int) -> int:
         """How many blocks this rank can offer.
@@ -87,27 +79,15 @@ class KVStorage:
             )
         return fitting if most is None else min(fitting, most)
 
-    def allocate(self, num_blocks: int) -> list[LayerKV]:
+    def allocate(self, num_blocks: int) -> list[AnyKV]:
         """Storage of the own layers, in order. All zeros, and not resident before it is written."""
-        return [
-            LayerKV(key=self._zeros(num_blocks), value=self._zeros(num_blocks))
-            for _ in range(self._num_layers)
-        ]
+        num_bytes = num_blocks * self._backend.block_bytes(self._block_size)
+        return [self._backend.layer_kv(self._zeros(num_bytes)) for _ in range(self._num_layers)]
 
-    def _zeros(self, num_blocks: int) -> Tensor:
-        shape = (num_blocks * self._block_size, *self._slot_shape)
+    def _zeros(self, num_bytes: int) -> Tensor:
         if self._device.type != "cpu":
-            return torch.zeros(shape, dtype=self._dtype, device=self._device)
-        # Fresh anonymous pages: zero by the kernel's promise, and no memory is spent on the unused ones.
-        num_bytes = num_blocks * self.block_bytes // (2 * self._num_layers)
-        try:
-            pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise NotEnoughMemoryError(
-                f"the system refused {_mib(num_bytes)} for the KV cache of one layer: {error}.",
-                remedy="Lower --num-blocks.",
-            ) from error
-        return torch.frombuffer(pages, dtype=self._dtype).view(shape)
+            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
+        return zero_pages(num_bytes, "the KV cache of one layer", "Lower --num-blocks.")
 
     def _check_fits(self, num_blocks: int, available: int) -> None:
         needed = num_blocks * self.block_bytes

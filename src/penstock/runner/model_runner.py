@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.attention.metadata import LayerKV
+from penstock.attention.metadata import AnyKV
 from penstock.batch import ScheduledBatch, StepResult
 from penstock.models.interfaces import SupportsPP
 from penstock.models.intermediate import IntermediateTensors
@@ -31,7 +31,7 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: SupportsPP, kv: Sequence[LayerKV], rows: RequestRows, buffers: BufferPool
+        self, model: SupportsPP, kv: Sequence[AnyKV], rows: RequestRows, buffers: BufferPool
     ) -> None:
         self.rows = rows
         self._model = model
@@ -63,8 +63,9 @@ class ModelRunner:
         plan = batch.plan
         if not len(batch.sampled):
             return StepResult(step_id=plan.step_id, epoch=plan.epoch)
-        logits = self._model.compute_logits(tensors, batch.sample_indices)
-        drawn = self._sampler.sample(logits, self._sampling.batch(batch.sampled.rows, batch.output_index))
+        params = self._sampling.batch(batch.sampled.rows, batch.output_index)
+        found = self._model.compute_candidates(tensors, batch.sample_indices, params.head)
+        drawn = self._sampler.sample(found, params)
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,

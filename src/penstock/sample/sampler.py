@@ -1,8 +1,9 @@
-"""The sampler: from logits to token ids, on the last stage.
+"""The sampler: from what the model's head found to token ids, on the last stage.
 
-`runner.model_runner` calls `Sampler.sample` once per step. The recipe: raw log-probabilities, suppression of
-end-of-sequence ids before min_tokens, then for each row either the likeliest token or temperature, min-p,
-top-k, top-p and one draw.
+`runner.model_runner` calls `Sampler.sample` once per step. The recipe, for logits in which end-of-sequence
+ids are suppressed before min_tokens: for each row either the likeliest token or temperature, min-p, top-k,
+top-p and one draw; beside it raw log-probabilities where asked for. Greedy rows and rows with a small top_k
+work on the head's candidates, others on whole logits (`sampling_rows`).
 
 A draw uses one number that is a pure function of (seed, output index) and inverts the cumulative
 distribution, so a token depends on nothing but seed, index and the row's own logits: not on the batch, the
@@ -18,76 +19,88 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.kernels.candidates import NO_ID, HeadOutput, constrained, rows_of
 from penstock.request import TokenLogprobs
-from penstock.sample.logprobs import RawLogprobs
+from penstock.sample.logprobs import raw_logprobs
 from penstock.sample.sampling_rows import SamplingBatch
-from penstock.sample.truncation import Limits, draw_truncated
+from penstock.sample.truncation import Limits, draw_candidates, draw_truncated
 from penstock.sample.uniform import uniform
 
-NO_TOKEN = -1  # of a row whose logits are not finite
+NO_TOKEN = NO_ID  # of a row whose logits are not finite, or all suppressed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOutput:
-    """What was drawn. Lists run over the rows of the logits."""
+    """What was drawn. Lists run over the rows of the step."""
 
     token_ids: list[int]  # [num_rows]; NO_TOKEN where the row failed
     logprobs: list[TokenLogprobs | None]  # [num_rows]
-    failed: list[int]  # indices of rows with NaN or infinite logits
+    failed: list[int]  # indices of rows with NaN or infinite logits, or nothing left to draw
 
 
 class Sampler:
     """Greedy and random sampling. Holds no state: seeds and counters come with each batch."""
 
-    def sample(self, logits: Tensor, params: SamplingBatch) -> SampleOutput:
+    def sample(self, output: HeadOutput, params: SamplingBatch) -> SampleOutput:
         """Choose one token per row.
 
         Args:
-            logits: float32 [num_rows, vocab]; overwritten.
+            output: the head's answer to `params.head`; not changed.
             params: how each row is sampled.
         """
-        failed = _blank_failed(logits)
-        raw = RawLogprobs(logits, params.num_logprobs.tolist())
-        for row, ids in params.suppressed.items():
-            logits[row, ids] = -torch.inf
-        token_ids = self._choose(logits, params)
-        for row in failed:
-            token_ids[row] = NO_TOKEN
-        return SampleOutput(token_ids=token_ids, logprobs=raw.of(token_ids), failed=failed)
-
-    def _choose(self, logits: Tensor, params: SamplingBatch) -> list[int]:
-        drawn = np.flatnonzero(params.temperature > 0.0)
-        if not len(drawn):
-            return logits.argmax(dim=-1).tolist()
-        token_ids = np.empty(len(params), dtype=np.int64)
-        greedy = np.flatnonzero(params.temperature == 0.0)
-        token_ids[greedy] = logits[greedy.tolist()].argmax(dim=-1).tolist()
-        uniforms = uniform(params.seed, params.output_index)
-        limited = (params.top_k > 0) | (params.top_p < 1.0) | (params.min_p > 0.0)
-        free, cut = drawn[~limited[drawn]], drawn[limited[drawn]]
-        if len(free):
-            token_ids[free] = _draw_free(_probs(logits, params, free), uniforms[free])
-        if len(cut):
-            limits = Limits(top_k=params.top_k[cut], top_p=params.top_p[cut], min_p=params.min_p[cut])
-            token_ids[cut] = draw_truncated(_probs(logits, params, cut), limits, uniforms[cut])
-        return token_ids.tolist()
+        token_ids = output.candidates.ids[:, 0]
+        if params.temperature.any():
+            token_ids = _with_draws(token_ids.copy(), output, params)
+        failed = [] if token_ids.min(initial=0) >= 0 else np.flatnonzero(token_ids < 0).tolist()
+        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if len(output.logits_rows):
+            _fill_logprobs(logprobs, output, params, token_ids)
+        return SampleOutput(token_ids=token_ids.tolist(), logprobs=logprobs, failed=failed)
 
 
-def _blank_failed(logits: Tensor) -> list[int]:
-    """Indices of rows that hold NaN or infinity; they are set to zero so that nothing trips over them."""
-    # A sum is finite if and only if all terms are (they are far from the float32 limit), and reads each once.
-    is_finite = logits.sum(dim=-1).isfinite()
-    if bool(is_finite.all()):
-        return []
-    failed = (~is_finite).nonzero()[:, 0].tolist()
-    logits[failed] = 0.0
-    return failed
+def _with_draws(token_ids: NDArray[np.int64], output: HeadOutput, params: SamplingBatch) -> NDArray[np.int64]:
+    """The likeliest candidate of each row [num_rows], replaced where a token is drawn."""
+    is_drawn = (params.temperature > 0.0) & output.candidates.is_finite
+    has_candidates = params.head.num_candidates > 0
+    narrow = np.flatnonzero(is_drawn & has_candidates & (token_ids != NO_ID))
+    whole = np.flatnonzero(is_drawn & ~has_candidates)
+    if len(narrow):
+        token_ids[narrow] = _draw_among_candidates(output, params, narrow)
+    if len(whole):
+        token_ids[whole] = _draw_among_all(output, params, whole)
+    return token_ids
 
 
-def _probs(logits: Tensor, params: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
-    """The distribution of some rows after temperature: float32 [len(rows), vocab]."""
+def _draw_among_candidates(
+    output: HeadOutput, params: SamplingBatch, rows: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    candidates = output.candidates
+    return draw_candidates(
+        candidates.values[rows],
+        candidates.ids[rows],
+        params.temperature[rows],
+        _limits(params, rows),
+        uniform(params.seed[rows], params.output_index[rows]),
+    )
+
+
+def _draw_among_all(output: HeadOutput, params: SamplingBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Draw from the whole distribution of some rows, truncated or not."""
+    logits = rows_of(output.logits, np.searchsorted(output.logits_rows, rows))
+    logits = constrained(logits, params.head, rows)
     temperature = torch.from_numpy(params.temperature[rows]).to(logits.device, torch.float32)
-    return torch.softmax(logits[rows.tolist()] / temperature[:, None], dim=-1)
+    probs = torch.softmax(logits / temperature[:, None], dim=-1)  # [len(rows), vocab]
+    is_empty = probs[:, 0].isnan()  # nothing was left above minus infinity
+    probs.masked_fill_(is_empty[:, None], 0.0)
+    limits, uniforms = _limits(params, rows), uniform(params.seed[rows], params.output_index[rows])
+    is_free = (limits.top_k == 0) & (limits.top_p == 1.0) & (limits.min_p == 0.0)
+    drawn = np.empty(len(rows), dtype=np.int64)
+    free, cut = np.flatnonzero(is_free), np.flatnonzero(~is_free)
+    if len(free):
+        drawn[free] = _draw_free(rows_of(probs, free), uniforms[free])
+    if len(cut):
+        drawn[cut] = draw_truncated(rows_of(probs, cut), limits.of(cut), uniforms[cut])
+    return np.where(is_empty.cpu().numpy(), NO_TOKEN, drawn)
 
 
 def _draw_free(probs: Tensor, uniforms: NDArray[np.float64]) -> list[int]:
@@ -96,3 +109,23 @@ def _draw_free(probs: Tensor, uniforms: NDArray[np.float64]) -> list[int]:
     targets = torch.from_numpy(uniforms).to(probs.device)[:, None] * cumulative[:, -1:]
     places = torch.searchsorted(cumulative, targets, right=True)[:, 0]
     return places.clamp_max(probs.shape[1] - 1).tolist()
+
+
+def _limits(params: SamplingBatch, rows: NDArray[np.int64]) -> Limits:
+    return Limits(top_k=params.top_k[rows], top_p=params.top_p[rows], min_p=params.min_p[rows])
+
+
+def _fill_logprobs(
+    logprobs: list[TokenLogprobs | None],
+    output: HeadOutput,
+    params: SamplingBatch,
+    token_ids: NDArray[np.int64],
+) -> None:
+    """Write the entries of the rows that asked for log-probabilities and have a token."""
+    rows = output.logits_rows
+    places = np.flatnonzero((params.num_logprobs[rows] >= 0) & (token_ids[rows] >= 0))
+    asking = rows[places]
+    logits = rows_of(output.logits, places)
+    found = raw_logprobs(logits, token_ids[asking].tolist(), params.num_logprobs[asking].tolist())
+    for row, entry in zip(asking.tolist(), found, strict=True):
+        logprobs[row] = entry

@@ -1,7 +1,11 @@
-"""How each row is sampled, in arrays indexed by row.
+"""How each row is sampled, in arrays indexed by row, and what that asks of the model's head.
 
 A small state object of `runner.model_runner`: `add` when a request enters a row, `batch` once per step for
 the rows that are sampled. Numbers were validated when the request was accepted.
+
+Which path a row takes follows from its own parameters alone, never from its company: the likeliest token, or
+a draw among at most `MAX_CANDIDATES`, needs candidates only; any other draw needs the whole distribution, and
+so do log-probabilities, which change nothing about how the token is chosen.
 """
 
 from __future__ import annotations
@@ -12,6 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.batch import RowSampling
+from penstock.kernels.candidates import HeadRequest, SparseBias
+
+MAX_CANDIDATES = 128  # rows with a larger top_k draw from whole logits
 
 # Below this the scaled logits could overflow, and the likeliest token is certain anyway.
 _GREEDY_BELOW = 1e-5
@@ -29,7 +36,7 @@ class SamplingBatch:
     seed: NDArray[np.uint64]  # [num_rows]
     output_index: NDArray[np.int64]  # [num_rows] tokens that the request has generated before this one
     num_logprobs: NDArray[np.int64]  # [num_rows] -1 = none
-    suppressed: dict[int, list[int]]  # index of a row -> ids that it must not sample now
+    head: HeadRequest  # what the rows need of their logits; rows without candidates draw from all of them
 
     def __len__(self) -> int:
         return len(self.temperature)
@@ -46,12 +53,19 @@ class SamplingRows:
         self._seed = np.zeros(num_rows, dtype=np.uint64)
         self._min_tokens = np.zeros(num_rows, dtype=np.int64)
         self._num_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self._num_candidates = np.ones(num_rows, dtype=np.int64)
+        self._wants_logits = np.zeros(num_rows, dtype=np.bool_)
         self._suppressed_ids: list[list[int]] = [[] for _ in range(num_rows)]
 
     def add(self, row: int, sampling: RowSampling) -> None:
         """A request with these parameters enters `row`."""
-        self._temperature[row] = sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 0.0
-        self._top_k[row] = max(sampling.top_k, 0)
+        temperature = sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 0.0
+        top_k = max(sampling.top_k, 0)
+        self._temperature[row] = temperature
+        self._top_k[row] = top_k
+        num_candidates = _num_candidates(temperature, top_k)
+        self._num_candidates[row] = num_candidates
+        self._wants_logits[row] = num_candidates == 0 or sampling.num_logprobs >= 0
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seed[row] = sampling.seed & _SEED_MASK
@@ -61,7 +75,6 @@ class SamplingRows:
 
     def batch(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> SamplingBatch:
         """The parameters of `rows`, each about to sample its `output_index`-th token."""
-        early = np.flatnonzero(output_index < self._min_tokens[rows]).tolist()
         return SamplingBatch(
             temperature=self._temperature[rows],
             top_k=self._top_k[rows],
@@ -70,5 +83,22 @@ class SamplingRows:
             seed=self._seed[rows],
             output_index=output_index,
             num_logprobs=self._num_logprobs[rows],
-            suppressed={index: self._suppressed_ids[rows[index]] for index in early},
+            head=self._head(rows, output_index),
         )
+
+    def _head(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> HeadRequest:
+        bias = SparseBias.none(len(rows))
+        is_early = output_index < self._min_tokens[rows]
+        if is_early.any():
+            early = np.flatnonzero(is_early).tolist()
+            bias = SparseBias.forbidding({i: self._suppressed_ids[rows[i]] for i in early}, len(rows))
+        return HeadRequest(
+            num_candidates=self._num_candidates[rows], wants_logits=self._wants_logits[rows], bias=bias
+        )
+
+
+def _num_candidates(temperature: float, top_k: int) -> int:
+    """How many candidates decide a row; 0 = all ids."""
+    if temperature == 0.0:
+        return 1
+    return top_k if top_k <= MAX_CANDIDATES else 0

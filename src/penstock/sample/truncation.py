@@ -1,9 +1,10 @@
 """Top-k, top-p and min-p: how many of a row's likeliest tokens may be drawn.
 
 Called by `sample.sampler`. All three keep a prefix of the tokens in falling order of probability, so a row is
-truncated by one number. A wide vocabulary is not sorted whole: the likeliest tokens are enough for almost
-every row, and only rows for which they are not are looked at again with more of them. Whether they are
-follows from the row's own numbers, so its tokens never depend on its company in the batch.
+truncated by one number. Within top-k that number and the draw need no more than the k candidates. Without it,
+a wide vocabulary is still not sorted whole: the likeliest tokens are enough for almost every row, and only
+rows for which they are not are looked at again with more of them. Whether they are follows from the row's own
+numbers, so its tokens never depend on its company in the batch.
 """
 
 from __future__ import annotations
@@ -30,6 +31,34 @@ class Limits:
         return Limits(top_k=self.top_k[rows], top_p=self.top_p[rows], min_p=self.min_p[rows])
 
 
+def draw_candidates(
+    logits: NDArray[np.float32],
+    ids: NDArray[np.int64],
+    temperature: NDArray[np.float64],
+    limits: Limits,
+    uniforms: NDArray[np.float64],
+) -> NDArray[np.int64]:
+    """Draw one id per row from its truncated candidates by inverting their cumulative sum.
+
+    Args:
+        logits: [num_rows, width] falling; of each row at least one above minus infinity, and at most top_k.
+        ids: [num_rows, width].
+        uniforms: [num_rows] in [0, 1).
+
+    Returns:
+        [num_rows] ids.
+    """
+    scaled = (logits / temperature.astype(np.float32)[:, None]).astype(np.float64)
+    # Only ratios matter for min-p, top-p and the draw: probabilities against the likeliest candidate will do.
+    weights = np.exp(scaled - scaled[:, :1])
+    weights *= weights >= limits.min_p[:, None]
+    cumulative = weights.cumsum(axis=1)
+    reached = limits.top_p * cumulative[:, -1]
+    # As in `count_kept`. Where top_p is 1, ids left out are too unlikely to change the sum: never drawn.
+    num_kept = np.maximum((cumulative - weights < reached[:, None]).sum(axis=1), 1)
+    return _invert(ids, cumulative, num_kept, uniforms)
+
+
 def draw_truncated(probs: Tensor, limits: Limits, uniforms: NDArray[np.float64]) -> list[int]:
     """Draw one id per row from the truncated distribution by inverting its cumulative sum.
 
@@ -44,7 +73,7 @@ def draw_truncated(probs: Tensor, limits: Limits, uniforms: NDArray[np.float64])
         likeliest, ids = probs[rows.tolist()].topk(width, dim=-1)
         falling = likeliest.double().cpu().numpy()
         num_kept, is_enough = count_kept(falling, limits.of(rows), vocab_size)
-        drawn[rows] = _draw(ids.cpu().numpy(), falling, num_kept, uniforms[rows])
+        drawn[rows] = _invert(ids.cpu().numpy(), np.cumsum(falling, axis=1), num_kept, uniforms[rows])
         rows = rows[~is_enough]
         if not len(rows):
             break
@@ -81,16 +110,16 @@ def count_kept(
     return np.minimum(np.minimum(nucleus, kept), num_sorted), is_enough
 
 
-def _draw(
+def _invert(
     ids: NDArray[np.int64],
-    probs: NDArray[np.float64],
+    cumulative: NDArray[np.float64],
     num_kept: NDArray[np.int64],
     uniforms: NDArray[np.float64],
 ) -> NDArray[np.int64]:
-    """Invert the cumulative sum of the first `num_kept` probabilities of each row."""
-    cumulative = np.cumsum(probs, axis=1)
-    rows = np.arange(len(probs))
-    targets = uniforms * cumulative[rows, num_kept - 1]
-    places = np.minimum((cumulative <= targets[:, None]).sum(axis=1), num_kept - 1)
+    """The ids at which the sums of the first `num_kept` probabilities pass a share of their total."""
+    rows = np.arange(len(ids))
+    last = num_kept - 1
+    targets = uniforms * cumulative[rows, last]
+    places = np.minimum((cumulative <= targets[:, None]).sum(axis=1), last)
     chosen: NDArray[np.int64] = ids[rows, places]
     return chosen

@@ -14,7 +14,7 @@ from cyclopts import App, CycloptsError
 
 from penstock import __version__
 from penstock.errors import UsageError
-from penstock.server.cli_help import BENCH_HELP, COMMANDS, ROOT_HELP, help_screen
+from penstock.server.cli_help import COMMANDS, GROUPS, ROOT_HELP, help_screen
 from penstock.server.cli_sources import SettingSources, nearest
 from penstock.server.cli_terminal import Invocation, report_error
 
@@ -32,7 +32,7 @@ def build_app(invocation: Invocation) -> App:
         version_flags=[],
         result_action="return_value",
     )
-    bench = App(name="bench")
+    bench, kernels = App(name="bench"), App(name="kernels")
     app.command("penstock.server.cli_serve:serve", name="serve")
     app.command("penstock.server.cli_chat:chat", name="chat")
     app.command("penstock.server.cli_chat:complete", name="complete")
@@ -41,7 +41,10 @@ def build_app(invocation: Invocation) -> App:
     bench.command("penstock.server.bench.online:bench_serve", name="serve")
     bench.command("penstock.server.bench.offline:bench_throughput", name="throughput")
     bench.command("penstock.server.bench.offline:bench_latency", name="latency")
+    kernels.command("penstock.server.cli_kernels:kernels_build", name="build")
+    kernels.command("penstock.server.cli_kernels:kernels_clear", name="clear")
     app.command(bench)
+    app.command(kernels)
     return app
 
 
@@ -100,7 +103,7 @@ def _dispatch(words: list[str], invocation: Invocation) -> int:
         invocation.say(f"penstock {__version__}")
         return 0
     asked = next((place for place, word in enumerate(words) if word in _HELP_FLAGS), None)
-    if asked is not None or words == ["bench"]:
+    if asked is not None or (len(words) == 1 and words[0] in GROUPS):
         return _show_help(command, words, asked, invocation)
     if command not in COMMANDS:
         raise _unknown_command(" ".join(command))
@@ -112,12 +115,12 @@ def _dispatch(words: list[str], invocation: Invocation) -> int:
 
 
 def _command_of(words: Sequence[str]) -> tuple[str, ...]:
-    return tuple(words[: 2 if words[:1] == ["bench"] else 1])
+    return tuple(words[: 2 if words and words[0] in GROUPS else 1])
 
 
 def _show_help(command: tuple[str, ...], words: list[str], asked: int | None, invocation: Invocation) -> int:
-    if command[0] == "bench" and command not in COMMANDS:
-        invocation.say(BENCH_HELP)
+    if command[0] in GROUPS and command not in COMMANDS:
+        invocation.say(GROUPS[command[0]])
         return 0
     if command not in COMMANDS:
         raise _unknown_command(" ".join(command))

@@ -25,6 +25,7 @@ from penstock.config import ServerConfig
 from penstock.engine.launch import ITEM_SIZES, Host
 from penstock.engine.listening import listen
 from penstock.errors import PenstockError
+from penstock.kernels.cpu.library import Loaded, load
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.partition import partition_layers
@@ -38,6 +39,7 @@ TESTED_TORCH = "2.13.0"
 NEEDED_PACKAGES = ("numpy", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "minijinja")
 NEEDED_DESCRIPTORS = 1024
 LOW_MEMORY_BYTES = 1 << 30
+WITHOUT_KERNELS = "plain torch is used, which is slower"
 
 Level = Literal["ok", "warn", "fail"]
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -112,6 +114,7 @@ def check_machine(settings: DoctorSettings) -> list[Finding]:
         check_kernel("pidfd", _try_pidfd, "pidfd_open"),
         check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_port(settings.host, settings.port),
+        check_cpu_kernels(load()),
         Finding("ok", "gpu", "found" if host.has_cuda else "none; stages run on the CPU"),
     ]
 
@@ -191,6 +194,14 @@ def _try_eventfd() -> None:
 
 def _try_pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
+
+
+def check_cpu_kernels(loaded: Loaded) -> Finding:
+    """Which of our kernels run here, and why. Nothing fails for want of them."""
+    if loaded.library is None:
+        return Finding("warn", "kernels", f"none: {loaded.reason}; {WITHOUT_KERNELS}", loaded.remedy)
+    level: Level = "warn" if loaded.remedy else "ok"
+    return Finding(level, "kernels", f"{loaded.isa}, {loaded.reason}", loaded.remedy)
 
 
 def check_descriptors(limits: tuple[int, int]) -> Finding:

@@ -31,6 +31,8 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   bench serve           load a running server, and check that no token is lost
   bench throughput      offline: how many tokens a second
   bench latency         offline: how long one batch takes
+  kernels build         compile the CPU kernels for this machine ahead of time
+  kernels clear         remove what was compiled
   doctor [MODEL]        check this machine, and a model directory
   version               print the version
 
@@ -46,6 +48,20 @@ Usage: penstock bench serve|throughput|latency ...
   latency      offline: how long one batch takes
 
 `penstock bench serve --help` shows a command."""
+
+KERNELS_HELP = """\
+Usage: penstock kernels build|clear
+
+  penstock kernels build
+
+  build        compile the CPU kernels for this machine ahead of time
+  clear        remove what was compiled
+
+The compiler is g++ on PATH, or what PENSTOCK_CXX names; PENSTOCK_CXXFLAGS adds flags. Libraries are kept in
+$PENSTOCK_CACHE_DIR or ~/.cache/penstock. `penstock doctor` says which kernels run and why."""
+
+GROUPS: Mapping[str, str] = {"bench": BENCH_HELP, "kernels": KERNELS_HELP}
+"""The commands that have commands of their own, each with its help."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,16 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "Time one batch offline, again and again.",
         "penstock bench latency demo --pp 2 --batch-size 1",
         common=("--batch-size", "--input-len", "--output-len", "--num-iters", "--output-json", *_OFFLINE),
+    ),
+    ("kernels", "build"): CommandHelp(
+        "penstock kernels build",
+        "Compile the CPU kernels for this machine, so that no start has to wait for it.",
+        "penstock kernels build",
+    ),
+    ("kernels", "clear"): CommandHelp(
+        "penstock kernels clear",
+        "Remove the compiled kernels; the next start compiles them again.",
+        "penstock kernels clear",
     ),
     ("doctor",): CommandHelp(
         "penstock doctor [MODEL] [flags]",

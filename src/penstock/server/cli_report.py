@@ -22,6 +22,7 @@ from penstock.engine.reports import (
     Event,
     Failed,
     LoadProgress,
+    Notice,
     StageReady,
     event_line,
     megabytes,
@@ -101,7 +102,7 @@ class ServeReporter:
             self._announce(event)
         elif isinstance(event, StageReady):
             self._invocation.say(INDENT + event_line(event))
-        elif isinstance(event, Draining):
+        elif isinstance(event, Draining | Notice):
             self._invocation.say(event_line(event))
 
     def _announce(self, event: EngineReady) -> None:

@@ -19,6 +19,8 @@ from penstock.config import (
     EngineConfig,
     ModelConfig,
     ParallelConfig,
+    PinThreads,
+    Quantization,
     SchedulerConfig,
     ServerConfig,
     TiedHead,
@@ -31,13 +33,22 @@ SERVED_ENV = "PENSTOCK_MODEL_NAME"  # for clients; PENSTOCK_MODEL is the server'
 PARTITION_ENV = "PENSTOCK_PP_LAYER_PARTITION"
 
 
-def flag(help_text: str, *names: str, group: str, env: str | None = None) -> Parameter:
+def flag(
+    help_text: str, *names: str, group: str, env: str | None = None, leading_hyphen: bool = False
+) -> Parameter:
     """A flag: one line of help, its names (the first is the key in TOML), and the help page it is on.
 
     Given twice, the last one counts. `env` replaces the environment names that follow from the names.
+    With `leading_hyphen` a value may look like a flag.
     """
     return Parameter(
-        name=list(names), help=help_text, group=group, negative="", env_var=env, allow_repeating=True
+        name=list(names),
+        help=help_text,
+        group=group,
+        negative="",
+        env_var=env,
+        allow_repeating=True,
+        allow_leading_hyphen=leading_hyphen,
     )
 
 
@@ -50,6 +61,9 @@ class EngineSettings:
     max_model_len: Annotated[
         int | None, flag("longest prompt + output", "--max-model-len", group="model")
     ] = None
+    quantization: Annotated[
+        Quantization, flag("of weights at load (CPU)", "--quantization", group="model")
+    ] = "none"
     seed: Annotated[int, flag("of requests without a seed", "--seed", group="model")] = 0
 
     pipeline_parallel_size: Annotated[
@@ -73,11 +87,23 @@ class EngineSettings:
         TiedHead, flag("how the last stage gets a tied embedding", "--tied-head", group="pipeline")
     ] = "load"
 
+    kernels: Annotated[
+        str,
+        flag(
+            "own CPU kernels: auto, off, or names switched off such as -attention,-head",
+            "--kernels",
+            group="pipeline",
+            leading_hyphen=True,
+        ),
+    ] = "auto"
+    pin_threads: Annotated[
+        PinThreads, flag("bind CPU threads to cores", "--pin-threads", group="pipeline")
+    ] = "auto"
     step_timeout: Annotated[
         float | None, flag("seconds of one stage for one plan at most", "--step-timeout", group="pipeline")
     ] = None
 
-    block_size: Annotated[int, flag("tokens per KV block", "--block-size", group="kv")] = 16
+    block_size: Annotated[int, flag("tokens per KV block", "--block-size", group="kv")] = 32
     num_blocks: Annotated[
         int | None, flag("KV blocks per stage", "--num-blocks", "--num-gpu-blocks-override", group="kv")
     ] = None
@@ -107,7 +133,12 @@ class EngineSettings:
                 f"queue_timeout is {self.queue_timeout}; it must be above 0.", param="queue_timeout"
             )
         return EngineConfig(
-            model=ModelConfig(model=model, dtype=self.dtype, max_model_len=self.max_model_len),
+            model=ModelConfig(
+                model=model,
+                dtype=self.dtype,
+                max_model_len=self.max_model_len,
+                quantization=self.quantization,
+            ),
             parallel=ParallelConfig(
                 pipeline_parallel_size=self.pipeline_parallel_size,
                 partition=self.partition,
@@ -116,6 +147,8 @@ class EngineSettings:
                 device=self.device,
                 tied_head=self.tied_head,
                 step_timeout_s=self.step_timeout,
+                kernels=self.kernels,
+                pin_threads=self.pin_threads,
             ),
             cache=CacheConfig(
                 block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_bytes=self.kv_cache_bytes

@@ -1,14 +1,16 @@
 """Reads a model's weights from safetensors straight into the memory of its parameters.
 
 Called by a rank once, before it serves. Reads only the byte ranges of tensors that the model holds (row A12,
-d8), keeps no mapping and no copy: beside the parameters themselves it needs one small buffer, and that only
-where the bytes must be converted or moved to a GPU. Refuses NaN and infinity.
+d8), keeps no mapping and no copy: beside the weights themselves it needs one small buffer, and that only
+where bytes must be converted, packed, quantised or moved to a GPU. Refuses NaN and infinity. Projections that
+the checkpoint holds quantised come from `weights.quantized_formats`.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,10 +20,22 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
+from penstock.kernels.pages import zero_pages
 from penstock.weights.checkpoint import Checkpoint, TensorEntry
-from penstock.weights.mapping import TensorSlot, tensor_slots, unexpected_names
+from penstock.weights.mapping import (
+    QuantizedSink,
+    RowSlot,
+    Slot,
+    TensorSlot,
+    row_sinks,
+    tensor_slots,
+    unexpected_names,
+)
+from penstock.weights.quantized_formats import QuantizedCheckpoint
+from penstock.weights.tensor_bytes import read_exactly
 
 CHUNK_BYTES = 4 << 20
+PANEL_ROWS = 32  # pieces of a packed weight begin at multiples of it
 
 _TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -31,7 +45,7 @@ class LoadReport:
     """What loading took."""
 
     bytes_read: int  # tensor data; headers are not counted
-    tensor_bytes: int  # of the parameters as held
+    tensor_bytes: int  # of the weights as held
     seconds: float
 
 
@@ -40,7 +54,19 @@ class _Load:
     """One tensor to read, and where to."""
 
     entry: TensorEntry
-    target: Tensor  # [numel], contiguous
+    slot: Slot
+
+    @property
+    def num_bytes(self) -> int:
+        return self.entry.end - self.entry.begin
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file's bytes are the weight's bytes."""
+        if isinstance(self.slot, RowSlot):
+            return False
+        target = self.slot.target
+        return target.device.type == "cpu" and target.dtype == _TORCH_DTYPES[self.entry.dtype]
 
 
 def load_weights(
@@ -49,36 +75,97 @@ def load_weights(
     progress: Callable[[int, int], None],
     *,
     left_out: frozenset[str] = frozenset(),
+    quantized: QuantizedCheckpoint | None = None,
 ) -> LoadReport:
-    """Fill every parameter of `model`.
+    """Fill every weight of `model`.
 
     Args:
         progress: called with (bytes done, bytes in all) after each tensor.
         left_out: checkpoint names of tensors that somebody else fills; checked like the others, but not read.
+        quantized: the checkpoint's quantised projections, if it has any.
 
     Raises:
         CheckpointError: a tensor is missing, surplus, of another shape or dtype, cut short, or not finite.
     """
     started = time.perf_counter()
-    slots = _plan(tensor_slots(model), checkpoint)
-    loads = [load for load in slots if load.entry.name not in left_out]
-    total = sum(load.entry.end - load.entry.begin for load in loads)
-    buffer = torch.empty(CHUNK_BYTES if _needs_buffer(loads) else 0, dtype=torch.uint8)
+    slots = tensor_slots(model)
+    packed = [slot for slot in slots if quantized is not None and quantized.holds(_projection(slot))]
+    _check_surplus(slots, packed, checkpoint, quantized)
+    plain = [slot for slot in slots if slot not in packed]
+    loads = [load for load in _plan(plain, checkpoint) if load.entry.name not in left_out]
+    total = sum(load.num_bytes for load in loads)
+    if quantized is not None:
+        total += sum(quantized.num_bytes(_projection(slot)) for slot in packed)
     done = 0
+    for num_bytes in _filled(loads, packed, quantized):
+        done += num_bytes
+        progress(done, total)
+    parameters = sum(slot.target.nbytes for slot in slots if isinstance(slot, TensorSlot))
+    tensor_bytes = parameters + sum(sink.nbytes for sink in row_sinks(model))
+    return LoadReport(bytes_read=done, tensor_bytes=tensor_bytes, seconds=time.perf_counter() - started)
+
+
+def _filled(loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoint | None) -> Iterator[int]:
+    """Fill all, and give the bytes read after each tensor. A weight that is complete is finished at once."""
+    slots = (*(load.slot for load in loads), *packed)
+    missing = Counter(id(slot.sink) for slot in slots if isinstance(slot, RowSlot))
+    # Pages of its own, which go back to the system; a freed block of the heap would stay.
+    buffer = zero_pages(max(map(_buffer_bytes, loads), default=0), "reading weights", "Free memory.")
     for path, of_file in _by_file(loads):
         with _opened(path) as descriptor:
             for load in of_file:
                 _fill(load, descriptor, buffer)
-                done += load.entry.end - load.entry.begin
-                progress(done, total)
-    tensor_bytes = sum(slot.target.nbytes for slot in slots)
-    return LoadReport(bytes_read=done, tensor_bytes=tensor_bytes, seconds=time.perf_counter() - started)
+                _finish(load.slot, missing)
+                yield load.num_bytes
+    for slot in packed:
+        assert quantized is not None
+        _fill_quantized(slot, quantized)
+        _finish(slot, missing)
+        yield quantized.num_bytes(_projection(slot))
 
 
-def _plan(slots: list[TensorSlot], checkpoint: Checkpoint) -> list[_Load]:
+def _finish(slot: Slot, missing: Counter[int]) -> None:
+    if isinstance(slot, RowSlot):
+        missing[id(slot.sink)] -= 1
+        if not missing[id(slot.sink)]:
+            slot.sink.finish()
+
+
+def _projection(slot: Slot) -> str:
+    """Name of the projection whose weight this is; a bias is nobody's."""
+    name, _, kind = slot.name.rpartition(".")
+    return name if kind == "weight" else ""
+
+
+def _fill_quantized(slot: Slot, quantized: QuantizedCheckpoint) -> None:
+    """Integers stay integers where the weight can hold them so; else the rows are dequantised."""
+    projection = _projection(slot)
+    out_size, in_size = slot.shape
+    if isinstance(slot, RowSlot) and isinstance(slot.sink, QuantizedSink):
+        for first, rows in quantized.rows(projection, out_size, in_size):
+            slot.sink.put_quantized(slot.first_row + first, rows, slot.role)
+        return
+    dtype = slot.sink.dtype if isinstance(slot, RowSlot) else slot.target.dtype
+    for first, dense in quantized.dense_rows(projection, out_size, in_size, dtype):
+        slot.put(first, dense)
+
+
+def _plan(slots: list[Slot], checkpoint: Checkpoint) -> list[_Load]:
     """All checks that need no tensor data, then the loads in the order of the files' bytes."""
     loads = [_checked(slot, checkpoint.entry(slot.name)) for slot in slots]
-    if surplus := unexpected_names(slots, checkpoint.names):
+    return sorted(loads, key=lambda load: (load.entry.path, load.entry.begin))
+
+
+def _check_surplus(
+    slots: list[Slot], packed: list[Slot], checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
+) -> None:
+    """Raise for a tensor that the model should have a place for, and has not."""
+    known: set[str] = set()
+    if quantized is not None:
+        for slot in packed:
+            known.update(quantized.tensor_names(_projection(slot)))
+    surplus = unexpected_names(slots, [name for name in checkpoint.names if name not in known])
+    if surplus:
         entry = checkpoint.entry(surplus[0])
         raise CheckpointError(
             file=entry.path.name,
@@ -87,35 +174,42 @@ def _plan(slots: list[TensorSlot], checkpoint: Checkpoint) -> list[_Load]:
             found=f"{entry.dtype} of {list(entry.shape)}",
             remedy="config.json and the weights are not of the same model.",
         )
-    return sorted(loads, key=lambda load: (load.entry.path, load.entry.begin))
 
 
-def _checked(slot: TensorSlot, entry: TensorEntry) -> _Load:
+def _checked(slot: Slot, entry: TensorEntry) -> _Load:
     if entry.dtype not in _TORCH_DTYPES:
         raise CheckpointError(
             file=entry.path.name,
             tensor=entry.name,
             expected=f"a dtype of {', '.join(_TORCH_DTYPES)}",
             found=entry.dtype,
-            remedy="Quantised weights are not supported; use the original checkpoint.",
+            remedy="Use the original checkpoint, or one whose config.json says how it is quantised.",
         )
-    if entry.shape != tuple(slot.target.shape):
+    if entry.shape != slot.shape:
         raise CheckpointError(
             file=entry.path.name,
             tensor=entry.name,
-            expected=f"shape {list(slot.target.shape)} by config.json",
+            expected=f"shape {list(slot.shape)} by config.json",
             found=f"{list(entry.shape)}",
         )
-    return _Load(entry=entry, target=slot.target.view(-1))
+    return _Load(entry=entry, slot=slot)
 
 
-def _needs_buffer(loads: list[_Load]) -> bool:
-    return not all(_is_direct(load) for load in loads)
+def _buffer_bytes(load: _Load) -> int:
+    """What has to be staged at a time: nothing, a chunk, or the rows of some panels."""
+    if load.is_direct:
+        return 0
+    if isinstance(load.slot, TensorSlot):
+        return CHUNK_BYTES
+    return _rows_at_once(load) * _row_bytes(load)
 
 
-def _is_direct(load: _Load) -> bool:
-    """Whether the file's bytes are the parameter's bytes."""
-    return load.target.device.type == "cpu" and load.target.dtype == _TORCH_DTYPES[load.entry.dtype]
+def _row_bytes(load: _Load) -> int:
+    return load.slot.shape[1] * _TORCH_DTYPES[load.entry.dtype].itemsize
+
+
+def _rows_at_once(load: _Load) -> int:
+    return max(1, CHUNK_BYTES // _row_bytes(load) // PANEL_ROWS) * PANEL_ROWS
 
 
 def _by_file(loads: list[_Load]) -> Iterator[tuple[Path, list[_Load]]]:
@@ -139,39 +233,42 @@ def _opened(path: Path) -> Iterator[int]:
 
 def _fill(load: _Load, descriptor: int, buffer: Tensor) -> None:
     """Read one tensor chunk by chunk, so that the check for NaN finds the bytes still in the cache."""
+    if isinstance(load.slot, RowSlot):
+        _fill_rows(load, load.slot, descriptor, buffer)
+        return
     source_dtype = _TORCH_DTYPES[load.entry.dtype]
     step = CHUNK_BYTES // source_dtype.itemsize
-    for first in range(0, load.target.numel(), step):
-        target = load.target[first : first + step]
+    memory = load.slot.target.view(-1)
+    for first in range(0, memory.numel(), step):
+        target = memory[first : first + step]
         staged = target
-        if not _is_direct(load):
+        if not load.is_direct:
             staged = buffer[: target.numel() * source_dtype.itemsize].view(source_dtype)
-        _read_exactly(descriptor, staged, load.entry, first * source_dtype.itemsize)
+        _read(descriptor, staged, load.entry, first * source_dtype.itemsize)
         _check_finite(staged, load.entry, first)
         if staged is not target:
             target.copy_(staged)
             _check_representable(target, load.entry)
 
 
-def _read_exactly(descriptor: int, into: Tensor, entry: TensorEntry, offset: int) -> None:
-    """Fill `into` from `offset` bytes after the tensor's begin."""
+def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor) -> None:
+    """The same for a weight that takes rows."""
+    source_dtype, (num_rows, in_size) = _TORCH_DTYPES[load.entry.dtype], slot.shape
+    step, row_bytes = _rows_at_once(load), _row_bytes(load)
+    for first in range(0, num_rows, step):
+        count = min(step, num_rows - first)
+        staged = buffer[: count * row_bytes].view(source_dtype)
+        _read(descriptor, staged, load.entry, first * row_bytes)
+        _check_finite(staged, load.entry, first * in_size)
+        rows = staged.view(count, in_size).to(slot.sink.dtype)
+        if rows.dtype != source_dtype:
+            _check_representable(rows, load.entry)
+        slot.put(first, rows)
+
+
+def _read(descriptor: int, into: Tensor, entry: TensorEntry, offset: int) -> None:
     memory = memoryview(into.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    filled = 0
-    while filled < len(memory):
-        try:
-            count = os.preadv(descriptor, [memory[filled:]], entry.begin + offset + filled)
-        except OSError as error:
-            count, reason = 0, error.strerror
-        else:
-            reason = "the end of the file"
-        if count == 0:
-            raise CheckpointError(
-                file=entry.path.name,
-                tensor=entry.name,
-                expected=f"{entry.end - entry.begin} bytes",
-                found=f"{reason} after {offset + filled}",
-            )
-        filled += count
+    read_exactly(memory, descriptor, entry, offset)
 
 
 def _check_finite(chunk: Tensor, entry: TensorEntry, first: int) -> None:

@@ -13,7 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
+
+from penstock.kernels.quantized_rows import QuantizedRows
 
 # Left over in old checkpoints: `layers.rope` works it out, the tied head is the embedding.
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
@@ -28,6 +31,28 @@ class Fused(Protocol):
 
     parts: Mapping[str, tuple[int, int]]
 
+    def role(self, part: str) -> int: ...
+
+
+@runtime_checkable
+class RowSink(Protocol):
+    """A weight that is not plain memory: it takes rows and holds them in its own form (`layers.matrix`)."""
+
+    out_size: int
+    in_size: int
+    dtype: torch.dtype
+    nbytes: int
+
+    def put(self, first_row: int, rows: Tensor, role: int) -> None: ...
+    def finish(self) -> None: ...
+
+
+@runtime_checkable
+class QuantizedSink(RowSink, Protocol):
+    """One that takes rows which are quantised already."""
+
+    def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None: ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlot:
@@ -36,23 +61,70 @@ class TensorSlot:
     name: str
     target: Tensor
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.target.shape)
 
-def tensor_slots(model: nn.Module) -> list[TensorSlot]:
-    """All memory of the model, each piece once; together they cover every parameter."""
+    def put(self, first_row: int, rows: Tensor) -> None:
+        """Rows of a weight, converted to its dtype."""
+        self.target[first_row : first_row + len(rows)] = rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSlot:
+    """Rows of a weight in a form of its own, and the checkpoint tensor that belongs there."""
+
+    name: str
+    sink: RowSink
+    first_row: int
+    num_rows: int
+    role: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.num_rows, self.sink.in_size)
+
+    def put(self, first_row: int, rows: Tensor) -> None:
+        """Rows from `first_row` of the tensor on, of the sink's dtype."""
+        self.sink.put(self.first_row + first_row, rows, self.role)
+
+
+Slot = TensorSlot | RowSlot
+
+
+def tensor_slots(model: nn.Module) -> list[Slot]:
+    """All weights of the model, each piece once; together they cover everything that it holds."""
     return [slot for path, module in model.named_modules() for slot in _module_slots(path, module)]
 
 
-def _module_slots(path: str, module: nn.Module) -> Iterator[TensorSlot]:
+def row_sinks(model: nn.Module) -> list[RowSink]:
+    """All weights that are not plain memory."""
+    return [module for module in model.modules() if isinstance(module, RowSink)]
+
+
+def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:
+    parent = path.rpartition(".")[0]
     for kind, parameter in module.named_parameters(recurse=False):
         if not isinstance(module, Fused):
             yield TensorSlot(name=f"{path}.{kind}", target=parameter.data)
             continue
-        parent = path.rpartition(".")[0]
         for part, (start, end) in module.parts.items():
             yield TensorSlot(name=f"{parent}.{part}.{kind}", target=parameter.data[start:end])
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, RowSink):
+        return
+    if not isinstance(module, Fused):
+        yield RowSlot(name=f"{path}.weight", sink=weight, first_row=0, num_rows=weight.out_size, role=0)
+        return
+    for part, (start, end) in module.parts.items():
+        role = module.role(part)
+        first_row = start if role == 0 else 0
+        yield RowSlot(
+            name=f"{parent}.{part}.weight", sink=weight, first_row=first_row, num_rows=end - start, role=role
+        )
 
 
-def unexpected_names(slots: Iterable[TensorSlot], checkpoint_names: Iterable[str]) -> list[str]:
+def unexpected_names(slots: Iterable[Slot], checkpoint_names: Iterable[str]) -> list[str]:
     """Tensors that this stage should have a place for, and has not.
 
     Such a tensor means that configuration and weights are not of the same model: a bias that would silently

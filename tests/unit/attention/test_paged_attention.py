@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.attention import metadata as metadata_module
 from penstock.attention.metadata import AttentionMetadata, LayerKV
-from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.attention.torch_paged import attend
 
 HEAD_DIM = 8
 
@@ -95,7 +95,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def run(step: Step) -> Tensor:
-    return TorchPagedAttention().forward(step.query, step.key, step.value, step.kv, step.metadata)
+    return attend(step.query, step.key, step.value, step.kv, step.metadata)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 2), (1, 1)])
@@ -141,7 +141,7 @@ def test_no_tokens() -> None:
         num_decodes=0,
         block_size=4,
     )
-    output = TorchPagedAttention().forward(
+    output = attend(
         torch.empty(0, 4, HEAD_DIM), torch.empty(0, 2, HEAD_DIM), torch.empty(0, 2, HEAD_DIM), kv, empty
     )
     assert output.shape == (0, 4, HEAD_DIM)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import QuantizedLayout, quantization_config
 from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.engine.launch import Host, LaunchPlan, resolve
 from penstock.engine.wiring import Wiring
@@ -38,11 +39,16 @@ def model(tmp_path: Path) -> str:
 
 
 def plan_for(
-    model: str, host: Host = HOST, *, dtype: str = "auto", length: int | None = None, **parts: object
+    model: str,
+    host: Host = HOST,
+    *,
+    dtype: str = "auto",
+    length: int | None = None,
+    quantization: str = "none",
+    **parts: object,
 ):
-    return resolve(
-        EngineConfig(model=ModelConfig(model=model, dtype=dtype, max_model_len=length), **parts), host
-    )
+    settings = ModelConfig(model=model, dtype=dtype, max_model_len=length, quantization=quantization)
+    return resolve(EngineConfig(model=settings, **parts), host)
 
 
 def test_ranks_tile_the_layers_and_know_their_place(model: str) -> None:
@@ -116,6 +122,7 @@ def test_a_missing_model_is_a_model_error(tmp_path: Path) -> None:
 def test_the_host_is_asked_for_what_is_there() -> None:
     host = Host.detect()
     assert host.num_cpus == len(os.sched_getaffinity(0))
+    assert host.cpus == tuple(sorted(os.sched_getaffinity(0)))
     assert 0 < host.free_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -125,6 +132,150 @@ def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Host.detect().has_cuda
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not Host.detect().has_cuda
+
+
+# --- Quantised weights ---------------------------------------------------------------------------------
+
+
+def quantised(
+    directory: Path, layout: QuantizedLayout = "gptq", dtype: str = "float16", bits: int = 4
+) -> str:
+    """A directory with the config.json of a quantised checkpoint, and nothing else."""
+    section = quantization_config(layout, bits=bits, group_size=16, symmetric=True)
+    fields = FIELDS | {"torch_dtype": dtype, "quantization_config": section}
+    (directory / "config.json").write_text(json.dumps(fields))
+    return str(directory)
+
+
+def test_weights_are_left_alone_without_a_word(model: str) -> None:
+    plan = plan_for(model)
+    assert {rank.quantization for rank in plan.ranks} == {"none"}
+    assert plan.notes == ()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_every_rank_is_told_to_quantise(model: str, quantization: str) -> None:
+    plan = plan_for(model, quantization=quantization, parallel=ParallelConfig(pipeline_parallel_size=2))
+    assert {(rank.quantization, rank.dtype) for rank in plan.ranks} == {(quantization, "bfloat16")}
+    assert plan.notes == (f"weights are quantised to {quantization} while they are loaded.",)
+
+
+@pytest.mark.parametrize("asked", ["none", "int4"])
+def test_a_quantised_checkpoint_is_taken_as_it_is(tmp_path: Path, asked: str) -> None:
+    plan = plan_for(quantised(tmp_path, dtype="bfloat16"), quantization=asked)
+    assert plan.spec.quantization is not None
+    assert {rank.quantization for rank in plan.ranks} == {"none"}
+    assert plan.notes == ("weights are quantised as the checkpoint has them, gptq: int4 in groups of 16.",)
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is int8; the checkpoint is quantised already, as gptq") as caught:
+        plan_for(quantised(tmp_path), quantization="int8")
+    assert caught.value.param == "quantization"
+    assert caught.value.remedy
+
+
+def test_float16_becomes_bfloat16_where_the_kernels_have_none(tmp_path: Path) -> None:
+    plan = plan_for(quantised(tmp_path))
+    assert {rank.dtype for rank in plan.ranks} == {"bfloat16"}
+    assert "bfloat16 instead of the checkpoint's float16" in plan.notes[-1]
+    assert plan.frame_bytes < 2 * 2048 * 32 * 4
+    assert plan_for(quantised(tmp_path), dtype="float32").ranks[0].dtype == "float32"
+    with pytest.raises(UsageError, match="have no float16") as caught:
+        plan_for(quantised(tmp_path), dtype="float16")
+    assert caught.value.param == "dtype"
+
+
+def test_a_float16_checkpoint_is_quantised_for_bfloat16(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FIELDS | {"torch_dtype": "float16"}))
+    assert plan_for(str(tmp_path)).ranks[0].dtype == "float16"
+    plan = plan_for(str(tmp_path), quantization="int8")
+    assert plan.ranks[0].dtype == "bfloat16"
+    assert len(plan.notes) == 2
+
+
+def test_quantised_weights_are_for_the_cpu(tmp_path: Path, model: str) -> None:
+    host = Host(num_cpus=6, free_bytes=1 << 30, has_cuda=True)
+    parallel = ParallelConfig(device="cuda")
+    with pytest.raises(UsageError, match=r"--device is cuda, with --quantization int4: .* CPU") as caught:
+        plan_for(model, host, quantization="int4", parallel=parallel)
+    assert caught.value.param == "device"
+    automatic = plan_for(model, host, quantization="int4", parallel=ParallelConfig(device="auto"))
+    assert automatic.ranks[0].device == "cpu"
+    assert any("not on the GPU" in note for note in automatic.notes)
+    with pytest.raises(UsageError, match="with a quantised checkpoint: "):
+        plan_for(quantised(tmp_path), host, parallel=parallel)
+
+
+def test_quantised_weights_need_less_room(tmp_path: Path, model: str) -> None:
+    parameters = plan_for(model).spec.stage_parameters(0, 5)
+    host = Host(num_cpus=1, free_bytes=parameters, has_cuda=False)
+    with pytest.raises(NotEnoughMemoryError, match="--quantization int8 or int4"):
+        plan_for(model, host)
+    plan_for(model, host, quantization="int8")
+    half = Host(num_cpus=1, free_bytes=parameters // 2, has_cuda=False)
+    with pytest.raises(NotEnoughMemoryError):
+        plan_for(model, half, quantization="int8")
+    plan_for(model, half, quantization="int4")
+    plan_for(quantised(tmp_path), half)
+
+
+# --- Kernels and threads -------------------------------------------------------------------------------
+
+
+def test_the_choice_of_kernels_is_checked_before_the_model_is_looked_for(model: str) -> None:
+    plan = plan_for(model, parallel=ParallelConfig(kernels="-attention,-head"))
+    assert {rank.kernels for rank in plan.ranks} == {"-attention,-head"}
+    with pytest.raises(UsageError, match="kernels is '-fast'"):
+        plan_for("/nowhere", parallel=ParallelConfig(kernels="-fast"))
+
+
+def cores(*cpus: int) -> Host:
+    return Host(num_cpus=len(cpus), free_bytes=1 << 30, has_cuda=True, cpus=cpus)
+
+
+def cpus_of(model: str, host: Host, **parallel: object) -> list[tuple[int, ...]]:
+    return [rank.cpus for rank in plan_for(model, host, parallel=ParallelConfig(**parallel)).ranks]
+
+
+def test_each_rank_gets_the_next_cores(model: str) -> None:
+    host = cores(1, 2, 4, 6)
+    assert cpus_of(model, host, pipeline_parallel_size=2) == [(1, 2), (4, 6)]
+    assert cpus_of(model, host) == [(1, 2, 4, 6)]
+    assert cpus_of(model, host, pipeline_parallel_size=2, threads_per_rank=1, pin_threads="on") == [
+        (1,),
+        (2,),
+    ]
+
+
+def test_threads_that_leave_cores_free_are_not_pinned_unasked(model: str) -> None:
+    assert cpus_of(model, cores(1, 2, 4), pipeline_parallel_size=2) == [(), ()]
+
+
+def test_threads_are_not_pinned_where_they_do_not_fit(model: str) -> None:
+    host = cores(0, 1)
+    assert cpus_of(model, host, pipeline_parallel_size=3) == [(), (), ()]
+    assert cpus_of(model, host, threads_per_rank=3) == [()]
+    assert cpus_of(model, host, pin_threads="off") == [()]
+    assert cpus_of(model, host, device="cuda") == [()]
+    assert cpus_of(model, host, backend="inprocess") == [()]
+    assert cpus_of(model, HOST) == [()], "a host that does not tell its cores"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "reason"),
+    [
+        ({"threads_per_rank": 3}, "all stages together have 3 threads for 2 usable cores"),
+        ({"device": "cuda"}, "run on a GPU"),
+        ({"backend": "inprocess"}, "threads of the caller's process"),
+    ],
+)
+def test_pinning_that_is_asked_for_and_impossible_is_refused(
+    model: str, parallel: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(UsageError, match=f"--pin-threads is on; .*{reason}") as caught:
+        cpus_of(model, cores(0, 1), pin_threads="on", **parallel)
+    assert caught.value.param == "pin_threads"
 
 
 @pytest.fixture

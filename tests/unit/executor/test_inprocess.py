@@ -75,7 +75,7 @@ def test_a10_d5_all_stage_counts_give_the_same_tokens(tiny: Path) -> None:
 def test_d9_a17_uneven_stages_agree_on_the_minimum(tiny: Path) -> None:
     spec = load_spec(tiny)
     per_layer = spec.kv_bytes_per_token(1, 4) * 16
-    configs = make_rank_configs(tiny, 2, num_blocks=None, kv_cache_bytes=120 * per_layer)
+    configs = make_rank_configs(tiny, 2, num_blocks=None, kv_cache_bytes=120 * per_layer, kernels="off")
     executor = InprocessExecutor(configs)
     plan = executor.start()
     executor.shutdown()

@@ -6,13 +6,14 @@ import torch.nn.functional as F
 
 from penstock.errors import NotEnoughMemoryError
 from penstock.layers.activation import silu_and_multiply
+from penstock.layers.compute import Compute
 from penstock.layers.embedding import OutputHead, VocabEmbedding
-from penstock.layers.linear import FusedLinear, Linear, empty_parameter
+from penstock.layers.linear import FusedLinear, Linear
 from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import AddRMSNorm
 
 CPU = torch.device("cpu")
-FLOAT = {"dtype": torch.float32, "device": CPU}
+FLOAT = {"compute": Compute(dtype=torch.float32, device=CPU)}
 
 
 def seeded(*shape: int) -> torch.Tensor:
@@ -92,7 +93,7 @@ def test_a11_norm_adds_the_residual_first() -> None:
 
 
 def test_norm_of_large_half_precision_numbers_does_not_overflow() -> None:
-    norm = AddRMSNorm(4, 1e-5, dtype=torch.float16, device=CPU)
+    norm = AddRMSNorm(4, 1e-5, compute=Compute(dtype=torch.float16, device=CPU))
     norm.weight.fill_(1)
     x = torch.full((1, 4), 3e4, dtype=torch.float16)
     assert torch.equal(norm(x, torch.zeros_like(x))[0], torch.ones_like(x))
@@ -105,5 +106,5 @@ def test_silu_and_multiply() -> None:
 
 def test_a_weight_that_no_machine_holds_is_named_with_its_size() -> None:
     with pytest.raises(NotEnoughMemoryError, match=r"\[1048576, 1048576, 1024\]") as caught:
-        empty_parameter(2**20, 2**20, 2**10, **FLOAT)
+        FLOAT["compute"].parameter(2**20, 2**20, 2**10)
     assert "4194304.0 GiB" in caught.value.message

@@ -13,6 +13,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import checkpoints
 from checkpoints import LLAMA3_ROPE as LLAMA3
 from checkpoints import YARN_ROPE as YARN
+from penstock.layers.compute import Compute
 from penstock.layers.rope import RotaryEmbedding, inverse_frequencies
 from penstock.layers.rope_spec import RopeSpec
 from penstock.models.registry import load_spec
@@ -49,14 +50,14 @@ def test_a18_angles_equal_those_of_transformers(name: str, tmp_path: Path) -> No
     positions = torch.tensor([0, 1, 63, 64, 511])
     cos, sin = theirs(torch.empty(0), positions[None])
     angles = RotaryEmbedding(
-        spec.rope, spec.head_dim, dtype=torch.float32, device=torch.device("cpu")
+        spec.rope, spec.head_dim, compute=Compute(dtype=torch.float32, device=torch.device("cpu"))
     ).angles(positions)
     assert torch.equal(angles.cos[:, 0], cos[0])
     assert torch.equal(angles.sin[:, 0, 16:], sin[0, :, 16:])
 
 
 def test_rotation_is_a_complex_product() -> None:
-    rope = RotaryEmbedding(RopeSpec(), 8, dtype=torch.float32, device=torch.device("cpu"))
+    rope = RotaryEmbedding(RopeSpec(), 8, compute=Compute(dtype=torch.float32, device=torch.device("cpu")))
     heads = torch.randn((3, 2, 8), generator=torch.Generator().manual_seed(1))
     positions = torch.tensor([0, 5, 1000])
     rotated = rope.angles(positions).rotate(heads)
@@ -71,13 +72,13 @@ def test_rotation_is_a_complex_product() -> None:
 
 
 def test_rotation_does_not_change_its_input() -> None:
-    rope = RotaryEmbedding(RopeSpec(), 4, dtype=torch.float32, device=torch.device("cpu"))
+    rope = RotaryEmbedding(RopeSpec(), 4, compute=Compute(dtype=torch.float32, device=torch.device("cpu")))
     heads = torch.ones(2, 1, 4)
     rope.angles(torch.tensor([3, 4])).rotate(heads)
     assert torch.equal(heads, torch.ones(2, 1, 4))
 
 
 def test_angles_of_no_tokens_are_empty() -> None:
-    rope = RotaryEmbedding(RopeSpec(), 4, dtype=torch.bfloat16, device=torch.device("cpu"))
+    rope = RotaryEmbedding(RopeSpec(), 4, compute=Compute(dtype=torch.bfloat16, device=torch.device("cpu")))
     angles = rope.angles(torch.empty(0, dtype=torch.int64))
     assert angles.rotate(torch.empty(0, 3, 4, dtype=torch.bfloat16)).shape == (0, 3, 4)

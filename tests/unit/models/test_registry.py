@@ -98,6 +98,19 @@ def test_a_yarn_model_is_as_long_as_its_stretched_context(tmp_path: Path) -> Non
     assert spec.max_position_embeddings == 2048
 
 
+def test_weights_are_not_quantised_unless_the_file_says_so(tmp_path: Path) -> None:
+    assert load(tmp_path).quantization is None
+    assert load(tmp_path, quantization_config=None).quantization is None
+
+
+def test_quantised_weights_of_every_family(tmp_path: Path) -> None:
+    section = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}
+    for base in (BASE, QWEN):
+        spec = load_spec(write(tmp_path, base | {"quantization_config": section}))
+        assert spec.quantization is not None
+        assert spec.quantization.describe() == "awq: int4 in groups of 64, with zero points"
+
+
 def test_generation_config_adds_ends_of_text_and_sampling(tmp_path: Path) -> None:
     generation = {
         "eos_token_id": [7, 2],
@@ -182,7 +195,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("eos_token_id", "2"),
     ("rope_scaling", "yarn"),
     ("rope_scaling", []),
-    ("quantization_config", {"quant_method": "gptq"}),
+    ("quantization_config", "gptq"),
     ("partial_rotary_factor", 0.5),
     ("layer_types", ["sliding_attention"] * 5),
     ("layer_types", 5),

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.errors import NotEnoughMemoryError
+from penstock.kernels.cpu.ops import HeadShape
 from penstock.runner.kv_storage import KVDemand, KVStorage
 from penstock.runner.memory import _cgroup_available, _host_available
 
@@ -15,14 +17,8 @@ MIB = 1 << 20
 
 
 def storage(num_layers: int = 2, block_size: int = 16) -> KVStorage:
-    return KVStorage(
-        num_layers=num_layers,
-        num_kv_heads=4,
-        head_dim=8,
-        block_size=block_size,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-    )
+    backend = TorchPagedAttention(HeadShape(num_heads=8, num_kv_heads=4, head_dim=8), torch.bfloat16)
+    return KVStorage(backend, num_layers=num_layers, block_size=block_size, device=torch.device("cpu"))
 
 
 def demand(**changes: int | None) -> KVDemand:

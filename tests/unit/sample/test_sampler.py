@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from kernel_builds import built
 from penstock.batch import RowSampling
+from penstock.kernels.candidates import head_output_of
+from penstock.kernels.cpu.abi import BFLOAT16
+from penstock.kernels.cpu.head import dense_product, head
 from penstock.sample.sampler import NO_TOKEN, SampleOutput, Sampler
-from penstock.sample.sampling_rows import SamplingBatch, SamplingRows
+from penstock.sample.sampling_rows import MAX_CANDIDATES, SamplingBatch, SamplingRows
 from penstock.sample.truncation import SORTED_WIDTHS
 from penstock.sample.uniform import uniform
 
@@ -39,7 +44,8 @@ def params(rows: list[RowSampling], index: list[int] | None = None) -> SamplingB
 
 
 def sample(logits: torch.Tensor, rows: list[RowSampling], index: list[int] | None = None) -> SampleOutput:
-    return Sampler().sample(logits.clone(), params(rows, index))
+    given = params(rows, index)
+    return Sampler().sample(head_output_of(logits, given.head), given)
 
 
 def random_logits(num_rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -140,6 +146,81 @@ def test_a_token_does_not_depend_on_its_company(cut: dict[str, float]) -> None:
     together = sample(logits, rows, list(range(24))).token_ids
     alone = [sample(logits[i : i + 1], rows[i : i + 1], [i]).token_ids[0] for i in range(24)]
     assert together == alone
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        {"temperature": 0.0},
+        {"top_k": 50, "top_p": 0.9},
+        {"top_k": MAX_CANDIDATES},
+        {"top_k": MAX_CANDIDATES + 1},
+        {"min_p": 0.01},
+        {},
+    ],
+    ids=str,
+)
+def test_logprobs_never_change_a_token(cut: dict[str, float]) -> None:
+    logits = random_logits(12, 600).bfloat16().float()  # coarse: many are equal
+    without = [sampling(seed=row, **cut) for row in range(12)]
+    with_logprobs = [sampling(seed=row, num_logprobs=row % 3, **cut) for row in range(12)]
+    assert sample(logits, with_logprobs).token_ids == sample(logits, without).token_ids
+
+
+def test_whole_logits_are_asked_for_only_where_needed() -> None:
+    rows = [
+        sampling(temperature=0.0),
+        sampling(temperature=0.0, top_k=900, top_p=0.1),
+        sampling(top_k=50, top_p=0.9, min_p=0.1),
+        sampling(top_k=MAX_CANDIDATES + 1),
+        sampling(top_p=0.9),
+        sampling(temperature=0.0, num_logprobs=0),
+    ]
+    head = params(rows).head
+    assert head.num_candidates.tolist() == [1, 1, 50, 0, 0, 1]
+    assert head.wants_logits.tolist() == [False, False, False, True, True, True]
+
+
+def test_equal_candidates_are_drawn_in_the_order_of_their_ids() -> None:
+    logits = torch.zeros(200, 60)
+    rows = [sampling(top_k=4, seed=seed) for seed in range(200)]
+    assert set(sample(logits, rows).token_ids) == {0, 1, 2, 3}
+
+
+def test_the_kernel_leads_to_the_same_tokens_as_whole_logits() -> None:
+    numbers = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(size, 24, generator=numbers).bfloat16() for size in (10, 700))
+    packed = torch.zeros(22 * 32 * 24, dtype=torch.bfloat16)
+    built().penstock_pack(weight.data_ptr(), packed.data_ptr(), 0, 700, 24, 0, BFLOAT16)
+    cuts = [
+        {"temperature": 0.0},
+        {"top_k": 50, "top_p": 0.9},
+        {},
+        {"top_k": 300},
+        {"top_k": 7, "num_logprobs": 2},
+    ]
+    rows = [
+        sampling(seed=i, suppressed_ids=[3, 500], min_tokens=i % 2, **cut) for i, cut in enumerate(cuts * 2)
+    ]
+    given = params(rows)
+    found = head(built(), dense_product(x, packed.data_ptr(), 700), given.head)
+    every = replace(given.head, wants_logits=np.ones(10, dtype=np.bool_))
+    logits = head(built(), dense_product(x, packed.data_ptr(), 700), every).logits
+    expected = Sampler().sample(head_output_of(logits, given.head), given)
+    assert Sampler().sample(found, given) == expected
+    assert expected.failed == []
+
+
+@pytest.mark.parametrize(
+    "cut", [{"temperature": 0.0}, {"top_k": 9}, {}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str
+)
+def test_a_row_with_nothing_left_to_draw_fails_alone(cut: dict[str, float]) -> None:
+    logits = random_logits(3, 40)
+    rows = [sampling(seed=row, min_tokens=1, suppressed_ids=list(range(40)), **cut) for row in range(3)]
+    found = sample(logits, rows, [1, 0, 1])
+    assert found.failed == [1]
+    assert found.token_ids[1] == NO_TOKEN
+    assert found.token_ids[::2] == sample(logits[::2], rows[::2], [1, 1]).token_ids
 
 
 def test_seed_and_output_index_alone_decide() -> None:

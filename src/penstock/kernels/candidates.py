@@ -1,0 +1,164 @@
+"""The best candidates of each row's logits: what sampling needs of a vocabulary, for most requests.
+
+A model's head answers a `HeadRequest` with a `HeadOutput`: `cpu.head` in the pass that computes the logits,
+or `head_output_of` from logits that are there already (other devices, no compiler, tests). Both give the same
+candidates for the same logits. Candidates lie in host memory, logits on the model's device. Does not sample.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+NO_ID = -1  # of a candidate that is missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SparseBias:
+    """What is added to single logits, row by row, before candidates are chosen."""
+
+    starts: NDArray[np.int64]  # [num_rows + 1] row r owns entries [starts[r], starts[r + 1])
+    ids: NDArray[np.int64]  # [num_entries] rising within a row; entries of the same id add up
+    values: NDArray[np.float32]  # [num_entries] minus infinity forbids the id
+
+    @classmethod
+    def none(cls, num_rows: int) -> SparseBias:
+        """Nothing is added."""
+        starts, ids = np.zeros(num_rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+        return cls(starts=starts, ids=ids, values=np.zeros(0, dtype=np.float32))
+
+    @classmethod
+    def forbidding(cls, ids_of: dict[int, list[int]], num_rows: int) -> SparseBias:
+        """Minus infinity for some ids of some rows.
+
+        Args:
+            ids_of: row -> ids, in any order.
+        """
+        counts = np.zeros(num_rows + 1, dtype=np.int64)
+        entries: list[int] = []
+        for row in sorted(ids_of):
+            entries += sorted(ids_of[row])
+            counts[row + 1] = len(ids_of[row])
+        ids = np.array(entries, dtype=np.int64)
+        return cls(starts=counts.cumsum(), ids=ids, values=np.full(len(ids), -np.inf, dtype=np.float32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRequest:
+    """What is wanted of each row's logits. Bias and mask bear on candidates only, never on whole logits."""
+
+    num_candidates: NDArray[np.int64]  # [num_rows] 0 = none
+    wants_logits: NDArray[np.bool_]  # [num_rows] the row's whole logits too
+    bias: SparseBias
+    # [num_rows, ceil(vocab / 32)] bit i of word w allows id 32 w + i, as llguidance has it; None: all allowed
+    allowed: NDArray[np.int32] | None = None
+
+    def __len__(self) -> int:
+        return len(self.num_candidates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidates:
+    """The likeliest ids of each row, falling; of equal ones the lower id comes first.
+
+    A row has as many as it asked for, or as it has logits above minus infinity, and none if it is not finite;
+    the rest of `width` (the most that any row asked for, at least 1) is minus infinity and `NO_ID`.
+    """
+
+    values: NDArray[np.float32]  # [num_rows, width]
+    ids: NDArray[np.int64]  # [num_rows, width]
+    is_finite: NDArray[np.bool_]  # [num_rows] all logits of the row were, before bias and mask
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadOutput:
+    """The answer to a `HeadRequest`."""
+
+    candidates: Candidates
+    logits: Tensor  # float32 [num_wanting, vocab] of the rows that wanted them, without bias and mask
+    logits_rows: NDArray[np.int64]  # [num_wanting] whose they are, rising
+
+
+def head_output_of(logits: Tensor, request: HeadRequest) -> HeadOutput:
+    """The answer from whole logits, float32 [num_rows, vocab]; they may be handed on as they are."""
+    rows = np.flatnonzero(request.wants_logits)
+    candidates = candidates_of(logits, request)
+    return HeadOutput(candidates=candidates, logits=rows_of(logits, rows), logits_rows=rows)
+
+
+def candidates_of(logits: Tensor, request: HeadRequest) -> Candidates:
+    """The best candidates of whole logits.
+
+    Args:
+        logits: float32 [num_rows, vocab]; not changed.
+    """
+    # A sum is finite if and only if all terms are (they are far from the float32 limit), and reads each once.
+    is_finite = logits.sum(dim=-1).isfinite().cpu().numpy()
+    width = int(request.num_candidates.max(initial=1))
+    values = np.full((len(logits), width), -np.inf, dtype=np.float32)
+    ids = np.full((len(logits), width), NO_ID, dtype=np.int64)
+    rows = np.flatnonzero(is_finite & (request.num_candidates > 0))
+    if len(rows):
+        own = constrained(rows_of(logits, rows), request, rows)
+        values[rows], ids[rows] = _best(own, request.num_candidates[rows], width)
+    return Candidates(values=values, ids=ids, is_finite=is_finite)
+
+
+def rows_of(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    """Some rows, given in rising order; `logits` itself if those are all."""
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
+
+
+def constrained(logits: Tensor, request: HeadRequest, rows: NDArray[np.int64]) -> Tensor:
+    """Logits with their bias added and what is not allowed at minus infinity.
+
+    Args:
+        logits: float32 [len(rows), vocab]; not changed.
+        rows: whose they are in the request.
+
+    Returns:
+        float32 [len(rows), vocab]; `logits` itself where nothing is to be done.
+    """
+    bias = request.bias
+    counts = (bias.starts[1:] - bias.starts[:-1])[rows]
+    if counts.any():
+        places = np.repeat(np.arange(len(rows)), counts)
+        entries = np.concatenate([np.arange(bias.starts[row], bias.starts[row + 1]) for row in rows])
+        index = tuple(torch.from_numpy(part).to(logits.device) for part in (places, bias.ids[entries]))
+        added = torch.from_numpy(bias.values[entries]).to(logits.device)
+        logits = logits.index_put(index, added, accumulate=True)
+    if request.allowed is not None:
+        words = torch.from_numpy(request.allowed[rows]).to(logits.device)
+        ids = torch.arange(logits.shape[1], device=logits.device)
+        is_allowed = (words[:, ids // 32] >> (ids % 32).int()) & 1
+        logits = logits.masked_fill(is_allowed == 0, -torch.inf)
+    return logits
+
+
+def _best(
+    logits: Tensor, num_candidates: NDArray[np.int64], width: int
+) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+    """The best `num_candidates` of each row as values and ids, filled up to [num_rows, width]."""
+    if width == 1:
+        first = logits.argmax(dim=-1, keepdim=True)
+        best = logits.gather(1, first).cpu().numpy()
+        return best, np.where(best > -np.inf, first.cpu().numpy(), NO_ID)
+    vocab_size = logits.shape[1]
+    last = torch.from_numpy(np.minimum(num_candidates, vocab_size) - 1).to(logits.device)[:, None]
+    lowest = logits.topk(min(width, vocab_size), dim=-1).values.gather(1, last)
+    # topk leaves open which of equal values it takes: all that reach the lowest are put in order here.
+    reaching = ((logits >= lowest) & (logits > -torch.inf)).nonzero(as_tuple=True)
+    rows, ids = (part.cpu().numpy() for part in reaching)
+    values = logits[reaching].cpu().numpy()
+    order = np.lexsort((ids, -values, rows))
+    rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
+    taken = rank < num_candidates[rows]
+    order, place = order[taken], (rows[taken], rank[taken])
+    best_values = np.full((len(logits), width), -np.inf, dtype=np.float32)
+    best_ids = np.full((len(logits), width), NO_ID, dtype=np.int64)
+    best_values[place], best_ids[place] = values[order], ids[order]
+    return best_values, best_ids

@@ -1,0 +1,198 @@
+"""`csrc/abi.h` for ctypes: the same structs, fields in the same order. Torch-free.
+
+Who fills a struct keeps alive what its pointers point to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_float, c_int32, c_int64, c_void_p
+
+FLOAT32 = 0
+BFLOAT16 = 1
+FLOAT16 = 2  # only of scales
+
+
+class Step(ctypes.Structure):
+    """What changes from step to step."""
+
+    _fields_ = [
+        ("num_tokens", c_int64),
+        ("positions", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("block_tables", c_void_p),
+        ("block_table_stride", c_int64),
+        ("query_starts", c_void_p),
+        ("seq_lens", c_void_p),
+        ("num_rows", c_int64),
+    ]
+
+
+class Call(ctypes.Structure):
+    """One recorded call."""
+
+    _fields_ = [("kernel", c_void_p), ("args", c_void_p)]
+
+
+class LinearArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+        ("dtype", c_int32),
+        ("gated", c_int32),
+    ]
+
+
+class QuantizedLinearArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+        ("group_size", c_int64),
+        ("scratch", c_void_p),
+        ("bits", c_int32),
+        ("dtype", c_int32),
+        ("gated", c_int32),
+        ("scale_dtype", c_int32),
+    ]
+
+
+class QuantizedSizes(ctypes.Structure):
+    _fields_ = [
+        ("weight_bytes", c_int64),
+        ("scale_bytes", c_int64),
+        ("zero_bytes", c_int64),
+        ("token_bytes", c_int64),
+    ]
+
+
+class QuantizedPackArgs(ctypes.Structure):
+    _fields_ = [
+        ("q", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("weight", c_void_p),
+        ("packed_scales", c_void_p),
+        ("packed_zeros", c_void_p),
+        ("first_row", c_int64),
+        ("num_rows", c_int64),
+        ("in_size", c_int64),
+        ("group_size", c_int64),
+        ("bits", c_int32),
+        ("role", c_int32),
+        ("scale_dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class QuantizedGatherArgs(ctypes.Structure):
+    _fields_ = [
+        ("ids", c_void_p),
+        ("weight", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("y", c_void_p),
+        ("in_size", c_int64),
+        ("group_size", c_int64),
+        ("bits", c_int32),
+        ("dtype", c_int32),
+        ("scale_dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class NormArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("weight", c_void_p),
+        ("y", c_void_p),
+        ("size", c_int64),
+        ("eps", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+class RopeAnglesArgs(ctypes.Structure):
+    _fields_ = [
+        ("frequencies", c_void_p),
+        ("angles", c_void_p),
+        ("head_dim", c_int64),
+        ("factor", c_float),
+        ("dtype", c_int32),
+    ]
+
+
+class RopeStoreArgs(ctypes.Structure):
+    _fields_ = [
+        ("qkv", c_void_p),
+        ("angles", c_void_p),
+        ("kv", c_void_p),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class AttentionArgs(ctypes.Structure):
+    _fields_ = [
+        ("qkv", c_void_p),
+        ("kv", c_void_p),
+        ("y", c_void_p),
+        ("num_heads", c_int64),
+        ("num_kv_heads", c_int64),
+        ("head_dim", c_int64),
+        ("block_size", c_int64),
+        ("window", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class GatherArgs(ctypes.Structure):
+    _fields_ = [
+        ("ids", c_void_p),
+        ("weight", c_void_p),
+        ("y", c_void_p),
+        ("in_size", c_int64),
+        ("out_size", c_int64),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class HeadArgs(ctypes.Structure):
+    _fields_ = [
+        ("dense", c_void_p),
+        ("quantized", c_void_p),
+        ("num_rows", c_int64),
+        ("num_candidates", c_void_p),
+        ("logits", c_void_p),
+        ("bias_starts", c_void_p),
+        ("bias_ids", c_void_p),
+        ("bias_values", c_void_p),
+        ("allowed", c_void_p),
+        ("allowed_stride", c_int64),
+        ("values", c_void_p),
+        ("ids", c_void_p),
+        ("width", c_int64),
+        ("is_finite", c_void_p),
+    ]

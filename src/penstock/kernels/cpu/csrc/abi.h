@@ -1,0 +1,190 @@
+// What Python and the kernels agree on. `kernels/cpu/abi.py` mirrors every struct of this file.
+//
+// A kernel is `void kernel(const Args*, const Step*)`. Args say where things lie and never change once written;
+// all that changes from step to step is in Step. A list of calls recorded once can therefore be run again for
+// any step: `penstock_run`.
+//
+// Sizes and strides are in elements. Rows of activations are contiguous; `*_stride` is from row to row.
+#pragma once
+#include <stdint.h>
+
+#define PENSTOCK_EXPORT extern "C" __attribute__((visibility("default")))
+
+constexpr int32_t kFloat32 = 0;
+constexpr int32_t kBFloat16 = 1;
+constexpr int32_t kFloat16 = 2;  // only of scales
+
+struct Step {
+    int64_t num_tokens;
+    const int64_t* positions;     // [num_tokens]
+    const int64_t* slot_mapping;  // [num_tokens] where the step's keys and values go
+    const int64_t* block_tables;  // [num_rows, block_table_stride]
+    int64_t block_table_stride;
+    const int64_t* query_starts;  // [num_rows + 1] row r owns tokens [query_starts[r], query_starts[r + 1])
+    const int64_t* seq_lens;      // [num_rows] context length after this step
+    int64_t num_rows;
+};
+
+using Kernel = void (*)(const void* args, const Step* step);
+
+struct Call {
+    Kernel kernel;
+    const void* args;
+};
+
+// y = x W^T + bias over all tokens of the step. W is packed (panels.h); with `gated`, columns of W are
+// [gate | up] interleaved by halves of a panel and y = silu(gate) * up has out_size / 2 columns.
+struct LinearArgs {
+    const void* x;
+    int64_t x_stride;
+    const void* weight;
+    const void* bias;  // [out_size] in the order of the packed columns, or null
+    void* y;
+    int64_t y_stride;
+    int64_t in_size;
+    int64_t out_size;
+    int32_t dtype;  // of x, weight, bias and y
+    int32_t gated;
+};
+
+// Panels of unsigned 8- or 4-bit weights: w = scale * (q - zero), per output and group of `group_size` inputs.
+// Activations are rounded to int8 per row and group, so a row depends on nothing but itself.
+struct QuantizedLinearArgs {
+    const void* x;
+    int64_t x_stride;
+    const uint8_t* weight;  // quantized.h
+    const void* scales;     // quantized.h
+    const void* zeros;      // quantized.h; null: the middle of the range, 128 or 8
+    const void* bias;
+    void* y;
+    int64_t y_stride;
+    int64_t in_size;
+    int64_t out_size;
+    int64_t group_size;  // a multiple of 8, or >= in_size: one group
+    void* scratch;       // rounded activations of the step: token_bytes of QuantizedSizes for each token
+    int32_t bits;   // 8 or 4
+    int32_t dtype;  // of x, bias and y
+    int32_t gated;
+    int32_t scale_dtype;  // kFloat32, kBFloat16 or kFloat16
+};
+
+// What a packed matrix and a step take, in bytes. Memory for weight, scales and zeros starts out as zero.
+struct QuantizedSizes {
+    int64_t weight_bytes;
+    int64_t scale_bytes;
+    int64_t zero_bytes;   // if there are zeros
+    int64_t token_bytes;  // of scratch
+};
+
+// Rows [first_row, first_row + num_rows) of a quantised matrix on their way into its panels.
+struct QuantizedPackArgs {
+    const uint8_t* q;      // [num_rows, in_size], a value a byte
+    const void* scales;    // [num_rows, groups], of scale_dtype
+    const uint8_t* zeros;  // [num_rows, groups], or null: 128 or 8
+    uint8_t* weight;
+    void* packed_scales;
+    uint8_t* packed_zeros;  // or null
+    int64_t first_row;
+    int64_t num_rows;
+    int64_t in_size;
+    int64_t group_size;
+    int32_t bits;
+    int32_t role;  // of packed_column: 0 = plain, 1 = gate, 2 = up
+    int32_t scale_dtype;
+    int32_t reserved;
+};
+
+// Rows of a packed quantised matrix as vectors: y[t] = scale * (q[ids[t]] - zero).
+struct QuantizedGatherArgs {
+    const int64_t* ids;  // [num_tokens]
+    const uint8_t* weight;
+    const void* scales;
+    const void* zeros;
+    void* y;
+    int64_t in_size;
+    int64_t group_size;
+    int32_t bits;
+    int32_t dtype;  // of y
+    int32_t scale_dtype;
+    int32_t reserved;
+};
+
+// residual += x; y = residual / rms(residual) * weight. x, residual, y: [num_tokens, size], contiguous.
+struct NormArgs {
+    const void* x;
+    void* residual;
+    const void* weight;
+    void* y;
+    int64_t size;
+    float eps;
+    int32_t dtype;
+};
+
+// cosines and sines of the step's positions: [num_tokens, 2, head_dim / 2] float32, rounded to `dtype`.
+struct RopeAnglesArgs {
+    const float* frequencies;  // [head_dim / 2] radians per position
+    float* angles;
+    int64_t head_dim;
+    float factor;  // cosines and sines are multiplied by it
+    int32_t dtype;
+};
+
+// Rotates queries in place and keys on their way into the KV blocks. The blocks' layout: attention.h.
+struct RopeStoreArgs {
+    void* qkv;  // [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    const float* angles;
+    void* kv;  // of the layer: [num_blocks, block_bytes]
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    int32_t dtype;
+    int32_t reserved;
+};
+
+// Causal attention of the step's queries over the blocks of their rows.
+struct AttentionArgs {
+    const void* qkv;  // as above; queries are rotated, keys and values already stored
+    const void* kv;
+    void* y;  // [num_tokens, num_heads * head_dim]
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t block_size;
+    int64_t window;    // a token sees itself and window - 1 before it; 0 = all
+    float scale;       // of the scores, before the cap
+    float soft_cap;    // cap * tanh(score / cap); 0 = none
+    int32_t dtype;     // of qkv, kv and y
+    int32_t reserved;
+};
+
+// Rows of a packed matrix as vectors (a tied embedding): y[t] = W[ids[t]].
+struct GatherArgs {
+    const int64_t* ids;  // [num_tokens]
+    const void* weight;
+    void* y;
+    int64_t in_size;
+    int64_t out_size;
+    int32_t dtype;
+    int32_t reserved;
+};
+
+// Logits of rows of hidden states, and the best candidates of each in the same pass: head.cpp. One of `dense` and
+// `quantized` is given; its y, bias and gate are not used. Of candidates that are missing (fewer logits are above
+// minus infinity, or the row is not finite) the value is minus infinity and the id -1.
+struct HeadArgs {
+    const LinearArgs* dense;
+    const QuantizedLinearArgs* quantized;
+    int64_t num_rows;
+    const int64_t* num_candidates;  // [num_rows] 0 = none; at most `width`
+    float* const* logits;           // [num_rows] where the row's whole logits go, or null
+    const int64_t* bias_starts;     // [num_rows + 1] row r owns entries [bias_starts[r], bias_starts[r + 1])
+    const int64_t* bias_ids;        // rising within a row; entries of the same id add up
+    const float* bias_values;
+    const int32_t* allowed;  // [num_rows, allowed_stride] bit i of word w allows id 32 w + i; null: all are
+    int64_t allowed_stride;
+    float* values;  // [num_rows, width]
+    int64_t* ids;   // [num_rows, width]
+    int64_t width;
+    uint8_t* is_finite;  // [num_rows] 1 = all logits were, before bias and mask
+};

@@ -1,0 +1,369 @@
+// Causal attention over the KV blocks of a ragged batch: prefill chunks and decodes in any order.
+//
+// The context of a row is cut into chunks of 256 tokens that begin at position 0, whoever reads it. A chunk gives
+// each query its partial result: the largest score, the sum of the weights relative to it, and the weighted values
+// (online softmax, arXiv 1805.02867). Partial results are merged from the first chunk to the last. So a query's
+// result depends on nothing but itself and its context: not on the queries computed beside it, on how a prompt was
+// cut into steps, or on which thread took which chunk. Masked tokens weigh exactly 0, and a chunk that is skipped
+// gives what a chunk wholly masked would.
+//
+// Work is cut into items: some consecutive tokens of a row, with the query heads of one or, for few tokens, of several
+// KV heads. The queries of a KV head are rows of one small matrix product with its keys, and their weights of one with
+// its values. Where items are few and long, they are cut once more into ranges of chunks, whose partial results go to
+// shared memory. While a chunk is computed, the one that its thread takes next is fetched from memory.
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "attention_plan.h"
+#include "attention_products.h"
+
+// The tiles of one chunk of one row's context, those in [begin, end) that a query of the item sees.
+template <class T>
+struct Tiles {
+    const T* starts[kTilesPerChunk];    // for the item's first head
+    int64_t positions[kTilesPerChunk];  // of the tile's first lane
+    int64_t counts[kTilesPerChunk];     // lanes that hold a token of the context; 0 outside of [begin, end)
+    int begin;
+    int end;
+    bool is_full;  // all lanes of these tiles do
+};
+
+// Memory of a thread that grows to what its largest step needs.
+class Arena {
+public:
+    char* at_least(int64_t num_bytes) {
+        if (num_bytes + 64 > size_) {
+            size_ = num_bytes * 5 / 4 + 64;
+            memory_.reset(new char[size_]);
+        }
+        return (char*)(((uintptr_t)memory_.get() + 63) / 64 * 64);
+    }
+
+private:
+    std::unique_ptr<char[]> memory_;
+    int64_t size_ = 0;
+};
+
+template <class T>
+class Attention {
+public:
+    Attention(const AttentionArgs& args, const Step& step)
+        : args_(args),
+          step_(step),
+          plan_(args, step),
+          layout_{args.num_kv_heads, args.head_dim, args.block_size},
+          width_(layout_.num_slices() * kLanes),
+          factor_((args.soft_cap > 0 ? 1.0f : args.scale) * 1.44269504f) {}
+
+    void run() {
+        static thread_local std::vector<Item> items;  // of the thread that calls, seen by its team as well
+        static thread_local std::vector<Item> cut_items;
+        static thread_local Arena shared_memory;
+        std::vector<Item>&work = items, &cut = cut_items;
+        work.clear(), cut.clear();
+        int64_t cost = plan_.whole_items(work);
+        bool is_parallel = cost >= kParallelCost && omp_get_max_threads() > 1;
+        int64_t shared_size = is_parallel ? plan_.divide(work, cut, width_, cost / (2 * omp_get_max_threads())) : 0;
+        float* shared = (float*)shared_memory.at_least(shared_size * sizeof(float));
+        std::atomic<int64_t> taken{0}, merged{0};
+#pragma omp parallel if (is_parallel)
+        {
+            Scratch scratch(*this);
+            compute(work, taken, shared, scratch);
+#pragma omp barrier
+            for (int64_t at = merged++; at < (int64_t)cut.size(); at = merged++) merge_shared(cut[at], shared, scratch);
+        }
+    }
+
+private:
+    using FactorType = typename Factor<T>::type;
+
+    // What a thread works with.
+    struct Scratch {
+        FactorType* queries;  // micro tile by micro tile: [product step][row]
+        float* scores;        // [kMaxRows, kRowStride]
+        T* weights;           // [kMaxRows, kRowStride]
+        T* values;            // [kTilesPerChunk] values of tiles with lanes that must not be read
+        const T** ahead;      // [kItemHeads * kTilesPerChunk] tiles to fetch
+        Sums part;            // of a micro tile
+        Sums merged;          // of an item
+
+        explicit Scratch(const Attention& of) {
+            static thread_local Arena arena;
+            int64_t rows = of.plan_.max_rows();
+            int64_t sizes[] = {
+                rows * of.num_key_steps() * (int64_t)sizeof(FactorType),
+                kMaxRows * kRowStride * (int64_t)sizeof(float),
+                kMaxRows * kRowStride * (int64_t)sizeof(T),
+                kTilesPerChunk * of.layout_.value_size() * (int64_t)sizeof(T),
+                kItemHeads * kTilesPerChunk * (int64_t)sizeof(T*),
+                Sums::size(kMaxRows, of.width_) * (int64_t)sizeof(float),
+                Sums::size(rows, of.width_) * (int64_t)sizeof(float),
+            };
+            constexpr int count = sizeof(sizes) / sizeof(sizes[0]);
+            int64_t starts[count + 1] = {};
+            for (int i = 0; i < count; i++) starts[i + 1] = (starts[i] + sizes[i] + 63) / 64 * 64;
+            char* memory = arena.at_least(starts[count]);
+            queries = (FactorType*)memory;
+            scores = (float*)(memory + starts[1]);
+            weights = (T*)(memory + starts[2]);
+            values = (T*)(memory + starts[3]);
+            ahead = (const T**)(memory + starts[4]);
+            part = Sums::in((float*)(memory + starts[5]), kMaxRows, of.width_);
+            merged = Sums::in((float*)(memory + starts[6]), rows, of.width_);
+        }
+    };
+
+    // Rows [first, end) of a head of an item, at most kMaxRows, and the tiles of the present chunk that they see.
+    struct MicroTile {
+        int64_t first;
+        int64_t end;
+        int begin_tile;
+        int end_tile;
+
+        int begin_pair() const { return begin_tile / 2 * 2; }
+        int end_pair() const { return (end_tile + 1) / 2 * 2; }
+    };
+
+    int64_t num_key_steps() const { return args_.head_dim / KVLayout<T>::kGroup; }
+    int64_t num_micro_tiles(int64_t rows) const { return (rows + kMaxRows - 1) / kMaxRows; }
+
+    // Takes items until there are none, and always knows the chunk that comes next, so as to fetch it ahead.
+    void compute(const std::vector<Item>& items, std::atomic<int64_t>& taken, float* shared, Scratch& scratch) const {
+        int64_t count = items.size(), at = taken++;
+        if (at >= count) return;
+        Tiles<T> present, ahead;
+        find_tiles(items[at], items[at].first_chunk, ahead);
+        while (at < count) {
+            const Item& item = items[at];
+            int64_t following = at;  // item of the chunk that comes next
+            start(item, scratch);
+            for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++) {
+                present = ahead;
+                if (chunk + 1 < item.end_chunk)
+                    find_tiles(item, chunk + 1, ahead);
+                else if ((following = taken++) < count)
+                    find_tiles(items[following], items[following].first_chunk, ahead);
+                int64_t num_ahead = list_ahead(items[std::min(following, count - 1)], ahead, scratch.ahead);
+                compute_chunk(item, chunk, present, num_ahead, shared, scratch);
+            }
+            if (item.shared < 0) finish(item, scratch.merged);
+            at = following;
+        }
+    }
+
+    NOINLINE void find_tiles(const Item& item, int64_t chunk, Tiles<T>& tiles) const {
+        int64_t per_block = layout_.tiles_per_block(), first = chunk * kTilesPerChunk;
+        int64_t seq_len = step_.seq_lens[item.row];
+        const int64_t* blocks = step_.block_tables + item.row * step_.block_table_stride;
+        tiles.begin = (int)std::max<int64_t>(0, item.first_tile - first);
+        tiles.end = (int)std::min<int64_t>(kTilesPerChunk, item.end_tile - first);
+        tiles.is_full = true;
+        int64_t block = (first + tiles.begin) / per_block, within = (first + tiles.begin) % per_block;
+        for (int i = tiles.begin; i < tiles.end; i++) {
+            int64_t offset = within * kLanes, position = block * args_.block_size + offset;
+            tiles.starts[i] = (const T*)args_.kv + layout_.tile_at(blocks[block], offset, item.first_head);
+            tiles.positions[i] = position;
+            tiles.counts[i] = std::min({(int64_t)kLanes, args_.block_size - offset, seq_len - position});
+            tiles.is_full &= tiles.counts[i] == kLanes;
+            if (++within == per_block) within = 0, block++;
+        }
+        for (int i = 0; i < kTilesPerChunk; i++) {
+            if (i >= tiles.begin && i < tiles.end) continue;
+            tiles.starts[i] = tiles.starts[tiles.begin];
+            tiles.positions[i] = tiles.positions[tiles.begin], tiles.counts[i] = 0;
+        }
+    }
+
+    // The tiles of all heads of a chunk in the order of memory, so that they are fetched in long runs.
+    int64_t list_ahead(const Item& item, const Tiles<T>& tiles, const T** ahead) const {
+        int64_t count = 0, size = layout_.tile_size();
+        for (int i = tiles.begin, end; i < tiles.end; i = end) {
+            for (end = i + 1; end < tiles.end && tiles.starts[end] == tiles.starts[end - 1] + size;) end++;
+            for (int64_t h = 0; h < item.num_heads; h++)
+                for (int j = i; j < end; j++) ahead[count++] = tiles.starts[j] + h * layout_.piece_size();
+        }
+        return count;
+    }
+
+    // Packs the queries: of each micro tile [product step][row].
+    void start(const Item& item, Scratch& scratch) const {
+        int64_t rows = plan_.rows_of_head(item), num_tiles = num_micro_tiles(rows), steps = num_key_steps();
+        int64_t token_size = (args_.num_heads + 2 * args_.num_kv_heads) * args_.head_dim;
+        const T* heads = (const T*)args_.qkv + item.first_token * token_size;
+        FactorType* packed = scratch.queries;
+        for (int64_t h = item.first_head; h < item.first_head + item.num_heads; h++)
+            for (int64_t m = 0; m < num_tiles; m++) {
+                int64_t first = rows * m / num_tiles, end = rows * (m + 1) / num_tiles;
+                for (int64_t r = first; r < end; r++) {
+                    int64_t head = h * plan_.group_size() + r % plan_.group_size();
+                    const T* from = heads + r / plan_.group_size() * token_size + head * args_.head_dim;
+                    for (int64_t k = 0; k < steps; k++)
+                        packed[k * (end - first) + r - first] = Factor<T>::at(from + k * KVLayout<T>::kGroup);
+                }
+                packed += (end - first) * steps;
+            }
+        if (item.shared < 0) clear(scratch.merged, plan_.rows_of(item));
+    }
+
+    void clear(const Sums& sums, int64_t rows) const {
+        std::fill(sums.largest, sums.largest + rows, kFloor);
+        std::fill(sums.total, sums.total + rows, 0.0f);
+        std::fill(sums.values, sums.values + rows * width_, 0.0f);
+    }
+
+    void compute_chunk(const Item& item, int64_t chunk, const Tiles<T>& tiles, int64_t num_ahead, float* shared,
+                       Scratch& scratch) const {
+        int64_t rows = plan_.rows_of_head(item), num_tiles = num_micro_tiles(rows);
+        bool is_cut = item.shared >= 0;
+        Sums into = scratch.merged;
+        if (is_cut)
+            into = Sums::in(shared + item.shared + (chunk - item.first_chunk) * Sums::size(rows, width_), rows, width_);
+        const FactorType* queries = scratch.queries;
+        for (int64_t h = 0; h < item.num_heads; h++) {
+            Streams<T> streams = streams_of(tiles, h, scratch.values);
+            auto ahead = (const char* const*)scratch.ahead;
+            int64_t fetch_from = num_ahead * h / item.num_heads, fetch_to = num_ahead * (h + 1) / item.num_heads;
+            Fetch fetch(ahead + fetch_from, ahead + fetch_to, layout_.tile_size() * sizeof(T));
+            for (int64_t m = 0; m < num_tiles; m++) {
+                int64_t first = rows * m / num_tiles, end = rows * (m + 1) / num_tiles;
+                MicroTile micro = see(item, chunk, tiles, first, end);
+                Sums sums = into.from(h * rows + first, width_);
+                attend(item, tiles, streams, micro, queries, fetch, scratch, is_cut ? sums : scratch.part);
+                if (!is_cut) merge(scratch.part, end - first, width_, sums);
+                queries += (end - first) * num_key_steps();
+            }
+        }
+    }
+
+    Streams<T> streams_of(const Tiles<T>& tiles, int64_t head, T* copies) const {
+        Streams<T> streams;
+        for (int i = 0; i < kTilesPerChunk; i++) {
+            streams.keys[i] = tiles.starts[i] + head * layout_.piece_size();
+            streams.values[i] = streams.keys[i] + layout_.key_size();
+        }
+        if (!tiles.is_full) hide_stale(tiles, streams, copies);
+        return streams;
+    }
+
+    // Values of tiles with lanes outside the context are copied, zeros in those lanes: 0 * NaN would be NaN.
+    void hide_stale(const Tiles<T>& tiles, Streams<T>& streams, T* copies) const {
+        constexpr int64_t group = KVLayout<T>::kGroup;
+        for (int i = tiles.begin; i < tiles.end; i++, copies += layout_.value_size()) {
+            int64_t count = tiles.counts[i], whole = count / group * group * kLanes;
+            if (count == kLanes) continue;
+            memset(copies, 0, layout_.value_size() * sizeof(T));
+            for (int64_t at = 0; at < layout_.value_size(); at += layout_.slice_size()) {
+                memcpy(copies + at, streams.values[i] + at, whole * sizeof(T));
+                if (count % group)
+                    for (int64_t d = 0; d < kLanes; d++)
+                        copies[at + whole + d * group] = streams.values[i][at + whole + d * group];
+            }
+            streams.values[i] = copies;
+        }
+    }
+
+    MicroTile see(const Item& item, int64_t chunk, const Tiles<T>& tiles, int64_t first, int64_t end) const {
+        int64_t origin = chunk * kTilesPerChunk;
+        int64_t begin_tile = plan_.tile_of(plan_.first_seen(plan_.position_of(item, first))) - origin;
+        int64_t end_tile = plan_.tile_of(plan_.position_of(item, end - 1)) + 1 - origin;
+        begin_tile = std::max<int64_t>(tiles.begin, begin_tile);
+        end_tile = std::min<int64_t>(tiles.end, end_tile);
+        return {first, end, (int)begin_tile, (int)end_tile};
+    }
+
+    // One micro tile of queries against one chunk.
+    NOINLINE void attend(const Item& item, const Tiles<T>& tiles, const Streams<T>& streams, const MicroTile& micro,
+                         const FactorType* queries, Fetch& fetch, Scratch& scratch, const Sums& into) const {
+        int rows = (int)(micro.end - micro.first), begin = micro.begin_pair(), end = micro.end_pair();
+        if (micro.begin_tile >= micro.end_tile) return clear(into, rows);
+        score_of<T>(rows, AllRows())(queries, streams, begin, end, num_key_steps(), fetch, scratch.scores);
+        if (args_.soft_cap > 0) cap(scratch.scores, rows, begin, end);
+        if (!is_plain(item, tiles, micro)) mask(item, tiles, micro, scratch.scores);
+        for (int r = 0; r < rows; r++)
+            weights_of(scratch.scores + r * kRowStride, begin, end, factor_, fetch, scratch.weights + r * kRowStride,
+                       into.largest + r, into.total + r);
+        weigh_of<T>(rows, AllRows())(scratch.weights, streams, micro.begin_tile, micro.end_tile, layout_.num_slices(),
+                                     fetch, into.values);
+    }
+
+    void cap(float* scores, int rows, int begin, int end) const {
+        for (int r = 0; r < rows; r++, scores += kRowStride)
+            for (int64_t at = begin * kLanes; at < end * kLanes; at += kLanes)
+                store(scores + at, tanh(load(scores + at) * (args_.scale / args_.soft_cap)) * args_.soft_cap);
+    }
+
+    // Every query sees every lane.
+    bool is_plain(const Item& item, const Tiles<T>& tiles, const MicroTile& micro) const {
+        return tiles.is_full && micro.begin_tile % 2 == 0 && micro.end_tile % 2 == 0 &&
+               tiles.positions[micro.begin_tile] >= plan_.first_seen(plan_.position_of(item, micro.end - 1)) &&
+               tiles.positions[micro.end_tile - 1] + kLanes <= plan_.position_of(item, micro.first) + 1;
+    }
+
+    void mask(const Item& item, const Tiles<T>& tiles, const MicroTile& micro, float* scores) const {
+        const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        for (int64_t r = micro.first; r < micro.end; r++, scores += kRowStride) {
+            int64_t last = plan_.position_of(item, r), first = plan_.first_seen(last);
+            for (int i = micro.begin_pair(); i < micro.end_pair(); i++) {
+                int64_t from = std::max<int64_t>(0, first - tiles.positions[i]);
+                int64_t to = std::min(tiles.counts[i], last + 1 - tiles.positions[i]);
+                if (from == 0 && to == kLanes) continue;
+                from = std::min<int64_t>(from, kLanes), to = std::max<int64_t>(to, 0);
+                i32x16 is_seen = (lanes >= (int32_t)from) & (lanes < (int32_t)to);
+                float* at = scores + i * kLanes;
+                store(at, is_seen ? load(at) : splat(kMasked));
+            }
+        }
+    }
+
+    // The chunks of an item that was cut, in order.
+    void merge_shared(const Item& item, const float* shared, const Scratch& scratch) const {
+        int64_t rows = plan_.rows_of(item), size = Sums::size(rows, width_);
+        float* part = (float*)shared + item.shared;
+        clear(scratch.merged, rows);
+        for (int64_t chunk = item.first_chunk; chunk < item.end_chunk; chunk++, part += size)
+            merge(Sums::in(part, rows, width_), rows, width_, scratch.merged);
+        finish(item, scratch.merged);
+    }
+
+    NOINLINE void finish(const Item& item, const Sums& sums) const {
+        int64_t size = args_.head_dim, rows = plan_.rows_of_head(item);
+        for (int64_t row = 0; row < plan_.rows_of(item); row++) {
+            int64_t token = item.first_token + row % rows / plan_.group_size();
+            int64_t head = (item.first_head + row / rows) * plan_.group_size() + row % plan_.group_size();
+            T* y = (T*)args_.y + (token * args_.num_heads + head) * size;
+            f32x16 factor = splat(1.0f / sums.total[row]);
+            for (int64_t d = 0; d < size; d += kLanes) {
+                f32x16 values = load(sums.values + row * width_ + d) * factor;
+                size - d >= kLanes ? store(y + d, values) : store_some(y + d, values, size - d);
+            }
+        }
+    }
+
+    const AttentionArgs& args_;
+    const Step& step_;
+    AttentionPlan plan_;
+    KVLayout<T> layout_;
+    int64_t width_;       // head_dim, in whole vectors
+    float factor_;        // turns scores into powers of 2
+};
+
+PENSTOCK_EXPORT void penstock_attention(const void* args, const Step* step) {
+    const AttentionArgs& attention_args = *(const AttentionArgs*)args;
+    if (attention_args.dtype == kBFloat16)
+        Attention<bf16>(attention_args, *step).run();
+    else
+        Attention<float>(attention_args, *step).run();
+}
+
+// Bytes of one block of one layer, keys and values.
+PENSTOCK_EXPORT int64_t penstock_kv_block_bytes(int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                                                int32_t dtype) {
+    if (dtype == kBFloat16) return KVLayout<bf16>{num_kv_heads, head_dim, block_size}.block_elements() * 2;
+    return KVLayout<float>{num_kv_heads, head_dim, block_size}.block_elements() * 4;
+}

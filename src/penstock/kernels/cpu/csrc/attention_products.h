@@ -1,0 +1,249 @@
+// The inner loops of attention.cpp: scores of some query rows against a chunk of the context, their weights, the
+// weighted values, and the merging of chunks. Micro-kernels as in panels.h: up to kMaxRows rows by two vectors, one
+// accumulator for each number, summed in order.
+#pragma once
+#include <utility>
+
+#include "attention.h"
+#include "panels.h"
+
+#define NOINLINE __attribute__((noinline))
+
+constexpr int kTilesPerChunk = 16;
+constexpr int kChunk = kTilesPerChunk * kLanes;
+constexpr int kRowStride = kChunk + kLanes;  // of scores and weights: rows fall on different sets of the cache
+constexpr float kFloor = -1e29f;             // the largest score of nothing
+constexpr float kMasked = -1e30f;            // a score that nobody sees, so far below that its weight is 0
+
+// 2^x for x <= 0: 0 far below, exactly 1 at 0, NaN for NaN. Minimax polynomials of 2^f - 1 over half a unit to
+// either side, in relative error: 9e-8 for float32, 1e-4 for weights that are rounded to bfloat16 (4e-3) anyway.
+INLINE f32x16 power_series(f32x16 f, const float*) {
+    f32x16 p = fma(f, splat(1.3264727e-3f), splat(9.6715127e-3f));
+    p = fma(p, f, splat(5.5507337e-2f));
+    p = fma(p, f, splat(2.4022242e-1f));
+    p = fma(p, f, splat(6.9314698e-1f));
+    return fma(p, f, splat(1.0f));
+}
+
+INLINE f32x16 power_series(f32x16 f, const bf16*) {
+    f32x16 p = fma(f, splat(5.5008932e-2f), splat(2.4221096e-1f));
+    p = fma(p, f, splat(6.9328293e-1f));
+    return fma(p, f, splat(1.0f));
+}
+
+template <class T>
+INLINE f32x16 power_of_2(f32x16 x) {
+#if defined(__AVX512F__)
+    f32x16 n = (f32x16)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (f32x16)_mm512_scalef_ps((__m512)power_series(x - n, (const T*)nullptr), (__m512)n);
+#else
+    f32x16 bounded = max(splat(-126.0f), x);  // NaN passes
+    const f32x16 magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    f32x16 n = bounded + magic - magic;
+    i32x16 power = (__builtin_convertvector(n, i32x16) + 127) << 23;
+    f32x16 result = power_series(bounded - n, (const T*)nullptr) * (f32x16)power;
+    return x < -126.0f ? f32x16{} : result;
+#endif
+}
+
+// What a product step takes at once of the side that is not a stream of vectors.
+template <class T>
+struct Factor;
+template <>
+struct Factor<bf16> {
+    using type = uint32_t;
+    static type at(const bf16* x) { return pair_at(x); }
+};
+template <>
+struct Factor<float> {
+    using type = float;
+    static type at(const float* x) { return *x; }
+};
+
+INLINE f32x16 add_products(f32x16 total, const float* lanes, float value) {
+    return fma(load(lanes), splat(value), total);
+}
+
+// Stores the weights of 32 tokens as they will be used, and adds them up so.
+INLINE f32x16 store_weights(float* to, f32x16 low, f32x16 high, f32x16 total) {
+    store(to, low);
+    store(to + kLanes, high);
+    return total + (low + high);
+}
+
+INLINE f32x16 store_weights(bf16* to, f32x16 low, f32x16 high, f32x16 total) {
+#if defined(__AVX512BF16__)
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    memcpy(to, &both, 64);
+    return (f32x16)_mm512_dpbf16_ps((__m512)total, both, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // times 1
+#else
+    store(to, low);
+    store(to + kLanes, high);
+    return total + (load(to) + load(to + kLanes));
+#endif
+}
+
+// The tiles of one chunk of one row's context, for one head.
+template <class T>
+struct Streams {
+    const T* keys[kTilesPerChunk];
+    const T* values[kTilesPerChunk];
+};
+
+// Partial or merged results of some rows.
+struct Sums {
+    float* largest;  // [rows] scores in powers of 2
+    float* total;    // [rows] of the weights
+    float* values;   // [rows, width] weighted
+
+    static int64_t size(int64_t rows, int64_t width) { return rows * (width + 2); }
+    static Sums in(float* memory, int64_t rows, int64_t width) {
+        return {memory + rows * width, memory + rows * (width + 1), memory};
+    }
+    Sums from(int64_t row, int64_t width) const { return {largest + row, total + row, values + row * width}; }
+};
+
+// Brings what is computed next into the second-level cache, line by line between the products. (The first level
+// would not hold it. Without this, reading runs at half the rate: the machine's own prefetching needs longer runs.)
+class Fetch {
+public:
+    // Pieces of `size` bytes each, a multiple of 64, from `first` to before `end`; at least one.
+    Fetch(const char* const* first, const char* const* end, int64_t size)
+        : at_(*first), stop_(*first + size), piece_(first), last_(end - 1), size_(size) {}
+
+    // After the last line the last piece is fetched again, which costs nothing.
+    inline __attribute__((always_inline)) void line() {
+        __builtin_prefetch(at_, 0, 2);
+        at_ += 64;
+        if (__builtin_expect(at_ == stop_, 0)) {
+            piece_ += piece_ < last_;
+            at_ = *piece_;
+            stop_ = at_ + size_;
+        }
+    }
+
+private:
+    const char* at_;
+    const char* stop_;
+    const char* const* piece_;
+    const char* const* last_;
+    int64_t size_;
+};
+
+// scores[r, tile] = <query r, keys of the tile>, tiles in pairs from an even one to an even one.
+template <class T, int rows>
+NOINLINE static void score(const typename Factor<T>::type* queries, const Streams<T>& tiles,
+                                            int begin, int end, int64_t num_steps, Fetch& fetch_ahead,
+                                            float* scores) {
+    constexpr int64_t kVector = kLanes * KVLayout<T>::kGroup;
+    Fetch fetch = fetch_ahead;  // in registers
+    for (int i = begin; i < end; i += 2) {
+        const auto* q = queries;
+        const T *low_keys = tiles.keys[i], *high_keys = tiles.keys[i + 1];
+        f32x16 low[rows] = {}, high[rows] = {};
+        for (int64_t k = 0; k < num_steps; k++, q += rows) {
+            fetch.line();
+            fetch.line();
+#pragma GCC unroll 12
+            for (int r = 0; r < rows; r++) {
+                low[r] = add_products(low[r], low_keys + k * kVector, q[r]);
+                high[r] = add_products(high[r], high_keys + k * kVector, q[r]);
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            store(scores + r * kRowStride + i * kLanes, low[r]);
+            store(scores + r * kRowStride + (i + 1) * kLanes, high[r]);
+        }
+    }
+    fetch_ahead = fetch;
+}
+
+// values[r] = sum of weight * value over the tokens of tiles [begin, end).
+template <class T, int rows>
+NOINLINE static void weigh(const T* weights, const Streams<T>& tiles, int begin, int end,
+                                            int64_t num_slices, Fetch& fetch_ahead, float* values) {
+    constexpr int64_t kGroup = KVLayout<T>::kGroup, kVector = kLanes * kGroup, kSlice = kLanes * kLanes;
+    int64_t width = num_slices * kLanes;
+    Fetch fetch = fetch_ahead;
+    for (int64_t slice = 0; slice < num_slices; slice += 2) {
+        bool is_last = slice + 1 == num_slices;
+        f32x16 low[rows] = {}, high[rows] = {};
+        for (int i = begin; i < end; i++) {
+            const T* low_values = tiles.values[i] + slice * kSlice;
+            const T* high_values = is_last ? low_values : low_values + kSlice;
+            const T* w = weights + i * kLanes;
+#pragma GCC unroll 2
+            for (int64_t k = 0; k < kLanes / kGroup; k++) {
+                fetch.line();
+                fetch.line();
+#pragma GCC unroll 12
+                for (int r = 0; r < rows; r++) {
+                    auto factor = Factor<T>::at(w + r * kRowStride + k * kGroup);
+                    low[r] = add_products(low[r], low_values + k * kVector, factor);
+                    high[r] = add_products(high[r], high_values + k * kVector, factor);
+                }
+            }
+        }
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            store(values + r * width + slice * kLanes, low[r]);
+            if (!is_last) store(values + r * width + (slice + 1) * kLanes, high[r]);
+        }
+    }
+    fetch_ahead = fetch;
+}
+
+template <class T>
+using Score = void (*)(const typename Factor<T>::type*, const Streams<T>&, int, int, int64_t, Fetch&, float*);
+template <class T>
+using Weigh = void (*)(const T*, const Streams<T>&, int, int, int64_t, Fetch&, float*);
+
+template <class T, int... index>
+static Score<T> score_of(int rows, std::integer_sequence<int, index...>) {
+    static constexpr Score<T> by_rows[] = {score<T, index + 1>...};
+    return by_rows[rows - 1];
+}
+template <class T, int... index>
+static Weigh<T> weigh_of(int rows, std::integer_sequence<int, index...>) {
+    static constexpr Weigh<T> by_rows[] = {weigh<T, index + 1>...};
+    return by_rows[rows - 1];
+}
+using AllRows = std::make_integer_sequence<int, kMaxRows>;
+
+// Scores of one row of a chunk become weights relative to the largest; scores * factor are powers of 2.
+template <class T>
+INLINE void weights_of(const float* scores, int begin, int end, float factor, Fetch& fetch, T* weights,
+                       float* largest, float* total) {
+    f32x16 low = splat(kFloor), high = low;
+    for (int i = begin; i < end; i += 2) {
+        low = max(low, load(scores + i * kLanes));
+        high = max(high, load(scores + (i + 1) * kLanes));
+    }
+    float top = max(max(low, high)) * factor;
+    f32x16 totals = {};
+    for (int i = begin; i < end; i += 2) {
+        for (int line = 0; line < 3; line++) fetch.line();
+        f32x16 first = fma(load(scores + i * kLanes), splat(factor), splat(-top));
+        f32x16 second = fma(load(scores + (i + 1) * kLanes), splat(factor), splat(-top));
+        totals = store_weights(weights + i * kLanes, power_of_2<T>(first), power_of_2<T>(second), totals);
+    }
+    *largest = top;
+    *total = sum(totals);
+}
+
+// Adds the next chunk's results to those of all chunks before it.
+static void merge(const Sums& part, int64_t rows, int64_t width, const Sums& into) {
+    for (int64_t r = 0; r < rows; r++) {
+        if (part.total[r] == 0) continue;  // this row sees nothing of the chunk
+        float top = part.largest[r] > into.largest[r] ? part.largest[r] : into.largest[r];
+        f32x16 old_factor = power_of_2<float>(splat(into.largest[r] - top));
+        f32x16 new_factor = power_of_2<float>(splat(part.largest[r] - top));
+        into.largest[r] = top;
+        into.total[r] = into.total[r] * old_factor[0] + part.total[r] * new_factor[0];
+        for (int64_t d = 0; d < width; d += kLanes) {
+            float* merged = into.values + r * width + d;
+            store(merged, fma(load(merged), old_factor, load(part.values + r * width + d) * new_factor));
+        }
+    }
+}

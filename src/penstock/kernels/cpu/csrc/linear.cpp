@@ -1,0 +1,66 @@
+// y = x W^T + bias over packed weights, with the gate of the MLP in the same pass where asked.
+#include "abi.h"
+#include "epilogue.h"
+#include "panels.h"
+
+template struct DensePanels<bf16>;
+template struct DensePanels<float>;
+
+template <class T>
+static void linear(const LinearArgs& args, int64_t num_tokens) {
+    DensePanels<T> panels{(const T*)args.x, args.x_stride, (const T*)args.weight, args.in_size};
+    write_product<T>(panels, num_tokens, args.out_size, (const T*)args.bias, (T*)args.y, args.y_stride, args.gated);
+}
+
+PENSTOCK_EXPORT void penstock_linear(const void* args, const Step* step) {
+    const LinearArgs& linear_args = *(const LinearArgs*)args;
+    if (linear_args.dtype == kBFloat16)
+        linear<bf16>(linear_args, step->num_tokens);
+    else
+        linear<float>(linear_args, step->num_tokens);
+}
+
+// Rows [0, num_rows) of W, which lie [num_rows, in_size] in `rows`, become the packed columns
+// column(first_row), column(first_row + 1), ...; `role` says how a gated matrix is interleaved:
+// 0 = plain, 1 = gate, 2 = up.
+template <class T>
+static void pack(const T* rows, T* weight, int64_t first_row, int64_t num_rows, int64_t in_size, int32_t role) {
+    constexpr int64_t group = sizeof(T) == 2 ? 2 : 1;
+    int64_t panel_size = panel_elements(weight, in_size);
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < num_rows; r++) {
+        int64_t column = packed_column(first_row + r, role);
+        T* to = weight + column / kPanel * panel_size + column % kPanel * group;
+        for (int64_t k = 0; k < in_size; k++) to[k / group * group * kPanel + k % group] = rows[r * in_size + k];
+    }
+}
+
+PENSTOCK_EXPORT void penstock_pack(const void* rows, void* weight, int64_t first_row, int64_t num_rows,
+                                   int64_t in_size, int32_t role, int32_t dtype) {
+    if (dtype == kBFloat16)
+        pack((const bf16*)rows, (bf16*)weight, first_row, num_rows, in_size, role);
+    else
+        pack((const float*)rows, (float*)weight, first_row, num_rows, in_size, role);
+}
+
+template <class T>
+static void gather(const GatherArgs& args, int64_t num_tokens) {
+    constexpr int64_t group = sizeof(T) == 2 ? 2 : 1;
+    const T* weight = (const T*)args.weight;
+    int64_t panel_size = panel_elements(weight, args.in_size);
+#pragma omp parallel for schedule(static) if (num_tokens > 16)
+    for (int64_t t = 0; t < num_tokens; t++) {
+        int64_t id = args.ids[t];
+        const T* from = weight + id / kPanel * panel_size + id % kPanel * group;
+        T* to = (T*)args.y + t * args.in_size;
+        for (int64_t k = 0; k < args.in_size; k++) to[k] = from[k / group * group * kPanel + k % group];
+    }
+}
+
+PENSTOCK_EXPORT void penstock_gather(const void* args, const Step* step) {
+    const GatherArgs& gather_args = *(const GatherArgs*)args;
+    if (gather_args.dtype == kBFloat16)
+        gather<bf16>(gather_args, step->num_tokens);
+    else
+        gather<float>(gather_args, step->num_tokens);
+}

@@ -1,0 +1,157 @@
+// Packed weights, and the product of a few rows with one panel of them: the heart of every linear kernel.
+//
+// A panel holds 32 outputs, one after another for each step of the inputs, so that it is read as one stream:
+//     bfloat16  [ceil(out / 32)][ceil(in / 2)][32][2]      pairs of inputs, as VDPBF16PS takes them
+//     float32   [ceil(out / 32)][in][32]
+// Outputs and inputs that fill up the last panel and pair are zero.
+//
+// Each number of a tile is summed over the inputs in order, in one accumulator, whatever the number of rows: a
+// row's result does not depend on its company (batch invariance).
+#pragma once
+#include <omp.h>
+
+#include "vec.h"
+
+constexpr int kPanel = 32;
+#if defined(__AVX512F__)
+constexpr int kMaxRows = 12;  // 2 accumulators a row, 24 of 32 registers
+#else
+constexpr int kMaxRows = 3;  // 4 half-width accumulators a row, 12 of 16
+#endif
+
+INLINE int64_t num_panels(int64_t out_size) { return (out_size + kPanel - 1) / kPanel; }
+
+INLINE int64_t panel_elements(const bf16*, int64_t in_size) { return (in_size + 1) / 2 * 2 * kPanel; }
+INLINE int64_t panel_elements(const float*, int64_t in_size) { return in_size * kPanel; }
+
+// Two inputs in the 32 bits that a product step takes; the second may be missing.
+INLINE uint32_t pair_at(const bf16* x) {
+    uint32_t pair;
+    memcpy(&pair, x, 4);
+    return pair;
+}
+
+// total += w.even * x.even + w.odd * x.odd, lane by lane
+INLINE f32x16 add_products(f32x16 total, const bf16* weights, uint32_t pair) {
+#if defined(__AVX512BF16__)
+    __m512bh w = (__m512bh)_mm512_loadu_si512(weights);
+    return (f32x16)_mm512_dpbf16_ps((__m512)total, w, (__m512bh)_mm512_set1_epi32((int32_t)pair));
+#else
+    u32x16 both;
+    memcpy(&both, weights, 64);
+    total = fma((f32x16)(both << 16), splat(widen((bf16)pair)), total);
+    return fma((f32x16)(both & 0xffff0000u), splat(widen((bf16)(pair >> 16))), total);
+#endif
+}
+
+template <int rows>
+INLINE void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_size, float* tile) {
+    constexpr int64_t kAhead = rows <= 4 ? 2048 : 1024;  // elements; measured
+    f32x16 low[rows] = {}, high[rows] = {};
+    const bf16* w = panel;
+    for (int64_t k = 0; k + 1 < in_size; k += 2, w += 2 * kPanel) {
+        __builtin_prefetch(w + kAhead);
+        __builtin_prefetch(w + kAhead + kPanel);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            uint32_t pair = pair_at(x + r * x_stride + k);
+            low[r] = add_products(low[r], w, pair);
+            high[r] = add_products(high[r], w + kPanel, pair);
+        }
+    }
+    if (in_size % 2)
+        for (int r = 0; r < rows; r++) {
+            uint32_t pair = x[r * x_stride + in_size - 1];
+            low[r] = add_products(low[r], w, pair);
+            high[r] = add_products(high[r], w + kPanel, pair);
+        }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        store(tile + r * kPanel, low[r]);
+        store(tile + r * kPanel + kLanes, high[r]);
+    }
+}
+
+template <int rows>
+INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64_t in_size, float* tile) {
+    constexpr int64_t kAhead = rows <= 4 ? 1024 : 512;
+    f32x16 low[rows] = {}, high[rows] = {};
+    const float* w = panel;
+    for (int64_t k = 0; k < in_size; k++, w += kPanel) {
+        __builtin_prefetch(w + kAhead);
+        __builtin_prefetch(w + kAhead + kLanes);
+        f32x16 w_low = load(w), w_high = load(w + kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < rows; r++) {
+            f32x16 value = splat(x[r * x_stride + k]);
+            low[r] = fma(w_low, value, low[r]);
+            high[r] = fma(w_high, value, high[r]);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < rows; r++) {
+        store(tile + r * kPanel, low[r]);
+        store(tile + r * kPanel + kLanes, high[r]);
+    }
+}
+
+// Weights as a template argument of what runs over panels: `Tile(first_row, rows, panel, tile)`.
+// tile[r * 32 + j] = <x[first_row + r], W[32 * panel + j]>, 1 <= rows <= kMaxRows.
+template <class T>
+struct DensePanels {
+    const T* x;
+    int64_t x_stride;
+    const T* weight;
+    int64_t in_size;
+
+    template <int rows>
+    __attribute__((noinline)) void of(int64_t first_row, int64_t panel, float* tile) const {
+        multiply<rows>(x + first_row * x_stride, x_stride, weight + panel * panel_elements(weight, in_size), in_size, tile);
+    }
+
+    __attribute__((noinline)) void operator()(int64_t first_row, int rows, int64_t panel, float* tile) const {
+        switch (rows) {
+            case 1: return of<1>(first_row, panel, tile);
+            case 2: return of<2>(first_row, panel, tile);
+            case 3: return of<3>(first_row, panel, tile);
+#if defined(__AVX512F__)
+            case 4: return of<4>(first_row, panel, tile);
+            case 5: return of<5>(first_row, panel, tile);
+            case 6: return of<6>(first_row, panel, tile);
+            case 7: return of<7>(first_row, panel, tile);
+            case 8: return of<8>(first_row, panel, tile);
+            case 9: return of<9>(first_row, panel, tile);
+            case 10: return of<10>(first_row, panel, tile);
+            case 11: return of<11>(first_row, panel, tile);
+            case 12: return of<12>(first_row, panel, tile);
+#endif
+        }
+    }
+};
+
+// Compiled once, in linear.cpp.
+extern template struct DensePanels<bf16>;
+extern template struct DensePanels<float>;
+
+// Panels that a thread takes at a time: long runs of memory, yet little to wait for when a core is shared.
+INLINE int64_t panels_at_once(int64_t panels) {
+    int64_t share = panels / (8 * omp_get_max_threads());
+    return share > 1 ? share : 1;
+}
+
+// Calls use(first_row, rows, panel, tile) for every tile of the product, over all threads. Rows are cut evenly.
+template <class Panels, class Use>
+void for_each_tile(const Panels& tile_of, int64_t num_rows, int64_t out_size, const Use& use) {
+    if (num_rows == 0) return;
+    int64_t panels = num_panels(out_size);
+    int64_t row_tiles = (num_rows + kMaxRows - 1) / kMaxRows, at_once = panels_at_once(panels);
+#pragma omp parallel for schedule(dynamic, at_once)
+    for (int64_t panel = 0; panel < panels; panel++) {
+        alignas(64) float tile[kMaxRows * kPanel];
+        for (int64_t t = 0; t < row_tiles; t++) {
+            int64_t first = num_rows * t / row_tiles, end = num_rows * (t + 1) / row_tiles;
+            tile_of(first, (int)(end - first), panel, tile);
+            use(first, (int)(end - first), panel, tile);
+        }
+    }
+}

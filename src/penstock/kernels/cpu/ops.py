@@ -1,0 +1,213 @@
+"""The kernels as operations on tensors: run at once, or taken down on a tape.
+
+Layers call these methods in place of torch where a rank has kernels. Each fills an argument struct of
+`abi.h`; tensors are rows of contiguous float32 or bfloat16 in host memory. The arithmetic is in `csrc`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu import abi
+from penstock.kernels.cpu.tape import Tape
+
+DTYPES = {torch.float32: abi.FLOAT32, torch.bfloat16: abi.BFLOAT16}
+PANEL = 32  # outputs of a panel (csrc/panels.h)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """The heads of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+
+
+class CpuKernels:
+    """The kernels of one rank.
+
+    Args:
+        library: from `library.load`.
+        enabled: names of the kernels that may be used (`library.KERNEL_NAMES`).
+    """
+
+    def __init__(self, library: ctypes.CDLL, enabled: frozenset[str]) -> None:
+        self.library = library
+        self.enabled = enabled
+        self._tape: Tape | None = None
+
+    def has(self, name: str) -> bool:
+        return name in self.enabled
+
+    @contextmanager
+    def recording(self, tape: Tape) -> Iterator[None]:
+        """Inside, calls are taken down and not run; all tensors have `tape.num_tokens` rows."""
+        self._tape = tape
+        try:
+            yield
+        finally:
+            self._tape = None
+
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out_size: int, gated: bool = False
+    ) -> Tensor:
+        """x W^T + bias; gated: silu(gate) * up of the two halves.
+
+        Args:
+            x: [num_tokens, in_size].
+            weight: packed (`csrc/panels.h`), of the dtype of `x`; `out_size` counts gate and up.
+            bias: [out_size].
+
+        Returns:
+            [num_tokens, out_size], half as wide if gated.
+        """
+        y = self._output(x, out_size // 2 if gated else out_size)
+        args = abi.LinearArgs(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            y=y.data_ptr(),
+            y_stride=y.shape[1],
+            in_size=x.shape[1],
+            out_size=out_size,
+            dtype=DTYPES[x.dtype],
+            gated=gated,
+        )
+        self._call("penstock_linear", args, len(x))
+        return y
+
+    def quantized_linear(self, x: Tensor, product: abi.QuantizedLinearArgs, token_bytes: int) -> Tensor:
+        """The same over a quantised weight.
+
+        Args:
+            product: everything about weight and bias; x, y and scratch are filled in here.
+            token_bytes: of scratch (`penstock_quantized_sizes`).
+        """
+        y = self._output(x, product.out_size // 2 if product.gated else product.out_size)
+        scratch = self._scratch(len(x), token_bytes)
+        product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
+        product.y, product.y_stride, product.scratch = y.data_ptr(), y.shape[1], scratch.data_ptr()
+        self._call("penstock_quantized_linear", product, len(x))
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Adds x to the residual stream, in place, and normalises the sum; all [num_tokens, size]."""
+        y = self._output(x, x.shape[1])
+        args = abi.NormArgs(
+            x=x.data_ptr(),
+            residual=residual.data_ptr(),
+            weight=weight.data_ptr(),
+            y=y.data_ptr(),
+            size=x.shape[1],
+            eps=eps,
+            dtype=DTYPES[x.dtype],
+        )
+        self._call("penstock_add_rms_norm", args, len(x))
+        return y
+
+    def rope_angles(
+        self, positions: Tensor, frequencies: Tensor, factor: float, head_dim: int, dtype: torch.dtype
+    ) -> Tensor:
+        """[num_tokens, head_dim] float32: cosines, then sines, of positions times frequencies."""
+        angles = self._output(positions, head_dim, torch.float32)
+        args = abi.RopeAnglesArgs(
+            frequencies=frequencies.data_ptr(),
+            angles=angles.data_ptr(),
+            head_dim=head_dim,
+            factor=factor,
+            dtype=DTYPES[dtype],
+        )
+        step = abi.Step(num_tokens=len(positions), positions=positions.data_ptr())
+        self._call("penstock_rope_angles", args, len(positions), step)
+        return angles
+
+    def rope_store(
+        self, qkv: Tensor, angles: Tensor, kv: Tensor, shape: HeadShape, block_size: int, step: abi.Step
+    ) -> None:
+        """Rotate the queries of `qkv` in place; keys, rotated, and values go to their slots in `kv`."""
+        args = abi.RopeStoreArgs(
+            qkv=qkv.data_ptr(),
+            angles=angles.data_ptr(),
+            kv=kv.data_ptr(),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=block_size,
+            dtype=DTYPES[qkv.dtype],
+        )
+        self._call("penstock_rope_store", args, len(qkv), step)
+
+    def attention(self, qkv: Tensor, kv: Tensor, shape: HeadShape, block_size: int, step: abi.Step) -> Tensor:
+        """[num_tokens, num_heads * head_dim]: causal attention of the step's queries."""
+        y = self._output(qkv, shape.query_size)
+        args = abi.AttentionArgs(
+            qkv=qkv.data_ptr(),
+            kv=kv.data_ptr(),
+            y=y.data_ptr(),
+            num_heads=shape.num_heads,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            block_size=block_size,
+            scale=shape.head_dim**-0.5,
+            dtype=DTYPES[qkv.dtype],
+        )
+        self._call("penstock_attention", args, len(qkv), step)
+        return y
+
+    def gather(self, ids: Tensor, weight: Tensor, *, in_size: int, out_size: int) -> Tensor:
+        """Rows `ids` of a packed matrix: [num_tokens, in_size]."""
+        y = self._output(ids, in_size, weight.dtype)
+        args = abi.GatherArgs(
+            ids=ids.data_ptr(),
+            weight=weight.data_ptr(),
+            y=y.data_ptr(),
+            in_size=in_size,
+            out_size=out_size,
+            dtype=DTYPES[weight.dtype],
+        )
+        self._call("penstock_gather", args, len(ids))
+        return y
+
+    def gather_quantized(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
+        """The same of a quantised matrix, dequantised; `args` says everything but ids and y."""
+        y = self._output(ids, args.in_size, dtype)
+        args.ids, args.y, args.dtype = ids.data_ptr(), y.data_ptr(), DTYPES[dtype]
+        self._call("penstock_gather_quantized", args, len(ids))
+        return y
+
+    def _output(self, rows: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or rows.dtype
+        if self._tape is not None:
+            return self._tape.output(width, dtype)
+        return torch.empty(len(rows), width, dtype=dtype)
+
+    def _scratch(self, num_tokens: int, token_bytes: int) -> Tensor:
+        if self._tape is not None:
+            return self._tape.output(token_bytes, torch.uint8)
+        return torch.empty(num_tokens, token_bytes, dtype=torch.uint8)
+
+    def _call(self, name: str, args: ctypes.Structure, num_tokens: int, step: abi.Step | None = None) -> None:
+        kernel = getattr(self.library, name)
+        if self._tape is not None:
+            address = ctypes.cast(kernel, ctypes.c_void_p).value
+            assert address is not None
+            self._tape.add(address, args)
+            return
+        step = step or abi.Step(num_tokens=num_tokens)
+        kernel(ctypes.addressof(args), ctypes.addressof(step))

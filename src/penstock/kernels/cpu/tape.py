@@ -1,0 +1,77 @@
+"""Calls of kernels, written down once and run again for every step.
+
+A forward pass of a stage is some eight kernel calls a layer, always with the same arguments: memory stays
+where it is, and all that changes is in `Step`. So the layers run once in front of a `Tape`, which takes down
+what they call, and from then on `replay` runs the list without Python in between. (CUDA
+graphs do the same for a GPU.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.cpu.abi import Call, Step
+from penstock.kernels.pages import zero_pages
+
+
+class Tape:
+    """A list of calls and the memory of their outputs.
+
+    The n-th output of a width and dtype takes the same memory in every layer: what one layer leaves to the
+    next is read before it is written again, for all layers ask for their hidden states in the same order.
+
+    Args:
+        num_tokens: the most that a step can have; all outputs are made for as many.
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._calls: list[tuple[int, ctypes.Structure]] = []
+        self._outputs: dict[tuple[int, torch.dtype, int], Tensor] = {}
+        self._taken: Counter[tuple[int, torch.dtype]] = Counter()
+        self._array: ctypes.Array[Call] | None = None
+
+    def start_layer(self) -> None:
+        """The outputs that follow take the memory of the layer before."""
+        self._taken.clear()
+
+    def output(self, width: int, dtype: torch.dtype) -> Tensor:
+        """Memory of an output: [num_tokens, width], the same for every layer."""
+        kind = (width, dtype)
+        place = (*kind, self._taken[kind])
+        self._taken[kind] += 1
+        if place not in self._outputs:
+            self._outputs[place] = step_memory(self.num_tokens, width, dtype)
+        return self._outputs[place]
+
+    def add(self, kernel: int, args: ctypes.Structure) -> None:
+        """Take down a call: the kernel's address and its arguments, which must never change."""
+        self._calls.append((kernel, args))
+
+    def finish(self, kept: Iterable[object]) -> None:
+        """No more calls follow.
+
+        Args:
+            kept: whatever else the calls' pointers point to.
+        """
+        calls = [Call(kernel, ctypes.addressof(args)) for kernel, args in self._calls]
+        self._array = (Call * len(calls))(*calls)
+        self._kept = list(kept)
+
+    def replay(self, library: ctypes.CDLL, step: Step) -> None:
+        """Run all calls, in order, for one step."""
+        assert self._array is not None, "the tape is still being recorded"
+        library.penstock_run(ctypes.addressof(self._array), len(self._array), ctypes.addressof(step))
+
+
+def step_memory(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[num_tokens, width]; only what steps really use becomes resident."""
+    pages = zero_pages(
+        num_tokens * width * dtype.itemsize, "the activations of a step", "Lower --max-num-batched-tokens."
+    )
+    return pages.view(dtype).view(num_tokens, width)

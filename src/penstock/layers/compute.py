@@ -1,0 +1,113 @@
+"""How a rank computes: dtype, device, kernels, and the form in which each weight is held.
+
+One `Compute` per rank, made by `executor.rank` and given to every layer. The forms:
+
+    our kernels, float32 or bfloat16     packed panels
+    quantised                            integer panels; rounded floats without our kernels
+    no kernels, bfloat16 on a CPU        prepacked by oneDNN
+    anything else, and any GPU           a plain parameter
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from penstock.errors import NotEnoughMemoryError
+from penstock.kernels.cpu.ops import DTYPES, CpuKernels
+from penstock.layers.matrix import (
+    Matrix,
+    OnednnMatrix,
+    PackedMatrix,
+    QuantizedFormat,
+    QuantizedMatrix,
+    RoundedMatrix,
+)
+
+FormatOf = Callable[[Mapping[str, int], int], QuantizedFormat | None]
+
+
+def never_quantized(parts: Mapping[str, int], in_size: int) -> None:
+    """The format of projections in a model that is not quantised."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """How the layers of a rank compute.
+
+    Attributes:
+        kernels: our own for the CPU; None: torch does everything.
+        format_of: the projections of one matrix (checkpoint name -> outputs) and its in_size -> how they are
+            quantised; None: not at all.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    kernels: CpuKernels | None = None
+    format_of: FormatOf = never_quantized
+
+    def kernels_for(self, name: str) -> CpuKernels | None:
+        """Our kernels, if those of this name may be used."""
+        return self.kernels if self.kernels is not None and self.kernels.has(name) else None
+
+    def weight(
+        self, parts: Mapping[str, int], out_size: int, in_size: int, *, gated: bool = False
+    ) -> nn.Parameter | Matrix:
+        """An empty weight [out_size, in_size] in the best form.
+
+        Args:
+            parts: the checkpoint's projections that it is made of, without ".weight", and their outputs.
+            gated: it is [gate; up].
+        """
+        quantized = self.format_of(parts, in_size)
+        kernels = self.kernels_for("linear")
+        if quantized is not None and kernels is not None:
+            return QuantizedMatrix(out_size, in_size, self.dtype, quantized, kernels, gated=gated)
+        if quantized is not None:
+            return RoundedMatrix(out_size, in_size, self.dtype, quantized, gated=gated)
+        if kernels is not None and self.dtype in DTYPES:
+            return PackedMatrix(out_size, in_size, self.dtype, kernels, gated=gated)
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16 and _has_onednn():
+            return OnednnMatrix(out_size, in_size, self.dtype, gated=gated)
+        return self.parameter(out_size, in_size)
+
+    def table(
+        self, parts: Mapping[str, int], num_ids: int, size: int, *, multiplied: bool
+    ) -> nn.Parameter | Matrix:
+        """An embedding [num_ids, size]; plain if rows are only looked up, unless it is quantised.
+
+        Args:
+            multiplied: it is the output head as well.
+        """
+        is_quantized = self.format_of(parts, size) is not None
+        if is_quantized or (multiplied and self.kernels_for("linear") is not None and self.dtype in DTYPES):
+            return self.weight(parts, num_ids, size)
+        return self.parameter(num_ids, size)
+
+    def parameter(self, *shape: int) -> nn.Parameter:
+        """A weight whose memory is not touched before it is loaded.
+
+        Raises:
+            NotEnoughMemoryError: the device refuses; also for sizes that no machine has.
+        """
+        try:
+            memory = torch.empty(shape, dtype=self.dtype, device=self.device)
+        except RuntimeError as error:
+            gib = math.prod(shape) * self.dtype.itemsize / 2**30
+            raise NotEnoughMemoryError(
+                f"{gib:.1f} GiB on {self.device} for a weight of {list(shape)}: not available.",
+                remedy="Use more stages or a smaller dtype, and check the sizes in config.json.",
+            ) from error
+        return nn.Parameter(memory, requires_grad=False)
+
+
+def _has_onednn() -> bool:
+    """Whether oneDNN takes bfloat16 here: it wants AVX-512 or the like."""
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return supported

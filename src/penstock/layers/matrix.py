@@ -1,0 +1,319 @@
+"""The weight of a projection in the form in which it is multiplied: held once, in no other form.
+
+A plain weight is a parameter of the module that uses it. The matrices here are those that are not: packed for
+our kernels, quantised, or prepacked for oneDNN where there are no kernels. `layers.compute` chooses; the
+loader gives them the checkpoint's rows piece by piece.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
+from penstock.kernels.cpu import abi
+from penstock.kernels.cpu.head import dense_product, head
+from penstock.kernels.cpu.ops import DTYPES, PANEL, CpuKernels
+from penstock.kernels.pages import zero_pages
+from penstock.kernels.quantized_rows import (
+    QuantizedRows,
+    dequantize,
+    quantize_rows,
+    round_activations,
+)
+from penstock.layers.activation import silu_and_multiply
+
+# How rows lie among the packed columns (csrc/epilogue.h): gate and up projections share panels.
+PLAIN, GATE, UP = 0, 1, 2
+
+_SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedFormat:
+    """How a matrix is quantised. `group_size` inputs share a scale; at least in_size: one per output."""
+
+    bits: int
+    group_size: int
+    scale_dtype: torch.dtype
+    has_zeros: bool
+
+
+class Matrix(nn.Module, ABC):
+    """W of [out_size, in_size], no parameters; outputs [gate; up] if gated.
+
+    Attributes:
+        dtype: of inputs and outputs.
+    """
+
+    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, *, gated: bool = False) -> None:
+        super().__init__()
+        self.out_size, self.in_size, self.dtype, self.gated = out_size, in_size, dtype, gated
+
+    @property
+    @abstractmethod
+    def nbytes(self) -> int:
+        """Memory that it holds."""
+
+    @abstractmethod
+    def put(self, first_row: int, rows: Tensor, role: int) -> None:
+        """Rows [first_row, first_row + n) of the plain, gate or up part: [n, in_size] of `dtype`."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """[num_tokens, in_size] -> x W^T + bias; gated: silu(gate) * up, half as wide."""
+
+    @abstractmethod
+    def gather(self, ids: Tensor) -> Tensor:
+        """Rows `ids` of W, of a matrix that is not gated: [num_tokens, in_size]."""
+
+    def finish(self) -> None:
+        """All rows are there."""
+
+    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+        """Candidates and logits of rows [num_rows, in_size] where W is a vocabulary."""
+        return head_output_of(self.multiply(x, None).float(), request)
+
+
+class PackedMatrix(Matrix):
+    """Panels of float32 or bfloat16 for our kernels (csrc/panels.h)."""
+
+    def __init__(
+        self, out_size: int, in_size: int, dtype: torch.dtype, kernels: CpuKernels, *, gated: bool = False
+    ) -> None:
+        super().__init__(out_size, in_size, dtype, gated=gated)
+        self._kernels = kernels
+        columns = padded_columns(out_size, gated)
+        padded_in = in_size + in_size % 2 if dtype == torch.bfloat16 else in_size
+        self._panels = _pages(columns * padded_in * dtype.itemsize, out_size, in_size)
+        self._panels = self._panels.view(dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return self._panels.nbytes
+
+    def put(self, first_row: int, rows: Tensor, role: int) -> None:
+        rows = rows.contiguous()
+        assert rows.dtype == self.dtype
+        assert rows.shape[1] == self.in_size
+        self._kernels.library.penstock_pack(
+            rows.data_ptr(),
+            self._panels.data_ptr(),
+            first_row,
+            len(rows),
+            self.in_size,
+            role,
+            DTYPES[self.dtype],
+        )
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._kernels.linear(x, self._panels, bias, out_size=self.out_size, gated=self.gated)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        return self._kernels.gather(ids, self._panels, in_size=self.in_size, out_size=self.out_size)
+
+    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+        if not self._kernels.has("head"):
+            return super().head(x, request)
+        product = dense_product(x, self._panels.data_ptr(), self.out_size)
+        return head(self._kernels.library, product, request)
+
+
+class QuantizedMatrix(Matrix):
+    """Panels of 8- or 4-bit weights for our kernels (csrc/quantized.h)."""
+
+    def __init__(
+        self,
+        out_size: int,
+        in_size: int,
+        dtype: torch.dtype,
+        quantized: QuantizedFormat,
+        kernels: CpuKernels,
+        *,
+        gated: bool = False,
+    ) -> None:
+        super().__init__(out_size, in_size, dtype, gated=gated)
+        self._kernels, self._format = kernels, quantized
+        self._scale_type = _SCALE_DTYPES[quantized.scale_dtype]
+        sizes = abi.QuantizedSizes()
+        kernels.library.penstock_quantized_sizes(
+            out_size,
+            in_size,
+            quantized.group_size,
+            quantized.bits,
+            gated,
+            self._scale_type,
+            ctypes.addressof(sizes),
+        )
+        self._panels = _pages(sizes.weight_bytes, out_size, in_size)
+        self._scales = _pages(sizes.scale_bytes, out_size, in_size)
+        self._zeros = _pages(sizes.zero_bytes, out_size, in_size) if quantized.has_zeros else None
+        self._token_bytes = sizes.token_bytes
+
+    @property
+    def nbytes(self) -> int:
+        zeros = 0 if self._zeros is None else self._zeros.nbytes
+        return self._panels.nbytes + self._scales.nbytes + zeros
+
+    def put(self, first_row: int, rows: Tensor, role: int) -> None:
+        self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
+
+    def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None:
+        """Rows that are quantised already, in this matrix' format."""
+        scales = rows.scales.to(self._format.scale_dtype).contiguous()
+        zeros = None if rows.zeros is None else rows.zeros.contiguous()
+        assert (zeros is None) == (self._zeros is None), "zeros for all rows or for none"
+        q = rows.q.contiguous()
+        args = abi.QuantizedPackArgs(
+            q=q.data_ptr(),
+            scales=scales.data_ptr(),
+            zeros=None if zeros is None else zeros.data_ptr(),
+            weight=self._panels.data_ptr(),
+            packed_scales=self._scales.data_ptr(),
+            packed_zeros=None if self._zeros is None else self._zeros.data_ptr(),
+            first_row=first_row,
+            num_rows=len(q),
+            in_size=self.in_size,
+            group_size=self._format.group_size,
+            bits=self._format.bits,
+            role=role,
+            scale_dtype=self._scale_type,
+        )
+        self._kernels.library.penstock_pack_quantized(ctypes.addressof(args))
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._kernels.quantized_linear(x, self._product(bias), self._token_bytes)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        args = abi.QuantizedGatherArgs(
+            weight=self._panels.data_ptr(),
+            scales=self._scales.data_ptr(),
+            zeros=None if self._zeros is None else self._zeros.data_ptr(),
+            in_size=self.in_size,
+            group_size=self._format.group_size,
+            bits=self._format.bits,
+            scale_dtype=self._scale_type,
+        )
+        return self._kernels.gather_quantized(ids, args, self.dtype)
+
+    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+        if not self._kernels.has("head"):
+            return super().head(x, request)
+        scratch = torch.empty(len(x), self._token_bytes, dtype=torch.uint8)
+        product = self._product(None)
+        product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
+        product.scratch = scratch.data_ptr()
+        return head(self._kernels.library, product, request)
+
+    def _product(self, bias: Tensor | None) -> abi.QuantizedLinearArgs:
+        return abi.QuantizedLinearArgs(
+            weight=self._panels.data_ptr(),
+            scales=self._scales.data_ptr(),
+            zeros=None if self._zeros is None else self._zeros.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            in_size=self.in_size,
+            out_size=self.out_size,
+            group_size=self._format.group_size,
+            bits=self._format.bits,
+            gated=self.gated,
+            scale_dtype=self._scale_type,
+        )
+
+
+class OnednnMatrix(Matrix):
+    """bfloat16 without our kernels: prepacked once, which `F.linear` would do at every call."""
+
+    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, *, gated: bool = False) -> None:
+        super().__init__(out_size, in_size, dtype, gated=gated)
+        self._rows: Tensor | None = _pages(out_size * in_size * dtype.itemsize, out_size, in_size)
+        self._rows = self._rows.view(dtype).view(out_size, in_size)
+        self._prepacked: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.out_size * self.in_size * self.dtype.itemsize
+
+    def put(self, first_row: int, rows: Tensor, role: int) -> None:
+        assert self._rows is not None, "the matrix is finished"
+        start = first_row + (self.out_size // 2 if role == UP else 0)
+        self._rows[start : start + len(rows)] = rows
+
+    def finish(self) -> None:
+        """One copy is kept: the plain rows go as soon as they are prepacked."""
+        assert self._rows is not None, "the matrix is finished"
+        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(self._rows)
+        self._rows = None
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._prepacked, bias, "none", [], "")
+        return _gated(y) if self.gated else y
+
+    def gather(self, ids: Tensor) -> Tensor:
+        raise NotImplementedError("a prepacked matrix cannot be read; embeddings stay plain")
+
+
+class RoundedMatrix(Matrix):
+    """A quantised matrix without our kernels: the same numbers, held and multiplied as floats.
+
+    Activations are rounded as the kernel rounds them, so results agree up to the order of sums.
+    """
+
+    def __init__(
+        self,
+        out_size: int,
+        in_size: int,
+        dtype: torch.dtype,
+        quantized: QuantizedFormat,
+        *,
+        gated: bool = False,
+    ) -> None:
+        super().__init__(out_size, in_size, dtype, gated=gated)
+        self._format = quantized
+        pages = _pages(out_size * in_size * 4, out_size, in_size)
+        self._rows = pages.view(torch.float32).view(out_size, in_size)
+
+    @property
+    def nbytes(self) -> int:
+        return self._rows.nbytes
+
+    def put(self, first_row: int, rows: Tensor, role: int) -> None:
+        self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
+
+    def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None:
+        """Rows that are quantised already."""
+        start = first_row + (self.out_size // 2 if role == UP else 0)
+        self._rows[start : start + len(rows.q)] = dequantize(rows, torch.float32)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        rounded = round_activations(x, self._format.group_size)
+        y = F.linear(rounded, self._rows, None if bias is None else bias.float())
+        return (_gated(y) if self.gated else y).to(self.dtype)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        return self._rows[ids].to(self.dtype)
+
+    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+        rounded = round_activations(x, self._format.group_size)
+        return head_output_of(F.linear(rounded, self._rows), request)
+
+
+def padded_columns(out_size: int, gated: bool) -> int:
+    """Columns of all panels: outputs are filled up, gate and up each to half panels."""
+    width = out_size // 2 if gated else out_size
+    part = PANEL // 2 if gated else PANEL
+    return -(-width // part) * PANEL
+
+
+def _gated(y: Tensor) -> Tensor:
+    """[..., 2 n] of gate and up -> [..., n]."""
+    return silu_and_multiply(*y.chunk(2, dim=-1))
+
+
+def _pages(num_bytes: int, out_size: int, in_size: int) -> Tensor:
+    remedy = "Use more stages, a smaller dtype, or --quantization."
+    return zero_pages(num_bytes, f"a weight of {[out_size, in_size]}", remedy)

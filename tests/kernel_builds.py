@@ -1,0 +1,54 @@
+"""Kernel libraries for tests: one build per target, made once and shared by all tests of a run."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch  # noqa: F401  (before any library: it brings the OpenMP runtime)
+
+from penstock.kernels.cpu.compiler import Built, Machine, build
+from penstock.kernels.cpu.library import open_library
+
+# What a CPU must have to run code for a target, in the words of /proc/cpuinfo.
+_NEEDED = {
+    "-march=native": (),
+    "-march=x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+    "-march=x86-64-v3": ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"),
+    "-march=x86-64": (),
+}
+
+
+def cache_directory() -> Path:
+    """A folder for this user alone, which outlives a run: builds are found again by their key."""
+    return Path(tempfile.gettempdir()) / f"penstock-test-kernels-{os.getuid()}"
+
+
+def targets() -> list[str]:
+    """The flags that this machine can run, the fastest first, for `pytest.mark.parametrize`."""
+    machine = Machine.detect()
+    if machine.architecture != "x86_64":
+        return ["-march=native"]
+    return [flags for flags, needed in _NEEDED.items() if set(needed) <= set(machine.cpu_flags)]
+
+
+@functools.cache
+def build_for(flags: str) -> Built:
+    """The library built with these flags after our own. Skips the test where there is no compiler."""
+    wanted = " ".join([flags, os.environ.get("PENSTOCK_CXXFLAGS", "")])  # such as a sanitizer's
+    environ = {**os.environ, "PENSTOCK_CACHE_DIR": str(cache_directory()), "PENSTOCK_CXXFLAGS": wanted}
+    result = build(environ, Machine.detect())
+    if not isinstance(result, Built) and result.cause == "no compiler":
+        pytest.skip(result.reason)
+    assert isinstance(result, Built), result.reason
+    return result
+
+
+@functools.cache
+def built(flags: str = "-march=native") -> ctypes.CDLL:
+    """The loaded library, its functions with the types that their sources declare."""
+    return open_library(build_for(flags))
