@@ -65,7 +65,7 @@ class Compute:
         """
         quantized = self.format_of(parts, in_size)
         kernels = self.kernels_for("linear")
-        if quantized is not None and kernels is not None:
+        if quantized is not None and kernels is not None and self.dtype in DTYPES:
             return QuantizedMatrix(out_size, in_size, self.dtype, quantized, kernels, gated=gated)
         if quantized is not None:
             return RoundedMatrix(out_size, in_size, self.dtype, quantized, gated=gated)

@@ -33,11 +33,11 @@ class Vocabulary(nn.Module):
 class VocabEmbedding(Vocabulary):
     """Rows `[first_id, first_id + num_ids)` of the token embedding.
 
-    Ids of other shards give zeros (row S4), so that shards can be summed. The same weight serves as the
-    output head of a tied model.
+    The same weight serves as the output head of a tied model.
 
     Args:
         is_head: it is used as the head too.
+        is_shard: ids may be those of other shards; they give zeros (row S4), so that shards can be summed.
     """
 
     def __init__(
@@ -49,21 +49,25 @@ class VocabEmbedding(Vocabulary):
         compute: Compute,
         parts: Mapping[str, int] | None = None,
         is_head: bool = False,
+        is_shard: bool = False,
     ) -> None:
         super().__init__()
         self.weight = compute.table(parts or {}, num_ids, hidden_size, multiplied=is_head)
-        self.first_id, self.num_ids = first_id, num_ids
+        self.first_id, self.num_ids, self.is_shard = first_id, num_ids, is_shard
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden]."""
+        if not self.is_shard:
+            return self._look_up(input_ids)
         local = input_ids - self.first_id
         outside = (local < 0) | (local >= self.num_ids)
-        local = local.masked_fill(outside, 0)
-        if isinstance(self.weight, Matrix):
-            vectors = self.weight.gather(local)
-        else:
-            vectors = F.embedding(local, self.weight)
+        vectors = self._look_up(local.masked_fill(outside, 0))
         return vectors.masked_fill_(outside[:, None], 0)
+
+    def _look_up(self, ids: Tensor) -> Tensor:
+        if isinstance(self.weight, Matrix):
+            return self.weight.gather(ids)
+        return F.embedding(ids, self.weight)
 
 
 class OutputHead(Vocabulary):

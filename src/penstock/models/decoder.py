@@ -251,9 +251,11 @@ class Decoder(nn.Module):
         return self._head.candidates(self._last_hidden(tensors, indices), request)
 
     def _last_hidden(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        hidden_states, residual = (
-            tensors[name].index_select(0, indices) for name in ("hidden_states", "residual")
-        )
+        """The final norm of some tokens; may overwrite `tensors`, which nobody needs any more."""
+        hidden_states, residual = tensors["hidden_states"], tensors["residual"]
+        if len(indices) != len(hidden_states):  # indices rise: as many as there are tokens are all of them
+            hidden_states = hidden_states.index_select(0, indices)
+            residual = residual.index_select(0, indices)
         normed: Tensor = self.model.norm(hidden_states, residual)[0]
         return normed
 

@@ -6,6 +6,7 @@ small copies and one call. Without all kernels the layers run as they stand.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -34,6 +35,7 @@ class RecordedForward:
         kernels: CpuKernels,
     ) -> None:
         self._run_layers, self._angles, self._kernels = run_layers, angles, kernels
+        self._views: dict[int, tuple[Tensor, Tensor]] = {}
 
     def record(self, kv: Sequence[AnyKV], max_num_tokens: int, width: int, dtype: torch.dtype) -> None:
         """Take down the calls for this KV storage and steps of so many tokens at most."""
@@ -56,12 +58,27 @@ class RecordedForward:
     ) -> tuple[Tensor, Tensor]:
         """What the layers make of [num_tokens, hidden] twice: memory that the next call writes again."""
         num_tokens = len(hidden_states)
-        self._hidden_states[:num_tokens] = hidden_states
-        self._residual[:num_tokens] = residual
+        assert num_tokens <= len(self._hidden_states), "the plan is larger than what was recorded"
+        _copy(hidden_states, self._hidden_states)
+        _copy(residual, self._residual)
         step = KernelStep(metadata, positions)
         for tape in self._tapes:
             tape.replay(self._kernels.library, step.struct)
-        return self._output[:num_tokens], self._residual[:num_tokens]
+        return self._results(num_tokens)
+
+    def _results(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Views of the outputs' first rows, kept: with a cold cache, making them is not cheap."""
+        found = self._views.get(num_tokens)
+        if found is None:
+            found = self._views[num_tokens] = (self._output[:num_tokens], self._residual[:num_tokens])
+        return found
+
+
+def _copy(rows: Tensor, memory: Tensor) -> None:
+    """Rows into the first rows of memory, past torch's dispatch."""
+    assert rows.is_contiguous(), "activations are contiguous"
+    assert rows.dtype == memory.dtype
+    ctypes.memmove(memory.data_ptr(), rows.data_ptr(), rows.nbytes)
 
 
 def _any_step(num_tokens: int) -> AttentionMetadata:

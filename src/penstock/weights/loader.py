@@ -196,12 +196,12 @@ def _checked(slot: Slot, entry: TensorEntry) -> _Load:
 
 
 def _buffer_bytes(load: _Load) -> int:
-    """What has to be staged at a time: nothing, a chunk, or the rows of some panels."""
+    """What has to be staged at a time: nothing, a chunk, or the rows of some panels, and those converted."""
     if load.is_direct:
         return 0
     if isinstance(load.slot, TensorSlot):
         return CHUNK_BYTES
-    return _rows_at_once(load) * _row_bytes(load)
+    return _rows_at_once(load) * (_row_bytes(load) + load.slot.shape[1] * load.slot.sink.dtype.itemsize)
 
 
 def _row_bytes(load: _Load) -> int:
@@ -260,10 +260,12 @@ def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor) -> N
         staged = buffer[: count * row_bytes].view(source_dtype)
         _read(descriptor, staged, load.entry, first * row_bytes)
         _check_finite(staged, load.entry, first * in_size)
-        rows = staged.view(count, in_size).to(slot.sink.dtype)
-        if rows.dtype != source_dtype:
+        rows = staged
+        if slot.sink.dtype != source_dtype:
+            converted = buffer[step * row_bytes :].view(slot.sink.dtype)
+            rows = converted[: len(staged)].copy_(staged)
             _check_representable(rows, load.entry)
-        slot.put(first, rows)
+        slot.put(first, rows.view(count, in_size))
 
 
 def _read(descriptor: int, into: Tensor, entry: TensorEntry, offset: int) -> None:

@@ -57,7 +57,8 @@ def test_s4_ids_outside_the_shard_give_zeros() -> None:
     table = seeded(10, 3)
     ids = torch.tensor([0, 3, 4, 6, 7, 9, 2**40])
     shards = [
-        VocabEmbedding(end - start, 3, first_id=start, **FLOAT) for start, end in ((0, 4), (4, 7), (7, 10))
+        VocabEmbedding(end - start, 3, first_id=start, is_shard=True, **FLOAT)
+        for start, end in ((0, 4), (4, 7), (7, 10))
     ]
     for shard in shards:
         shard.weight.copy_(table[shard.first_id : shard.first_id + len(shard.weight)])

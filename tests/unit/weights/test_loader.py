@@ -311,5 +311,5 @@ def test_memory_gained_is_that_of_the_own_tensors(tmp_path: Path, dtype: str) ->
     chunk = loader.CHUNK_BYTES // 1024
     assert own <= gained + 512
     assert gained <= 1.02 * own + 1024
-    assert peak <= 1.03 * own + 2 * chunk
+    assert peak <= 1.03 * own + 3 * chunk  # read, converted, and what the check for NaN takes
     assert files < 0.25 * own  # code of libraries, and no mapping of the checkpoint

@@ -76,6 +76,7 @@ class CpuKernels:
         Returns:
             [num_tokens, out_size], half as wide if gated.
         """
+        assert _has_contiguous_rows(x)
         y = self._output(x, out_size // 2 if gated else out_size)
         args = abi.LinearArgs(
             x=x.data_ptr(),
@@ -99,6 +100,7 @@ class CpuKernels:
             product: everything about weight and bias; x, y and scratch are filled in here.
             token_bytes: of scratch (`penstock_quantized_sizes`).
         """
+        assert _has_contiguous_rows(x)
         y = self._output(x, product.out_size // 2 if product.gated else product.out_size)
         scratch = self._scratch(len(x), token_bytes)
         product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
@@ -108,6 +110,8 @@ class CpuKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Adds x to the residual stream, in place, and normalises the sum; all [num_tokens, size]."""
+        assert x.is_contiguous()
+        assert residual.is_contiguous()
         y = self._output(x, x.shape[1])
         args = abi.NormArgs(
             x=x.data_ptr(),
@@ -211,3 +215,7 @@ class CpuKernels:
             return
         step = step or abi.Step(num_tokens=num_tokens)
         kernel(ctypes.addressof(args), ctypes.addressof(step))
+
+
+def _has_contiguous_rows(x: Tensor) -> bool:
+    return x.stride(1) == 1 or x.shape[1] == 1

@@ -38,7 +38,7 @@ struct LinearArgs {
     const void* x;
     int64_t x_stride;
     const void* weight;
-    const void* bias;  // [out_size] in the order of the packed columns, or null
+    const void* bias;  // [out_size] in the order of the checkpoint, gate before up; or null
     void* y;
     int64_t y_stride;
     int64_t in_size;

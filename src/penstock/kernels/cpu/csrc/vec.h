@@ -113,7 +113,7 @@ INLINE float max(f32x16 lanes) {
     return found;
 }
 
-// e^x to 2 units in the last place; below -87 it is e^-87, which is as good as zero beside a 1, above 88.7
+// e^x to 2 units in the last place; below -87 it is e^-87, which is as good as zero beside a 1, above 88.3
 // infinite. NaN stays NaN.
 INLINE f32x16 exp(f32x16 x) {
     x = -max(splat(-88.8f), -max(splat(-87.0f), x));
