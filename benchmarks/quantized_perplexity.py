@@ -3,9 +3,10 @@
     python benchmarks/quantized_perplexity.py [--corpus tinyshakespeare.txt] [--groups 32,64,128]
 
 Every linear layer, the embedding and the head tied to it are quantised as `--quantization` does it, and
-activations are rounded as the kernel does it, here in torch through `transformers`. The text is what training
-held out. The model has seen its training text often, so a little noise can even help it: the divergence from
-the plain model's distributions says more about a format than the perplexity does.
+activations are rounded as the kernel does it, first in torch through `transformers`, then by our own decoder
+with its kernels. The text is what training held out. The model has seen its training text often, so a little
+noise can even help it: the divergence from the plain model's distributions says more about a format than the
+perplexity does.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from penstock.attention.metadata import AttentionMetadata
+from penstock.config import RankConfig
+from penstock.executor import rank
+from penstock.executor.compute_choice import load_kernels
 from penstock.kernels.quantized_rows import (
     default_group_size,
     dequantize,
     quantize_rows,
     round_activations,
 )
+from penstock.models.registry import load_spec
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loader import load_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "src/penstock/assets/demo"
@@ -66,6 +74,49 @@ def log_probabilities(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
     return torch.cat([model(some).logits.float().log_softmax(-1) for some in inputs.split(8)])
 
 
+def decoder_log_probabilities(quantization: str, windows: Tensor) -> Tensor:
+    """The same by our decoder and its kernels, with weights quantised at load, in bfloat16."""
+    config = RankConfig(
+        model_path=str(DEMO),
+        dtype="bfloat16",
+        max_model_len=WINDOW,
+        stage=0,
+        num_stages=1,
+        start_layer=0,
+        end_layer=load_spec(DEMO).num_layers,
+        device="cpu",
+        threads=torch.get_num_threads(),
+        block_size=WINDOW,
+        num_blocks=1,
+        kv_cache_bytes=None,
+        max_num_seqs=1,
+        max_num_batched_tokens=WINDOW,
+        depth=1,
+        link_frames=1,
+        quantization=quantization,  # type: ignore[arg-type]
+    )
+    kernels, reason = load_kernels(config, is_quantized=True)
+    print(f"kernels: {reason}")
+    model = rank._build_model(config, load_spec(DEMO), torch.device("cpu"), kernels, None)
+    load_weights(model, Checkpoint(DEMO), lambda done, total: None)
+    kv = rank._storage(config, model, torch.device("cpu")).allocate(1)
+    positions = torch.arange(WINDOW)
+    metadata = AttentionMetadata(
+        query_starts=[0, WINDOW],
+        seq_lens=[WINDOW],
+        block_tables=torch.zeros(1, 1, dtype=torch.int64),
+        slot_mapping=positions,
+        num_decodes=0,
+        block_size=WINDOW,
+    )
+    inputs = torch.cat([torch.full((len(windows), 1), BOS), windows[:, :-1]], dim=1)
+    found = []
+    for ids in inputs:
+        tensors = model(model.embed(ids), positions, kv, metadata)
+        found.append(model.compute_logits(tensors, positions).log_softmax(-1))
+    return torch.stack(found)
+
+
 def perplexity(log_probs: Tensor, windows: Tensor) -> float:
     """exp of the mean loss."""
     return math.exp(-log_probs.gather(-1, windows.unsqueeze(-1)).mean().item())
@@ -103,6 +154,12 @@ def main() -> None:
         label = f"int{bits}, " + (f"groups of {group_size}" if group_size else "as by default")
         change = 100 * (perplexity(found, windows) / expected - 1)
         print(f"{label:22} {change:+.2f} %, divergence {divergence(found, plain):.4f} nats", flush=True)
+    own = decoder_log_probabilities("none", windows)
+    print(f"our decoder: perplexity {perplexity(own, windows):.4f}")
+    for quantization in ("int8", "int4"):
+        found = decoder_log_probabilities(quantization, windows)
+        change = 100 * (perplexity(found, windows) / perplexity(own, windows) - 1)
+        print(f"our decoder, {quantization:9} {change:+.2f} %, divergence {divergence(found, own):.4f} nats")
 
 
 if __name__ == "__main__":
