@@ -31,6 +31,7 @@ def measure(dtype: str, num_stages: int, num_requests: int, step: int) -> float:
         dtype=dtype,
         pipeline_parallel_size=num_stages,
         threads_per_rank=1,
+        kernels="off",  # it is about torch
         num_blocks=512,
         distributed_executor_backend="inprocess",
     ) as llm:

@@ -198,6 +198,7 @@ class QuantizedMatrix(Matrix):
             group_size=self._format.group_size,
             bits=self._format.bits,
             scale_dtype=self._scale_type,
+            out_size=self.out_size,
         )
         return self._kernels.gather_quantized(ids, args, self.dtype)
 

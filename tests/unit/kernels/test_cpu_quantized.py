@@ -154,7 +154,13 @@ def product(packed: Packed, x: Tensor, bias: Tensor | None = None) -> Tensor:
 def gathered(packed: Packed, ids: list[int], dtype: torch.dtype) -> Tensor:
     y = torch.full((len(ids) + 1, packed.rows.q.shape[1]), GUARD, dtype=dtype)
     id_tensor = torch.tensor(ids, dtype=torch.int64)
-    args = QuantizedGatherArgs(ids=id_tensor.data_ptr(), y=y.data_ptr(), dtype=CODES[dtype], **packed.fields)
+    args = QuantizedGatherArgs(
+        ids=id_tensor.data_ptr(),
+        y=y.data_ptr(),
+        dtype=CODES[dtype],
+        out_size=len(packed.rows.q),
+        **packed.fields,
+    )
     packed.library.penstock_gather_quantized(ctypes.byref(args), ctypes.byref(Step(num_tokens=len(ids))))
     assert (y[-1] == GUARD).all()
     return y[:-1]

@@ -455,7 +455,7 @@ def test_a_packed_embedding_gives_zeros_for_ids_of_other_shards() -> None:
     compute = Compute(dtype=FLOAT32, device=CPU, kernels=kernels())
     rows = seeded(10, 6)
     shards = [
-        VocabEmbedding(end - start, 6, first_id=start, compute=compute, is_head=True)
+        VocabEmbedding(end - start, 6, first_id=start, compute=compute, is_head=True, is_shard=True)
         for start, end in ((0, 4), (4, 10))
     ]
     for shard in shards:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import checkpoints
 from penstock.errors import CheckpointError
+from penstock.kernels.cpu import library
 from penstock.models.decoder import Decoder
 from penstock.models.registry import load_spec
 from penstock.weights import loader
@@ -308,6 +309,8 @@ def test_memory_gained_is_that_of_the_own_tensors(tmp_path: Path, dtype: str) ->
     command = [sys.executable, "-c", MEMORY_PROBE, str(tmp_path), dtype]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     own, gained, peak, files = map(int, output.split())
+    if dtype == "bfloat16" and library.load().library is None:
+        pytest.skip("oneDNN prepacks each weight as a whole")
     chunk = loader.CHUNK_BYTES // 1024
     assert own <= gained + 512
     assert gained <= 1.02 * own + 1024

@@ -110,7 +110,7 @@ class QuantizedGatherArgs(ctypes.Structure):
         ("bits", c_int32),
         ("dtype", c_int32),
         ("scale_dtype", c_int32),
-        ("reserved", c_int32),
+        ("out_size", c_int32),
     ]
 
 

@@ -106,7 +106,7 @@ struct QuantizedGatherArgs {
     int32_t bits;
     int32_t dtype;  // of y
     int32_t scale_dtype;
-    int32_t reserved;
+    int32_t out_size;  // ids beyond it give zeros
 };
 
 // residual += x; y = residual / rms(residual) * weight. x, residual, y: [num_tokens, size], contiguous.
@@ -158,7 +158,7 @@ struct AttentionArgs {
     int32_t reserved;
 };
 
-// Rows of a packed matrix as vectors (a tied embedding): y[t] = W[ids[t]].
+// Rows of a packed matrix as vectors (a tied embedding): y[t] = W[ids[t]], zeros for an id that it has not.
 struct GatherArgs {
     const int64_t* ids;  // [num_tokens]
     const void* weight;

@@ -51,6 +51,10 @@ static void gather(const GatherArgs& args, int64_t num_tokens) {
 #pragma omp parallel for schedule(static) if (num_tokens > 16)
     for (int64_t t = 0; t < num_tokens; t++) {
         int64_t id = args.ids[t];
+        if (id < 0 || id >= args.out_size) {
+            memset((T*)args.y + t * args.in_size, 0, args.in_size * sizeof(T));
+            continue;
+        }
         const T* from = weight + id / kPanel * panel_size + id % kPanel * group;
         T* to = (T*)args.y + t * args.in_size;
         for (int64_t k = 0; k < args.in_size; k++) to[k] = from[k / group * group * kPanel + k % group];

@@ -91,14 +91,18 @@ static void gather(const QuantizedGatherArgs& args, int64_t num_tokens) {
     int64_t panel_bytes = quantized_panel_bytes(args.in_size, args.bits);
 #pragma omp parallel for schedule(static) if (num_tokens > 16)
     for (int64_t t = 0; t < num_tokens; t++) {
+        T* y = (T*)args.y + t * args.in_size;
+        if (args.ids[t] < 0 || args.ids[t] >= args.out_size) {
+            memset(y, 0, args.in_size * sizeof(T));
+            continue;
+        }
         int64_t panel = args.ids[t] / kPanel, column = args.ids[t] % kPanel;
         for (int64_t g = 0; g < groups; g++) {
             int64_t at = (panel * groups + g) * kPanel + column, first = g * args.group_size;
             int64_t left = args.in_size - first;
             int32_t zero = args.zeros ? ((const uint8_t*)args.zeros)[at] : middle_of(args.bits);
             gather_group(args, args.weight + panel * panel_bytes + column * kQuad, first,
-                         left < args.group_size ? left : args.group_size, zero, scale_at(args, at),
-                         (T*)args.y + t * args.in_size);
+                         left < args.group_size ? left : args.group_size, zero, scale_at(args, at), y);
         }
     }
 }
