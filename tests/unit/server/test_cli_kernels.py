@@ -50,7 +50,7 @@ def test_build_without_a_compiler_is_exit_1_with_the_remedy() -> None:
 
 def test_build_that_cannot_be_kept_is_exit_1(monkeypatch: pytest.MonkeyPatch) -> None:
     unkept = replace(build_for("-march=native"), seconds=2.0, not_kept="/x is no folder")
-    monkeypatch.setattr(cli_kernels, "build", lambda *_: unkept)
+    monkeypatch.setattr(cli_kernels, "build", lambda *_, **__: unkept)
     code, out, err = kernels("build")
     assert (code, out) == (1, "")
     first, second = err.splitlines()
