@@ -17,12 +17,13 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peers.checkpoint import tensor_shapes
 
 from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine import supervisor
@@ -37,7 +38,7 @@ ITEM_BYTES = 2  # bfloat16
 WORKER = "penstock.executor.worker"
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 896, 4864, 151936
-HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
+HEADS, KV_HEADS = 14, 2
 
 
 def config(num_layers: int) -> dict[str, Any]:
@@ -61,31 +62,13 @@ def config(num_layers: int) -> dict[str, Any]:
     }
 
 
-def shapes(num_layers: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of all tensors."""
-    query, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    yield "model.embed_tokens.weight", (VOCABULARY, HIDDEN)
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}."
-        for name, rows in (("q", query), ("k", kv), ("v", kv)):
-            yield f"{prefix}self_attn.{name}_proj.weight", (rows, HIDDEN)
-            yield f"{prefix}self_attn.{name}_proj.bias", (rows,)
-        yield f"{prefix}self_attn.o_proj.weight", (HIDDEN, query)
-        yield f"{prefix}mlp.gate_proj.weight", (INTERMEDIATE, HIDDEN)
-        yield f"{prefix}mlp.up_proj.weight", (INTERMEDIATE, HIDDEN)
-        yield f"{prefix}mlp.down_proj.weight", (HIDDEN, INTERMEDIATE)
-        yield f"{prefix}input_layernorm.weight", (HIDDEN,)
-        yield f"{prefix}post_attention_layernorm.weight", (HIDDEN,)
-    yield "model.norm.weight", (HIDDEN,)
-
-
 def write_checkpoint(directory: Path, num_layers: int) -> None:
     """Seeded random weights as one safetensors file, written piece by piece."""
     (directory / "config.json").write_text(json.dumps(config(num_layers)))
     noise = np.random.default_rng(0).standard_normal(1 << 20, dtype=np.float32) * 0.02
     pattern = (noise.view(np.uint32) >> 16).astype("<u2")  # bfloat16: the upper half of a float32
     header, position = {}, 0
-    for name, shape in shapes(num_layers):
+    for name, shape in tensor_shapes(config(num_layers)):
         size = int(np.prod(shape)) * ITEM_BYTES
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [position, position + size]}
         position += size
@@ -93,7 +76,7 @@ def write_checkpoint(directory: Path, num_layers: int) -> None:
     text += b" " * (-len(text) % 8)
     with (directory / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, shape in shapes(num_layers):
+        for _, shape in tensor_shapes(config(num_layers)):
             file.write(np.resize(pattern, int(np.prod(shape))).data)
 
 

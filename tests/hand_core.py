@@ -273,3 +273,15 @@ class Crew:
             work()
         except BaseException as error:
             self.errors.append(error)
+
+
+def small_core(num_stages: int, async_depth: int, chunk: int) -> HandCore:
+    """One for the ranks of `rank_configs.make_rank_configs`."""
+    return HandCore(
+        num_stages=num_stages,
+        depth=num_stages + async_depth,
+        num_rows=4,
+        num_blocks=64,
+        block_size=16,
+        chunk=chunk,
+    )

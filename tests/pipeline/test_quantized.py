@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import checkpoints
-from hand_core import HandCore, Wanted
+from hand_core import Wanted, small_core
 from penstock.config import RankConfig
 from penstock.executor import compute_choice, rank
 from penstock.executor.inprocess import InprocessExecutor
@@ -36,22 +36,11 @@ def loaded(config: RankConfig) -> Decoder:
     return model
 
 
-def hand_core(num_stages: int, async_depth: int, chunk: int) -> HandCore:
-    return HandCore(
-        num_stages=num_stages,
-        depth=num_stages + async_depth,
-        num_rows=4,
-        num_blocks=64,
-        block_size=16,
-        chunk=chunk,
-    )
-
-
 def outputs(model: Path, num_stages: int, **changes: object) -> list[list[int]]:
     executor = InprocessExecutor(make_rank_configs(model, num_stages, **changes))
     executor.start()
     wanted = [Wanted(list(prompt), 12) for prompt in PROMPTS]
-    hand_core(num_stages, 0, 8).generate(executor, wanted)
+    small_core(num_stages, 0, 8).generate(executor, wanted)
     executor.shutdown()
     return [request.output for request in wanted]
 

@@ -127,8 +127,8 @@ class FakeStream:
 
     def cancel(self) -> None:
         if self._request_id in self._engine.alive:
+            self._engine.cancelled.append(self._request_id)  # first: tests wait until nothing is alive
             self._engine.alive.discard(self._request_id)
-            self._engine.cancelled.append(self._request_id)
 
     def _update(self) -> RequestUpdate:
         token_id = oracle(self._prompt, self._produced)

@@ -111,15 +111,13 @@ def test_reader_that_takes_nothing_is_closed_and_its_sequence_cancelled() -> Non
     engine = FakeEngine(max_model_len=2_000_000)
     with LiveServer(engine, connections=limits) as live:
         live.call(lambda: setattr(engine, "max_model_len", 2_000_000))
-        stuck = socket.socket()
-        stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        stuck.connect(("127.0.0.1", live.port))
-        body = {"prompt": "abc", "stream": True, "max_tokens": 4000, "ignore_eos": True, "logprobs": 20}
-        stuck.sendall(post_bytes(TEXT, body) * 3)
-        live.wait_for(lambda: len(engine.added) == 1)
-        live.wait_for(lambda: not engine.alive)
-        assert len(engine.cancelled) == 1
-        stuck.close()
+        with socket.socket() as stuck:
+            stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            stuck.connect(("127.0.0.1", live.port))
+            body = {"prompt": "abc", "stream": True, "max_tokens": 4000, "ignore_eos": True, "logprobs": 20}
+            stuck.sendall(post_bytes(TEXT, body) * 3)
+            live.wait_for(lambda: len(engine.cancelled) == 1)
+            live.wait_for(lambda: not engine.alive)
         assert live.post(TEXT, {"prompt": "fine"})[1]["choices"][0]["text"] == "fine"
 
 

@@ -27,7 +27,7 @@ class KernelStep:
     """A step's `kernels.cpu.abi.Step`, and what its pointers point to."""
 
     def __init__(self, metadata: AttentionMetadata, positions: Tensor | None = None) -> None:
-        self._metadata, self._positions = metadata, positions
+        self._kept = (positions, metadata.slot_mapping, metadata.block_tables)
         self._query_starts = np.array(metadata.query_starts, dtype=np.int64)
         self._seq_lens = np.array(metadata.seq_lens, dtype=np.int64)
         tables = metadata.block_tables

@@ -51,8 +51,9 @@ class Compute:
     format_of: FormatOf = never_quantized
 
     def kernels_for(self, name: str) -> CpuKernels | None:
-        """Our kernels, if those of this name may be used."""
-        return self.kernels if self.kernels is not None and self.kernels.has(name) else None
+        """Our kernels, if those of this name may be used and take the rank's dtype."""
+        usable = self.kernels is not None and self.kernels.has(name) and self.dtype in DTYPES
+        return self.kernels if usable else None
 
     def weight(
         self, parts: Mapping[str, int], out_size: int, in_size: int, *, gated: bool = False
@@ -65,11 +66,11 @@ class Compute:
         """
         quantized = self.format_of(parts, in_size)
         kernels = self.kernels_for("linear")
-        if quantized is not None and kernels is not None and self.dtype in DTYPES:
+        if quantized is not None and kernels is not None:
             return QuantizedMatrix(out_size, in_size, self.dtype, quantized, kernels, gated=gated)
         if quantized is not None:
             return RoundedMatrix(out_size, in_size, self.dtype, quantized, gated=gated)
-        if kernels is not None and self.dtype in DTYPES:
+        if kernels is not None:
             return PackedMatrix(out_size, in_size, self.dtype, kernels, gated=gated)
         if self.device.type == "cpu" and self.dtype == torch.bfloat16 and _has_onednn():
             return OnednnMatrix(out_size, in_size, self.dtype, gated=gated)
@@ -84,7 +85,7 @@ class Compute:
             multiplied: it is the output head as well.
         """
         is_quantized = self.format_of(parts, size) is not None
-        if is_quantized or (multiplied and self.kernels_for("linear") is not None and self.dtype in DTYPES):
+        if is_quantized or (multiplied and self.kernels_for("linear") is not None):
             return self.weight(parts, num_ids, size)
         return self.parameter(num_ids, size)
 

@@ -31,7 +31,7 @@ from penstock.layers.activation import silu_and_multiply
 # How rows lie among the packed columns (csrc/epilogue.h): gate and up projections share panels.
 PLAIN, GATE, UP = 0, 1, 2
 
-_SCALE_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SCALE_DTYPES = DTYPES | {torch.float16: abi.FLOAT16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from penstock.kernels.cpu.ops import DTYPES
 from penstock.layers.compute import Compute
 
 
@@ -20,7 +19,7 @@ class AddRMSNorm(nn.Module):
         super().__init__()
         self.weight = compute.parameter(size)
         self.eps = eps
-        self._kernels = compute.kernels_for("norm") if compute.dtype in DTYPES else None
+        self._kernels = compute.kernels_for("norm")
 
     def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Two [num_tokens, hidden] -> (normalised sum, sum); our kernel writes the sum over `residual`."""

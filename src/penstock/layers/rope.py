@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.kernels.cpu.ops import DTYPES
 from penstock.layers.compute import Compute
 from penstock.layers.rope_spec import RopeSpec
 
@@ -41,7 +40,7 @@ class RotaryEmbedding:
         self._attention_factor = rope.attention_factor
         self._head_dim = head_dim
         self._dtype = compute.dtype
-        self._kernels = compute.kernels_for("attention") if compute.dtype in DTYPES else None
+        self._kernels = compute.kernels_for("attention")
 
     def angles(self, positions: Tensor) -> RotaryAngles | Tensor:
         """[num_tokens] int64 -> the angles, computed in float32 and rounded to the model's dtype once.

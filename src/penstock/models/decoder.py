@@ -19,7 +19,7 @@ from penstock.attention.cpu_paged import CpuPagedAttention
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.kernels.candidates import HeadOutput, HeadRequest
-from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape
+from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
@@ -195,10 +195,10 @@ class Decoder(nn.Module):
         Args:
             max_num_tokens: of any later step.
         """
-        kernels, dtype = self._compute.kernels, self._compute.dtype
-        if kernels is not None and kernels.enabled >= RecordedForward.NEEDED and dtype in DTYPES:
+        kernels = self._compute.kernels
+        if kernels is not None and all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
             self._recorded = RecordedForward(self._run_layers, self.rope.angles, kernels)
-            self._recorded.record(kv, max_num_tokens, self._hidden_size, dtype)
+            self._recorded.record(kv, max_num_tokens, self._hidden_size, self._compute.dtype)
 
     def forward(
         self,
@@ -269,7 +269,7 @@ class Decoder(nn.Module):
 def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionBackend:
     shape = HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
     kernels = compute.kernels_for("attention")
-    if kernels is not None and compute.dtype in DTYPES:
+    if kernels is not None:
         return CpuPagedAttention(shape, compute.dtype, block_size, kernels)
     return TorchPagedAttention(shape, compute.dtype)
 

@@ -8,11 +8,9 @@ the checkpoint holds quantised come from `weights.quantized_formats`.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,12 +30,12 @@ from penstock.weights.mapping import (
     unexpected_names,
 )
 from penstock.weights.quantized_formats import QuantizedCheckpoint
-from penstock.weights.tensor_bytes import read_exactly
+from penstock.weights.tensor_bytes import TORCH_DTYPES, opened, read_exactly
 
 CHUNK_BYTES = 4 << 20
 PANEL_ROWS = 32  # pieces of a packed weight begin at multiples of it
 
-_TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_FLOAT_DTYPES = {name: TORCH_DTYPES[name] for name in ("F32", "BF16", "F16")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +64,7 @@ class _Load:
         if isinstance(self.slot, RowSlot):
             return False
         target = self.slot.target
-        return target.device.type == "cpu" and target.dtype == _TORCH_DTYPES[self.entry.dtype]
+        return target.device.type == "cpu" and target.dtype == _FLOAT_DTYPES[self.entry.dtype]
 
 
 def load_weights(
@@ -112,7 +110,7 @@ def _filled(loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoi
     # Pages of its own, which go back to the system; a freed block of the heap would stay.
     buffer = zero_pages(max(map(_buffer_bytes, loads), default=0), "reading weights", "Free memory.")
     for path, of_file in _by_file(loads):
-        with _opened(path) as descriptor:
+        with opened(path) as descriptor:
             for load in of_file:
                 _fill(load, descriptor, buffer)
                 _finish(load.slot, missing)
@@ -177,11 +175,11 @@ def _check_surplus(
 
 
 def _checked(slot: Slot, entry: TensorEntry) -> _Load:
-    if entry.dtype not in _TORCH_DTYPES:
+    if entry.dtype not in _FLOAT_DTYPES:
         raise CheckpointError(
             file=entry.path.name,
             tensor=entry.name,
-            expected=f"a dtype of {', '.join(_TORCH_DTYPES)}",
+            expected=f"a dtype of {', '.join(_FLOAT_DTYPES)}",
             found=entry.dtype,
             remedy="Use the original checkpoint, or one whose config.json says how it is quantised.",
         )
@@ -205,7 +203,7 @@ def _buffer_bytes(load: _Load) -> int:
 
 
 def _row_bytes(load: _Load) -> int:
-    return load.slot.shape[1] * _TORCH_DTYPES[load.entry.dtype].itemsize
+    return load.slot.shape[1] * _FLOAT_DTYPES[load.entry.dtype].itemsize
 
 
 def _rows_at_once(load: _Load) -> int:
@@ -217,26 +215,12 @@ def _by_file(loads: list[_Load]) -> Iterator[tuple[Path, list[_Load]]]:
         yield path, [load for load in loads if load.entry.path == path]
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(
-            file=path.name, expected="a readable file", found=error.strerror or "an error"
-        ) from error
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
 def _fill(load: _Load, descriptor: int, buffer: Tensor) -> None:
     """Read one tensor chunk by chunk, so that the check for NaN finds the bytes still in the cache."""
     if isinstance(load.slot, RowSlot):
         _fill_rows(load, load.slot, descriptor, buffer)
         return
-    source_dtype = _TORCH_DTYPES[load.entry.dtype]
+    source_dtype = _FLOAT_DTYPES[load.entry.dtype]
     step = CHUNK_BYTES // source_dtype.itemsize
     memory = load.slot.target.view(-1)
     for first in range(0, memory.numel(), step):
@@ -253,7 +237,7 @@ def _fill(load: _Load, descriptor: int, buffer: Tensor) -> None:
 
 def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor) -> None:
     """The same for a weight that takes rows."""
-    source_dtype, (num_rows, in_size) = _TORCH_DTYPES[load.entry.dtype], slot.shape
+    source_dtype, (num_rows, in_size) = _FLOAT_DTYPES[load.entry.dtype], slot.shape
     step, row_bytes = _rows_at_once(load), _row_bytes(load)
     for first in range(0, num_rows, step):
         count = min(step, num_rows - first)

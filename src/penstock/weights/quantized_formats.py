@@ -32,7 +32,7 @@ from penstock.errors import CheckpointError
 from penstock.kernels.quantized_rows import QuantizedRows
 from penstock.weights.checkpoint import Checkpoint, TensorEntry
 from penstock.weights.quantization_spec import QuantizationSpec, WeightScheme
-from penstock.weights.tensor_bytes import read_rows, read_tensor
+from penstock.weights.tensor_bytes import TORCH_DTYPES, read_rows, read_tensor
 
 PIECE_VALUES = 4 << 20  # unpacked values of a piece, about
 PIECE_ROWS = 32  # pieces begin at multiples of it, like the panels of the kernels
@@ -112,7 +112,7 @@ class QuantizedCheckpoint:
         entry = self._checkpoint.entry(f"{projection}.{'scales' if by_column else 'weight_scale'}")
         if entry.dtype not in _FLOATS:
             raise self._surprise(entry.name, f"a dtype of {', '.join(_FLOATS)}", entry.dtype)
-        return {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}[entry.dtype]
+        return TORCH_DTYPES[entry.dtype]
 
     def tensor_names(self, projection: str) -> list[str]:
         """Names of the tensors that belong to the projection; its bias only if it is all zeros.

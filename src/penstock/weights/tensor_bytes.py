@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor
 from penstock.errors import CheckpointError
 from penstock.weights.checkpoint import TensorEntry
 
-_TORCH_DTYPES = {
+TORCH_DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
@@ -39,9 +41,9 @@ def read_rows(entry: TensorEntry, first: int, last: int) -> Tensor:
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
-    dtype = _TORCH_DTYPES.get(entry.dtype)
+    dtype = TORCH_DTYPES.get(entry.dtype)
     if dtype is None:
-        expected = f"a dtype of {', '.join(_TORCH_DTYPES)}"
+        expected = f"a dtype of {', '.join(TORCH_DTYPES)}"
         raise CheckpointError(file=entry.path.name, tensor=entry.name, expected=expected, found=entry.dtype)
     return dtype
 
@@ -49,20 +51,24 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
 def _read(entry: TensorEntry, shape: tuple[int, ...], offset: int) -> Tensor:
     values = torch.empty(shape, dtype=_dtype(entry))
     memory = memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-    descriptor = _open(entry.path)
-    try:
+    with opened(entry.path) as descriptor:
         read_exactly(memory, descriptor, entry, offset)
-    finally:
-        os.close(descriptor)
     return values
 
 
-def _open(path: Path) -> int:
+@contextmanager
+def opened(path: Path) -> Iterator[int]:
+    """A descriptor to read from. Raises `CheckpointError` if the file cannot be opened."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        found = error.strerror or "an error"
-        raise CheckpointError(file=path.name, expected="a readable file", found=found) from error
+        raise CheckpointError(
+            file=path.name, expected="a readable file", found=error.strerror or "an error"
+        ) from error
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def read_exactly(memory: memoryview, descriptor: int, entry: TensorEntry, offset: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints import make_checkpoint
-from hand_core import HandCore, Part, Wanted, make_plan, new_row
+from hand_core import Part, Wanted, make_plan, new_row, small_core
 from paths import shared_data
 from penstock.errors import CheckpointError, ProtocolError, StageLostError
 from penstock.executor.inprocess import InprocessExecutor
@@ -29,17 +29,6 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("tiny"), layers=5, tied=True)
 
 
-def hand_core(num_stages: int, async_depth: int, chunk: int) -> HandCore:
-    return HandCore(
-        num_stages=num_stages,
-        depth=num_stages + async_depth,
-        num_rows=4,
-        num_blocks=64,
-        block_size=16,
-        chunk=chunk,
-    )
-
-
 @pytest.mark.parametrize(
     ("num_stages", "async_depth", "chunk"), [(1, 0, 64), (2, 0, 7), (3, 1, 16), (5, 2, 64)]
 )
@@ -51,7 +40,7 @@ def test_d4_golden_tokens_alone_and_in_company(num_stages: int, async_depth: int
     wanted = [
         Wanted([1, *golden[:known]], min(60, len(golden) - known)) for known in (0, 63, 129, 7, 21, 180)
     ]
-    hand_core(num_stages, async_depth, chunk).generate(executor, wanted)
+    small_core(num_stages, async_depth, chunk).generate(executor, wanted)
     executor.shutdown()
     for request in wanted:
         known = len(request.prompt) - 1
@@ -65,7 +54,7 @@ def test_a10_d5_all_stage_counts_give_the_same_tokens(tiny: Path) -> None:
         executor = InprocessExecutor(make_rank_configs(tiny, num_stages))
         executor.start()
         wanted = [Wanted(list(prompt), 12) for prompt in prompts]
-        hand_core(num_stages, 0, 8).generate(executor, wanted)
+        small_core(num_stages, 0, 8).generate(executor, wanted)
         executor.shutdown()
         outputs.append([request.output for request in wanted])
     assert all(len(output) == 12 for output in outputs[0])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -27,18 +26,6 @@ GUARD = 7.0  # what memory that must not be written holds
 DTYPES = st.sampled_from(list(TYPES))
 EACH_TARGET = pytest.mark.parametrize("library", targets(), indirect=True)
 EACH_DTYPE = pytest.mark.parametrize("dtype", TYPES, ids=["float32", "bfloat16"])
-
-
-@pytest.fixture(scope="module")
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    return built(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -28,18 +27,6 @@ from penstock.kernels.quantized_rows import QuantizedRows, dequantize, quantize_
 CODES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 EACH_TARGET = pytest.mark.parametrize("library", targets(), indirect=True)
 GUARD = 7.0  # what memory that must not be written holds
-
-
-@pytest.fixture(scope="module")
-def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    return built(request.param)
-
-
-@pytest.fixture(autouse=True)
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def random_rows(
