@@ -22,7 +22,7 @@ import torch
 from penstock.kernels.candidates import HeadRequest, SparseBias
 from penstock.kernels.cpu import library as kernel_library
 from penstock.kernels.cpu.abi import BFLOAT16, Step
-from penstock.kernels.cpu.head import dense_product, head
+from penstock.kernels.cpu.head import Head, dense_product
 
 BARS = {1: 1.03, 50: 1.10, 128: 1.10}
 
@@ -85,7 +85,7 @@ def measure(library: ctypes.CDLL, options: argparse.Namespace) -> int:
         linear = lambda: library.penstock_linear(ctypes.byref(product), ctypes.byref(step))  # noqa: B023, E731
         for count, bar in BARS.items():
             wanted = request(num_rows, count)
-            found, taken = ratio(lambda: head(library, product, wanted), linear, options.repeats)  # noqa: B023
+            found, taken = ratio(lambda: Head(library).answer(product, wanted), linear, options.repeats)  # noqa: B023
             missed += found > bar
             beside = f"{found:.3f} x the product's {1000 * taken:6.2f} ms"
             print(f"{num_rows:3} rows  k = {count:3}  {beside}  bar {bar}")

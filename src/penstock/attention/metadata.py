@@ -33,14 +33,14 @@ class KernelStep:
         tables = metadata.block_tables
         assert tables.stride(-1) == 1 or tables.shape[-1] <= 1, "a row of block tables must be contiguous"
         self.struct = abi.Step(
-            metadata.query_starts[-1],
-            None if positions is None else positions.data_ptr(),
-            metadata.slot_mapping.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
-            self._query_starts.ctypes.data,
-            self._seq_lens.ctypes.data,
-            len(metadata.seq_lens),
+            num_tokens=metadata.query_starts[-1],
+            positions=None if positions is None else positions.data_ptr(),
+            slot_mapping=metadata.slot_mapping.data_ptr(),
+            block_tables=tables.data_ptr(),
+            block_table_stride=tables.stride(0),
+            query_starts=self._query_starts.ctypes.data,
+            seq_lens=self._seq_lens.ctypes.data,
+            num_rows=len(metadata.seq_lens),
         )
 
 
@@ -94,10 +94,11 @@ class AttentionMetadata:
     slot_mapping: Tensor  # [num_tokens] int64, where the step's keys and values go
     num_decodes: int  # leading rows with exactly one token
     block_size: int
+    kernel_step: abi.Step | None = None  # the same and the positions for our kernels, if at hand
 
     @cached_property
     def step(self) -> KernelStep:
-        """The same for our kernels."""
+        """The same for our kernels, without positions."""
         return KernelStep(self)
 
     @cached_property

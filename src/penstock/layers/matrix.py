@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu import abi
-from penstock.kernels.cpu.head import dense_product, head
+from penstock.kernels.cpu.head import Head, dense_product
 from penstock.kernels.cpu.ops import DTYPES, PANEL, CpuKernels
 from penstock.kernels.pages import zero_pages
 from penstock.kernels.quantized_rows import (
@@ -87,7 +87,7 @@ class PackedMatrix(Matrix):
         self, out_size: int, in_size: int, dtype: torch.dtype, kernels: CpuKernels, *, gated: bool = False
     ) -> None:
         super().__init__(out_size, in_size, dtype, gated=gated)
-        self._kernels = kernels
+        self._kernels, self._head = kernels, Head(kernels.library)
         columns = padded_columns(out_size, gated)
         padded_in = in_size + in_size % 2 if dtype == torch.bfloat16 else in_size
         self._panels = _pages(columns * padded_in * dtype.itemsize, out_size, in_size)
@@ -121,7 +121,7 @@ class PackedMatrix(Matrix):
         if not self._kernels.has("head"):
             return super().head(x, request)
         product = dense_product(x, self._panels.data_ptr(), self.out_size)
-        return head(self._kernels.library, product, request)
+        return self._head.answer(product, request)
 
 
 class QuantizedMatrix(Matrix):
@@ -138,7 +138,7 @@ class QuantizedMatrix(Matrix):
         gated: bool = False,
     ) -> None:
         super().__init__(out_size, in_size, dtype, gated=gated)
-        self._kernels, self._format = kernels, quantized
+        self._kernels, self._format, self._head = kernels, quantized, Head(kernels.library)
         self._scale_type = _SCALE_DTYPES[quantized.scale_dtype]
         sizes = abi.QuantizedSizes()
         kernels.library.penstock_quantized_sizes(
@@ -209,7 +209,7 @@ class QuantizedMatrix(Matrix):
         product = self._product(None)
         product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
         product.scratch = scratch.data_ptr()
-        return head(self._kernels.library, product, request)
+        return self._head.answer(product, request)
 
     def _product(self, bias: Tensor | None) -> abi.QuantizedLinearArgs:
         return abi.QuantizedLinearArgs(

@@ -21,10 +21,20 @@ class AddRMSNorm(nn.Module):
         self.eps = eps
         self._kernels = compute.kernels_for("norm")
 
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Two [num_tokens, hidden] -> (normalised sum, sum); our kernel writes the sum over `residual`."""
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor, selected: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Two [num_tokens, hidden] -> (normalised sum, sum); our kernel writes the sum over `residual`.
+
+        Args:
+            selected: [num_selected] int64, the only tokens that are wanted, rising; the normalised sum has as
+                many rows, and the sum is of no use.
+        """
         if self._kernels is not None:
-            return self._kernels.add_rms_norm(hidden_states, residual, self.weight, self.eps), residual
+            normed = self._kernels.add_rms_norm(hidden_states, residual, self.weight, self.eps, selected)
+            return normed, residual
+        if selected is not None and len(selected) != len(hidden_states):
+            hidden_states, residual = hidden_states[selected], residual[selected]
         residual = hidden_states + residual
         wide = residual.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)

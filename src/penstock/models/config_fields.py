@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import reprlib
 import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -155,20 +156,25 @@ class ConfigFields:
             value = {}
         if not isinstance(value, dict):
             raise self.error(name, "an object", value)
-        return ConfigFields(value, file=self._file, prefix=f"{self._prefix}{name}.")
+        return ConfigFields(value, file=self._file, prefix=f"{self._field(name)}.")
 
     def error(self, name: str, expected: str, found: object) -> ModelConfigError:
         """The error for a field, ready to raise."""
-        field = f"{self._prefix}{name}"
+        field = self._field(name)
         return ModelConfigError(
             f"{self._file}: {field} must be {expected}, found {kind_of(found)}.", remedy=_REMEDY, param=field
         )
+
+    def _field(self, name: str) -> str:
+        """The full name for messages; a section's may be any text that the file has."""
+        is_plain = name.isprintable() and len(name) <= 64
+        return f"{self._prefix}{name if is_plain else reprlib.repr(name)}"
 
     def _get(self, name: str, default: object) -> Any:
         value = self._values.get(name)
         if value is None and default is None:
             found = "null" if name in self._values else "nothing"
-            field = f"{self._prefix}{name}"
+            field = self._field(name)
             raise ModelConfigError(
                 f"{self._file}: {field} is required, found {found}.", remedy=_REMEDY, param=field
             )

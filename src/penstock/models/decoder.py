@@ -8,6 +8,7 @@ nothing of ranks, links or requests.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import ClassVar, Literal
 
@@ -23,11 +24,12 @@ from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
+from penstock.layers.matrix import Matrix
 from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import AddRMSNorm
 from penstock.layers.rope import RotaryAngles, RotaryEmbedding
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
-from penstock.models.recorded import RecordedForward
+from penstock.models.recorded import RecordedForward, StageParts
 from penstock.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
@@ -186,19 +188,36 @@ class Decoder(nn.Module):
 
     def embed(self, input_ids: Tensor) -> IntermediateTensors:
         """[num_tokens] int64 -> what the first layer takes; the residual stream starts at zero."""
+        if self._recorded is not None and self._recorded.has_embedding:
+            return _intermediate(*self._recorded.embed(input_ids))
         vectors = self.model.embed_tokens(input_ids)
-        return IntermediateTensors({"hidden_states": vectors, "residual": torch.zeros_like(vectors)})
+        return _intermediate(vectors, torch.zeros_like(vectors))
 
     def record(self, kv: Sequence[AnyKV], max_num_tokens: int) -> None:
-        """Prepare `forward` for this KV storage: from now on it replays its calls, if all are kernels'.
+        """Prepare for this KV storage: from now on calls are replayed, if all are kernels'.
 
         Args:
             max_num_tokens: of any later step.
         """
         kernels = self._compute.kernels
-        if kernels is not None and all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
-            self._recorded = RecordedForward(self._run_layers, self.rope.angles, kernels)
-            self._recorded.record(kv, max_num_tokens, self._hidden_size, self._compute.dtype)
+        if kernels is None or not all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
+            return
+        embedding, norm = self.model.embed_tokens, self.model.norm
+        is_first = self.start_layer == 0 and isinstance(embedding, VocabEmbedding)
+        parts = StageParts(
+            embed=embedding if is_first and isinstance(embedding.weight, Matrix) else None,
+            angles=self.rope.angles,
+            run_layers=self._run_layers,
+            final_norm=None if isinstance(norm, MissingLayer) else lambda *rows: norm(*rows)[0],
+        )
+        self._recorded = RecordedForward(
+            parts,
+            kernels,
+            kv,
+            max_num_tokens=max_num_tokens,
+            width=self._hidden_size,
+            dtype=self._compute.dtype,
+        )
 
     def forward(
         self,
@@ -219,11 +238,9 @@ class Decoder(nn.Module):
         """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
-            hidden_states, residual = self._recorded.replay(hidden_states, residual, positions, metadata)
-        else:
-            angles = self.rope.angles(positions)
-            hidden_states, residual = self._run_layers(hidden_states, residual.clone(), angles, kv, metadata)
-        return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
+            return _intermediate(*self._recorded.forward(hidden_states, residual, positions, metadata))
+        angles = self.rope.angles(positions)
+        return _intermediate(*self._run_layers(hidden_states, residual.clone(), angles, kv, metadata))
 
     def _run_layers(
         self,
@@ -252,14 +269,12 @@ class Decoder(nn.Module):
 
     def _last_hidden(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """The final norm of some tokens; may overwrite `tensors`, which nobody needs any more."""
-        hidden_states, residual = tensors["hidden_states"], tensors["residual"]
-        if len(indices) != len(hidden_states):  # indices rise: as many as there are tokens are all of them
-            hidden_states = hidden_states.index_select(0, indices)
-            residual = residual.index_select(0, indices)
-        normed: Tensor = self.model.norm(hidden_states, residual)[0]
+        if self._recorded is not None:
+            return self._recorded.normed(indices)
+        normed: Tensor = self.model.norm(tensors["hidden_states"], tensors["residual"], indices)[0]
         return normed
 
-    @property
+    @cached_property
     def _head(self) -> Vocabulary:
         head = self.model.embed_tokens if isinstance(self.lm_head, MissingLayer) else self.lm_head
         assert not isinstance(head, MissingLayer), "only the last stage computes logits"
@@ -272,6 +287,10 @@ def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionB
     if kernels is not None:
         return CpuPagedAttention(shape, compute.dtype, block_size, kernels)
     return TorchPagedAttention(shape, compute.dtype)
+
+
+def _intermediate(hidden_states: Tensor, residual: Tensor) -> IntermediateTensors:
+    return IntermediateTensors({"hidden_states": hidden_states, "residual": residual})
 
 
 def _bounds(layer_range: range | tuple[int, int]) -> tuple[int, int]:

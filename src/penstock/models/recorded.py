@@ -1,81 +1,153 @@
-"""A stage's forward pass as a list of kernel calls: recorded once, replayed for every step.
+"""A stage's share of a step as lists of kernel calls: recorded once, replayed for every step.
 
-`models.decoder` records its own layers with all kernels on; what a step then costs outside the kernels is two
-small copies and one call. Without all kernels the layers run as they stand.
+`models.decoder` records its own layers with all kernels on, and the embedding and the last norm where it has
+them; what a step then costs outside the kernels is a few calls. That is worth the trouble because every step
+streams all weights through the caches: what Python does in between finds them cold, and takes several times
+as long as it looks. Without all kernels the layers run as they stand.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, AttentionMetadata, KernelStep
+from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.kernels.cpu.tape import Tape, step_memory
 
+MOST_VIEWS = 256  # kept of one memory; steps of a steady load need a few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParts:
+    """What there is to record.
+
+    Attributes:
+        embed: token ids -> vectors; None: not on this stage, or not by a kernel.
+        angles: of positions.
+        run_layers: the layers' forward pass; tells the start of each layer to its last argument.
+        final_norm: hidden states, residual and which tokens are wanted -> these, normed; None: not here.
+    """
+
+    embed: Callable[[Tensor], Tensor] | None
+    angles: Callable[[Tensor], Any]
+    run_layers: Callable[..., tuple[Tensor, Tensor]]
+    final_norm: Callable[[Tensor, Tensor, Tensor], Tensor] | None
+
 
 class RecordedForward:
-    """The layers of a stage on a tape.
+    """The parts of a stage on tapes. Every result is memory that the same call writes again a step later.
 
     Args:
-        run_layers: the layers' forward pass; tells the start of each layer to its last argument.
-        angles: of positions.
+        kv: storage of the layers.
+        max_num_tokens: of any step.
+        width, dtype: of the hidden states.
     """
 
     NEEDED: ClassVar[frozenset[str]] = frozenset({"linear", "norm", "attention"})
 
     def __init__(
         self,
-        run_layers: Callable[..., tuple[Tensor, Tensor]],
-        angles: Callable[[Tensor], Any],
+        parts: StageParts,
         kernels: CpuKernels,
+        kv: Sequence[AnyKV],
+        *,
+        max_num_tokens: int,
+        width: int,
+        dtype: torch.dtype,
     ) -> None:
-        self._run_layers, self._angles, self._kernels = run_layers, angles, kernels
-        self._views: dict[int, tuple[Tensor, Tensor]] = {}
+        self._kernels = kernels
+        anything = torch.zeros(max_num_tokens, dtype=torch.int64)  # in place of ids, positions and indices
+        self._embed: Tape | None = None
+        if parts.embed is not None:
+            with self._recording(max_num_tokens) as self._embed:
+                self._input = StepViews(parts.embed(anything), kernels.zeros(anything, width, dtype))
+        else:
+            self._input = StepViews(*(step_memory(max_num_tokens, width, dtype) for _ in range(2)))
+        hidden_states, residual = self._input.whole
+        with self._recording(max_num_tokens) as self._angles:
+            angles = parts.angles(anything)
+        with self._recording(max_num_tokens, angles, kv) as self._layers:
+            step, start_layer = _any_step(max_num_tokens), self._layers.start_layer
+            output, summed = parts.run_layers(hidden_states, residual, angles, kv, step, start_layer)
+        assert summed is residual, "the residual stream is added to in place"
+        self._output = StepViews(output, residual)
+        self._final_norm: Tape | None = None
+        if parts.final_norm is not None:
+            with self._recording(max_num_tokens) as self._final_norm:
+                self._normed = StepViews(parts.final_norm(output, residual, anything))
 
-    def record(self, kv: Sequence[AnyKV], max_num_tokens: int, width: int, dtype: torch.dtype) -> None:
-        """Take down the calls for this KV storage and steps of so many tokens at most."""
-        self._hidden_states, self._residual = (step_memory(max_num_tokens, width, dtype) for _ in range(2))
-        positions = torch.zeros(max_num_tokens, dtype=torch.int64)
-        angles_tape, tape = Tape(max_num_tokens), Tape(max_num_tokens)
-        with self._kernels.recording(angles_tape):
-            angles = self._angles(positions)
-        with self._kernels.recording(tape):
-            self._output, residual = self._run_layers(
-                self._hidden_states, self._residual, angles, kv, _any_step(max_num_tokens), tape.start_layer
-            )
-        assert residual is self._residual, "the residual stream is added to in place"
-        angles_tape.finish([])
-        tape.finish([angles, kv])
-        self._tapes = (angles_tape, tape)
+    @property
+    def has_embedding(self) -> bool:
+        return self._embed is not None
 
-    def replay(
+    def embed(self, input_ids: Tensor) -> list[Tensor]:
+        """[num_tokens] int64 -> hidden states and a residual stream of zeros, where `forward` wants them."""
+        assert self._embed is not None, "the embedding is not recorded"
+        self._embed.replay(
+            self._kernels.library, abi.Step(num_tokens=len(input_ids), input_ids=input_ids.data_ptr())
+        )
+        return self._input.of(len(input_ids))
+
+    def forward(
         self, hidden_states: Tensor, residual: Tensor, positions: Tensor, metadata: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
-        """What the layers make of [num_tokens, hidden] twice: memory that the next call writes again."""
+    ) -> list[Tensor]:
+        """What the layers make of [num_tokens, hidden] twice."""
         num_tokens = len(hidden_states)
-        assert num_tokens <= len(self._hidden_states), "the plan is larger than what was recorded"
-        _copy(hidden_states, self._hidden_states)
-        _copy(residual, self._residual)
-        step = KernelStep(metadata, positions)
-        for tape in self._tapes:
-            tape.replay(self._kernels.library, step.struct)
-        return self._results(num_tokens)
+        for rows, own in zip((hidden_states, residual), self._input.of(num_tokens), strict=True):
+            if rows is not own:
+                _copy(rows, own)
+        kept = None if metadata.kernel_step is not None else KernelStep(metadata, positions)
+        step = metadata.kernel_step if kept is None else kept.struct
+        assert step is not None
+        self._angles.replay(self._kernels.library, step)
+        self._layers.replay(self._kernels.library, step)
+        return self._output.of(num_tokens)
 
-    def _results(self, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Views of the outputs' first rows, kept: with a cold cache, making them is not cheap."""
-        found = self._views.get(num_tokens)
+    def normed(self, indices: Tensor) -> Tensor:
+        """The final norm of some tokens ([num_selected] int64) of what `forward` has returned last."""
+        assert self._final_norm is not None, "this stage has no final norm"
+        self._final_norm.replay(
+            self._kernels.library, abi.Step(num_tokens=len(indices), selected=indices.data_ptr())
+        )
+        return self._normed.of(len(indices))[0]
+
+    @contextmanager
+    def _recording(self, num_tokens: int, *kept: object) -> Iterator[Tape]:
+        """A tape of the calls inside; `kept` as for `Tape.finish`."""
+        tape = Tape(num_tokens)
+        with self._kernels.recording(tape):
+            yield tape
+        tape.finish(kept)
+
+
+class StepViews:
+    """The first rows of some tensors. Views are kept: with a cold cache, making them is not cheap."""
+
+    def __init__(self, *whole: Tensor) -> None:
+        self.whole = whole
+        self._views: dict[int, list[Tensor]] = {}
+
+    def of(self, num_rows: int) -> list[Tensor]:
+        """The first `num_rows` rows of each."""
+        found = self._views.get(num_rows)
         if found is None:
-            found = self._views[num_tokens] = (self._output[:num_tokens], self._residual[:num_tokens])
+            assert num_rows <= len(self.whole[0]), "the plan is larger than what was recorded"
+            if len(self._views) == MOST_VIEWS:
+                self._views.clear()
+            found = self._views[num_rows] = [tensor[:num_rows] for tensor in self.whole]
         return found
 
 
 def _copy(rows: Tensor, memory: Tensor) -> None:
-    """Rows into the first rows of memory, past torch's dispatch."""
+    """Past torch's dispatch."""
     assert rows.is_contiguous(), "activations are contiguous"
     assert rows.dtype == memory.dtype
     ctypes.memmove(memory.data_ptr(), rows.data_ptr(), rows.nbytes)

@@ -7,12 +7,17 @@ a device is never written over. Knows nothing of what the numbers mean.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from penstock.kernels.cpu import abi
+
+MOST_VIEWS = 256  # kept of one buffer; steps of a steady load need a few
 
 
 class InputBuffer:
@@ -22,13 +27,30 @@ class InputBuffer:
         on_host = device.type == "cpu"
         self._host = torch.empty(size, dtype=torch.int64, pin_memory=not on_host)
         self._device = self._host if on_host else torch.empty(size, dtype=torch.int64, device=device)
-        self.values: NDArray[np.int64] = self._host.numpy()  # [size], written by the host
+        self._values: NDArray[np.int64] = self._host.numpy()
+        # Views are kept: with a cold cache, as it is between two steps, making one is not cheap.
+        self._views: dict[tuple[int, ...], Tensor] = {}
 
-    def publish(self, count: int) -> Tensor:
-        """The first `count` elements on the device, as written so far. [count]"""
+    @property
+    def host_address(self) -> int:
+        """Where the values lie in host memory, at every step."""
+        return self._host.data_ptr()
+
+    def publish(self, values: NDArray[np.int64]) -> Tensor:
+        """`values` on the device: a view of the buffer, of the same shape."""
+        assert values.size <= len(self._values), "the plan is larger than the buffers of the rank"
+        self._values[: values.size] = values.reshape(-1)
         if self._device is not self._host:
-            self._device[:count].copy_(self._host[:count], non_blocking=True)
-        return self._device[:count]
+            self._device[: values.size].copy_(self._host[: values.size], non_blocking=True)
+        return self._view(values.shape)
+
+    def _view(self, shape: tuple[int, ...]) -> Tensor:
+        found = self._views.get(shape)
+        if found is None:
+            if len(self._views) == MOST_VIEWS:
+                self._views.clear()
+            found = self._views[shape] = self._device[: math.prod(shape)].view(shape)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +62,9 @@ class InputBuffers:
     slot_mapping: InputBuffer  # [max_num_tokens]
     block_tables: InputBuffer  # [max_num_rows * max_blocks_per_row], used as [num_rows, longest]
     sample_indices: InputBuffer  # [max_num_rows]
+    query_starts: InputBuffer  # [max_num_rows + 1]
+    seq_lens: InputBuffer  # [max_num_rows]
+    kernel_step: abi.Step  # over these buffers' host addresses
 
 
 class BufferPool:
@@ -60,17 +85,25 @@ class BufferPool:
         max_blocks_per_row: int,
         device: torch.device,
     ) -> None:
+        host = torch.device("cpu")
+        sizes = {
+            "input_ids": (max_num_tokens, device),
+            "positions": (max_num_tokens, device),
+            "slot_mapping": (max_num_tokens, device),
+            "block_tables": (max_num_rows * max_blocks_per_row, device),
+            "sample_indices": (max_num_rows, device),
+            "query_starts": (max_num_rows + 1, host),
+            "seq_lens": (max_num_rows, host),
+        }
         self._sets = [
-            InputBuffers(
-                input_ids=InputBuffer(max_num_tokens, device),
-                positions=InputBuffer(max_num_tokens, device),
-                slot_mapping=InputBuffer(max_num_tokens, device),
-                block_tables=InputBuffer(max_num_rows * max_blocks_per_row, device),
-                sample_indices=InputBuffer(max_num_rows, device),
-            )
-            for _ in range(depth)
+            _with_step({name: InputBuffer(*size) for name, size in sizes.items()}) for _ in range(depth)
         ]
 
     def for_step(self, step_id: int) -> InputBuffers:
         """The set of a step: the same one again `depth` steps later."""
         return self._sets[step_id % len(self._sets)]
+
+
+def _with_step(buffers: dict[str, InputBuffer]) -> InputBuffers:
+    pointers = {name: buffer.host_address for name, buffer in buffers.items() if name != "sample_indices"}
+    return InputBuffers(kernel_step=abi.Step(**pointers), **buffers)

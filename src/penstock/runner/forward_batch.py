@@ -15,7 +15,7 @@ from torch import Tensor
 
 from penstock.attention.metadata import AttentionMetadata
 from penstock.batch import ScheduledBatch
-from penstock.runner.buffers import InputBuffer, InputBuffers
+from penstock.runner.buffers import InputBuffers
 from penstock.runner.request_rows import RequestRows, RowSnapshot
 
 
@@ -48,52 +48,55 @@ def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
     row_index = np.array(plan.rows, dtype=np.int64)
     num_tokens = np.array(plan.num_tokens, dtype=np.int64)
     ends = starts + num_tokens
-    query_ends = np.cumsum(num_tokens)
-
-    row_of_token = np.repeat(row_index, num_tokens)
-    positions = np.arange(plan.total_tokens) + np.repeat(ends - query_ends, num_tokens)
-    metadata = AttentionMetadata(
-        query_starts=[0, *query_ends.tolist()],
-        seq_lens=ends.tolist(),
-        block_tables=_block_tables(rows, row_index, ends, buffers.block_tables),
-        slot_mapping=_publish(buffers.slot_mapping, _slots(rows, row_of_token, positions)),
-        num_decodes=_leading_ones(plan.num_tokens),
-        block_size=rows.block_size,
-    )
-    sampled = np.flatnonzero(np.array(plan.need_sampled, dtype=bool))
+    query_starts = np.zeros(len(row_index) + 1, dtype=np.int64)
+    num_tokens.cumsum(out=query_starts[1:])
+    row_of_token, positions = row_index, starts
+    if plan.total_tokens != len(row_index):  # not all rows decode
+        row_of_token = np.repeat(row_index, num_tokens)
+        positions = np.arange(plan.total_tokens) + np.repeat(starts - query_starts[:-1], num_tokens)
     addressed = rows.snapshot(row_index)
+    sampled, sampled_ends, sample_indices = addressed, ends, query_starts[1:] - 1
+    if not all(plan.need_sampled):
+        places = np.flatnonzero(plan.need_sampled)
+        sampled, sampled_ends, sample_indices = addressed.select(places), ends[places], sample_indices[places]
     return ForwardBatch(
         plan=plan,
-        input_ids=_publish(buffers.input_ids, rows.token_ids[row_of_token, positions]),
-        positions=_publish(buffers.positions, positions),
-        metadata=metadata,
-        sample_indices=_publish(buffers.sample_indices, query_ends[sampled] - 1),
+        input_ids=buffers.input_ids.publish(rows.token_ids[row_of_token, positions]),
+        positions=buffers.positions.publish(positions),
+        metadata=_metadata(plan, rows, buffers, row_of_token, positions, query_starts, ends),
+        sample_indices=buffers.sample_indices.publish(sample_indices),
         addressed=addressed,
-        sampled=addressed.select(sampled),
-        output_index=ends[sampled] - rows.prompt_len[row_index[sampled]],
+        sampled=sampled,
+        output_index=sampled_ends - rows.prompt_len[sampled.rows],
     )
 
 
-def _slots(
-    rows: RequestRows, row_of_token: NDArray[np.int64], positions: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    blocks = rows.block_tables[row_of_token, positions // rows.block_size]
-    return blocks * rows.block_size + positions % rows.block_size
-
-
-def _block_tables(
-    rows: RequestRows, row_index: NDArray[np.int64], ends: NDArray[np.int64], buffer: InputBuffer
-) -> Tensor:
-    """The tables of the step's rows, cut to the longest context: [num_rows, longest]."""
+def _metadata(
+    plan: ScheduledBatch,
+    rows: RequestRows,
+    buffers: InputBuffers,
+    row_of_token: NDArray[np.int64],
+    positions: NDArray[np.int64],
+    query_starts: NDArray[np.int64],
+    ends: NDArray[np.int64],
+) -> AttentionMetadata:
     longest = -(-int(ends.max(initial=1)) // rows.block_size)
-    tables = rows.block_tables[row_index, :longest]
-    return _publish(buffer, tables.reshape(-1)).view(tables.shape)
-
-
-def _publish(buffer: InputBuffer, values: NDArray[np.int64]) -> Tensor:
-    assert len(values) <= len(buffer.values), "the plan is larger than the buffers of the rank"
-    buffer.values[: len(values)] = values
-    return buffer.publish(len(values))
+    tables = rows.block_tables[plan.rows, :longest]  # cut to the longest context
+    blocks = rows.block_tables[row_of_token, positions // rows.block_size]
+    slots = blocks * rows.block_size + positions % rows.block_size
+    buffers.query_starts.publish(query_starts)
+    buffers.seq_lens.publish(ends)
+    step = buffers.kernel_step
+    step.num_tokens, step.num_rows, step.block_table_stride = len(positions), len(ends), longest
+    return AttentionMetadata(
+        query_starts=query_starts.tolist(),
+        seq_lens=ends.tolist(),
+        block_tables=buffers.block_tables.publish(tables),
+        slot_mapping=buffers.slot_mapping.publish(slots),
+        num_decodes=_leading_ones(plan.num_tokens),
+        block_size=rows.block_size,
+        kernel_step=step,
+    )
 
 
 def _leading_ones(num_tokens: list[int]) -> int:

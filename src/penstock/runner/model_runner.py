@@ -65,7 +65,7 @@ class ModelRunner:
             return StepResult(step_id=plan.step_id, epoch=plan.epoch)
         params = self._sampling.batch(batch.sampled.rows, batch.output_index)
         found = self._model.compute_candidates(tensors, batch.sample_indices, params.head)
-        drawn = self._sampler.sample(found, params)
+        drawn = self._sampler.sample(found, params, batch.output_index)
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,

@@ -148,17 +148,22 @@ class RequestRows:
 
         Rows that have changed hands since are skipped.
         """
-        alive = self.generation[addressed.rows] == addressed.generations
-        rows = addressed.rows[alive]
-        ids = _padded(token_ids)[alive]
-        rejected = np.array(num_rejected, dtype=np.int64)[alive]
+        rows, ids = addressed.rows, _padded(token_ids)
+        rejected = np.array(num_rejected, dtype=np.int64) if any(num_rejected) else None
+        alive = self.generation[rows] == addressed.generations
+        if False in alive.tolist():
+            rows, ids = rows[alive], ids[alive]
+            rejected = None if rejected is None else rejected[alive]
         for column in ids.T:  # one column unless drafts were accepted
-            sampled = column >= 0
-            known = rows[sampled]
-            self.token_ids[known, self.total_len[known]] = column[sampled]
-            self.total_len[known] += 1
-        self.num_computed[rows] -= rejected
-        self.num_rejected[rows] += rejected
+            known = rows
+            if -1 in column.tolist():
+                known, column = rows[column >= 0], column[column >= 0]
+            places = self.total_len[known]
+            self.token_ids[known, places] = column
+            self.total_len[known] = places + 1
+        if rejected is not None:
+            self.num_computed[rows] -= rejected
+            self.num_rejected[rows] += rejected
         self.sampled_step[rows] = step_id
 
     def _check(
@@ -195,7 +200,9 @@ class RequestRows:
 
 def _padded(token_ids: Sequence[Sequence[int]]) -> NDArray[np.int64]:
     """Ragged lists as [num_rows, longest], filled up with -1."""
-    width = max(map(len, token_ids), default=0)
+    if all(len(ids) == 1 for ids in token_ids):
+        return np.array(token_ids, dtype=np.int64).reshape(-1, 1)
+    width = max(map(len, token_ids))
     padded = np.full((len(token_ids), width), -1, dtype=np.int64)
     for row, ids in enumerate(token_ids):
         padded[row, : len(ids)] = ids

@@ -41,38 +41,46 @@ class SampleOutput:
 class Sampler:
     """Greedy and random sampling. Holds no state: seeds and counters come with each batch."""
 
-    def sample(self, output: HeadOutput, params: SamplingBatch) -> SampleOutput:
+    def sample(
+        self, output: HeadOutput, params: SamplingBatch, output_index: NDArray[np.int64]
+    ) -> SampleOutput:
         """Choose one token per row.
 
         Args:
             output: the head's answer to `params.head`; not changed.
             params: how each row is sampled.
+            output_index: [num_rows] tokens that each request has generated before this one.
         """
         token_ids = output.candidates.ids[:, 0]
-        if params.temperature.any():
-            token_ids = _with_draws(token_ids.copy(), output, params)
-        failed = [] if token_ids.min(initial=0) >= 0 else np.flatnonzero(token_ids < 0).tolist()
-        logprobs: list[TokenLogprobs | None] = [None] * len(token_ids)
+        if params.has_draws:
+            token_ids = _with_draws(token_ids, output, params, output_index)
+        chosen = token_ids.tolist()
+        failed = [row for row, token_id in enumerate(chosen) if token_id == NO_TOKEN]
+        logprobs: list[TokenLogprobs | None] = [None] * len(chosen)
         if len(output.logits_rows):
             _fill_logprobs(logprobs, output, params, token_ids)
-        return SampleOutput(token_ids=token_ids.tolist(), logprobs=logprobs, failed=failed)
+        return SampleOutput(token_ids=chosen, logprobs=logprobs, failed=failed)
 
 
-def _with_draws(token_ids: NDArray[np.int64], output: HeadOutput, params: SamplingBatch) -> NDArray[np.int64]:
+def _with_draws(
+    token_ids: NDArray[np.int64], output: HeadOutput, params: SamplingBatch, output_index: NDArray[np.int64]
+) -> NDArray[np.int64]:
     """The likeliest candidate of each row [num_rows], replaced where a token is drawn."""
+    token_ids = token_ids.copy()
+    uniforms = uniform(params.seed, output_index)
     is_drawn = (params.temperature > 0.0) & output.candidates.is_finite
     has_candidates = params.head.num_candidates > 0
     narrow = np.flatnonzero(is_drawn & has_candidates & (token_ids != NO_ID))
     whole = np.flatnonzero(is_drawn & ~has_candidates)
     if len(narrow):
-        token_ids[narrow] = _draw_among_candidates(output, params, narrow)
+        token_ids[narrow] = _draw_among_candidates(output, params, narrow, uniforms[narrow])
     if len(whole):
-        token_ids[whole] = _draw_among_all(output, params, whole)
+        token_ids[whole] = _draw_among_all(output, params, whole, uniforms[whole])
     return token_ids
 
 
 def _draw_among_candidates(
-    output: HeadOutput, params: SamplingBatch, rows: NDArray[np.int64]
+    output: HeadOutput, params: SamplingBatch, rows: NDArray[np.int64], uniforms: NDArray[np.float64]
 ) -> NDArray[np.int64]:
     candidates = output.candidates
     return draw_candidates(
@@ -80,11 +88,13 @@ def _draw_among_candidates(
         candidates.ids[rows],
         params.temperature[rows],
         _limits(params, rows),
-        uniform(params.seed[rows], params.output_index[rows]),
+        uniforms,
     )
 
 
-def _draw_among_all(output: HeadOutput, params: SamplingBatch, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _draw_among_all(
+    output: HeadOutput, params: SamplingBatch, rows: NDArray[np.int64], uniforms: NDArray[np.float64]
+) -> NDArray[np.int64]:
     """Draw from the whole distribution of some rows, truncated or not."""
     logits = rows_of(output.logits, np.searchsorted(output.logits_rows, rows))
     logits = constrained(logits, params.head, rows)
@@ -92,7 +102,7 @@ def _draw_among_all(output: HeadOutput, params: SamplingBatch, rows: NDArray[np.
     probs = torch.softmax(logits / temperature[:, None], dim=-1)  # [len(rows), vocab]
     is_empty = probs[:, 0].isnan()  # nothing was left above minus infinity
     probs.masked_fill_(is_empty[:, None], 0.0)
-    limits, uniforms = _limits(params, rows), uniform(params.seed[rows], params.output_index[rows])
+    limits = _limits(params, rows)
     is_free = (limits.top_k == 0) & (limits.top_p == 1.0) & (limits.min_p == 0.0)
     drawn = np.empty(len(rows), dtype=np.int64)
     free, cut = np.flatnonzero(is_free), np.flatnonzero(~is_free)

@@ -10,7 +10,7 @@ so do log-probabilities, which change nothing about how the token is chosen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,10 @@ class SamplingBatch:
     top_p: NDArray[np.float64]  # [num_rows]
     min_p: NDArray[np.float64]  # [num_rows]
     seed: NDArray[np.uint64]  # [num_rows]
-    output_index: NDArray[np.int64]  # [num_rows] tokens that the request has generated before this one
     num_logprobs: NDArray[np.int64]  # [num_rows] -1 = none
+    min_tokens: NDArray[np.int64]  # [num_rows] before, suppressed ids are forbidden: `head` says so
+    has_min_tokens: bool  # any row has
+    has_draws: bool  # any row is not greedy
     head: HeadRequest  # what the rows need of their logits; rows without candidates draw from all of them
 
     def __len__(self) -> int:
@@ -56,9 +58,11 @@ class SamplingRows:
         self._num_candidates = np.ones(num_rows, dtype=np.int64)
         self._wants_logits = np.zeros(num_rows, dtype=np.bool_)
         self._suppressed_ids: list[list[int]] = [[] for _ in range(num_rows)]
+        self._kept: tuple[bytes, SamplingBatch] | None = None  # of the newest rows: often the next step's
 
     def add(self, row: int, sampling: RowSampling) -> None:
         """A request with these parameters enters `row`."""
+        self._kept = None
         temperature = sampling.temperature if sampling.temperature >= _GREEDY_BELOW else 0.0
         top_k = max(sampling.top_k, 0)
         self._temperature[row] = temperature
@@ -74,26 +78,38 @@ class SamplingRows:
         self._suppressed_ids[row] = sampling.suppressed_ids
 
     def batch(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> SamplingBatch:
-        """The parameters of `rows`, each about to sample its `output_index`-th token."""
+        """The parameters of `rows`.
+
+        Args:
+            output_index: [num_rows] tokens that each request has generated before this one.
+        """
+        key = rows.tobytes()
+        if self._kept is None or self._kept[0] != key:
+            self._kept = (key, self._gather(rows))
+        batch = self._kept[1]
+        if batch.has_min_tokens and (early := np.flatnonzero(output_index < batch.min_tokens)).size:
+            ids_of = {index: self._suppressed_ids[rows[index]] for index in early.tolist()}
+            bias = SparseBias.forbidding(ids_of, len(rows))
+            batch = replace(batch, head=replace(batch.head, bias=bias))
+        return batch
+
+    def _gather(self, rows: NDArray[np.int64]) -> SamplingBatch:
+        min_tokens = self._min_tokens[rows]
         return SamplingBatch(
             temperature=self._temperature[rows],
             top_k=self._top_k[rows],
             top_p=self._top_p[rows],
             min_p=self._min_p[rows],
             seed=self._seed[rows],
-            output_index=output_index,
             num_logprobs=self._num_logprobs[rows],
-            head=self._head(rows, output_index),
-        )
-
-    def _head(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> HeadRequest:
-        bias = SparseBias.none(len(rows))
-        is_early = output_index < self._min_tokens[rows]
-        if is_early.any():
-            early = np.flatnonzero(is_early).tolist()
-            bias = SparseBias.forbidding({i: self._suppressed_ids[rows[i]] for i in early}, len(rows))
-        return HeadRequest(
-            num_candidates=self._num_candidates[rows], wants_logits=self._wants_logits[rows], bias=bias
+            min_tokens=min_tokens,
+            has_min_tokens=bool(min_tokens.any()),
+            has_draws=bool(self._temperature[rows].any()),
+            head=HeadRequest(
+                num_candidates=self._num_candidates[rows],
+                wants_logits=self._wants_logits[rows],
+                bias=SparseBias.none(len(rows)),
+            ),
         )
 
 

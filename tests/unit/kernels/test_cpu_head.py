@@ -23,7 +23,7 @@ from penstock.kernels.cpu.abi import (
     QuantizedSizes,
     Step,
 )
-from penstock.kernels.cpu.head import dense_product, head
+from penstock.kernels.cpu.head import Head, dense_product
 
 TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 
@@ -39,7 +39,7 @@ def pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
 
 def run(library: ctypes.CDLL, x: Tensor, weight: Tensor, wanted: HeadRequest) -> HeadOutput:
     packed = pack(library, weight)
-    return head(library, dense_product(x, packed.data_ptr(), len(weight)), wanted)
+    return Head(library).answer(dense_product(x, packed.data_ptr(), len(weight)), wanted)
 
 
 def matrices(num_rows: int, vocab: int, hidden: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def test_quantised_weights_give_the_logits_of_their_linear_kernel(dtype: torch.d
         scratch=scratch.data_ptr(), bits=bits, dtype=TYPES[dtype], scale_dtype=FLOAT32,
     )  # fmt: skip
     wanted = request([1, 5] * 7, wants=list(range(num_rows)))
-    found = head(library, product, wanted)
+    found = Head(library).answer(product, wanted)
     library.penstock_quantized_linear(ctypes.byref(product), ctypes.byref(Step(num_tokens=num_rows)))
     assert torch.equal(found.logits.to(dtype), y)
     assert_equal(found, head_output_of(found.logits, wanted))

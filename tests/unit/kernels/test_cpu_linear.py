@@ -93,14 +93,14 @@ def gathered(packed: Packed, ids: list[int]) -> Tensor:
     y = torch.full((len(ids) + 1, in_size), GUARD, dtype=packed.rows.dtype)
     id_tensor = torch.tensor(ids, dtype=torch.int64)
     args = GatherArgs(
-        ids=id_tensor.data_ptr(),
         weight=packed.panels.data_ptr(),
         y=y.data_ptr(),
         in_size=in_size,
         out_size=out_size,
         dtype=TYPES[y.dtype],
     )
-    packed.library.penstock_gather(ctypes.byref(args), ctypes.byref(Step(num_tokens=len(ids))))
+    step = Step(num_tokens=len(ids), input_ids=id_tensor.data_ptr())
+    packed.library.penstock_gather(ctypes.byref(args), ctypes.byref(step))
     assert (y[-1] == GUARD).all()
     return y[:-1]
 

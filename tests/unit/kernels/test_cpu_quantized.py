@@ -142,13 +142,13 @@ def gathered(packed: Packed, ids: list[int], dtype: torch.dtype) -> Tensor:
     y = torch.full((len(ids) + 1, packed.rows.q.shape[1]), GUARD, dtype=dtype)
     id_tensor = torch.tensor(ids, dtype=torch.int64)
     args = QuantizedGatherArgs(
-        ids=id_tensor.data_ptr(),
         y=y.data_ptr(),
         dtype=CODES[dtype],
         out_size=len(packed.rows.q),
         **packed.fields,
     )
-    packed.library.penstock_gather_quantized(ctypes.byref(args), ctypes.byref(Step(num_tokens=len(ids))))
+    step = Step(num_tokens=len(ids), input_ids=id_tensor.data_ptr())
+    packed.library.penstock_gather_quantized(ctypes.byref(args), ctypes.byref(step))
     assert (y[-1] == GUARD).all()
     return y[:-1]
 

@@ -13,7 +13,7 @@ from kernel_builds import built
 from penstock.batch import RowSampling
 from penstock.kernels.candidates import head_output_of
 from penstock.kernels.cpu.abi import BFLOAT16
-from penstock.kernels.cpu.head import dense_product, head
+from penstock.kernels.cpu.head import Head, dense_product
 from penstock.sample.sampler import NO_TOKEN, SampleOutput, Sampler
 from penstock.sample.sampling_rows import MAX_CANDIDATES, SamplingBatch, SamplingRows
 from penstock.sample.truncation import SORTED_WIDTHS
@@ -40,12 +40,16 @@ def params(rows: list[RowSampling], index: list[int] | None = None) -> SamplingB
     table = SamplingRows(len(rows))
     for row, entry in enumerate(rows):
         table.add(row, entry)
-    return table.batch(np.arange(len(rows)), np.array(index or [0] * len(rows)))
+    return table.batch(np.arange(len(rows)), indices(rows, index))
+
+
+def indices(rows: list[RowSampling], index: list[int] | None = None) -> np.ndarray:
+    return np.array(index or [0] * len(rows))
 
 
 def sample(logits: torch.Tensor, rows: list[RowSampling], index: list[int] | None = None) -> SampleOutput:
     given = params(rows, index)
-    return Sampler().sample(head_output_of(logits, given.head), given)
+    return Sampler().sample(head_output_of(logits, given.head), given, indices(rows, index))
 
 
 def random_logits(num_rows: int, vocab: int, seed: int = 0) -> torch.Tensor:
@@ -203,11 +207,11 @@ def test_the_kernel_leads_to_the_same_tokens_as_whole_logits() -> None:
         sampling(seed=i, suppressed_ids=[3, 500], min_tokens=i % 2, **cut) for i, cut in enumerate(cuts * 2)
     ]
     given = params(rows)
-    found = head(built(), dense_product(x, packed.data_ptr(), 700), given.head)
+    found = Head(built()).answer(dense_product(x, packed.data_ptr(), 700), given.head)
     every = replace(given.head, wants_logits=np.ones(10, dtype=np.bool_))
-    logits = head(built(), dense_product(x, packed.data_ptr(), 700), every).logits
-    expected = Sampler().sample(head_output_of(logits, given.head), given)
-    assert Sampler().sample(found, given) == expected
+    logits = Head(built()).answer(dense_product(x, packed.data_ptr(), 700), every).logits
+    expected = Sampler().sample(head_output_of(logits, given.head), given, indices(rows))
+    assert Sampler().sample(found, given, indices(rows)) == expected
     assert expected.failed == []
 
 
@@ -298,3 +302,16 @@ def test_logprobs_are_raw_whatever_temperature_and_suppression() -> None:
     assert third.top_ids == []
     assert third.logprob == pytest.approx(expected[2, output.token_ids[2]].item(), abs=1e-5)
     assert third.rank == 1 + int((logits[2] > logits[2, output.token_ids[2]]).sum())
+
+
+def test_parameters_of_the_same_rows_are_gathered_once_until_a_row_changes() -> None:
+    table, rows, index = SamplingRows(4), np.array([2, 0]), np.array([0, 5])
+    table.add(0, sampling(temperature=0.0))
+    table.add(2, sampling(temperature=0.0, min_tokens=2, suppressed_ids=[7]))
+    assert table.batch(rows, index).head.bias.ids.tolist() == [7]
+    later = table.batch(rows, index + 2)
+    assert later.head.bias.ids.tolist() == []
+    assert table.batch(rows, index + 3).head is later.head
+    table.add(0, sampling(temperature=0.5))
+    assert table.batch(rows, index + 4).temperature.tolist() == [0.0, 0.5]
+    assert table.batch(rows[::-1].copy(), index + 4).temperature.tolist() == [0.5, 0.0]

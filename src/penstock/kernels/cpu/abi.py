@@ -18,6 +18,7 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         ("num_tokens", c_int64),
+        ("input_ids", c_void_p),
         ("positions", c_void_p),
         ("slot_mapping", c_void_p),
         ("block_tables", c_void_p),
@@ -25,6 +26,7 @@ class Step(ctypes.Structure):
         ("query_starts", c_void_p),
         ("seq_lens", c_void_p),
         ("num_rows", c_int64),
+        ("selected", c_void_p),
     ]
 
 
@@ -100,7 +102,6 @@ class QuantizedPackArgs(ctypes.Structure):
 
 class QuantizedGatherArgs(ctypes.Structure):
     _fields_ = [
-        ("ids", c_void_p),
         ("weight", c_void_p),
         ("scales", c_void_p),
         ("zeros", c_void_p),
@@ -169,7 +170,6 @@ class AttentionArgs(ctypes.Structure):
 
 class GatherArgs(ctypes.Structure):
     _fields_ = [
-        ("ids", c_void_p),
         ("weight", c_void_p),
         ("y", c_void_p),
         ("in_size", c_int64),
@@ -177,6 +177,10 @@ class GatherArgs(ctypes.Structure):
         ("dtype", c_int32),
         ("reserved", c_int32),
     ]
+
+
+class ZeroArgs(ctypes.Structure):
+    _fields_ = [("y", c_void_p), ("row_bytes", c_int64)]
 
 
 class HeadArgs(ctypes.Structure):

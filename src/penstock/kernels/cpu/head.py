@@ -1,6 +1,6 @@
 """The vocabulary head on the CPU: logits and their best candidates in one pass over the packed weight.
 
-A model's `compute_candidates` calls `head`; the work is done by `csrc/head.cpp`. Answers like
+A model's `compute_candidates` asks `Head`; the work is done by `csrc/head.cpp`. Answers like
 `candidates.head_output_of`, whose values it uses.
 """
 
@@ -22,7 +22,7 @@ _FLOAT32_BYTES = 4
 
 
 def dense_product(x: Tensor, weight: int, vocab_size: int) -> LinearArgs:
-    """The product of rows [num_rows, hidden] with a packed weight of their type, for `head`.
+    """The product of rows [num_rows, hidden] with a packed weight of their type, for `Head`.
 
     The caller keeps `x` and the weight alive.
 
@@ -40,45 +40,72 @@ def dense_product(x: Tensor, weight: int, vocab_size: int) -> LinearArgs:
     )
 
 
-def head(library: ctypes.CDLL, product: LinearArgs | QuantizedLinearArgs, request: HeadRequest) -> HeadOutput:
-    """Candidates and whole logits of rows of hidden states.
+class Head:
+    """Answers requests. What a call needs is kept until another request comes: of a steady load, it is the same
+    one at every step.
 
     Args:
         library: the kernels.
-        product: rows and weight, one row per row of the request. Its y, bias and gate are not used.
     """
-    num_rows, width = len(request), max([1, *request.num_candidates.tolist()])
-    logits_rows = request.wants_logits.nonzero()[0]
-    logits = torch.empty(len(logits_rows), product.out_size)
-    candidates = Candidates(
-        values=np.empty((num_rows, width), dtype=np.float32),
-        ids=np.empty((num_rows, width), dtype=np.int64),
-        is_finite=np.empty(num_rows, dtype=np.bool_),
-    )
-    places = np.zeros(num_rows, dtype=np.int64)
-    if len(logits_rows):
-        row_bytes = product.out_size * _FLOAT32_BYTES
-        places[logits_rows] = logits.data_ptr() + np.arange(len(logits_rows)) * row_bytes
-    bias, allowed, address = request.bias, request.allowed, ctypes.addressof(product)
-    is_quantized = isinstance(product, QuantizedLinearArgs)
-    args = HeadArgs(  # in the order of its fields
-        None if is_quantized else address,
-        address if is_quantized else None,
-        num_rows,
-        _address(request.num_candidates),
-        _address(places),
-        _address(bias.starts),
-        _address(bias.ids),
-        _address(bias.values),
-        None if allowed is None else _address(allowed),
-        0 if allowed is None else allowed.shape[1],
-        _address(candidates.values),
-        _address(candidates.ids),
-        width,
-        _address(candidates.is_finite),
-    )
-    library.penstock_head(ctypes.byref(args), None)
-    return HeadOutput(candidates=candidates, logits=logits, logits_rows=logits_rows)
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._call: _Call | None = None
+
+    def answer(self, product: LinearArgs | QuantizedLinearArgs, request: HeadRequest) -> HeadOutput:
+        """Candidates and whole logits of rows of hidden states.
+
+        Args:
+            product: rows and weight, one row per row of the request. Its y, bias and gate are not used.
+
+        Returns:
+            Candidates in memory that the next answer to the same request writes again.
+        """
+        if self._call is None or self._call.request is not request:
+            self._call = _Call(request, product.out_size)
+        return self._call.run(self._library, product)
+
+
+class _Call:
+    """The arguments of a request, and the memory of its answer."""
+
+    def __init__(self, request: HeadRequest, vocab_size: int) -> None:
+        self.request, self._vocab_size = request, vocab_size
+        num_rows, width = len(request), int(request.num_candidates.max(initial=1))
+        self._candidates = Candidates(
+            values=np.empty((num_rows, width), dtype=np.float32),
+            ids=np.empty((num_rows, width), dtype=np.int64),
+            is_finite=np.empty(num_rows, dtype=np.bool_),
+        )
+        self._logits_rows = np.flatnonzero(request.wants_logits)
+        self._no_logits = torch.empty(0, vocab_size)
+        self._places = np.zeros(num_rows, dtype=np.int64)
+        bias, allowed = request.bias, request.allowed
+        self._args = HeadArgs(
+            num_rows=num_rows,
+            num_candidates=_address(request.num_candidates),
+            logits=_address(self._places),
+            bias_starts=_address(bias.starts),
+            bias_ids=_address(bias.ids),
+            bias_values=_address(bias.values),
+            allowed=None if allowed is None else _address(allowed),
+            allowed_stride=0 if allowed is None else allowed.shape[1],
+            values=_address(self._candidates.values),
+            ids=_address(self._candidates.ids),
+            width=width,
+            is_finite=_address(self._candidates.is_finite),
+        )
+
+    def run(self, library: ctypes.CDLL, product: LinearArgs | QuantizedLinearArgs) -> HeadOutput:
+        logits, rows = self._no_logits, self._logits_rows
+        if len(rows):
+            logits = torch.empty(len(rows), self._vocab_size)
+            row_bytes = self._vocab_size * _FLOAT32_BYTES
+            self._places[rows] = logits.data_ptr() + np.arange(len(rows)) * row_bytes
+        address, is_dense = ctypes.addressof(product), isinstance(product, LinearArgs)
+        self._args.dense, self._args.quantized = (address, None) if is_dense else (None, address)
+        library.penstock_head(ctypes.addressof(self._args), None)
+        return HeadOutput(candidates=self._candidates, logits=logits, logits_rows=rows)
 
 
 def _address(values: NDArray[Any]) -> int:

@@ -108,11 +108,17 @@ class CpuKernels:
         self._call("penstock_quantized_linear", product, len(x))
         return y
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Adds x to the residual stream, in place, and normalises the sum; all [num_tokens, size]."""
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, selected: Tensor | None = None
+    ) -> Tensor:
+        """Adds x to the residual stream, in place, and normalises the sum; all [num_tokens, size].
+
+        Args:
+            selected: [num_selected] int64, the tokens to do it for; the result has as many rows.
+        """
         assert x.is_contiguous()
         assert residual.is_contiguous()
-        y = self._output(x, x.shape[1])
+        y = self._output(x if selected is None else selected, x.shape[1], x.dtype)
         args = abi.NormArgs(
             x=x.data_ptr(),
             residual=residual.data_ptr(),
@@ -122,7 +128,15 @@ class CpuKernels:
             eps=eps,
             dtype=DTYPES[x.dtype],
         )
-        self._call("penstock_add_rms_norm", args, len(x))
+        step = abi.Step(num_tokens=len(y), selected=None if selected is None else selected.data_ptr())
+        self._call("penstock_add_rms_norm", args, len(y), step)
+        return y
+
+    def zeros(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        """[num_tokens, width] of zeros, as many as there are `rows`."""
+        y = self._output(rows, width, dtype)
+        args = abi.ZeroArgs(y=y.data_ptr(), row_bytes=width * dtype.itemsize)
+        self._call("penstock_zero", args, len(rows))
         return y
 
     def rope_angles(
@@ -178,21 +192,20 @@ class CpuKernels:
         """Rows `ids` of a packed matrix: [num_tokens, in_size]."""
         y = self._output(ids, in_size, weight.dtype)
         args = abi.GatherArgs(
-            ids=ids.data_ptr(),
             weight=weight.data_ptr(),
             y=y.data_ptr(),
             in_size=in_size,
             out_size=out_size,
             dtype=DTYPES[weight.dtype],
         )
-        self._call("penstock_gather", args, len(ids))
+        self._call("penstock_gather", args, len(ids), _looking_up(ids))
         return y
 
     def gather_quantized(self, ids: Tensor, args: abi.QuantizedGatherArgs, dtype: torch.dtype) -> Tensor:
-        """The same of a quantised matrix, dequantised; `args` says everything but ids and y."""
+        """The same of a quantised matrix, dequantised; `args` says everything but y."""
         y = self._output(ids, args.in_size, dtype)
-        args.ids, args.y, args.dtype = ids.data_ptr(), y.data_ptr(), DTYPES[dtype]
-        self._call("penstock_gather_quantized", args, len(ids))
+        args.y, args.dtype = y.data_ptr(), DTYPES[dtype]
+        self._call("penstock_gather_quantized", args, len(ids), _looking_up(ids))
         return y
 
     def _output(self, rows: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -215,6 +228,10 @@ class CpuKernels:
             return
         step = step or abi.Step(num_tokens=num_tokens)
         kernel(ctypes.addressof(args), ctypes.addressof(step))
+
+
+def _looking_up(ids: Tensor) -> abi.Step:
+    return abi.Step(num_tokens=len(ids), input_ids=ids.data_ptr())
 
 
 def _has_contiguous_rows(x: Tensor) -> bool:

@@ -16,6 +16,7 @@ constexpr int32_t kFloat16 = 2;  // only of scales
 
 struct Step {
     int64_t num_tokens;
+    const int64_t* input_ids;     // [num_tokens] for the embedding
     const int64_t* positions;     // [num_tokens]
     const int64_t* slot_mapping;  // [num_tokens] where the step's keys and values go
     const int64_t* block_tables;  // [num_rows, block_table_stride]
@@ -23,6 +24,7 @@ struct Step {
     const int64_t* query_starts;  // [num_rows + 1] row r owns tokens [query_starts[r], query_starts[r + 1])
     const int64_t* seq_lens;      // [num_rows] context length after this step
     int64_t num_rows;
+    const int64_t* selected;  // [num_tokens] for a norm: the rows of x and residual to take; null: all, in order
 };
 
 using Kernel = void (*)(const void* args, const Step* step);
@@ -94,9 +96,8 @@ struct QuantizedPackArgs {
     int32_t reserved;
 };
 
-// Rows of a packed quantised matrix as vectors: y[t] = scale * (q[ids[t]] - zero).
+// Rows of a packed quantised matrix as vectors: y[t] = scale * (q[input_ids[t]] - zero).
 struct QuantizedGatherArgs {
-    const int64_t* ids;  // [num_tokens]
     const uint8_t* weight;
     const void* scales;
     const void* zeros;
@@ -109,7 +110,8 @@ struct QuantizedGatherArgs {
     int32_t out_size;  // ids beyond it give zeros
 };
 
-// residual += x; y = residual / rms(residual) * weight. x, residual, y: [num_tokens, size], contiguous.
+// residual += x; y = residual / rms(residual) * weight, of all rows or the selected ones. x, residual:
+// [rows, size], y: [num_tokens, size], contiguous.
 struct NormArgs {
     const void* x;
     void* residual;
@@ -158,15 +160,20 @@ struct AttentionArgs {
     int32_t reserved;
 };
 
-// Rows of a packed matrix as vectors (a tied embedding): y[t] = W[ids[t]], zeros for an id that it has not.
+// Rows of a packed matrix as vectors (a tied embedding): y[t] = W[input_ids[t]], zeros for an id that it has not.
 struct GatherArgs {
-    const int64_t* ids;  // [num_tokens]
     const void* weight;
     void* y;
     int64_t in_size;
     int64_t out_size;
     int32_t dtype;
     int32_t reserved;
+};
+
+// y: [num_tokens, row_bytes] of zeros, contiguous.
+struct ZeroArgs {
+    void* y;
+    int64_t row_bytes;
 };
 
 // Logits of rows of hidden states, and the best candidates of each in the same pass: head.cpp. One of `dense` and

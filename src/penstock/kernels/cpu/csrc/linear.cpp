@@ -44,13 +44,13 @@ PENSTOCK_EXPORT void penstock_pack(const void* rows, void* weight, int64_t first
 }
 
 template <class T>
-static void gather(const GatherArgs& args, int64_t num_tokens) {
+static void gather(const GatherArgs& args, const Step& step) {
     constexpr int64_t group = sizeof(T) == 2 ? 2 : 1;
     const T* weight = (const T*)args.weight;
     int64_t panel_size = panel_elements(weight, args.in_size);
-#pragma omp parallel for schedule(static) if (num_tokens > 16)
-    for (int64_t t = 0; t < num_tokens; t++) {
-        int64_t id = args.ids[t];
+#pragma omp parallel for schedule(static) if (step.num_tokens > 16)
+    for (int64_t t = 0; t < step.num_tokens; t++) {
+        int64_t id = step.input_ids[t];
         if (id < 0 || id >= args.out_size) {
             memset((T*)args.y + t * args.in_size, 0, args.in_size * sizeof(T));
             continue;
@@ -64,7 +64,7 @@ static void gather(const GatherArgs& args, int64_t num_tokens) {
 PENSTOCK_EXPORT void penstock_gather(const void* args, const Step* step) {
     const GatherArgs& gather_args = *(const GatherArgs*)args;
     if (gather_args.dtype == kBFloat16)
-        gather<bf16>(gather_args, step->num_tokens);
+        gather<bf16>(gather_args, *step);
     else
-        gather<float>(gather_args, step->num_tokens);
+        gather<float>(gather_args, *step);
 }

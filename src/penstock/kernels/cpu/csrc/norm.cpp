@@ -22,19 +22,19 @@ static void add_norm(const T* x, T* residual, const T* weight, T* y, int64_t siz
 }
 
 template <class T>
-static void norm(const NormArgs& args, int64_t num_tokens) {
-#pragma omp parallel for schedule(static) if (num_tokens >= 32)
-    for (int64_t t = 0; t < num_tokens; t++) {
-        int64_t at = t * args.size;
-        add_norm((const T*)args.x + at, (T*)args.residual + at, (const T*)args.weight, (T*)args.y + at, args.size,
-                 args.eps);
+static void norm(const NormArgs& args, const Step& step) {
+#pragma omp parallel for schedule(static) if (step.num_tokens >= 32)
+    for (int64_t t = 0; t < step.num_tokens; t++) {
+        int64_t from = (step.selected ? step.selected[t] : t) * args.size;
+        add_norm((const T*)args.x + from, (T*)args.residual + from, (const T*)args.weight,
+                 (T*)args.y + t * args.size, args.size, args.eps);
     }
 }
 
 PENSTOCK_EXPORT void penstock_add_rms_norm(const void* args, const Step* step) {
     const NormArgs& norm_args = *(const NormArgs*)args;
     if (norm_args.dtype == kBFloat16)
-        norm<bf16>(norm_args, step->num_tokens);
+        norm<bf16>(norm_args, *step);
     else
-        norm<float>(norm_args, step->num_tokens);
+        norm<float>(norm_args, *step);
 }

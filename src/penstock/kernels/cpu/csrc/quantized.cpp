@@ -86,17 +86,18 @@ static void gather_group(const QuantizedGatherArgs& args, const uint8_t* column,
 }
 
 template <class T>
-static void gather(const QuantizedGatherArgs& args, int64_t num_tokens) {
+static void gather(const QuantizedGatherArgs& args, const Step& step) {
     int64_t groups = num_groups(args.in_size, args.group_size);
     int64_t panel_bytes = quantized_panel_bytes(args.in_size, args.bits);
-#pragma omp parallel for schedule(static) if (num_tokens > 16)
-    for (int64_t t = 0; t < num_tokens; t++) {
+#pragma omp parallel for schedule(static) if (step.num_tokens > 16)
+    for (int64_t t = 0; t < step.num_tokens; t++) {
+        int64_t id = step.input_ids[t];
         T* y = (T*)args.y + t * args.in_size;
-        if (args.ids[t] < 0 || args.ids[t] >= args.out_size) {
+        if (id < 0 || id >= args.out_size) {
             memset(y, 0, args.in_size * sizeof(T));
             continue;
         }
-        int64_t panel = args.ids[t] / kPanel, column = args.ids[t] % kPanel;
+        int64_t panel = id / kPanel, column = id % kPanel;
         for (int64_t g = 0; g < groups; g++) {
             int64_t at = (panel * groups + g) * kPanel + column, first = g * args.group_size;
             int64_t left = args.in_size - first;
@@ -110,7 +111,7 @@ static void gather(const QuantizedGatherArgs& args, int64_t num_tokens) {
 PENSTOCK_EXPORT void penstock_gather_quantized(const void* args, const Step* step) {
     const QuantizedGatherArgs& gather_args = *(const QuantizedGatherArgs*)args;
     if (gather_args.dtype == kBFloat16)
-        gather<bf16>(gather_args, step->num_tokens);
+        gather<bf16>(gather_args, *step);
     else
-        gather<float>(gather_args, step->num_tokens);
+        gather<float>(gather_args, *step);
 }

@@ -9,6 +9,11 @@ PENSTOCK_EXPORT void penstock_run(const Call* calls, int64_t num_calls, const St
     for (int64_t i = 0; i < num_calls; i++) calls[i].kernel(calls[i].args, step);
 }
 
+PENSTOCK_EXPORT void penstock_zero(const void* args, const Step* step) {
+    const ZeroArgs& zero_args = *(const ZeroArgs*)args;
+    memset(zero_args.y, 0, step->num_tokens * zero_args.row_bytes);
+}
+
 // Instruction sets that the kernels use, most wanted first.
 PENSTOCK_EXPORT const char* penstock_isa() {
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
