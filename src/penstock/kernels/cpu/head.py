@@ -41,8 +41,8 @@ def dense_product(x: Tensor, weight: int, vocab_size: int) -> LinearArgs:
 
 
 class Head:
-    """Answers requests. What a call needs is kept until another request comes: of a steady load, it is the same
-    one at every step.
+    """Answers requests. What a call needs is kept until another request comes; of a steady load, the same one
+    comes at every step.
 
     Args:
         library: the kernels.
