@@ -44,14 +44,23 @@ INLINE f32x16 add_products(f32x16 total, const bf16* weights, uint32_t pair) {
 #endif
 }
 
+// Fetches 128 bytes that are due later. With few rows the processor's own prefetching keeps up, and this would be in
+// its way; with more it lags behind. To the second-level cache: the buffers of the first are too few. Which and how
+// far is measured (docs/perf-log.md): worth up to a third.
+template <int rows>
+INLINE void fetch_ahead(const void* weights) {
+    if (rows <= 4) return;
+    const char* at = (const char*)weights + (rows <= 6 ? 6144 : 8192);
+    __builtin_prefetch(at, 0, 2);
+    __builtin_prefetch(at + 64, 0, 2);
+}
+
 template <int rows>
 INLINE void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t in_size, float* tile) {
-    constexpr int64_t kAhead = rows <= 4 ? 2048 : 1024;  // elements; measured
     f32x16 low[rows] = {}, high[rows] = {};
     const bf16* w = panel;
     for (int64_t k = 0; k + 1 < in_size; k += 2, w += 2 * kPanel) {
-        __builtin_prefetch(w + kAhead);
-        __builtin_prefetch(w + kAhead + kPanel);
+        fetch_ahead<rows>(w);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {
             uint32_t pair = pair_at(x + r * x_stride + k);
@@ -74,12 +83,10 @@ INLINE void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t
 
 template <int rows>
 INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64_t in_size, float* tile) {
-    constexpr int64_t kAhead = rows <= 4 ? 1024 : 512;
     f32x16 low[rows] = {}, high[rows] = {};
     const float* w = panel;
     for (int64_t k = 0; k < in_size; k++, w += kPanel) {
-        __builtin_prefetch(w + kAhead);
-        __builtin_prefetch(w + kAhead + kLanes);
+        fetch_ahead<rows>(w);
         f32x16 w_low = load(w), w_high = load(w + kLanes);
 #pragma GCC unroll 12
         for (int r = 0; r < rows; r++) {

@@ -203,14 +203,12 @@ struct GroupSums {
     }
 };
 
-// Adds the products of `count` inputs. `x` is zero from the row's end on. `ahead`: how far to prefetch, in bytes.
+// Adds the products of `count` inputs. `x` is zero from the row's end on.
 template <int bits, int rows>
-INLINE void add_group(GroupSums<rows>& sums, const uint8_t* w, const int8_t* x, int64_t x_stride, int64_t count,
-                      int64_t ahead) {
+INLINE void add_group(GroupSums<rows>& sums, const uint8_t* w, const int8_t* x, int64_t x_stride, int64_t count) {
     constexpr int64_t kStep = 32 / bits;
     for (int64_t k = 0; k < count; k += kStep, w += 2 * kCacheLine) {
-        __builtin_prefetch(w + ahead);
-        __builtin_prefetch(w + ahead + kCacheLine);
+        fetch_ahead<rows>(w);
         i32x16 low = load_lanes(w), high = load_lanes(w + kCacheLine);
         if (bits == 8) {
             sums.add(low, high, x + k, x_stride);
@@ -273,7 +271,7 @@ struct QuantizedPanels {
     template <int rows>
     __attribute__((noinline)) void of(int64_t first_row, int64_t panel, float* tile) const {
         const uint8_t* from = w.weight + panel * quantized_panel_bytes(w.in_size, bits);
-        int64_t groups = num_groups(w.in_size, w.group_size), ahead = prefetch_distance(first_row);
+        int64_t groups = num_groups(w.in_size, w.group_size);
         for (int i = 0; i < rows * kPanel; i++) tile[i] = 0.0f;
         for (int64_t g = 0, start = 0, part = 0; g < groups; g++) {
             int64_t at = (panel * groups + g) * kPanel;
@@ -283,7 +281,7 @@ struct QuantizedPanels {
                 int64_t count = end - start < x.group ? end - start : x.group;
                 GroupSums<rows> sums;
                 start_sums(sums, first_row, part, at);
-                add_group<bits>(sums, from, x.values(first_row) + start, x.stride(), count, ahead);
+                add_group<bits>(sums, from, x.values(first_row) + start, x.stride(), count);
                 add_scaled(sums, first_row, part, scale_low, scale_high, tile);
                 from += quantized_panel_bytes(count, bits);
             }
@@ -296,12 +294,6 @@ struct QuantizedPanels {
     }
 
 private:
-    // Bytes. The first rows wait for memory, the later ones compute: the second tile of rows fetches the next panel.
-    int64_t prefetch_distance(int64_t first_row) const {
-        bool is_second = first_row > 0 && first_row <= kMaxRows;
-        return is_second ? quantized_panel_bytes(w.in_size, bits) : 4096;
-    }
-
     template <int rows>
     [[gnu::always_inline]] void start_sums(GroupSums<rows>& sums, int64_t first_row, int64_t part, int64_t at) const {
 #pragma GCC unroll 12
