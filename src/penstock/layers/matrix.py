@@ -19,7 +19,7 @@ from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.head import Head, dense_product
 from penstock.kernels.cpu.ops import DTYPES, PANEL, CpuKernels
-from penstock.kernels.pages import zero_pages
+from penstock.kernels.pages import shared_pages
 from penstock.kernels.quantized_rows import (
     QuantizedRows,
     dequantize,
@@ -317,4 +317,4 @@ def _gated(y: Tensor) -> Tensor:
 
 def _pages(num_bytes: int, out_size: int, in_size: int) -> Tensor:
     remedy = "Use more stages, a smaller dtype, or --quantization."
-    return zero_pages(num_bytes, f"a weight of {[out_size, in_size]}", remedy)
+    return shared_pages(num_bytes, f"a weight of {[out_size, in_size]}", remedy)

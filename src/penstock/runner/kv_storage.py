@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import AnyKV
 from penstock.errors import NotEnoughMemoryError
-from penstock.kernels.pages import zero_pages
+from penstock.kernels.pages import shared_pages
 
 # Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
 # the memory belongs to everybody; a GPU is ours, but activations need their room.
@@ -87,7 +87,7 @@ class KVStorage:
     def _zeros(self, num_bytes: int) -> Tensor:
         if self._device.type != "cpu":
             return torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
-        return zero_pages(num_bytes, "the KV cache of one layer", "Lower --num-blocks.")
+        return shared_pages(num_bytes, "the KV cache of one layer", "Lower --num-blocks.")
 
     def _check_fits(self, num_blocks: int, available: int) -> None:
         needed = num_blocks * self.block_bytes
