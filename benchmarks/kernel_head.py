@@ -79,13 +79,13 @@ def measure(library: ctypes.CDLL, options: argparse.Namespace) -> int:
     for num_rows in (1, 8, 32):
         x = torch.randn(num_rows, hidden, generator=numbers).bfloat16()
         y = torch.empty(num_rows, vocab, dtype=torch.bfloat16)
-        product = dense_product(x, packed.data_ptr(), vocab)
-        product.y, product.y_stride = y.data_ptr(), vocab
+        product = dense_product(packed.data_ptr(), x.shape[1], vocab, x.dtype)
+        product.x, product.x_stride, product.y, product.y_stride = x.data_ptr(), hidden, y.data_ptr(), vocab
         step = Step(num_tokens=num_rows)
         linear = lambda: library.penstock_linear(ctypes.byref(product), ctypes.byref(step))  # noqa: B023, E731
         for count, bar in BARS.items():
             wanted = request(num_rows, count)
-            found, taken = ratio(lambda: Head(library).answer(product, wanted), linear, options.repeats)  # noqa: B023
+            found, taken = ratio(lambda: Head(library).answer(x, product, wanted), linear, options.repeats)  # noqa: B023
             missed += found > bar
             beside = f"{found:.3f} x the product's {1000 * taken:6.2f} ms"
             print(f"{num_rows:3} rows  k = {count:3}  {beside}  bar {bar}")

@@ -92,6 +92,7 @@ class PackedMatrix(Matrix):
         padded_in = in_size + in_size % 2 if dtype == torch.bfloat16 else in_size
         self._panels = _pages(columns * padded_in * dtype.itemsize, out_size, in_size)
         self._panels = self._panels.view(dtype)
+        self._head_product = dense_product(self._panels.data_ptr(), in_size, out_size, dtype)
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +121,7 @@ class PackedMatrix(Matrix):
     def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
         if not self._kernels.has("head"):
             return super().head(x, request)
-        product = dense_product(x, self._panels.data_ptr(), self.out_size)
-        return self._head.answer(product, request)
+        return self._head.answer(x, self._head_product, request)
 
 
 class QuantizedMatrix(Matrix):
@@ -207,9 +207,8 @@ class QuantizedMatrix(Matrix):
             return super().head(x, request)
         scratch = torch.empty(len(x), self._token_bytes, dtype=torch.uint8)
         product = self._product(None)
-        product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
-        product.scratch = scratch.data_ptr()
-        return self._head.answer(product, request)
+        product.dtype, product.scratch = DTYPES[x.dtype], scratch.data_ptr()
+        return self._head.answer(x, product, request)
 
     def _product(self, bias: Tensor | None) -> abi.QuantizedLinearArgs:
         return abi.QuantizedLinearArgs(

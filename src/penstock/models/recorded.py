@@ -64,6 +64,7 @@ class RecordedForward:
         dtype: torch.dtype,
     ) -> None:
         self._kernels = kernels
+        self._embed_step, self._norm_step = abi.Step(), abi.Step()
         anything = torch.zeros(max_num_tokens, dtype=torch.int64)  # in place of ids, positions and indices
         self._embed: Tape | None = None
         if parts.embed is not None:
@@ -91,10 +92,10 @@ class RecordedForward:
     def embed(self, input_ids: Tensor) -> list[Tensor]:
         """[num_tokens] int64 -> hidden states and a residual stream of zeros, where `forward` wants them."""
         assert self._embed is not None, "the embedding is not recorded"
-        self._embed.replay(
-            self._kernels.library, abi.Step(num_tokens=len(input_ids), input_ids=input_ids.data_ptr())
-        )
-        return self._input.of(len(input_ids))
+        step = self._embed_step
+        step.num_tokens, step.input_ids = len(input_ids), input_ids.data_ptr()
+        self._embed.replay(step)
+        return self._input.of(step.num_tokens)
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor, positions: Tensor, metadata: AttentionMetadata
@@ -107,17 +108,17 @@ class RecordedForward:
         kept = None if metadata.kernel_step is not None else KernelStep(metadata, positions)
         step = metadata.kernel_step if kept is None else kept.struct
         assert step is not None
-        self._angles.replay(self._kernels.library, step)
-        self._layers.replay(self._kernels.library, step)
+        self._angles.replay(step)
+        self._layers.replay(step)
         return self._output.of(num_tokens)
 
     def normed(self, indices: Tensor) -> Tensor:
         """The final norm of some tokens ([num_selected] int64) of what `forward` has returned last."""
         assert self._final_norm is not None, "this stage has no final norm"
-        self._final_norm.replay(
-            self._kernels.library, abi.Step(num_tokens=len(indices), selected=indices.data_ptr())
-        )
-        return self._normed.of(len(indices))[0]
+        step = self._norm_step
+        step.num_tokens, step.selected = len(indices), indices.data_ptr()
+        self._final_norm.replay(step)
+        return self._normed.of(step.num_tokens)[0]
 
     @contextmanager
     def _recording(self, num_tokens: int, *kept: object) -> Iterator[Tape]:
@@ -125,7 +126,7 @@ class RecordedForward:
         tape = Tape(num_tokens)
         with self._kernels.recording(tape):
             yield tape
-        tape.finish(kept)
+        tape.finish(self._kernels.library, kept)
 
 
 class StepViews:

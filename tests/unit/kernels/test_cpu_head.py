@@ -39,7 +39,7 @@ def pack(library: ctypes.CDLL, weight: Tensor) -> Tensor:
 
 def run(library: ctypes.CDLL, x: Tensor, weight: Tensor, wanted: HeadRequest) -> HeadOutput:
     packed = pack(library, weight)
-    return Head(library).answer(dense_product(x, packed.data_ptr(), len(weight)), wanted)
+    return Head(library).answer(x, dense_product(packed.data_ptr(), x.shape[1], len(weight), x.dtype), wanted)
 
 
 def matrices(num_rows: int, vocab: int, hidden: int, dtype: torch.dtype, seed: int) -> tuple[Tensor, Tensor]:
@@ -114,8 +114,8 @@ def test_logits_are_those_of_the_linear_kernel_unrounded() -> None:
         found = run(built(), x, weight, request([0] * 13, wants=list(range(13)))).logits
         y = torch.empty(13, 97, dtype=dtype)
         packed = pack(built(), weight)
-        args = dense_product(x, packed.data_ptr(), 97)
-        args.y, args.y_stride = y.data_ptr(), 97
+        args = dense_product(packed.data_ptr(), x.shape[1], 97, x.dtype)
+        args.x, args.x_stride, args.y, args.y_stride = x.data_ptr(), 81, y.data_ptr(), 97
         built().penstock_linear(ctypes.byref(args), ctypes.byref(Step(num_tokens=13)))
         assert torch.equal(found.to(dtype), y)
         torch.testing.assert_close(found, x.float() @ weight.float().T, atol=tolerance, rtol=0)
@@ -148,7 +148,7 @@ def test_quantised_weights_give_the_logits_of_their_linear_kernel(dtype: torch.d
         scratch=scratch.data_ptr(), bits=bits, dtype=TYPES[dtype], scale_dtype=FLOAT32,
     )  # fmt: skip
     wanted = request([1, 5] * 7, wants=list(range(num_rows)))
-    found = Head(library).answer(product, wanted)
+    found = Head(library).answer(x, product, wanted)
     library.penstock_quantized_linear(ctypes.byref(product), ctypes.byref(Step(num_tokens=num_rows)))
     assert torch.equal(found.logits.to(dtype), y)
     assert_equal(found, head_output_of(found.logits, wanted))

@@ -80,7 +80,7 @@ class Recorded:
     def run(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         num_tokens = len(x)
         self.x[:num_tokens], self.residual[:num_tokens] = x, residual
-        self.tape.replay(self.layers.kernels.library, Step(num_tokens=num_tokens))
+        self.tape.replay(Step(num_tokens=num_tokens))
         return self.output[:num_tokens], self.residual[:num_tokens]
 
 
@@ -88,7 +88,7 @@ class Recorded:
 def test_a_replay_equals_the_calls_for_any_number_of_tokens(kernels: CpuKernels, dtype: torch.dtype) -> None:
     layers = Layers(kernels, dtype)
     recorded = Recorded(layers)
-    recorded.tape.finish([])
+    recorded.tape.finish(kernels.library)
     torch.manual_seed(0)
     for num_tokens in (1, MAX_TOKENS, 5, 0, 33, 1):
         x, residual = (torch.randn(num_tokens, HIDDEN).to(dtype) for _ in range(2))
@@ -101,7 +101,7 @@ def test_a_replay_equals_the_calls_for_any_number_of_tokens(kernels: CpuKernels,
 
 def test_a_replay_writes_no_rows_but_the_steps(kernels: CpuKernels) -> None:
     recorded = Recorded(Layers(kernels, torch.float32))
-    recorded.tape.finish([])
+    recorded.tape.finish(kernels.library)
     recorded.residual[7:] = recorded.output[7:] = 3.0
     recorded.run(torch.ones(7, HIDDEN), torch.ones(7, HIDDEN))
     assert recorded.output[:7].any(dim=1).all()
@@ -113,7 +113,7 @@ def test_what_is_recorded_is_not_run(kernels: CpuKernels) -> None:
     recorded = Recorded(Layers(kernels, torch.float32))
     assert not recorded.output.any()
     with pytest.raises(AssertionError, match="still being recorded"):
-        recorded.tape.replay(kernels.library, Step(num_tokens=1))
+        recorded.tape.replay(Step(num_tokens=1))
 
 
 def test_after_a_failed_recording_calls_run_again(kernels: CpuKernels) -> None:
@@ -129,10 +129,10 @@ def test_the_step_brings_the_positions(kernels: CpuKernels) -> None:
     with kernels.recording(tape):
         anywhere = torch.zeros(4, dtype=torch.int64)
         angles = kernels.rope_angles(anywhere, frequencies, 1.5, HEAD_DIM, torch.float32)
-    tape.finish([])
+    tape.finish(kernels.library)
     for numbers in ([3], [0, 1000, 7, 9], [5, 6]):
         positions = torch.tensor(numbers)
-        tape.replay(kernels.library, Step(num_tokens=len(numbers), positions=positions.data_ptr()))
+        tape.replay(Step(num_tokens=len(numbers), positions=positions.data_ptr()))
         expected = kernels.rope_angles(positions, frequencies, 1.5, HEAD_DIM, torch.float32)
         assert torch.equal(angles[: len(numbers)], expected)
 

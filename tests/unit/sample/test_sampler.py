@@ -207,9 +207,9 @@ def test_the_kernel_leads_to_the_same_tokens_as_whole_logits() -> None:
         sampling(seed=i, suppressed_ids=[3, 500], min_tokens=i % 2, **cut) for i, cut in enumerate(cuts * 2)
     ]
     given = params(rows)
-    found = Head(built()).answer(dense_product(x, packed.data_ptr(), 700), given.head)
+    found = Head(built()).answer(x, dense_product(packed.data_ptr(), x.shape[1], 700, x.dtype), given.head)
     every = replace(given.head, wants_logits=np.ones(10, dtype=np.bool_))
-    logits = Head(built()).answer(dense_product(x, packed.data_ptr(), 700), every).logits
+    logits = Head(built()).answer(x, dense_product(packed.data_ptr(), x.shape[1], 700, x.dtype), every).logits
     expected = Sampler().sample(head_output_of(logits, given.head), given, indices(rows))
     assert Sampler().sample(found, given, indices(rows)) == expected
     assert expected.failed == []

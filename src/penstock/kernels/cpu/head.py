@@ -21,23 +21,13 @@ _TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _FLOAT32_BYTES = 4
 
 
-def dense_product(x: Tensor, weight: int, vocab_size: int) -> LinearArgs:
-    """The product of rows [num_rows, hidden] with a packed weight of their type, for `Head`.
-
-    The caller keeps `x` and the weight alive.
+def dense_product(weight: int, in_size: int, vocab_size: int, dtype: torch.dtype) -> LinearArgs:
+    """The product with a packed weight, for `Head`. The caller keeps the weight alive.
 
     Args:
-        weight: address of the panels of [vocab_size, hidden] (csrc/panels.h).
+        weight: address of the panels of [vocab_size, in_size] (csrc/panels.h).
     """
-    assert x.stride(1) == 1, "a row of hidden states must be contiguous"
-    return LinearArgs(
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        weight=weight,
-        in_size=x.shape[1],
-        out_size=vocab_size,
-        dtype=_TYPES[x.dtype],
-    )
+    return LinearArgs(weight=weight, in_size=in_size, out_size=vocab_size, dtype=_TYPES[dtype])
 
 
 class Head:
@@ -52,17 +42,23 @@ class Head:
         self._library = library
         self._call: _Call | None = None
 
-    def answer(self, product: LinearArgs | QuantizedLinearArgs, request: HeadRequest) -> HeadOutput:
+    def answer(
+        self, x: Tensor, product: LinearArgs | QuantizedLinearArgs, request: HeadRequest
+    ) -> HeadOutput:
         """Candidates and whole logits of rows of hidden states.
 
         Args:
-            product: rows and weight, one row per row of the request. Its y, bias and gate are not used.
+            x: [num_rows, in_size], one row per row of the request.
+            product: its weight; x is filled in here. Its y, bias and gate are not used.
 
         Returns:
             Candidates in memory that the next answer to the same request writes again.
         """
         if self._call is None or self._call.request is not request:
             self._call = _Call(request, product.out_size)
+        assert x.stride(1) == 1, "a row of hidden states must be contiguous"
+        assert _TYPES[x.dtype] == product.dtype
+        product.x, product.x_stride = x.data_ptr(), x.stride(0)
         return self._call.run(self._library, product)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import ctypes
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ class Tape:
         self._calls: list[tuple[int, ctypes.Structure]] = []
         self._outputs: dict[tuple[int, torch.dtype, int], Tensor] = {}
         self._taken: Counter[tuple[int, torch.dtype]] = Counter()
-        self._array: ctypes.Array[Call] | None = None
+        self._replay: Callable[[int], None] | None = None
 
     def start_layer(self) -> None:
         """The outputs that follow take the memory of the layer before."""
@@ -53,20 +54,22 @@ class Tape:
         """Take down a call: the kernel's address and its arguments, which must never change."""
         self._calls.append((kernel, args))
 
-    def finish(self, kept: Iterable[object]) -> None:
+    def finish(self, library: ctypes.CDLL, kept: Iterable[object] = ()) -> None:
         """No more calls follow.
 
         Args:
+            library: of the kernels.
             kept: whatever else the calls' pointers point to.
         """
         calls = [Call(kernel, ctypes.addressof(args)) for kernel, args in self._calls]
-        self._array = (Call * len(calls))(*calls)
-        self._kept = list(kept)
+        array = (Call * len(calls))(*calls)
+        self._kept = [array, *kept]
+        self._replay = partial(library.penstock_run, ctypes.addressof(array), len(calls))
 
-    def replay(self, library: ctypes.CDLL, step: Step) -> None:
+    def replay(self, step: Step) -> None:
         """Run all calls, in order, for one step."""
-        assert self._array is not None, "the tape is still being recorded"
-        library.penstock_run(ctypes.addressof(self._array), len(self._array), ctypes.addressof(step))
+        assert self._replay is not None, "the tape is still being recorded"
+        self._replay(ctypes.addressof(step))
 
 
 def step_memory(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:
