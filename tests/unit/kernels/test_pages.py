@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import mmap
 import weakref
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_large_memory_starts_at_a_huge_page(take) -> None:
 def test_small_pieces_lie_one_behind_another_and_apart() -> None:
     pieces = [shared_pages(size, "a test", "None.") for size in (1, 5000, 2 * MIB, 4096)]
     starts = [piece.data_ptr() for piece in pieces]
-    assert [b - a for a, b in zip(starts, starts[1:], strict=False)] == [4096, 8192, 2 * MIB]
+    assert [b - a for a, b in itertools.pairwise(starts)] == [4096, 8192, 2 * MIB]
     assert starts[0] % (2 * MIB) == 0
     for number, piece in enumerate(pieces):
         piece.fill_(number + 1)
