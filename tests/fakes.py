@@ -20,6 +20,7 @@ from penstock.batch import (
     RankLoaded,
     RowSampling,
     ScheduledBatch,
+    StageTimes,
     StepResult,
     decode_to_core,
     decode_to_rank,
@@ -221,6 +222,10 @@ class FakeExecutor:
 
     def shutdown(self) -> None:
         """Nothing to end."""
+
+    def stage_times(self) -> list[StageTimes]:
+        """Nobody counts."""
+        return []
 
     def wait_fds(self) -> list[int]:
         """Nothing to wait for but `poll`."""

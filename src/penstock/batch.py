@@ -63,6 +63,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
+    starved: bool = False  # since the plan before, the pipe had room, but no request could run
     digest: int = 0  # crc32 of the plan encoded with digest 0; frames of the step carry it
 
     @property
@@ -120,6 +121,17 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     stage: int
 
 
+class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
+    """Where a rank's time has gone since its start. Sent about once a second while plans come."""
+
+    stage: int
+    num_steps: int
+    wall_ns: int
+    busy_ns: int  # CPU time of forward and sampling
+    phase_ns: list[int]  # by `trace.phases.Phase`; their sum is `wall_ns`
+    busy_ratio: float  # of the time since the report before
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     """The rank is about to exit; `error` is the first cause that it knows of."""
 
@@ -132,7 +144,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 CoreToRank = ScheduledBatch | AllocateKV | Shutdown
-RankToCore = StepResult | RankLoaded | RankReady | RankFailed
+RankToCore = StepResult | StageTimes | RankLoaded | RankReady | RankFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[CoreToRank] = msgspec.msgpack.Decoder(CoreToRank)
@@ -156,8 +168,10 @@ def decode_sampled_tokens(frame: bytes) -> SampledTokens:
     return _tokens.decode(frame)
 
 
-def seal(plan: ScheduledBatch) -> ScheduledBatch:
+def seal(plan: ScheduledBatch, *, starved: bool = False) -> ScheduledBatch:
     """The plan with its digest filled in. Only the core seals."""
+    if starved:
+        plan = msgspec.structs.replace(plan, starved=True)
     return msgspec.structs.replace(plan, digest=plan_digest(plan))
 
 

@@ -12,9 +12,11 @@ import pytest
 from fake_engine import FakeEngine, Status, fake_model, stats
 from live_server import LiveServer, events, post_bytes
 
+from penstock.batch import StageTimes
 from penstock.config import ServerConfig
 from penstock.errors import UnavailableError
 from penstock.server.lifecycle import Interruptible
+from penstock.trace.phases import Phase
 
 TEXT = "/v1/completions"
 
@@ -119,6 +121,29 @@ def test_metrics_carry_the_core_set() -> None:
             assert line in text, line
         names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
         assert all(name.startswith("penstock_") for name in names)
+
+
+def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
+    phase_ns = [(phase + 1) * 10**9 for phase in Phase]
+    times = StageTimes(
+        stage=1,
+        num_steps=4,
+        wall_ns=sum(phase_ns),
+        busy_ns=2 * 10**9,
+        phase_ns=phase_ns,
+        busy_ratio=0.75,
+    )
+    with LiveServer(FakeEngine(state=Status(stats=stats(stage_times=[times])))) as live:
+        text = _metrics(live)
+    for line in (
+        'penstock_pipeline_stage_busy_ratio{model_name="fake",stage="1"} 0.75',
+        'penstock_pipeline_bubble_seconds_total{cause="no_work",model_name="fake",stage="1"} 1.0',
+        'penstock_pipeline_bubble_seconds_total{cause="wait_next",model_name="fake",stage="1"} 10.0',
+        'penstock_stage_step_seconds_sum{model_name="fake",phase="forward",stage="1"} 7.0',
+        'penstock_stage_step_seconds_count{model_name="fake",phase="sample",stage="1"} 4.0',
+    ):
+        assert line in text, line
+    assert 'bubble_seconds_total{cause="forward"' not in text
 
 
 def test_version(live: LiveServer) -> None:

@@ -64,6 +64,7 @@ class EngineCore:
         self._epoch = 0
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
         self._failure: ErrorInfo | None = None
+        self._is_starved = True  # the pipe has had room, but nobody could run
 
     @property
     def failure(self) -> ErrorInfo | None:
@@ -152,6 +153,7 @@ class EngineCore:
             epoch=self._epoch,
             generated_tokens=scheduler.generated_tokens,
             prompt_tokens=scheduler.prompt_tokens,
+            stage_times=self._executor.stage_times(),
         )
 
     def stalled_s(self) -> float:
@@ -219,10 +221,12 @@ class EngineCore:
         while not self._inflight.is_full:
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:
+                self._is_starved = True
                 return
             self._submit(plan)
 
     def _submit(self, plan: ScheduledBatch) -> None:
-        plan = seal(plan)
+        plan = seal(plan, starved=self._is_starved)
+        self._is_starved = False
         self._inflight.push(StepInFlight(plan, plan.need_sampled.count(True), self._clock()))
         self._executor.submit(plan)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from penstock.batch import StageTimes
+
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of now, and totals since the start. Rates and histograms are made where they are shown."""
@@ -23,3 +25,4 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     generated_tokens: int
     prompt_tokens: int  # of requests that have yielded their first token
+    stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one

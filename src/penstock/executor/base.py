@@ -21,6 +21,7 @@ from penstock.batch import (
     RankToCore,
     ScheduledBatch,
     Shutdown,
+    StageTimes,
     StepResult,
     decode_to_core,
     encode,
@@ -78,6 +79,10 @@ class Executor(Protocol):
         """Let the ranks finish the submitted plans and leave. May be called twice."""
         ...
 
+    def stage_times(self) -> list[StageTimes]:
+        """The newest report of each stage that has sent one, by stage."""
+        ...
+
     def wait_fds(self) -> list[int]:
         """Descriptors that become readable when `poll` may have something; empty if only `poll` can wait.
 
@@ -105,6 +110,7 @@ class RankChannels:
         self._wait = wait
         self._clock = clock
         self._failures: list[ErrorInfo] = []
+        self._times: dict[int, StageTimes] = {}
         self._ended: set[int] = set()  # stages that have told their failure, or gone
 
     def handshake(self, timeout_s: float) -> KVPlan:
@@ -129,6 +135,10 @@ class RankChannels:
             raise _as_stage_lost(self._first_cause())
         return [_expect(StepResult, message) for message in messages]
 
+    def stage_times(self) -> list[StageTimes]:
+        """See `Executor.stage_times`."""
+        return [self._times[stage] for stage in sorted(self._times)]
+
     def close(self) -> None:
         """Say `Shutdown` and leave."""
         for channel in self._channels:
@@ -142,13 +152,16 @@ class RankChannels:
                 channel.send(frame)
 
     def _drain(self) -> list[RankToCore]:
-        """What the ranks have sent. Failures are put aside: what was sent before them still counts."""
+        """What the ranks have sent. Reports of time are put aside, and so are failures: what was sent before
+        them still counts."""
         messages: list[RankToCore] = []
         for stage in range(len(self._channels)):
             for message in self._drain_one(stage):
                 if isinstance(message, RankFailed):
                     self._failures.append(message.error)
                     self._ended.add(stage)
+                elif isinstance(message, StageTimes):
+                    self._times[stage] = message
                 else:
                     messages.append(message)
         return messages

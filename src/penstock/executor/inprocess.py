@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from penstock.batch import ScheduledBatch, StepResult
+from penstock.batch import ScheduledBatch, StageTimes, StepResult
 from penstock.config import RankConfig
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels
@@ -52,6 +52,9 @@ class InprocessExecutor:
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll(timeout_s)
+
+    def stage_times(self) -> list[StageTimes]:
+        return self._ranks.stage_times()
 
     def wait_fds(self) -> list[int]:
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.batch import ScheduledBatch, StepResult
+from penstock.batch import ScheduledBatch, StageTimes, StepResult
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel
 
@@ -38,6 +38,9 @@ class MpExecutor:
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll(timeout_s)
+
+    def stage_times(self) -> list[StageTimes]:
+        return self._ranks.stage_times()
 
     def wait_fds(self) -> list[int]:
         return [fd for channel in self._channels for fd in channel.filenos()]

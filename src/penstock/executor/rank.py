@@ -40,6 +40,7 @@ from penstock.runner.kv_storage import KVDemand, KVStorage
 from penstock.runner.memory import host_available_bytes
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
+from penstock.trace.phases import PhaseClock, StageReporter
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
 from penstock.weights.quantized_formats import QuantizedCheckpoint
@@ -123,11 +124,14 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
     if _transfers_head(config, spec):
         _transfer_head(config, spec, model, connections)
     runner = _build_runner(config, model, storage.allocate(num_blocks), device)
-    source = _choose_source(config, spec, runner, connections)
-    stage = Stage(config.stage, runner, source, _choose_sink(config, runner, connections))
+    clock = PhaseClock()
+    source = _choose_source(config, spec, runner, connections, clock)
+    sink = _choose_sink(config, runner, connections, clock)
+    times = StageReporter(config.stage, clock, lambda times: connections.plans.send(encode(times)))
+    stage = Stage(config.stage, runner, source, sink, times)
     report(Ready())
     connections.plans.send(encode(RankReady(stage=config.stage)))
-    stage.run(plans_from(connections.plans))
+    stage.run(plans_from(connections.plans, clock))
 
 
 def _build_model(
@@ -223,7 +227,11 @@ def _build_runner(config: RankConfig, model: Decoder, kv: list[AnyKV], device: t
 
 
 def _choose_source(
-    config: RankConfig, spec: ModelSpec, runner: ModelRunner, connections: RankConnections
+    config: RankConfig,
+    spec: ModelSpec,
+    runner: ModelRunner,
+    connections: RankConnections,
+    clock: PhaseClock,
 ) -> Source:
     if connections.incoming is None:
         return EmbedSource(runner)
@@ -233,12 +241,15 @@ def _choose_source(
         width=spec.hidden_size,
         dtype=_dtype(config),
         device=_device(config),
+        clock=clock,
     )
 
 
-def _choose_sink(config: RankConfig, runner: ModelRunner, connections: RankConnections) -> Sink:
+def _choose_sink(
+    config: RankConfig, runner: ModelRunner, connections: RankConnections, clock: PhaseClock
+) -> Sink:
     if connections.outgoing is None:
-        return SampleSink(runner, TokenSender(connections.tokens), connections.plans)
+        return SampleSink(runner, TokenSender(connections.tokens), connections.plans, clock)
     (channel,) = connections.tokens
     tokens = TokenReceiver(
         channel,
@@ -246,7 +257,7 @@ def _choose_sink(config: RankConfig, runner: ModelRunner, connections: RankConne
         name=f"stage {config.num_stages - 1} -> stage {config.stage}",
         timeout_s=config.wait_timeout_s,
     )
-    return ForwardSink(connections.outgoing, tokens)
+    return ForwardSink(connections.outgoing, tokens, clock)
 
 
 def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:

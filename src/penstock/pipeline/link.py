@@ -25,6 +25,7 @@ from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.frame import ALIGNMENT, FrameHeader, check_header, padded
 from penstock.pipeline.ring_memory import Ring
+from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 
 class RecvHandle:
@@ -53,8 +54,11 @@ class RecvHandle:
 class Link(Protocol):
     """One direction between two neighbouring stages; frames arrive in the order in which they were sent."""
 
-    def send(self, header: FrameHeader, tensors: Sequence[Tensor]) -> None:
+    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         """Copy the tensors into the link; they may be written over when this returns.
+
+        Args:
+            clock: is told what is waiting and what is copying.
 
         Raises:
             WaitTimeoutError: the receiver has not made room before the deadline.
@@ -62,13 +66,20 @@ class Link(Protocol):
         """
         ...
 
-    def recv(self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str] = ()) -> RecvHandle:
+    def recv(
+        self,
+        header: FrameHeader,
+        out: Sequence[Tensor],
+        requests: Sequence[str] = (),
+        clock: PhaseClock = NOBODYS,
+    ) -> RecvHandle:
         """Post the receive of the frame that `header` describes into `out`. Does not block.
 
         Args:
             header: what the frame must carry.
             out: contiguous tensors [header.num_tokens, header.width] to fill.
             requests: ids named in the error if another frame comes.
+            clock: as for `send`.
 
         The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`.
         """
@@ -120,32 +131,44 @@ class SharedMemoryLink:
         self._timeout_s = timeout_s
         self._bytes = torch.frombuffer(self._ring.frames, dtype=torch.uint8)
 
-    def send(self, header: FrameHeader, tensors: Sequence[Tensor]) -> None:
+    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_size(header, tensors, self._ring.frame_bytes)
-        ring = self._ring
-        begin = (
-            ring.reserve(self._timeout_s, f"the hidden states of step {header.step_id}") * ring.frame_bytes
-        )
+        ring, before = self._ring, clock.begin(Phase.WAIT_NEXT)
+        index = ring.reserve(self._timeout_s, f"the hidden states of step {header.step_id}")
+        clock.begin(Phase.COMM)
+        begin = index * ring.frame_bytes
         ring.frames[begin : begin + ALIGNMENT] = header.pack()
         for tensor, place in self._places(begin, tensors):
             place.copy_(tensor)
         ring.publish()
+        clock.begin(before)
 
-    def recv(self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str] = ()) -> RecvHandle:
-        return RecvHandle(lambda: self._fetch(header, out, requests))
+    def recv(
+        self,
+        header: FrameHeader,
+        out: Sequence[Tensor],
+        requests: Sequence[str] = (),
+        clock: PhaseClock = NOBODYS,
+    ) -> RecvHandle:
+        return RecvHandle(lambda: self._fetch(header, out, requests, clock))
 
     def close(self) -> None:
         self._ring.close()
 
-    def _fetch(self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str]) -> None:
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
         _check_size(header, out, self._ring.frame_bytes)
-        ring = self._ring
-        begin = ring.take(self._timeout_s, f"the hidden states of step {header.step_id}") * ring.frame_bytes
+        ring, before = self._ring, clock.begin(Phase.WAIT_PREV)
+        index = ring.take(self._timeout_s, f"the hidden states of step {header.step_id}")
+        clock.begin(Phase.COMM)
+        begin = index * ring.frame_bytes
         found = FrameHeader.unpack(ring.frames[begin : begin + ALIGNMENT])
         check_header(header, found, ring.name, requests)
         for tensor, place in self._places(begin, out):
             tensor.copy_(place)
         ring.release()
+        clock.begin(before)
 
     def _places(self, begin: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Each tensor that has elements, with its place behind the header of the frame at `begin`."""
@@ -175,34 +198,48 @@ class MemoryLink:
         self._changed = Condition()
         self._closed = False
 
-    def send(self, header: FrameHeader, tensors: Sequence[Tensor]) -> None:
+    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_shapes(header, tensors)
         purpose = f"room for the hidden states of step {header.step_id}"
+        before = clock.begin(Phase.WAIT_NEXT)
         with self._changed:
             self._wait(lambda: self._closed or len(self._frames) < self._num_frames, purpose)
             self._raise_if(self._closed, purpose)
+            clock.begin(Phase.COMM)
             self._frames.append((header, [tensor.clone() for tensor in tensors]))
             self._changed.notify_all()
+        clock.begin(before)
 
-    def recv(self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str] = ()) -> RecvHandle:
-        return RecvHandle(lambda: self._fetch(header, out, requests))
+    def recv(
+        self,
+        header: FrameHeader,
+        out: Sequence[Tensor],
+        requests: Sequence[str] = (),
+        clock: PhaseClock = NOBODYS,
+    ) -> RecvHandle:
+        return RecvHandle(lambda: self._fetch(header, out, requests, clock))
 
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
-    def _fetch(self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str]) -> None:
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
         _check_shapes(header, out)
         purpose = f"the hidden states of step {header.step_id}"
+        before = clock.begin(Phase.WAIT_PREV)
         with self._changed:
             self._wait(lambda: bool(self._frames) or self._closed, purpose)
             self._raise_if(not self._frames, purpose)
             found, tensors = self._frames.popleft()
             self._changed.notify_all()
+        clock.begin(Phase.COMM)
         check_header(header, found, self._name, requests)
         for target, tensor in zip(out, tensors, strict=True):
             target.copy_(tensor)
+        clock.begin(before)
 
     def _wait(self, ready: Callable[[], bool], purpose: str) -> None:
         if not self._changed.wait_for(ready, self._timeout_s):

@@ -24,6 +24,7 @@ from penstock.pipeline.link import AsyncIntermediateTensors, Link
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
+from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 CARRIED = ("hidden_states", "residual")  # the tensors that cross a link, in this order
 
@@ -64,12 +65,20 @@ class LinkSource:
     Args:
         link: from the stage before.
         max_num_tokens, width, dtype: of the largest step and of one token.
+        clock: of the rank.
     """
 
     def __init__(
-        self, link: Link, *, max_num_tokens: int, width: int, dtype: torch.dtype, device: torch.device
+        self,
+        link: Link,
+        *,
+        max_num_tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        clock: PhaseClock = NOBODYS,
     ) -> None:
-        self._link = link
+        self._link, self._clock = link, clock
         self._buffers = {
             name: torch.empty((max_num_tokens, width), dtype=dtype, device=device) for name in CARRIED
         }
@@ -77,23 +86,26 @@ class LinkSource:
     def take(self, batch: ForwardBatch) -> IntermediateTensors:
         tensors = {name: buffer[: batch.num_tokens] for name, buffer in self._buffers.items()}
         header = _header(batch, tensors["hidden_states"])
-        handle = self._link.recv(header, list(tensors.values()), batch.addressed.request_ids)
+        handle = self._link.recv(header, list(tensors.values()), batch.addressed.request_ids, self._clock)
         return AsyncIntermediateTensors(tensors, handle)
 
 
 class ForwardSink:
     """Every stage but the last: tensors to the next stage; samples come back when a plan consumes them."""
 
-    def __init__(self, link: Link, tokens: TokenReceiver) -> None:
+    def __init__(self, link: Link, tokens: TokenReceiver, clock: PhaseClock = NOBODYS) -> None:
         self._link = link
         self._tokens = tokens
+        self._clock = clock
 
     def settle(self, plan: ScheduledBatch) -> None:
+        before = self._clock.begin(Phase.WAIT_TOKEN)
         self._tokens.consume(plan.consume_through)
+        self._clock.begin(before)
 
     def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
         carried = [tensors[name] for name in CARRIED]
-        self._link.send(_header(batch, carried[0]), carried)
+        self._link.send(_header(batch, carried[0]), carried, self._clock)
         self._tokens.expect(batch.plan, batch.sampled)
 
 
@@ -104,18 +116,28 @@ class SampleSink:
         runner: samples, and owns the row table.
         tokens: to the earlier stages; first, because they may be waiting for it.
         results: to the core.
+        clock: of the rank.
     """
 
-    def __init__(self, runner: ModelRunner, tokens: TokenSender, results: MessageChannel) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokens: TokenSender,
+        results: MessageChannel,
+        clock: PhaseClock = NOBODYS,
+    ) -> None:
         self._runner = runner
         self._tokens = tokens
         self._results = results
+        self._clock = clock
 
     def settle(self, plan: ScheduledBatch) -> None:
         """Its own samples are in the table already."""
 
     def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
+        before = self._clock.begin(Phase.SAMPLE)
         result = self._runner.sample(tensors, batch)
+        self._clock.begin(before)
         self._tokens.send(batch.plan, result)
         self._results.send(encode(result))
 

@@ -21,6 +21,7 @@ from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.ports import Sink, Source
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
+from penstock.trace.phases import Phase, PhaseClock, StageReporter
 
 
 class Stage:
@@ -30,13 +31,17 @@ class Stage:
         stage: its number, for errors.
         runner: the model with its rows.
         source, sink: chosen by the place of the stage in the pipe.
+        times: hears of each step's end; its clock is that of the ports.
     """
 
-    def __init__(self, stage: int, runner: ModelRunner, source: Source, sink: Sink) -> None:
+    def __init__(
+        self, stage: int, runner: ModelRunner, source: Source, sink: Sink, times: StageReporter | None = None
+    ) -> None:
         self._stage = stage
         self._runner = runner
         self._source = source
         self._sink = sink
+        self._times = times or StageReporter(stage, PhaseClock())
 
     @torch.inference_mode()
     def run(self, plans: Iterable[ScheduledBatch]) -> None:
@@ -45,8 +50,11 @@ class Stage:
             with blaming(self._stage, f"in step {plan.step_id}"):
                 batch = self._prepare(plan)
                 hidden = self._source.take(batch)
+                self._times.clock.begin(Phase.FORWARD)
                 hidden = self._runner.forward(hidden, batch)
+                self._times.clock.begin(Phase.PUT)
                 self._sink.put(hidden, batch)
+                self._times.step_done()
 
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
         """In the order that `ScheduledBatch` prescribes: rows, then token returns, then the batch."""
@@ -55,14 +63,19 @@ class Stage:
         return self._runner.prepare(plan)
 
 
-def plans_from(channel: MessageChannel) -> Iterator[ScheduledBatch]:
+def plans_from(channel: MessageChannel, clock: PhaseClock | None = None) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
+
+    Args:
+        clock: is told of the waiting, and why.
 
     Raises:
         ProtocolError: a plan was lost, repeated or changed on the way.
         LinkClosedError: the core has gone.
     """
+    clock = clock or PhaseClock()
     expected = (0, 0)  # epoch, step
+    clock.begin(Phase.WAIT_PLAN)
     while (frame := channel.recv(None)) is not None:
         message = decode_to_rank(frame)
         if isinstance(message, Shutdown):
@@ -71,7 +84,9 @@ def plans_from(channel: MessageChannel) -> Iterator[ScheduledBatch]:
             raise ProtocolError(f"expected the plan of step {expected[1]}, found {type(message).__name__}.")
         _check_plan(message, expected)
         expected = (message.epoch, message.step_id + 1)
+        clock.begin(Phase.TAKE, was=Phase.NO_WORK if message.starved else None)
         yield message
+        clock.begin(Phase.WAIT_PLAN)
 
 
 def _check_plan(plan: ScheduledBatch, expected: tuple[int, int]) -> None:

@@ -17,13 +17,16 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
+    SummaryMetricFamily,
 )
 from prometheus_client.process_collector import ProcessCollector
 
 from penstock import __version__
+from penstock.batch import StageTimes
 from penstock.engine.stats import CoreStats
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.request_record import RequestRecord
+from penstock.trace.phases import BUBBLES, Phase
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "penstock_"
@@ -97,6 +100,7 @@ class Metrics:
         if stats is not None:
             yield from self._gauges(stats)
             yield from self._totals(stats)
+            yield from self._stages(stats.stage_times)
 
     def _own_families(self) -> Iterator[Metric]:
         info = InfoMetricFamily(PREFIX + "build", "Version and layout.")
@@ -132,6 +136,31 @@ class Metrics:
             family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._label], value)
             yield family
+
+    def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
+        labels = ["model_name", "stage"]
+        busy = GaugeMetricFamily(
+            PREFIX + "pipeline_stage_busy_ratio",
+            "Share of the last second that the stage spent computing.",
+            labels=labels,
+        )
+        bubbles = CounterMetricFamily(
+            PREFIX + "pipeline_bubble_seconds",
+            "Time that the stage spent waiting or copying.",
+            labels=[*labels, "cause"],
+        )
+        steps = SummaryMetricFamily(
+            PREFIX + "stage_step_seconds", "Time of a step by what it went into.", labels=[*labels, "phase"]
+        )
+        for stage in times:
+            of_stage = [self._label, str(stage.stage)]
+            busy.add_metric(of_stage, stage.busy_ratio)
+            for phase, spent_ns in zip(Phase, stage.phase_ns, strict=True):
+                name = phase.name.lower()
+                steps.add_metric([*of_stage, name], stage.num_steps, spent_ns / 1e9)
+                if phase in BUBBLES:
+                    bubbles.add_metric([*of_stage, name], spent_ns / 1e9)
+        yield from (busy, bubbles, steps)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

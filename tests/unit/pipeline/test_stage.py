@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from hand_core import (
     make_plan,
     new_row,
 )
-from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode, seal
 from penstock.errors import LinkClosedError, NumericalError, ProtocolError, StageLostError, WaitTimeoutError
 from penstock.executor.plan_channel import QueueChannel
 from penstock.models.intermediate import IntermediateTensors
@@ -35,6 +36,7 @@ from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.runner.buffers import BufferPool
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
+from penstock.trace.phases import Phase, PhaseClock, StageReporter
 
 NUM_ROWS, NUM_BLOCKS, BLOCK, MAX_TOKENS, MAX_LEN = 4, 40, 4, 64, 48
 CPU = torch.device("cpu")
@@ -63,29 +65,37 @@ class Pipe:
         tokens = [QueueChannel.pair() for _ in links]
         self.runners = [self._runner(model) for model in models]
         self.stages: list[Stage] = []
+        self.clocks = [PhaseClock(count().__next__, count().__next__) for _ in models]  # each look is a tick
         for stage, (runner, plans) in enumerate(zip(self.runners, rank_ends, strict=True)):
-            source = EmbedSource(runner)
+            source, clock = EmbedSource(runner), self.clocks[stage]
             if stage:
                 source = LinkSource(
-                    links[stage - 1][1], max_num_tokens=MAX_TOKENS, width=2, dtype=torch.float32, device=CPU
+                    links[stage - 1][1],
+                    max_num_tokens=MAX_TOKENS,
+                    width=2,
+                    dtype=torch.float32,
+                    device=CPU,
+                    clock=clock,
                 )
             if stage < num_stages - 1:
                 receiver = TokenReceiver(tokens[stage][1], runner.rows, name=f"{stage}", timeout_s=timeout_s)
-                sink = ForwardSink(links[stage][0], receiver)
+                sink = ForwardSink(links[stage][0], receiver, clock)
             else:
-                sink = SampleSink(runner, TokenSender([last for last, _ in tokens]), plans)
-            self.stages.append(Stage(stage, runner, source, sink))
+                sink = SampleSink(runner, TokenSender([last for last, _ in tokens]), plans, clock)
+            self.stages.append(Stage(stage, runner, source, sink, StageReporter(stage, clock)))
         self.crew = Crew()
         for index, (stage, plans) in enumerate(zip(self.stages, rank_ends, strict=True)):
             own_links = [receiver for _, receiver in links[index - 1 : index]] if index else []
             own_links += [sender for sender, _ in links[index : index + 1]]
             own_tokens = [early for _, early in tokens[index : index + 1]] or [last for last, _ in tokens]
-            self.crew.start(self._life(stage, plans, [*own_links, *own_tokens, plans]))
+            self.crew.start(self._life(stage, plans, [*own_links, *own_tokens, plans], self.clocks[index]))
 
-    def _life(self, stage: Stage, plans: QueueChannel, ends: Sequence[Closable]) -> Callable[[], None]:
+    def _life(
+        self, stage: Stage, plans: QueueChannel, ends: Sequence[Closable], clock: PhaseClock
+    ) -> Callable[[], None]:
         def live() -> None:
             try:
-                stage.run(plans_from(plans))
+                stage.run(plans_from(plans, clock))
             finally:
                 for end in ends:
                     end.close()
@@ -206,6 +216,26 @@ def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:
         assert pipe.poll(20.0) == [StepResult(step_id=step)]
     pipe.shutdown()
     assert seen == [(0, 0), (1, 0), (2, 0)] * 2
+
+
+@pytest.mark.parametrize("starved", [False, True])
+@pytest.mark.parametrize("carrier", ["memory", "ring"])
+def test_d6_every_stage_says_where_its_time_went(carrier: str, starved: bool) -> None:
+    pipe = Pipe(3, carrier=carrier)
+    pipe.submit(seal(ScheduledBatch(step_id=0), starved=starved))
+    pipe.poll(20.0)
+    pipe.shutdown()
+    visited = []
+    for clock in pipe.clocks:
+        wall_ns, _, phase_ns = clock.totals()
+        assert wall_ns == sum(phase_ns)
+        assert phase_ns[Phase.NO_WORK] == 1 + starved  # one tick is from before the stage ran
+        assert phase_ns[Phase.WAIT_PLAN] == 2 - starved  # one is the wait for the shutdown
+        visited.append({phase for phase in Phase if phase_ns[phase]})
+    every = {Phase.NO_WORK, Phase.WAIT_PLAN, Phase.TAKE, Phase.FORWARD, Phase.PUT, Phase.COMM}
+    assert visited[0] == every | {Phase.WAIT_TOKEN, Phase.WAIT_NEXT}
+    assert visited[1] == every | {Phase.WAIT_TOKEN, Phase.WAIT_NEXT, Phase.WAIT_PREV}
+    assert visited[2] == every | {Phase.WAIT_PREV, Phase.SAMPLE}
 
 
 def test_d10_a_preempted_request_goes_on_where_it_was() -> None:

@@ -1,0 +1,125 @@
+"""Steady decode through two stages of one thread each, against one process: tokens/s, busy time, bubbles.
+
+    python benchmarks/pipeline_decode.py MODEL --batches 16,32,64 --partitions "even;16,8" --async-depths 0,1
+
+All engines are loaded first and take turns; the others are idle meanwhile. Decode is counted as in
+`cpu_peers.py`: B * 127 tokens by the time of 128 tokens of output less that of one. Where a stage's time went
+is the difference of its own reports before and after the measured runs. Prints Markdown for docs/perf-log.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from penstock import LLM, SamplingParams
+from penstock.batch import StageTimes
+from penstock.trace.phases import BUBBLES, Phase
+
+INPUT, OUTPUT = 128, 128
+
+
+@dataclass
+class Layout:
+    """One way to serve the model, and what was measured of it."""
+
+    name: str
+    llm: LLM
+    rates: dict[int, list[float]] = field(default_factory=dict)  # by batch: tokens/s
+    times: dict[int, list[list[StageTimes]]] = field(default_factory=dict)  # by batch: before and after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--batches", default="8,16,32,64")
+    parser.add_argument("--partitions", default="even")
+    parser.add_argument("--async-depths", default="0")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--one-stage", default="1,2", help="threads of the engines with one stage")
+    options = parser.parse_args()
+    batches = [int(batch) for batch in options.batches.split(",")]
+    with ExitStack() as stack:
+        layouts = [Layout(name, stack.enter_context(llm)) for name, llm in engines(options, max(batches))]
+        for layout in layouts:
+            generate(layout.llm, 2, 4)
+        for _, batch in itertools.product(range(options.rounds), batches):
+            for layout in layouts:
+                measure(layout, batch)
+        for batch in batches:
+            print_table(batch, layouts)
+
+
+def engines(options: argparse.Namespace, max_num_seqs: int) -> list[tuple[str, LLM]]:
+    common = {"dtype": "bfloat16", "max_model_len": 2 * (INPUT + OUTPUT), "max_num_seqs": max_num_seqs}
+    found = [
+        (f"P = 1, {threads} threads", LLM(options.model, threads_per_rank=int(threads), **common))
+        for threads in filter(None, options.one_stage.split(","))
+    ]
+    for partition, depth in itertools.product(options.partitions.split(";"), options.async_depths.split(",")):
+        llm = LLM(
+            options.model,
+            pipeline_parallel_size=2,
+            threads_per_rank=1,
+            partition=partition,
+            async_depth=int(depth),
+            **common,
+        )
+        found.append((f"P = 2, {partition}, depth {2 + int(depth)}", llm))
+    return found
+
+
+def generate(llm: LLM, batch: int, num_tokens: int) -> float:
+    """Seconds for `batch` fresh prompts to their `num_tokens`-th token."""
+    prompts = [{"prompt_token_ids": random.choices(range(1000, 90000), k=INPUT)} for _ in range(batch)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    began = time.perf_counter()
+    llm.generate(prompts, sampling)
+    return time.perf_counter() - began
+
+
+def measure(layout: Layout, batch: int) -> None:
+    first = generate(layout.llm, batch, 1)
+    before = stage_times(layout.llm)
+    whole = generate(layout.llm, batch, OUTPUT)
+    layout.times.setdefault(batch, []).extend([before, stage_times(layout.llm)])
+    layout.rates.setdefault(batch, []).append(batch * (OUTPUT - 1) / (whole - first))
+
+
+def stage_times(llm: LLM) -> list[StageTimes]:
+    stats = llm.stats()
+    return [] if stats is None else stats.stage_times
+
+
+def print_table(batch: int, layouts: Sequence[Layout]) -> None:
+    print(f"\n| B = {batch} | tokens/s | spread | stage: busy, then bubbles |\n|---|---|---|---|")
+    for layout in layouts:
+        rates = layout.rates[batch]
+        where, spread = "; ".join(shares(layout.times[batch])), f"{min(rates):.1f} to {max(rates):.1f}"
+        print(f"| {layout.name} | {statistics.median(rates):.1f} | {spread} | {where} |")
+
+
+def shares(times: Sequence[Sequence[StageTimes]]) -> list[str]:
+    """For each stage: its busy share, and every bubble above half a percent; over all measured runs."""
+    lines = []
+    for of_stage in zip(*times, strict=True):
+        pairs = list(zip(of_stage[::2], of_stage[1::2], strict=True))
+        wall = sum(after.wall_ns - before.wall_ns for before, after in pairs) or 1
+        busy = sum(after.busy_ns - before.busy_ns for before, after in pairs) / wall
+        parts = [f"{of_stage[0].stage}: {busy:.1%}"]
+        for phase in Phase:
+            share = sum(after.phase_ns[phase] - before.phase_ns[phase] for before, after in pairs) / wall
+            if share > 0.005 and (phase in BUBBLES or phase in (Phase.TAKE, Phase.PUT)):
+                parts.append(f"{phase.name.lower()} {share:.1%}")
+        lines.append(", ".join(parts))
+    return lines
+
+
+if __name__ == "__main__":
+    main()

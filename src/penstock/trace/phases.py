@@ -1,0 +1,132 @@
+"""Where a stage's time goes: every instant belongs to one phase, so the phases add up to the wall time.
+
+A rank has one `PhaseClock`; `pipeline.stage`, the ports and the links tell it what begins. What it has
+counted goes to the core about once a second (`batch.StageTimes`). Knows nothing of plans, tensors or
+processes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from enum import IntEnum
+
+from penstock.batch import StageTimes
+
+REPORT_INTERVAL_NS = 1_000_000_000
+
+
+class Phase(IntEnum):
+    """What a stage does or waits for."""
+
+    NO_WORK = 0  # the pipe had room, but no request could run
+    WAIT_PLAN = 1  # requests could run, but the core's plan had not come
+    TAKE = 2  # rows, inputs and embedding
+    WAIT_TOKEN = 3  # for the samples of an earlier step
+    WAIT_PREV = 4  # for the hidden states of the stage before
+    COMM = 5  # copying into a link or out of it
+    FORWARD = 6
+    SAMPLE = 7
+    PUT = 8  # results and token returns on their way
+    WAIT_NEXT = 9  # for room in the link to the next stage
+
+
+BUSY = (Phase.FORWARD, Phase.SAMPLE)
+BUBBLES = (Phase.NO_WORK, Phase.WAIT_PLAN, Phase.WAIT_TOKEN, Phase.WAIT_PREV, Phase.COMM, Phase.WAIT_NEXT)
+
+
+class PhaseClock:
+    """Counts the time of one thread by phase.
+
+    Busy time is the thread's own CPU time in the phases that compute: a thread that another process has
+    pushed aside is not busy, whatever the wall clock says.
+
+    Args:
+        wall, cpu: nanoseconds; tests give their own.
+    """
+
+    def __init__(
+        self,
+        wall: Callable[[], int] = time.perf_counter_ns,
+        cpu: Callable[[], int] = time.thread_time_ns,
+    ) -> None:
+        self._wall, self._cpu = wall, cpu
+        self._phase = Phase.NO_WORK
+        self._started = self._since = wall()
+        self._busy_since = 0
+        self._busy_ns = 0
+        self._totals = [0] * len(Phase)
+
+    def begin(self, phase: Phase, was: Phase | None = None) -> Phase:
+        """End the phase that runs, and begin another.
+
+        Args:
+            was: what the time since the last call turns out to have been, if not what it was taken for.
+
+        Returns:
+            What has ended, so that a nested phase can give way to it again.
+        """
+        now = self._wall()
+        before = self._phase
+        self._totals[before if was is None else was] += now - self._since
+        if (before in BUSY) != (phase in BUSY):
+            cpu = self._cpu()
+            if before in BUSY:
+                self._busy_ns += cpu - self._busy_since
+            self._busy_since = cpu
+        self._phase, self._since = phase, now
+        return before
+
+    @property
+    def last_change_ns(self) -> int:
+        """When the phase that runs has begun."""
+        return self._since
+
+    def totals(self) -> tuple[int, int, list[int]]:
+        """Wall time since the start, busy time, and time by phase, in nanoseconds, up to this instant.
+
+        Call it outside the busy phases.
+        """
+        self.begin(self._phase)
+        return self._since - self._started, self._busy_ns, list(self._totals)
+
+
+NOBODYS = PhaseClock()  # where nobody asks
+
+
+class StageReporter:
+    """Sends what a rank's clock has counted, about once a second while steps end.
+
+    Args:
+        send: takes a report; must not block.
+    """
+
+    def __init__(
+        self, stage: int, clock: PhaseClock, send: Callable[[StageTimes], None] = lambda times: None
+    ) -> None:
+        self._stage, self.clock, self._send = stage, clock, send
+        self._num_steps = 0
+        self._sent_wall_ns = self._sent_busy_ns = 0
+        self._due_ns = clock.last_change_ns + REPORT_INTERVAL_NS
+
+    def step_done(self) -> None:
+        """A step has left the stage; call it outside the busy phases."""
+        self._num_steps += 1
+        if self.clock.last_change_ns >= self._due_ns:
+            self._report()
+
+    def _report(self) -> None:
+        wall_ns, busy_ns, phase_ns = self.clock.totals()
+        since = max(wall_ns - self._sent_wall_ns, 1)
+        self._send(
+            StageTimes(
+                stage=self._stage,
+                num_steps=self._num_steps,
+                wall_ns=wall_ns,
+                busy_ns=busy_ns,
+                phase_ns=phase_ns,
+                busy_ratio=(busy_ns - self._sent_busy_ns) / since,
+            )
+        )
+        self._sent_wall_ns, self._sent_busy_ns = wall_ns, busy_ns
+        self._due_ns = self.clock.last_change_ns + REPORT_INTERVAL_NS
