@@ -20,6 +20,7 @@ from penstock.batch import (
     RankLoaded,
     RowSampling,
     ScheduledBatch,
+    StageSpans,
     StageTimes,
     StepResult,
     decode_to_core,
@@ -225,6 +226,9 @@ class FakeExecutor:
 
     def stage_times(self) -> list[StageTimes]:
         """Nobody counts."""
+        return []
+
+    def spans(self) -> list[StageSpans]:
         return []
 
     def wait_fds(self) -> list[int]:

@@ -132,6 +132,16 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     busy_ratio: float  # of the time since the report before
 
 
+class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
+    """What a rank did since its report before, span by span, without gaps."""
+
+    stage: int
+    began_ns: int  # of the host's monotonic clock
+    phases: bytes  # [num_spans] `trace.phases.Phase`
+    durations_ns: list[int]  # [num_spans]
+    steps: list[tuple[int, int, int]]  # index of the step's first span, step id, tokens
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     """The rank is about to exit; `error` is the first cause that it knows of."""
 
@@ -144,7 +154,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 CoreToRank = ScheduledBatch | AllocateKV | Shutdown
-RankToCore = StepResult | StageTimes | RankLoaded | RankReady | RankFailed
+RankToCore = StepResult | StageTimes | StageSpans | RankLoaded | RankReady | RankFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[CoreToRank] = msgspec.msgpack.Decoder(CoreToRank)

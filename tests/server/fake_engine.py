@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.batch import StageSpans
 from penstock.engine.outputs import OutputAssembler, TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import AbortedError, OverloadedError, PenstockError
@@ -75,6 +76,7 @@ class FakeEngine:
     added: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
+    spans: list[StageSpans] = field(default_factory=list)
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def start(self) -> None:
@@ -87,6 +89,9 @@ class FakeEngine:
         self.alive.add(request_id)
         self.added.append((request_id, prompt_token_ids, sampling))
         return FakeStream(self, request_id, prompt_token_ids, sampling)
+
+    async def trace(self) -> list[StageSpans]:
+        return self.spans
 
     def status(self) -> Status:
         return self.state

@@ -12,7 +12,7 @@ import pytest
 from fake_engine import FakeEngine, Status, fake_model, stats
 from live_server import LiveServer, events, post_bytes
 
-from penstock.batch import StageTimes
+from penstock.batch import StageSpans, StageTimes
 from penstock.config import ServerConfig
 from penstock.errors import UnavailableError
 from penstock.server.lifecycle import Interruptible
@@ -144,6 +144,18 @@ def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
     ):
         assert line in text, line
     assert 'bubble_seconds_total{cause="forward"' not in text
+
+
+def test_d6_a_trace_is_served_with_its_report() -> None:
+    spans = StageSpans(
+        stage=0, began_ns=5000, phases=bytes([Phase.FORWARD]), durations_ns=[2000], steps=[(0, 3, 8)]
+    )
+    with LiveServer(FakeEngine(spans=[spans])) as live:
+        answer, body = live.request("GET", "/debug/trace")
+    found = json.loads(body)
+    (event,) = (event for event in found["traceEvents"] if event["ph"] == "X")
+    assert (answer.status, event["name"], event["ts"], event["dur"]) == (200, "forward 3", 5.0, 2.0)
+    assert found["otherData"]["bubbles"] == ["stage 0: 0.0 s, computing 100.0%, bubble 0.0%"]
 
 
 def test_version(live: LiveServer) -> None:

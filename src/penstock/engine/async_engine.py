@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 
 import msgspec
 
+from penstock.batch import StageSpans
 from penstock.config import ApiProcessConfig
 from penstock.engine.ipc import (
     HEARTBEAT_S,
@@ -20,9 +22,12 @@ from penstock.engine.ipc import (
     AbortRequests,
     AddRequest,
     ClientSocket,
+    ClientToCore,
     EngineFailed,
+    GetTrace,
     Hello,
     StepUpdates,
+    Trace,
     Welcome,
 )
 from penstock.engine.outputs import OutputAssembler, TextDelta, merge_deltas, output_assembler
@@ -184,6 +189,7 @@ class AsyncEngine:
         self._socket = ClientSocket(client_address)
         self._health = _Health(info.stale_after_s, clock, wall_clock)
         self._welcome: asyncio.Future[Welcome] | None = None
+        self._traces: deque[asyncio.Future[list[StageSpans]]] = deque()  # asked for, oldest first
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
@@ -241,6 +247,17 @@ class AsyncEngine:
     def status(self) -> EngineStatus:
         return self._health.status()
 
+    async def trace(self) -> list[StageSpans]:
+        """What each stage did in the last seconds. Raises the first cause when the engine is lost."""
+        self._health.require_core()
+        answer: asyncio.Future[list[StageSpans]] = asyncio.get_running_loop().create_future()
+        self._traces.append(answer)
+        self._send(GetTrace())
+        try:
+            return await asyncio.wait_for(answer, SILENCE_S)
+        except TimeoutError as error:
+            raise WaitTimeoutError(f"the engine core gave no trace in {SILENCE_S:g} s.") from error
+
     def check_core(self) -> None:
         """End the streams of a core that has been silent for too long; it may come back for new ones.
 
@@ -272,7 +289,7 @@ class AsyncEngine:
         if self._streams.pop(request_id, None) is not None and self._health.failure is None:
             self._send(AbortRequests([request_id]))
 
-    def _send(self, message: Hello | AddRequest | AbortRequests) -> None:
+    def _send(self, message: ClientToCore) -> None:
         self._socket.send(message)
         # The descriptor is edge-triggered and sending may use up the edge: look once more.
         asyncio.get_running_loop().call_soon(self._read)
@@ -284,6 +301,8 @@ class AsyncEngine:
                 self._deliver(message.updates)
             elif isinstance(message, Welcome):
                 self._welcomed(message)
+            elif isinstance(message, Trace):
+                self._answer_trace(message.spans)
             elif isinstance(message, EngineFailed):
                 self._lost(message.error)
 
@@ -293,6 +312,12 @@ class AsyncEngine:
             stream = streams.get(update.request_id)
             if stream is not None and stream.receive(update):
                 streams.pop(update.request_id, None)
+
+    def _answer_trace(self, spans: list[StageSpans]) -> None:
+        """Answers come in the order of the questions; whoever asked may have given up."""
+        answer = self._traces.popleft()
+        if not answer.done():
+            answer.set_result(spans)
 
     def _welcomed(self, message: Welcome) -> None:
         if self._welcome is not None and not self._welcome.done():
@@ -310,6 +335,9 @@ class AsyncEngine:
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error_from_info(error))
+        for answer in self._traces:
+            if not answer.done():
+                answer.set_exception(error_from_info(error))
 
 
 class _Health:

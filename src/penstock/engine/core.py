@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from penstock.batch import ScheduledBatch, StepResult, seal
+from penstock.batch import ScheduledBatch, StageSpans, StepResult, seal
 from penstock.config import ParallelConfig
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, error_from_info
@@ -155,6 +155,10 @@ class EngineCore:
             prompt_tokens=scheduler.prompt_tokens,
             stage_times=self._executor.stage_times(),
         )
+
+    def spans(self) -> list[StageSpans]:
+        """What each stage did lately, for a trace."""
+        return self._executor.spans()
 
     def stalled_s(self) -> float:
         """Seconds since a result came or the oldest step in flight was submitted; 0 when there is none."""

@@ -25,7 +25,9 @@ from penstock.engine.ipc import (
     CoreSocket,
     CoreToClient,
     EngineFailed,
+    GetTrace,
     StepUpdates,
+    Trace,
     Welcome,
 )
 from penstock.errors import ErrorInfo, PenstockError, error_from_info
@@ -156,6 +158,8 @@ class CoreServer:
             for request_id in message.request_ids:
                 self._core.abort(request_id)
                 self._owners.pop(request_id, None)
+        elif isinstance(message, GetTrace):
+            self._clients.send(client, Trace(self._core.spans()))
         else:
             self._known.add(client)
             self._clients.send(client, self._welcome)

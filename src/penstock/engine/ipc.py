@@ -17,7 +17,7 @@ from types import TracebackType
 import msgspec
 import zmq
 
-from penstock.batch import RankLoaded
+from penstock.batch import RankLoaded, StageSpans
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError
 from penstock.executor.plan_channel import bind_socket
@@ -39,6 +39,10 @@ class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
     """End these requests; unknown ids are ignored. No update of them follows."""
 
     request_ids: list[str]
+
+
+class GetTrace(msgspec.Struct, frozen=True, tag="get_trace"):
+    """Answered by a `Trace`."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
@@ -67,8 +71,14 @@ class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
     error: ErrorInfo
 
 
-ClientToCore = Hello | AddRequest | AbortRequests
-CoreToClient = Welcome | StepUpdates | EngineFailed
+class Trace(msgspec.Struct, frozen=True, tag="trace"):
+    """What each stage did in the last seconds, by stage and time."""
+
+    spans: list[StageSpans]
+
+
+ClientToCore = Hello | AddRequest | AbortRequests | GetTrace
+CoreToClient = Welcome | StepUpdates | Trace | EngineFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core: msgspec.msgpack.Decoder[ClientToCore] = msgspec.msgpack.Decoder(ClientToCore)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from penstock.batch import (
     RankToCore,
     ScheduledBatch,
     Shutdown,
+    StageSpans,
     StageTimes,
     StepResult,
     decode_to_core,
@@ -37,6 +39,7 @@ from penstock.errors import (
 )
 from penstock.pipeline.channel import MessageChannel
 
+TRACE_S = 10
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
 _CONSEQUENCES = {"LinkClosedError", "WaitTimeoutError"}  # what a rank sees when another one has failed
@@ -83,6 +86,10 @@ class Executor(Protocol):
         """The newest report of each stage that has sent one, by stage."""
         ...
 
+    def spans(self) -> list[StageSpans]:
+        """What each stage did in the last `TRACE_S` seconds or so, by stage and time."""
+        ...
+
     def wait_fds(self) -> list[int]:
         """Descriptors that become readable when `poll` may have something; empty if only `poll` can wait.
 
@@ -111,6 +118,7 @@ class RankChannels:
         self._clock = clock
         self._failures: list[ErrorInfo] = []
         self._times: dict[int, StageTimes] = {}
+        self._spans: dict[int, deque[StageSpans]] = {}
         self._ended: set[int] = set()  # stages that have told their failure, or gone
 
     def handshake(self, timeout_s: float) -> KVPlan:
@@ -139,6 +147,10 @@ class RankChannels:
         """See `Executor.stage_times`."""
         return [self._times[stage] for stage in sorted(self._times)]
 
+    def spans(self) -> list[StageSpans]:
+        """See `Executor.spans`."""
+        return [spans for stage in sorted(self._spans) for spans in self._spans[stage]]
+
     def close(self) -> None:
         """Say `Shutdown` and leave."""
         for channel in self._channels:
@@ -162,9 +174,17 @@ class RankChannels:
                     self._ended.add(stage)
                 elif isinstance(message, StageTimes):
                     self._times[stage] = message
+                elif isinstance(message, StageSpans):
+                    self._keep(message)
                 else:
                     messages.append(message)
         return messages
+
+    def _keep(self, spans: StageSpans) -> None:
+        kept = self._spans.setdefault(spans.stage, deque())
+        kept.append(spans)
+        while kept[0].began_ns < spans.began_ns - TRACE_S * 10**9:
+            kept.popleft()
 
     def _drain_one(self, stage: int) -> Iterator[RankToCore]:
         try:

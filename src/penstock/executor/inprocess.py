@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
-from penstock.batch import ScheduledBatch, StageTimes, StepResult
+from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
 from penstock.config import RankConfig
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels
@@ -55,6 +55,9 @@ class InprocessExecutor:
 
     def stage_times(self) -> list[StageTimes]:
         return self._ranks.stage_times()
+
+    def spans(self) -> list[StageSpans]:
+        return self._ranks.spans()
 
     def wait_fds(self) -> list[int]:
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.batch import ScheduledBatch, StageTimes, StepResult
+from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel
 
@@ -41,6 +41,9 @@ class MpExecutor:
 
     def stage_times(self) -> list[StageTimes]:
         return self._ranks.stage_times()
+
+    def spans(self) -> list[StageSpans]:
+        return self._ranks.spans()
 
     def wait_fds(self) -> list[int]:
         return [fd for channel in self._channels for fd in channel.filenos()]

@@ -124,10 +124,10 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
     if _transfers_head(config, spec):
         _transfer_head(config, spec, model, connections)
     runner = _build_runner(config, model, storage.allocate(num_blocks), device)
-    clock = PhaseClock()
+    clock = PhaseClock(keeps_spans=True)
     source = _choose_source(config, spec, runner, connections, clock)
     sink = _choose_sink(config, runner, connections, clock)
-    times = StageReporter(config.stage, clock, lambda times: connections.plans.send(encode(times)))
+    times = StageReporter(config.stage, clock, lambda told: connections.plans.send(encode(told)))
     stage = Stage(config.stage, runner, source, sink, times)
     report(Ready())
     connections.plans.send(encode(RankReady(stage=config.stage)))

@@ -47,6 +47,7 @@ class Stage:
     def run(self, plans: Iterable[ScheduledBatch]) -> None:
         """Carry out the plans until there are no more. Errors name the stage and the step."""
         for plan in plans:
+            self._times.step_begun(plan.step_id, plan.total_tokens)
             with blaming(self._stage, f"in step {plan.step_id}"):
                 batch = self._prepare(plan)
                 hidden = self._source.take(batch)

@@ -26,6 +26,7 @@ from penstock.errors import PenstockError
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
 from penstock.server.chat import ChatRoute
 from penstock.server.completions import CompletionsRoute
+from penstock.server.debug import DebugRoute
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.errors import answer_http_exception, answer_validation_error, error_response
 from penstock.server.gate import Gate
@@ -184,6 +185,7 @@ def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationCo
         ("/health/live", health.live, "health_live"),
         ("/metrics", health.metrics, "metrics"),
         ("/version", health.version, "version"),
+        ("/debug/trace", DebugRoute(context.engine).trace, "trace"),
     ):
         routes.add_api_route(path, endpoint, methods=["GET"], response_class=Response, name=name)
         if path in OPEN_PATHS:  # probes may ask for the head alone

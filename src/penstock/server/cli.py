@@ -36,6 +36,7 @@ def build_app(invocation: Invocation) -> App:
     app.command("penstock.server.cli_serve:serve", name="serve")
     app.command("penstock.server.cli_chat:chat", name="chat")
     app.command("penstock.server.cli_chat:complete", name="complete")
+    app.command("penstock.server.cli_trace:trace", name="trace")
     app.command("penstock.server.cli_doctor:doctor", name="doctor")
     app.command("penstock.server.cli_doctor:version", name="version")
     bench.command("penstock.server.bench.online:bench_serve", name="serve")

@@ -33,6 +33,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   bench latency         offline: how long one batch takes
   kernels build         compile the CPU kernels for this machine ahead of time
   kernels clear         remove what was compiled
+  trace                 save what a running server's stages did in the last seconds
   doctor [MODEL]        check this machine, and a model directory
   version               print the version
 
@@ -144,6 +145,11 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "penstock kernels clear",
         "Remove the compiled kernels; the next start compiles them again.",
         "penstock kernels clear",
+    ),
+    ("trace",): CommandHelp(
+        "penstock trace [flags]",
+        "Save what the stages of a running server did in the last 10 s, and say where their time went.",
+        "penstock trace --out trace.json",
     ),
     ("doctor",): CommandHelp(
         "penstock doctor [MODEL] [flags]",

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from penstock.batch import StageSpans
 from penstock.engine.outputs import TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.request import SamplingParams
@@ -59,6 +60,9 @@ class EngineLike(Protocol):
         """Start one sequence. Raises `OverloadedError` when the queue is full."""
 
     def status(self) -> StatusLike: ...
+
+    async def trace(self) -> list[StageSpans]:
+        """What each stage did in the last seconds."""
 
     @property
     def max_model_len(self) -> int:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from enum import IntEnum
 
-from penstock.batch import StageTimes
+from penstock.batch import StageSpans, StageTimes
 
 REPORT_INTERVAL_NS = 1_000_000_000
 
@@ -43,14 +43,18 @@ class PhaseClock:
 
     Args:
         wall, cpu: nanoseconds; tests give their own.
+        keeps_spans: until `take_spans` takes them.
     """
 
     def __init__(
         self,
-        wall: Callable[[], int] = time.perf_counter_ns,
+        wall: Callable[[], int] = time.monotonic_ns,
         cpu: Callable[[], int] = time.thread_time_ns,
+        *,
+        keeps_spans: bool = False,
     ) -> None:
-        self._wall, self._cpu = wall, cpu
+        self._wall, self._cpu, self._keeps_spans = wall, cpu, keeps_spans
+        self._span_phases, self._span_ns = bytearray(), list[int]()
         self._phase = Phase.NO_WORK
         self._started = self._since = wall()
         self._busy_since = 0
@@ -68,7 +72,11 @@ class PhaseClock:
         """
         now = self._wall()
         before = self._phase
-        self._totals[before if was is None else was] += now - self._since
+        ended, spent = before if was is None else was, now - self._since
+        self._totals[ended] += spent
+        if self._keeps_spans:
+            self._span_phases.append(ended)
+            self._span_ns.append(spent)
         if (before in BUSY) != (phase in BUSY):
             cpu = self._cpu()
             if before in BUSY:
@@ -76,6 +84,17 @@ class PhaseClock:
             self._busy_since = cpu
         self._phase, self._since = phase, now
         return before
+
+    @property
+    def num_spans(self) -> int:
+        """Kept so far; the span that runs will be the next."""
+        return len(self._span_ns)
+
+    def take_spans(self) -> tuple[int, bytes, list[int]]:
+        """When the first span that was kept began, and phase and nanoseconds of each; they are forgotten."""
+        phases, durations = bytes(self._span_phases), self._span_ns
+        self._span_phases, self._span_ns = bytearray(), []
+        return self._since - sum(durations), phases, durations
 
     @property
     def last_change_ns(self) -> int:
@@ -102,12 +121,20 @@ class StageReporter:
     """
 
     def __init__(
-        self, stage: int, clock: PhaseClock, send: Callable[[StageTimes], None] = lambda times: None
+        self,
+        stage: int,
+        clock: PhaseClock,
+        send: Callable[[StageTimes | StageSpans], None] = lambda report: None,
     ) -> None:
         self._stage, self.clock, self._send = stage, clock, send
+        self._steps: list[tuple[int, int, int]] = []
         self._num_steps = 0
         self._sent_wall_ns = self._sent_busy_ns = 0
         self._due_ns = clock.last_change_ns + REPORT_INTERVAL_NS
+
+    def step_begun(self, step_id: int, num_tokens: int) -> None:
+        """The phase that runs is the step's first."""
+        self._steps.append((self.clock.num_spans, step_id, num_tokens))
 
     def step_done(self) -> None:
         """A step has left the stage; call it outside the busy phases."""
@@ -128,5 +155,16 @@ class StageReporter:
                 busy_ratio=(busy_ns - self._sent_busy_ns) / since,
             )
         )
+        began_ns, phases, durations_ns = self.clock.take_spans()
+        self._send(
+            StageSpans(
+                stage=self._stage,
+                began_ns=began_ns,
+                phases=phases,
+                durations_ns=durations_ns,
+                steps=self._steps,
+            )
+        )
+        self._steps = []
         self._sent_wall_ns, self._sent_busy_ns = wall_ns, busy_ns
         self._due_ns = self.clock.last_change_ns + REPORT_INTERVAL_NS

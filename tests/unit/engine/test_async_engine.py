@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from fakes import FakeClock
+from penstock.batch import StageSpans
 from penstock.engine.async_engine import AsyncEngine, EngineInfo, RequestStream
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.ipc import (
@@ -17,8 +18,10 @@ from penstock.engine.ipc import (
     AddRequest,
     CoreSocket,
     EngineFailed,
+    GetTrace,
     Hello,
     StepUpdates,
+    Trace,
     Welcome,
 )
 from penstock.engine.stats import CoreStats
@@ -391,5 +394,38 @@ def test_r2_streams_of_a_silent_core_end_and_it_may_come_back() -> None:
         other = rig.add("s")
         rig.core.tell(update("s", b"y", "length"))
         assert (await other.next()).text == "y"
+
+    with_rig(body)
+
+
+def test_d6_traces_answer_those_who_asked_in_order() -> None:
+    spans = [StageSpans(stage=0, began_ns=n, phases=b"\x06", durations_ns=[1], steps=[]) for n in range(2)]
+
+    async def body(rig: Rig) -> None:
+        with pytest.raises(UnavailableError):
+            await rig.engine.trace()
+        await rig.start()
+        first, second, third = (asyncio.ensure_future(rig.engine.trace()) for _ in range(3))
+        await asyncio.sleep(0)  # lets them ask
+        assert rig.core.hear(3) == [GetTrace()] * 3
+        second.cancel()  # a client of the server that has left
+        for answer in (spans[:1], [], spans):
+            rig.core.socket.send(rig.core.client, Trace(answer))
+        assert await first == spans[:1]
+        assert await third == spans
+
+    with_rig(body)
+
+
+def test_a_trace_of_a_lost_engine_is_its_first_cause() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        asked = asyncio.ensure_future(rig.engine.trace())
+        await asyncio.sleep(0)
+        rig.core.hear()
+        error = ErrorInfo(kind="StageLostError", message="bad shard", code="stage_lost")
+        rig.core.socket.send(rig.core.client, EngineFailed(error))
+        with pytest.raises(StageLostError, match="bad shard"):
+            await asked
 
     with_rig(body)

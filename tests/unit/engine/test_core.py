@@ -327,3 +327,16 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
     rig.run_until_idle()
     stats = rig.core.stats()
     assert (stats.generated_tokens, stats.prompt_tokens, stats.num_running) == (9, 15, 0)
+
+
+def test_d6_a_plan_says_whether_the_pipe_had_nothing_to_run_before_it() -> None:
+    rig = CoreRig(num_stages=2, latency=None, eos_token_ids=())
+    rig.add("alone", 5, max_tokens=20)
+    rig.step()
+    for _ in range(4):
+        rig.settle()
+    assert [plan.starved for plan in rig.executor.plans] == [True] * 5, "one request cannot fill two stages"
+    rig.add("other", 5, max_tokens=20)
+    for _ in range(8):
+        rig.settle()
+    assert [plan.starved for plan in rig.executor.plans[-6:]] == [False] * 6

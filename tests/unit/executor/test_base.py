@@ -13,6 +13,8 @@ from penstock.batch import (
     RankLoaded,
     RankReady,
     Shutdown,
+    StageSpans,
+    StageTimes,
     StepResult,
     decode_to_rank,
     encode,
@@ -25,7 +27,7 @@ from penstock.errors import (
     StageLostError,
     WaitTimeoutError,
 )
-from penstock.executor.base import RankChannels, first_cause
+from penstock.executor.base import TRACE_S, RankChannels, first_cause
 from penstock.executor.plan_channel import QueueChannel
 
 LONG = 30.0
@@ -193,3 +195,25 @@ def test_a_rank_that_spoke_before_it_went_is_quoted() -> None:
     rank_end.close()
     with pytest.raises(StageLostError, match="hidden states of step 7"):
         ranks.poll(0.0)
+
+
+def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixture) -> None:
+    def times(stage: int, num_steps: int) -> StageTimes:
+        return StageTimes(stage=stage, num_steps=num_steps, wall_ns=1, busy_ns=1, phase_ns=[], busy_ratio=0.5)
+
+    def spans(stage: int, second: int) -> StageSpans:
+        return StageSpans(
+            stage=stage, began_ns=second * 10**9, phases=b"", durations_ns=[], steps=[(0, second, 1)]
+        )
+
+    assert fixture.core.stage_times() == []
+    for second in range(TRACE_S + 5):
+        fixture.ranks[1].send(encode(times(1, second)))
+        fixture.ranks[1].send(encode(spans(1, second)))
+    fixture.ranks[0].send(encode(spans(0, 2)))
+    fixture.ranks[0].send(encode(times(0, 9)))
+    fixture.ranks[2].send(encode(StepResult(step_id=4)))
+    assert fixture.core.poll(LONG) == [StepResult(step_id=4)]
+    assert fixture.core.stage_times() == [times(0, 9), times(1, TRACE_S + 4)]
+    kept = [spans(1, second) for second in range(4, TRACE_S + 5)]
+    assert fixture.core.spans() == [spans(0, 2), *kept]

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.batch import StageTimes
+from penstock.batch import StageSpans, StageTimes
 from penstock.trace.phases import BUSY, REPORT_INTERVAL_NS, Phase, PhaseClock, StageReporter
 
 
@@ -76,8 +76,8 @@ def test_waiting_can_turn_out_to_have_been_something_else(clocks: Clocks) -> Non
 
 
 def test_reports_come_once_a_second_and_tell_the_last_ones_share(clocks: Clocks) -> None:
-    sent: list[StageTimes] = []
-    reporter = StageReporter(3, clocks.phases, sent.append)
+    told: list[StageTimes | StageSpans] = []
+    reporter = StageReporter(3, clocks.phases, told.append)
     for step in range(40):
         clocks.phases.begin(Phase.FORWARD)
         busy = REPORT_INTERVAL_NS // 20 if step < 20 else 0
@@ -86,16 +86,45 @@ def test_reports_come_once_a_second_and_tell_the_last_ones_share(clocks: Clocks)
         clocks.pass_time(REPORT_INTERVAL_NS // 20)
         clocks.phases.begin(Phase.WAIT_PLAN)
         reporter.step_done()
+    sent = [times for times in told if isinstance(times, StageTimes)]
     assert [times.num_steps for times in sent] == [10, 20, 30, 40]
     assert [times.busy_ratio for times in sent] == [0.5, 0.5, 0.0, 0.0]
     assert all(sum(times.phase_ns) == times.wall_ns and times.stage == 3 for times in sent)
     assert sent[-1].busy_ns == REPORT_INTERVAL_NS
 
 
+def test_spans_are_kept_until_they_are_reported_with_their_steps(clocks: Clocks) -> None:
+    sent: list[StageTimes | StageSpans] = []
+    phases = PhaseClock(lambda: clocks.wall_ns, lambda: clocks.cpu_ns, keeps_spans=True)
+    reporter = StageReporter(2, phases, sent.append)
+    for step in range(4):
+        phases.begin(Phase.TAKE, was=Phase.NO_WORK)
+        reporter.step_begun(step, 10 + step)
+        clocks.pass_time(3)
+        phases.begin(Phase.FORWARD)
+        clocks.pass_time(REPORT_INTERVAL_NS // 2)
+        phases.begin(Phase.PUT)
+        reporter.step_done()
+        clocks.pass_time(5)
+    spans = [told for told in sent if isinstance(told, StageSpans)]
+    assert [told.began_ns for told in spans] == [1000, 1000 + REPORT_INTERVAL_NS + 11]
+    named = [[Phase(phase).name for phase in told.phases] for told in spans]
+    assert named[0] == ["NO_WORK", "TAKE", "FORWARD", "NO_WORK", "TAKE", "FORWARD", "PUT"]
+    assert [told.steps for told in spans] == [[(1, 0, 10), (4, 1, 11)], [(1, 2, 12), (4, 3, 13)]]
+    assert sum(map(sum, (told.durations_ns for told in spans))) == phases.last_change_ns - 1000
+    assert phases.num_spans == 0
+
+
+def test_a_clock_that_keeps_no_spans_does_not_grow(clocks: Clocks) -> None:
+    for _ in range(100):
+        clocks.phases.begin(Phase.TAKE)
+    assert clocks.phases.num_spans == 0
+
+
 def test_an_idle_stage_reports_at_the_end_of_its_next_step(clocks: Clocks) -> None:
-    sent: list[StageTimes] = []
-    reporter = StageReporter(0, clocks.phases, sent.append)
+    told: list[StageTimes | StageSpans] = []
+    reporter = StageReporter(0, clocks.phases, told.append)
     clocks.pass_time(5 * REPORT_INTERVAL_NS)
     clocks.phases.begin(Phase.PUT)
     reporter.step_done()
-    assert [times.phase_ns[Phase.NO_WORK] for times in sent] == [5 * REPORT_INTERVAL_NS]
+    assert [t.phase_ns[Phase.NO_WORK] for t in told if isinstance(t, StageTimes)] == [5 * REPORT_INTERVAL_NS]

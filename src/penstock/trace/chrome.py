@@ -1,0 +1,120 @@
+"""What the stages did, as a Chrome trace that Perfetto opens, and as a table of bubbles.
+
+    stage 0   compute   |forward 7 ..........|forward 8 ..........|
+              transfer                       |7| --+              |8|
+    stage 1   compute   |forward 6 ...|sample|     +->|forward 7 ...|sample|
+
+Works on `batch.StageSpans` of any time; `server.debug` serves it, `penstock trace` saves and prints it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from penstock.batch import StageSpans
+from penstock.trace.phases import BUBBLES, BUSY, Phase
+
+_COMPUTE, _TRANSFER, _WAIT = range(3)
+_TRACKS = {_COMPUTE: "compute", _TRANSFER: "transfer", _WAIT: "waiting"}
+
+
+class Span(NamedTuple):
+    """One span of a stage. `step` is -1 before the stage's first known step."""
+
+    stage: int
+    phase: Phase
+    start_ns: int
+    end_ns: int
+    step: int
+    num_tokens: int
+
+
+def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
+    """All spans, by stage and time; those after a step's end and before the next one's begin count as its."""
+    newest: dict[int, tuple[int, int]] = {}
+    for report in reports:
+        steps = {index: (step, tokens) for index, step, tokens in report.steps}
+        start_ns = report.began_ns
+        pairs = zip(report.phases, report.durations_ns, strict=True)
+        for index, (phase, duration_ns) in enumerate(pairs):
+            step, num_tokens = newest[report.stage] = steps.get(index, newest.get(report.stage, (-1, 0)))
+            yield Span(report.stage, Phase(phase), start_ns, start_ns + duration_ns, step, num_tokens)
+            start_ns += duration_ns
+
+
+def chrome_trace(reports: Sequence[StageSpans]) -> dict[str, Any]:
+    """The trace as an object for JSON: a process a stage, with a thread for each of `_TRACKS`."""
+    spans = list(spans_of(reports))
+    stages = sorted({span.stage for span in spans})
+    events = [event for stage in stages for event in _names(stage)]
+    events += [_slice(span) for span in spans]
+    events += _arrows(spans)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
+    """A line per stage: how much of the time it computed, and where the rest went, largest part first."""
+    by_stage: dict[int, Counter[Phase]] = defaultdict(Counter)
+    for span in spans_of(reports):
+        by_stage[span.stage][span.phase] += span.end_ns - span.start_ns
+    lines = []
+    for stage, spent in sorted(by_stage.items()):
+        wall = sum(spent.values()) or 1
+        computing = sum(spent[phase] for phase in BUSY) / wall
+        rest = [(spent[phase] / wall, phase) for phase in Phase if phase not in BUSY and spent[phase]]
+        parts = [f"{share:.1%} {phase.name.lower()}" for share, phase in sorted(rest, reverse=True)]
+        bubble = sum(spent[phase] for phase in BUBBLES) / wall
+        head = f"stage {stage}: {wall / 1e9:.1f} s, computing {computing:.1%}, bubble {bubble:.1%}"
+        lines.append(f"{head} ({', '.join(parts)})" if parts else head)
+    return lines
+
+
+def _names(stage: int) -> Iterator[dict[str, Any]]:
+    common = {"ph": "M", "pid": stage}
+    yield common | {"name": "process_name", "args": {"name": f"stage {stage}"}}
+    yield common | {"name": "process_sort_index", "args": {"sort_index": stage}}
+    for track, name in _TRACKS.items():
+        yield common | {"tid": track, "name": "thread_name", "args": {"name": name}}
+
+
+def _slice(span: Span) -> dict[str, Any]:
+    name = span.phase.name.lower()
+    return {
+        "ph": "X",
+        "pid": span.stage,
+        "tid": _track(span.phase),
+        "ts": span.start_ns / 1e3,
+        "dur": (span.end_ns - span.start_ns) / 1e3,
+        "name": name if span.step < 0 else f"{name} {span.step}",
+        "cat": name,
+        "args": {"step": span.step, "tokens": span.num_tokens},
+    }
+
+
+def _track(phase: Phase) -> int:
+    if phase is Phase.COMM:
+        return _TRANSFER
+    return _WAIT if phase in BUBBLES else _COMPUTE
+
+
+def _arrows(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+    """From a stage's last copying in a step (into the link) to the next stage's first (out of it)."""
+    first: dict[tuple[int, int], Span] = {}
+    last: dict[tuple[int, int], Span] = {}
+    for span in spans:
+        if span.phase is Phase.COMM:
+            first.setdefault((span.stage, span.step), span)
+            last[span.stage, span.step] = span
+    for (stage, step), sent in last.items():
+        received = first.get((stage + 1, step))
+        if received is not None:
+            common = {
+                "cat": "hidden states",
+                "name": f"step {step}",
+                "id": f"{stage}.{step}",
+                "tid": _TRANSFER,
+            }
+            yield common | {"ph": "s", "pid": stage, "ts": sent.start_ns / 1e3}
+            yield common | {"ph": "f", "bp": "e", "pid": stage + 1, "ts": received.start_ns / 1e3}
