@@ -3,8 +3,9 @@
     python benchmarks/pipeline_decode.py MODEL --batches 16,32,64 --partitions "even;16,8" --async-depths 0,1
 
 All engines are loaded first and take turns; the others are idle meanwhile. Decode is counted as in
-`cpu_peers.py`: B * 127 tokens by the time of 128 tokens of output less that of one. Where a stage's time went
-is the difference of its own reports before and after the measured runs. Prints Markdown for docs/perf-log.md.
+`cpu_peers.py`, with more tokens: those after the first of each sequence, by the time of all less that of one.
+Where a stage's time went is the difference of two of its own reports, of which there is one a second: those that
+were the newest 2.5 s after the last first token was due, and at the end. Prints Markdown for docs/perf-log.md.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import itertools
 import random
 import statistics
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,7 +24,8 @@ from penstock import LLM, SamplingParams
 from penstock.batch import StageTimes
 from penstock.trace.phases import BUBBLES, Phase
 
-INPUT, OUTPUT = 128, 128
+INPUT = 128
+SETTLE_S = 2.5
 
 
 @dataclass
@@ -42,6 +45,7 @@ def main() -> None:
     parser.add_argument("--partitions", default="even")
     parser.add_argument("--async-depths", default="0")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=int, default=384, help="tokens of a sequence")
     parser.add_argument("--one-stage", default="1,2", help="threads of the engines with one stage")
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batches.split(",")]
@@ -51,13 +55,13 @@ def main() -> None:
             generate(layout.llm, 2, 4)
         for _, batch in itertools.product(range(options.rounds), batches):
             for layout in layouts:
-                measure(layout, batch)
+                measure(layout, batch, options.output)
         for batch in batches:
             print_table(batch, layouts)
 
 
 def engines(options: argparse.Namespace, max_num_seqs: int) -> list[tuple[str, LLM]]:
-    common = {"dtype": "bfloat16", "max_model_len": 2 * (INPUT + OUTPUT), "max_num_seqs": max_num_seqs}
+    common = {"dtype": "bfloat16", "max_model_len": INPUT + options.output + 1, "max_num_seqs": max_num_seqs}
     found = [
         (f"P = 1, {threads} threads", LLM(options.model, threads_per_rank=int(threads), **common))
         for threads in filter(None, options.one_stage.split(","))
@@ -84,12 +88,16 @@ def generate(llm: LLM, batch: int, num_tokens: int) -> float:
     return time.perf_counter() - began
 
 
-def measure(layout: Layout, batch: int) -> None:
+def measure(layout: Layout, batch: int, output: int) -> None:
     first = generate(layout.llm, batch, 1)
-    before = stage_times(layout.llm)
-    whole = generate(layout.llm, batch, OUTPUT)
-    layout.times.setdefault(batch, []).extend([before, stage_times(layout.llm)])
-    layout.rates.setdefault(batch, []).append(batch * (OUTPUT - 1) / (whole - first))
+    found: list[list[StageTimes]] = []
+    note = threading.Timer(first + SETTLE_S, lambda: found.append(stage_times(layout.llm)))
+    note.start()
+    whole = generate(layout.llm, batch, output)
+    note.cancel()
+    if found:
+        layout.times.setdefault(batch, []).extend([found[0], stage_times(layout.llm)])
+    layout.rates.setdefault(batch, []).append(batch * (output - 1) / (whole - first))
 
 
 def stage_times(llm: LLM) -> list[StageTimes]:
@@ -101,14 +109,17 @@ def print_table(batch: int, layouts: Sequence[Layout]) -> None:
     print(f"\n| B = {batch} | tokens/s | spread | stage: busy, then bubbles |\n|---|---|---|---|")
     for layout in layouts:
         rates = layout.rates[batch]
-        where, spread = "; ".join(shares(layout.times[batch])), f"{min(rates):.1f} to {max(rates):.1f}"
+        where, spread = (
+            "; ".join(shares(layout.times.get(batch, []))),
+            f"{min(rates):.1f} to {max(rates):.1f}",
+        )
         print(f"| {layout.name} | {statistics.median(rates):.1f} | {spread} | {where} |")
 
 
 def shares(times: Sequence[Sequence[StageTimes]]) -> list[str]:
     """For each stage: its busy share, and every bubble above half a percent; over all measured runs."""
     lines = []
-    for of_stage in zip(*times, strict=True):
+    for of_stage in zip(*times, strict=False):  # a stage that has never reported is left out
         pairs = list(zip(of_stage[::2], of_stage[1::2], strict=True))
         wall = sum(after.wall_ns - before.wall_ns for before, after in pairs) or 1
         busy = sum(after.busy_ns - before.busy_ns for before, after in pairs) / wall

@@ -63,7 +63,10 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
-    starved: bool = False  # since the plan before, the pipe had room, but no request could run
+    # Why it was not issued right after the plan before: no request could run; or the pipe was full, and a
+    # result had to come first. Neither: the core was not earlier.
+    starved: bool = False
+    held: bool = False
     digest: int = 0  # crc32 of the plan encoded with digest 0; frames of the step carry it
 
     @property
@@ -122,10 +125,11 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
-    """Where a rank's time has gone since its start. Sent about once a second while plans come."""
+    """Where a rank's time has gone since its start. Sent with the first step that ends a second or more after
+    the report before."""
 
     stage: int
-    num_steps: int
+    num_steps: int  # those with tokens
     wall_ns: int
     busy_ns: int  # CPU time of forward and sampling
     phase_ns: list[int]  # by `trace.phases.Phase`; their sum is `wall_ns`
@@ -178,10 +182,8 @@ def decode_sampled_tokens(frame: bytes) -> SampledTokens:
     return _tokens.decode(frame)
 
 
-def seal(plan: ScheduledBatch, *, starved: bool = False) -> ScheduledBatch:
+def seal(plan: ScheduledBatch) -> ScheduledBatch:
     """The plan with its digest filled in. Only the core seals."""
-    if starved:
-        plan = msgspec.structs.replace(plan, starved=True)
     return msgspec.structs.replace(plan, digest=plan_digest(plan))
 
 

@@ -144,6 +144,7 @@ def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
     ):
         assert line in text, line
     assert 'bubble_seconds_total{cause="forward"' not in text
+    assert 'stage_step_seconds_sum{model_name="fake",phase="no_work"' not in text
 
 
 def test_d6_a_trace_is_served_with_its_report() -> None:
@@ -155,7 +156,7 @@ def test_d6_a_trace_is_served_with_its_report() -> None:
     found = json.loads(body)
     (event,) = (event for event in found["traceEvents"] if event["ph"] == "X")
     assert (answer.status, event["name"], event["ts"], event["dur"]) == (200, "forward 3", 5.0, 2.0)
-    assert found["otherData"]["bubbles"] == ["stage 0: 0.0 s, computing 100.0%, bubble 0.0%"]
+    assert found["otherData"]["bubbles"] == ["stage 0: 0.0 s, computing 100.0%, bubble 0.0%, overhead 0.0%"]
 
 
 def test_version(live: LiveServer) -> None:

@@ -99,6 +99,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "freed_rows": [],
         "new_rows": [],
         "starved": True,
+        "held": True,
     }
     assert set(other) == set(ScheduledBatch.__struct_fields__) - {"digest"}
     for field, value in other.items():

@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from penstock.batch import ScheduledBatch, StageSpans, StepResult, seal
 from penstock.config import ParallelConfig
 from penstock.engine.stats import CoreStats
@@ -64,7 +66,7 @@ class EngineCore:
         self._epoch = 0
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
         self._failure: ErrorInfo | None = None
-        self._is_starved = True  # the pipe has had room, but nobody could run
+        self._late = {"starved": True}  # why the next plan is not issued now: fields of `ScheduledBatch`
 
     @property
     def failure(self) -> ErrorInfo | None:
@@ -225,12 +227,13 @@ class EngineCore:
         while not self._inflight.is_full:
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:
-                self._is_starved = True
+                self._late = {"starved": True}
                 return
             self._submit(plan)
+        self._late = {"held": True}
 
     def _submit(self, plan: ScheduledBatch) -> None:
-        plan = seal(plan, starved=self._is_starved)
-        self._is_starved = False
+        plan = seal(msgspec.structs.replace(plan, **self._late))
+        self._late = {}
         self._inflight.push(StepInFlight(plan, plan.need_sampled.count(True), self._clock()))
         self._executor.submit(plan)

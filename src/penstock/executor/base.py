@@ -135,9 +135,9 @@ class RankChannels:
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         """Results that have come, those before a failure first; see `Executor.poll`."""
-        messages = self._drain()
-        if not messages and not self._failures and timeout_s > 0:
-            self._wait(timeout_s)
+        messages, deadline = self._drain(), self._clock() + timeout_s
+        while not messages and not self._failures and (left_s := deadline - self._clock()) > 0:
+            self._wait(left_s)
             messages = self._drain()
         if not messages and self._failures:
             raise _as_stage_lost(self._first_cause())

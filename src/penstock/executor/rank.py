@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV
-from penstock.batch import AllocateKV, RankFailed, RankLoaded, RankReady, Shutdown, decode_to_rank, encode
+from penstock.batch import (
+    AllocateKV,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    Shutdown,
+    StageSpans,
+    StageTimes,
+    decode_to_rank,
+    encode,
+)
 from penstock.config import RankConfig
 from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
@@ -127,11 +137,11 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
     clock = PhaseClock(keeps_spans=True)
     source = _choose_source(config, spec, runner, connections, clock)
     sink = _choose_sink(config, runner, connections, clock)
-    times = StageReporter(config.stage, clock, lambda told: connections.plans.send(encode(told)))
+    times = StageReporter(config.stage, clock, lambda told: _tell_times(told, connections.plans))
     stage = Stage(config.stage, runner, source, sink, times)
     report(Ready())
     connections.plans.send(encode(RankReady(stage=config.stage)))
-    stage.run(plans_from(connections.plans, clock))
+    stage.run(plans_from(connections.plans, clock, is_last=config.is_last))
 
 
 def _build_model(
@@ -263,6 +273,11 @@ def _choose_sink(
 def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:
     with contextlib.suppress(PenstockError):  # the core may have gone as well; the supervisor has heard
         plans.send(encode(RankFailed(stage=stage, error=failed.error)), timeout_s=1.0)
+
+
+def _tell_times(told: StageTimes | StageSpans, plans: MessageChannel) -> None:
+    with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
+        plans.send(encode(told), timeout_s=0.0)
 
 
 def _device(config: RankConfig) -> torch.device:

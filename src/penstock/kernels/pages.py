@@ -1,9 +1,9 @@
 """Large memory of a rank: zero pages of the kernel's own, in huge pages where it gives them.
 
 Weights and keys and values are read in long streams or in far-apart pieces; with huge pages the processor
-does not look up every fourth kilobyte's address. A huge page must lie whole in its mapping, so the weights of
-a layer, some of them smaller than one, share mappings (`shared_pages`): a seventh more of the memory's
-bandwidth. Pages are resident only once they are written.
+does not look up every fourth kilobyte's address. A huge page must lie whole in its mapping, so pieces that
+are not much larger than one share mappings (`shared_pages`): a seventh more of the memory's bandwidth for the
+weights of a layer. Pages are resident only once they are written.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from penstock.errors import NotEnoughMemoryError
 
 _HUGE_PAGE = 2 << 20
-_SHARED = 256 << 20  # a mapping that weights share
+_SHARED = 256 << 20  # a mapping that pieces share
 
 
 def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
@@ -33,16 +33,21 @@ def zero_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
         NotEnoughMemoryError: the system refuses.
     """
     slack = _HUGE_PAGE if num_bytes >= _HUGE_PAGE else 0
-    memory = _bytes_of(_mapped(num_bytes + slack, purpose, remedy))
+    try:
+        memory = _bytes_of(_mapped(num_bytes + slack))
+    except (OSError, OverflowError) as error:
+        raise NotEnoughMemoryError(
+            f"the system refused {num_bytes / 2**20:.1f} MiB for {purpose}: {error}.",
+            remedy=remedy,
+        ) from error
     start = -memory.data_ptr() % _HUGE_PAGE if slack else 0
     return memory[start : start + num_bytes]
 
 
 def shared_pages(num_bytes: int, purpose: str, remedy: str) -> Tensor:
     """The same, behind other such memory if it is small; given back to the system when all of it is."""
-    if num_bytes > _SHARED // 4:
-        return zero_pages(num_bytes, purpose, remedy)
-    return _shared.take(num_bytes, purpose, remedy)
+    piece = _shared.take(num_bytes) if num_bytes <= _SHARED // 4 else None
+    return zero_pages(num_bytes, purpose, remedy) if piece is None else piece
 
 
 class _SharedMapping:
@@ -53,11 +58,15 @@ class _SharedMapping:
         self._mapping: weakref.ref[mmap.mmap] | None = None
         self._next = 0
 
-    def take(self, num_bytes: int, purpose: str, remedy: str) -> Tensor:
+    def take(self, num_bytes: int) -> Tensor | None:
+        """A piece; None when the system refuses another mapping."""
         with self._lock:
             mapping = None if self._mapping is None else self._mapping()
             if mapping is None or self._next + num_bytes > len(mapping):
-                mapping = _mapped(_SHARED, purpose, remedy)
+                try:
+                    mapping = _mapped(_SHARED)
+                except OSError:
+                    return None
                 self._mapping = weakref.ref(mapping)
                 self._next = -_bytes_of(mapping).data_ptr() % _HUGE_PAGE
             start = self._next
@@ -68,14 +77,8 @@ class _SharedMapping:
 _shared = _SharedMapping()
 
 
-def _mapped(num_bytes: int, purpose: str, remedy: str) -> mmap.mmap:
-    try:
-        pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise NotEnoughMemoryError(
-            f"the system refused {num_bytes / 2**20:.1f} MiB for {purpose}: {error}.",
-            remedy=remedy,
-        ) from error
+def _mapped(num_bytes: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

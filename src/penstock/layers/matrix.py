@@ -19,7 +19,7 @@ from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.head import Head, dense_product
 from penstock.kernels.cpu.ops import DTYPES, PANEL, CpuKernels
-from penstock.kernels.pages import shared_pages
+from penstock.kernels.pages import shared_pages, zero_pages
 from penstock.kernels.quantized_rows import (
     QuantizedRows,
     dequantize,
@@ -230,8 +230,9 @@ class OnednnMatrix(Matrix):
 
     def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, *, gated: bool = False) -> None:
         super().__init__(out_size, in_size, dtype, gated=gated)
-        self._rows: Tensor | None = _pages(out_size * in_size * dtype.itemsize, out_size, in_size)
-        self._rows = self._rows.view(dtype).view(out_size, in_size)
+        # Pages of its own, which go back to the system once the rows are prepacked.
+        pages = zero_pages(out_size * in_size * dtype.itemsize, *_said(out_size, in_size))
+        self._rows: Tensor | None = pages.view(dtype).view(out_size, in_size)
         self._prepacked: Tensor | None = None
 
     @property
@@ -315,5 +316,9 @@ def _gated(y: Tensor) -> Tensor:
 
 
 def _pages(num_bytes: int, out_size: int, in_size: int) -> Tensor:
-    remedy = "Use more stages, a smaller dtype, or --quantization."
-    return shared_pages(num_bytes, f"a weight of {[out_size, in_size]}", remedy)
+    return shared_pages(num_bytes, *_said(out_size, in_size))
+
+
+def _said(out_size: int, in_size: int) -> tuple[str, str]:
+    """Purpose and remedy, for the error of a system that refuses."""
+    return f"a weight of {[out_size, in_size]}", "Use more stages, a smaller dtype, or --quantization."

@@ -229,7 +229,8 @@ class Decoder(nn.Module):
         """Run the own layers.
 
         Args:
-            tensors: from `embed` or from the stage before; not changed.
+            tensors: from `embed` or from the stage before. Not changed; but once recorded, those of `embed`
+                are used up.
             positions: [num_tokens] int64.
             kv: storage of the own layers, in order; once recorded, the one that was recorded.
 
@@ -258,7 +259,11 @@ class Decoder(nn.Module):
         return hidden_states, residual
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """Logits after the tokens `indices` ([num_rows] int64) of a step: [num_rows, vocab] float32."""
+        """Logits after the tokens `indices` ([num_rows] int64) of the newest step: [num_rows, vocab] float32.
+
+        Args:
+            tensors: what `forward` has returned for it.
+        """
         return self._head.logits(self._last_hidden(tensors, indices)).float()
 
     def compute_candidates(
@@ -269,9 +274,11 @@ class Decoder(nn.Module):
 
     def _last_hidden(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """The final norm of some tokens; may overwrite `tensors`, which nobody needs any more."""
+        hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
+            assert self._recorded.is_newest(hidden_states), "only of what forward has returned last"
             return self._recorded.normed(indices)
-        normed: Tensor = self.model.norm(tensors["hidden_states"], tensors["residual"], indices)[0]
+        normed: Tensor = self.model.norm(hidden_states, residual, indices)[0]
         return normed
 
     @cached_property

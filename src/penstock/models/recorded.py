@@ -21,8 +21,7 @@ from penstock.attention.metadata import AnyKV, AttentionMetadata, KernelStep
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.kernels.cpu.tape import Tape, step_memory
-
-MOST_VIEWS = 256  # kept of one memory; steps of a steady load need a few
+from penstock.kernels.views import KeptViews
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,9 +68,9 @@ class RecordedForward:
         self._embed: Tape | None = None
         if parts.embed is not None:
             with self._recording(max_num_tokens) as self._embed:
-                self._input = StepViews(parts.embed(anything), kernels.zeros(anything, width, dtype))
+                self._input = StepMemory(parts.embed(anything), kernels.zeros(anything, width, dtype))
         else:
-            self._input = StepViews(*(step_memory(max_num_tokens, width, dtype) for _ in range(2)))
+            self._input = StepMemory(*(step_memory(max_num_tokens, width, dtype) for _ in range(2)))
         hidden_states, residual = self._input.whole
         with self._recording(max_num_tokens) as self._angles:
             angles = parts.angles(anything)
@@ -79,11 +78,11 @@ class RecordedForward:
             step, start_layer = _any_step(max_num_tokens), self._layers.start_layer
             output, summed = parts.run_layers(hidden_states, residual, angles, kv, step, start_layer)
         assert summed is residual, "the residual stream is added to in place"
-        self._output = StepViews(output, residual)
+        self._output = StepMemory(output, residual)
         self._final_norm: Tape | None = None
         if parts.final_norm is not None:
             with self._recording(max_num_tokens) as self._final_norm:
-                self._normed = StepViews(parts.final_norm(output, residual, anything))
+                self._normed = StepMemory(parts.final_norm(output, residual, anything))
 
     @property
     def has_embedding(self) -> bool:
@@ -92,15 +91,20 @@ class RecordedForward:
     def embed(self, input_ids: Tensor) -> list[Tensor]:
         """[num_tokens] int64 -> hidden states and a residual stream of zeros, where `forward` wants them."""
         assert self._embed is not None, "the embedding is not recorded"
-        step = self._embed_step
-        step.num_tokens, step.input_ids = len(input_ids), input_ids.data_ptr()
+        step, found = self._embed_step, self._input.of(len(input_ids))
+        step.num_tokens, step.input_ids = len(input_ids), _indices(input_ids)
         self._embed.replay(step)
-        return self._input.of(step.num_tokens)
+        return found
 
     def forward(
         self, hidden_states: Tensor, residual: Tensor, positions: Tensor, metadata: AttentionMetadata
     ) -> list[Tensor]:
-        """What the layers make of [num_tokens, hidden] twice."""
+        """What the layers make of [num_tokens, hidden] twice.
+
+        Args:
+            hidden_states, residual: of their own, or what `embed` returned: that is used up.
+            positions: [num_tokens] int64; not read where `metadata.kernel_step` has them.
+        """
         num_tokens = len(hidden_states)
         for rows, own in zip((hidden_states, residual), self._input.of(num_tokens), strict=True):
             if rows is not own:
@@ -108,17 +112,22 @@ class RecordedForward:
         kept = None if metadata.kernel_step is not None else KernelStep(metadata, positions)
         step = metadata.kernel_step if kept is None else kept.struct
         assert step is not None
+        assert step.num_tokens == num_tokens, "the step is another one"
         self._angles.replay(step)
         self._layers.replay(step)
         return self._output.of(num_tokens)
 
+    def is_newest(self, hidden_states: Tensor) -> bool:
+        """Whether these are what `forward` has returned."""
+        return self._output.of(len(hidden_states))[0] is hidden_states
+
     def normed(self, indices: Tensor) -> Tensor:
         """The final norm of some tokens ([num_selected] int64) of what `forward` has returned last."""
         assert self._final_norm is not None, "this stage has no final norm"
-        step = self._norm_step
-        step.num_tokens, step.selected = len(indices), indices.data_ptr()
+        step, (found,) = self._norm_step, self._normed.of(len(indices))
+        step.num_tokens, step.selected = len(indices), _indices(indices)
         self._final_norm.replay(step)
-        return self._normed.of(step.num_tokens)[0]
+        return found
 
     @contextmanager
     def _recording(self, num_tokens: int, *kept: object) -> Iterator[Tape]:
@@ -129,22 +138,27 @@ class RecordedForward:
         tape.finish(self._kernels.library, kept)
 
 
-class StepViews:
-    """The first rows of some tensors. Views are kept: with a cold cache, making them is not cheap."""
+class StepMemory:
+    """Tensors of which each step uses the first rows."""
 
     def __init__(self, *whole: Tensor) -> None:
         self.whole = whole
-        self._views: dict[int, list[Tensor]] = {}
+        self._views: KeptViews[int, list[Tensor]] = KeptViews(self._first)
 
     def of(self, num_rows: int) -> list[Tensor]:
         """The first `num_rows` rows of each."""
-        found = self._views.get(num_rows)
-        if found is None:
-            assert num_rows <= len(self.whole[0]), "the plan is larger than what was recorded"
-            if len(self._views) == MOST_VIEWS:
-                self._views.clear()
-            found = self._views[num_rows] = [tensor[:num_rows] for tensor in self.whole]
-        return found
+        return self._views.of(num_rows)
+
+    def _first(self, num_rows: int) -> list[Tensor]:
+        assert num_rows <= len(self.whole[0]), "the plan is larger than what was recorded"
+        return [tensor[:num_rows] for tensor in self.whole]
+
+
+def _indices(values: Tensor) -> int:
+    """Address of ids or indices."""
+    assert values.dtype == torch.int64
+    assert values.is_contiguous()
+    return values.data_ptr()
 
 
 def _copy(rows: Tensor, memory: Tensor) -> None:

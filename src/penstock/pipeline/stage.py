@@ -21,7 +21,7 @@ from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.ports import Sink, Source
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
-from penstock.trace.phases import Phase, PhaseClock, StageReporter
+from penstock.trace.phases import NOBODYS, Phase, PhaseClock, StageReporter
 
 
 class Stage:
@@ -41,7 +41,7 @@ class Stage:
         self._runner = runner
         self._source = source
         self._sink = sink
-        self._times = times or StageReporter(stage, PhaseClock())
+        self._times = times or StageReporter(stage, NOBODYS)
 
     @torch.inference_mode()
     def run(self, plans: Iterable[ScheduledBatch]) -> None:
@@ -64,17 +64,19 @@ class Stage:
         return self._runner.prepare(plan)
 
 
-def plans_from(channel: MessageChannel, clock: PhaseClock | None = None) -> Iterator[ScheduledBatch]:
+def plans_from(
+    channel: MessageChannel, clock: PhaseClock = NOBODYS, *, is_last: bool = False
+) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
 
     Args:
         clock: is told of the waiting, and why.
+        is_last: of the stages; the others wait for it when the pipe is full.
 
     Raises:
         ProtocolError: a plan was lost, repeated or changed on the way.
         LinkClosedError: the core has gone.
     """
-    clock = clock or PhaseClock()
     expected = (0, 0)  # epoch, step
     clock.begin(Phase.WAIT_PLAN)
     while (frame := channel.recv(None)) is not None:
@@ -85,9 +87,16 @@ def plans_from(channel: MessageChannel, clock: PhaseClock | None = None) -> Iter
             raise ProtocolError(f"expected the plan of step {expected[1]}, found {type(message).__name__}.")
         _check_plan(message, expected)
         expected = (message.epoch, message.step_id + 1)
-        clock.begin(Phase.TAKE, was=Phase.NO_WORK if message.starved else None)
+        clock.begin(Phase.TAKE, was=_cause(message, is_last))
         yield message
         clock.begin(Phase.WAIT_PLAN)
+
+
+def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
+    """What the wait for a plan was. The last stage has sent the result itself that a held plan waited for."""
+    if plan.starved:
+        return Phase.NO_WORK
+    return Phase.WAIT_NEXT if plan.held and not is_last else Phase.WAIT_PLAN
 
 
 def _check_plan(plan: ScheduledBatch, expected: tuple[int, int]) -> None:

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.cpu import abi
-
-MOST_VIEWS = 256  # kept of one buffer; steps of a steady load need a few
+from penstock.kernels.views import KeptViews
 
 
 class InputBuffer:
@@ -28,8 +27,7 @@ class InputBuffer:
         self._host = torch.empty(size, dtype=torch.int64, pin_memory=not on_host)
         self._device = self._host if on_host else torch.empty(size, dtype=torch.int64, device=device)
         self._values: NDArray[np.int64] = self._host.numpy()
-        # Views are kept: with a cold cache, as it is between two steps, making one is not cheap.
-        self._views: dict[tuple[int, ...], Tensor] = {}
+        self._views: KeptViews[tuple[int, ...], Tensor] = KeptViews(self._view)
 
     @property
     def host_address(self) -> int:
@@ -42,15 +40,10 @@ class InputBuffer:
         self._values[: values.size] = values.reshape(-1)
         if self._device is not self._host:
             self._device[: values.size].copy_(self._host[: values.size], non_blocking=True)
-        return self._view(values.shape)
+        return self._views.of(values.shape)
 
     def _view(self, shape: tuple[int, ...]) -> Tensor:
-        found = self._views.get(shape)
-        if found is None:
-            if len(self._views) == MOST_VIEWS:
-                self._views.clear()
-            found = self._views[shape] = self._device[: math.prod(shape)].view(shape)
-        return found
+        return self._device[: math.prod(shape)].view(shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

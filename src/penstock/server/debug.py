@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
 import msgspec
 from starlette.responses import Response
 
+from penstock.batch import StageSpans
 from penstock.server.engine_port import EngineLike
 from penstock.server.errors import json_response
 from penstock.trace.chrome import bubble_report, chrome_trace
@@ -13,9 +17,16 @@ from penstock.trace.chrome import bubble_report, chrome_trace
 class DebugRoute:
     def __init__(self, engine: EngineLike) -> None:
         self._engine = engine
+        self._one_at_a_time = asyncio.Lock()
 
     async def trace(self) -> Response:
         """A trace that Perfetto opens; what is not events is under `otherData`."""
-        reports = await self._engine.trace()
-        trace = chrome_trace(reports) | {"otherData": {"bubbles": bubble_report(reports)}}
-        return json_response(msgspec.json.encode(trace))
+        async with self._one_at_a_time:
+            reports = await self._engine.trace()
+            # On a thread: a second of a busy pipe's spans is a megabyte of JSON.
+            return json_response(await asyncio.to_thread(_encoded, reports))
+
+
+def _encoded(reports: Sequence[StageSpans]) -> bytes:
+    trace = chrome_trace(reports) | {"otherData": {"bubbles": bubble_report(reports)}}
+    return msgspec.json.encode(trace)

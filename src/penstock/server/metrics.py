@@ -141,7 +141,7 @@ class Metrics:
         labels = ["model_name", "stage"]
         busy = GaugeMetricFamily(
             PREFIX + "pipeline_stage_busy_ratio",
-            "Share of the last second that the stage spent computing.",
+            "Share of the time between the stage's last two reports (a second or a step) spent computing.",
             labels=labels,
         )
         bubbles = CounterMetricFamily(
@@ -150,14 +150,17 @@ class Metrics:
             labels=[*labels, "cause"],
         )
         steps = SummaryMetricFamily(
-            PREFIX + "stage_step_seconds", "Time of a step by what it went into.", labels=[*labels, "phase"]
+            PREFIX + "stage_step_seconds",
+            "Time of steps with tokens by what it went into; waiting for work is not among it.",
+            labels=[*labels, "phase"],
         )
         for stage in times:
             of_stage = [self._label, str(stage.stage)]
             busy.add_metric(of_stage, stage.busy_ratio)
             for phase, spent_ns in zip(Phase, stage.phase_ns, strict=True):
                 name = phase.name.lower()
-                steps.add_metric([*of_stage, name], stage.num_steps, spent_ns / 1e9)
+                if phase is not Phase.NO_WORK:
+                    steps.add_metric([*of_stage, name], stage.num_steps, spent_ns / 1e9)
                 if phase in BUBBLES:
                     bubbles.add_metric([*of_stage, name], spent_ns / 1e9)
         yield from (busy, bubbles, steps)

@@ -55,7 +55,7 @@ def chrome_trace(reports: Sequence[StageSpans]) -> dict[str, Any]:
 
 
 def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
-    """A line per stage: how much of the time it computed, and where the rest went, largest part first."""
+    """A line per stage: how much of the time it computed, its bubbles by cause, and its own overhead."""
     by_stage: dict[int, Counter[Phase]] = defaultdict(Counter)
     for span in spans_of(reports):
         by_stage[span.stage][span.phase] += span.end_ns - span.start_ns
@@ -63,11 +63,12 @@ def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
     for stage, spent in sorted(by_stage.items()):
         wall = sum(spent.values()) or 1
         computing = sum(spent[phase] for phase in BUSY) / wall
-        rest = [(spent[phase] / wall, phase) for phase in Phase if phase not in BUSY and spent[phase]]
-        parts = [f"{share:.1%} {phase.name.lower()}" for share, phase in sorted(rest, reverse=True)]
-        bubble = sum(spent[phase] for phase in BUBBLES) / wall
-        head = f"stage {stage}: {wall / 1e9:.1f} s, computing {computing:.1%}, bubble {bubble:.1%}"
-        lines.append(f"{head} ({', '.join(parts)})" if parts else head)
+        bubbles = [(spent[phase] / wall, phase.name.lower()) for phase in BUBBLES if spent[phase]]
+        bubble = sum(share for share, _ in bubbles)
+        causes = ", ".join(f"{name} {share:.1%}" for share, name in sorted(bubbles, reverse=True))
+        text = f"stage {stage}: {wall / 1e9:.1f} s, computing {computing:.1%}, bubble {bubble:.1%}"
+        text += f" ({causes})" if causes else ""
+        lines.append(f"{text}, overhead {max(0.0, 1 - computing - bubble):.1%}")
     return lines
 
 

@@ -20,7 +20,7 @@ class Phase(IntEnum):
     """What a stage does or waits for."""
 
     NO_WORK = 0  # the pipe had room, but no request could run
-    WAIT_PLAN = 1  # requests could run, but the core's plan had not come
+    WAIT_PLAN = 1  # for the core
     TAKE = 2  # rows, inputs and embedding
     WAIT_TOKEN = 3  # for the samples of an earlier step
     WAIT_PREV = 4  # for the hidden states of the stage before
@@ -28,7 +28,7 @@ class Phase(IntEnum):
     FORWARD = 6
     SAMPLE = 7
     PUT = 8  # results and token returns on their way
-    WAIT_NEXT = 9  # for room in the link to the next stage
+    WAIT_NEXT = 9  # for room: in the link to the next stage, or in a pipe that later stages keep full
 
 
 BUSY = (Phase.FORWARD, Phase.SAMPLE)
@@ -39,7 +39,8 @@ class PhaseClock:
     """Counts the time of one thread by phase.
 
     Busy time is the thread's own CPU time in the phases that compute: a thread that another process has
-    pushed aside is not busy, whatever the wall clock says.
+    pushed aside is not busy, whatever the wall clock says. (On a GPU this counts launches; its own time is
+    not known here.)
 
     Args:
         wall, cpu: nanoseconds; tests give their own.
@@ -53,7 +54,7 @@ class PhaseClock:
         *,
         keeps_spans: bool = False,
     ) -> None:
-        self._wall, self._cpu, self._keeps_spans = wall, cpu, keeps_spans
+        self._wall, self._cpu, self.keeps_spans = wall, cpu, keeps_spans
         self._span_phases, self._span_ns = bytearray(), list[int]()
         self._phase = Phase.NO_WORK
         self._started = self._since = wall()
@@ -74,7 +75,7 @@ class PhaseClock:
         before = self._phase
         ended, spent = before if was is None else was, now - self._since
         self._totals[ended] += spent
-        if self._keeps_spans:
+        if self.keeps_spans:
             self._span_phases.append(ended)
             self._span_ns.append(spent)
         if (before in BUSY) != (phase in BUSY):
@@ -110,7 +111,14 @@ class PhaseClock:
         return self._since - self._started, self._busy_ns, list(self._totals)
 
 
-NOBODYS = PhaseClock()  # where nobody asks
+class _NobodysClock(PhaseClock):
+    """Counts nothing, for whoever has no clock."""
+
+    def begin(self, phase: Phase, was: Phase | None = None) -> Phase:
+        return phase
+
+
+NOBODYS = _NobodysClock()
 
 
 class StageReporter:
@@ -134,11 +142,12 @@ class StageReporter:
 
     def step_begun(self, step_id: int, num_tokens: int) -> None:
         """The phase that runs is the step's first."""
-        self._steps.append((self.clock.num_spans, step_id, num_tokens))
+        if self.clock.keeps_spans:
+            self._steps.append((self.clock.num_spans, step_id, num_tokens))
+        self._num_steps += num_tokens > 0  # an empty plan is a probe
 
     def step_done(self) -> None:
         """A step has left the stage; call it outside the busy phases."""
-        self._num_steps += 1
         if self.clock.last_change_ns >= self._due_ns:
             self._report()
 

@@ -329,14 +329,23 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
     assert (stats.generated_tokens, stats.prompt_tokens, stats.num_running) == (9, 15, 0)
 
 
-def test_d6_a_plan_says_whether_the_pipe_had_nothing_to_run_before_it() -> None:
+def test_d6_a_plan_says_why_it_was_not_issued_earlier() -> None:
     rig = CoreRig(num_stages=2, latency=None, eos_token_ids=())
     rig.add("alone", 5, max_tokens=20)
     rig.step()
     for _ in range(4):
         rig.settle()
-    assert [plan.starved for plan in rig.executor.plans] == [True] * 5, "one request cannot fill two stages"
+    assert [(plan.starved, plan.held) for plan in rig.executor.plans] == [(True, False)] * 5
     rig.add("other", 5, max_tokens=20)
     for _ in range(8):
         rig.settle()
-    assert [plan.starved for plan in rig.executor.plans[-6:]] == [False] * 6
+    assert [(plan.starved, plan.held) for plan in rig.executor.plans[-6:]] == [(False, True)] * 6
+
+
+def test_d6_plans_that_fill_an_empty_pipe_are_neither_starved_nor_held() -> None:
+    config = SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=16, prefill_chunk=8)
+    rig = CoreRig(num_stages=2, latency=None, eos_token_ids=(), scheduler=config)
+    for name in "abcd":
+        rig.add(name, 8, max_tokens=2)
+    rig.step()
+    assert [(plan.starved, plan.held) for plan in rig.executor.plans] == [(True, False), (False, False)]

@@ -176,3 +176,14 @@ def test_later_calls_see_nothing_of_earlier_ones() -> None:
     first = run(built(), x[:1], weight, small)
     run(built(), x, weight, large)
     assert_equal(run(built(), x[:1], weight, small), first)
+
+
+def test_a_request_that_comes_again_is_answered_anew() -> None:
+    numbers = torch.Generator().manual_seed(12)
+    weight = torch.randn(200, 24, generator=numbers)
+    packed = pack(built(), weight)
+    head, product = Head(built()), dense_product(packed.data_ptr(), 24, 200, torch.float32)
+    often, once = request([1, 3, 0], wants=[2]), request([2, 2])
+    for wanted in (often, often, once, often):
+        x = torch.randn(len(wanted), 24, generator=numbers)
+        assert_equal(head.answer(x, product, wanted), run(built(), x, weight, wanted))

@@ -75,6 +75,20 @@ def test_a_shared_mapping_goes_back_when_the_last_piece_does() -> None:
     assert not shared_pages(MIB, "a test", "None.").any()
 
 
+def test_a_refused_shared_mapping_leaves_the_piece_a_mapping_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def small_only(num_bytes: int) -> mmap.mmap:
+        if num_bytes > 64 * MIB:
+            raise OSError(12, "no memory")
+        return mmap.mmap(-1, num_bytes)
+
+    monkeypatch.setattr(pages, "_mapped", small_only)
+    assert not shared_pages(3 * MIB, "a test", "None.").any()
+    with pytest.raises(NotEnoughMemoryError, match=r"refused 65\.0 MiB for a test"):
+        shared_pages(65 * MIB, "a test", "None.")
+
+
 @pytest.mark.parametrize("take", [zero_pages, shared_pages])
 def test_what_the_system_refuses_is_a_typed_error(take) -> None:
     with pytest.raises(NotEnoughMemoryError, match=r"for a test.*Take less\."):

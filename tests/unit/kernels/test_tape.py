@@ -123,6 +123,35 @@ def test_after_a_failed_recording_calls_run_again(kernels: CpuKernels) -> None:
     assert torch.equal(kernels.add_rms_norm(one, torch.zeros(1, 4), torch.ones(4), 0.0), one)
 
 
+@EACH_DTYPE
+def test_a_norm_of_selected_rows_is_that_of_all_rows(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    x, residual, weight = (torch.randn(*shape).to(dtype) for shape in ((9, 40), (9, 40), (40,)))
+    expected = kernels.add_rms_norm(x, residual.clone(), weight, 1e-6)
+    selected = torch.tensor([0, 3, 4, 8])
+    assert torch.equal(kernels.add_rms_norm(x, residual.clone(), weight, 1e-6, selected), expected[selected])
+    tape = Tape(9)
+    with kernels.recording(tape):
+        y = kernels.add_rms_norm(x, residual, weight, 1e-6, selected)
+    tape.finish(kernels.library)
+    tape.replay(Step(num_tokens=2, selected=selected[1:].data_ptr()))
+    assert torch.equal(y[:2], expected[selected[1:3]])
+    assert not y[2:].any()
+
+
+@EACH_DTYPE
+def test_zeros_are_written_for_the_tokens_of_the_step_only(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    tape, rows = Tape(5), torch.zeros(5, dtype=torch.int64)
+    with kernels.recording(tape):
+        y = kernels.zeros(rows, 7, dtype)
+    tape.finish(kernels.library)
+    y.fill_(3)
+    tape.replay(Step(num_tokens=2))
+    assert not y[:2].any()
+    assert (y[2:] == 3).all()
+    assert torch.equal(kernels.zeros(rows[:3], 7, dtype), torch.zeros(3, 7, dtype=dtype))
+
+
 def test_the_step_brings_the_positions(kernels: CpuKernels) -> None:
     frequencies = torch.rand(HEAD_DIM // 2, generator=torch.Generator().manual_seed(1))
     tape = Tape(4)

@@ -95,7 +95,7 @@ class Pipe:
     ) -> Callable[[], None]:
         def live() -> None:
             try:
-                stage.run(plans_from(plans, clock))
+                stage.run(plans_from(plans, clock, is_last=stage is self.stages[-1]))
             finally:
                 for end in ends:
                     end.close()
@@ -218,19 +218,22 @@ def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:
     assert seen == [(0, 0), (1, 0), (2, 0)] * 2
 
 
-@pytest.mark.parametrize("starved", [False, True])
+@pytest.mark.parametrize("why", [{}, {"starved": True}, {"held": True}])
 @pytest.mark.parametrize("carrier", ["memory", "ring"])
-def test_d6_every_stage_says_where_its_time_went(carrier: str, starved: bool) -> None:
+def test_d6_every_stage_says_where_its_time_went(carrier: str, why: dict[str, bool]) -> None:
     pipe = Pipe(3, carrier=carrier)
-    pipe.submit(seal(ScheduledBatch(step_id=0), starved=starved))
+    pipe.submit(seal(ScheduledBatch(step_id=0, **why)))
     pipe.poll(20.0)
     pipe.shutdown()
     visited = []
     for clock in pipe.clocks:
         wall_ns, _, phase_ns = clock.totals()
         assert wall_ns == sum(phase_ns)
-        assert phase_ns[Phase.NO_WORK] == 1 + starved  # one tick is from before the stage ran
-        assert phase_ns[Phase.WAIT_PLAN] == 2 - starved  # one is the wait for the shutdown
+        is_last = clock is pipe.clocks[-1]
+        is_held = "held" in why and not is_last  # the last stage has sent what the others waited for
+        assert phase_ns[Phase.NO_WORK] == 1 + ("starved" in why)  # one tick is from before the stage ran
+        assert phase_ns[Phase.WAIT_PLAN] == 2 - ("starved" in why) - is_held  # one is for the shutdown
+        assert phase_ns[Phase.WAIT_NEXT] == is_held + (not is_last)
         visited.append({phase for phase in Phase if phase_ns[phase]})
     every = {Phase.NO_WORK, Phase.WAIT_PLAN, Phase.TAKE, Phase.FORWARD, Phase.PUT, Phase.COMM}
     assert visited[0] == every | {Phase.WAIT_TOKEN, Phase.WAIT_NEXT}

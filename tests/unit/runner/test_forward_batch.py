@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import torch
@@ -59,9 +60,28 @@ def check(batch: ForwardBatch, parts: list[Part], known: dict[int, list[int]], b
     assert batch.metadata.seq_lens == ends
     for part, end, table in zip(parts, ends, batch.metadata.block_tables.tolist(), strict=True):
         assert table[: -(-end // BLOCK)] == blocks[part.row][: -(-end // BLOCK)]
+    check_kernel_step(batch)
     sampled = [i for i, part in enumerate(parts) if part.sampled]
     assert batch.sample_indices.tolist() == [starts[i + 1] - 1 for i in sampled]
     assert batch.sampled.rows.tolist() == [parts[i].row for i in sampled]
+
+
+def check_kernel_step(batch: ForwardBatch) -> None:
+    """What the kernels are told is what torch is told."""
+    step, metadata = batch.metadata.kernel_step, batch.metadata
+    assert step is not None
+
+    def numbers(address: int, count: int) -> list[int]:
+        return list((ctypes.c_int64 * count).from_address(address))
+
+    num_rows, width = metadata.block_tables.shape
+    assert (step.num_tokens, step.num_rows, step.block_table_stride) == (batch.num_tokens, num_rows, width)
+    assert numbers(step.input_ids, step.num_tokens) == batch.input_ids.tolist()
+    assert numbers(step.positions, step.num_tokens) == batch.positions.tolist()
+    assert numbers(step.slot_mapping, step.num_tokens) == metadata.slot_mapping.tolist()
+    assert numbers(step.query_starts, num_rows + 1) == metadata.query_starts
+    assert numbers(step.seq_lens, num_rows) == metadata.seq_lens
+    assert numbers(step.block_tables, num_rows * width) == metadata.block_tables.flatten().tolist()
 
 
 def test_d7_chunked_prompts_and_decodes_mix_in_one_step() -> None:

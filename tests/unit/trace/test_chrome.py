@@ -82,9 +82,9 @@ def test_d6_the_trace_has_a_process_a_stage_and_arrows_between_them() -> None:
 
 def test_d6_the_report_says_how_much_was_computed_and_where_the_rest_went() -> None:
     assert bubble_report([EARLY, LAST]) == [
-        "stage 0: 0.0 s, computing 50.0%, bubble 30.0% "
-        "(25.0% wait_plan, 20.0% take, 4.0% comm, 1.0% wait_next)",
-        "stage 1: 0.0 s, computing 12.0%, bubble 83.0% (80.0% wait_prev, 5.0% take, 3.0% comm)",
+        "stage 0: 0.0 s, computing 50.0%, bubble 30.0% (wait_plan 25.0%, comm 4.0%, wait_next 1.0%), "
+        "overhead 20.0%",
+        "stage 1: 0.0 s, computing 12.0%, bubble 83.0% (wait_prev 80.0%, comm 3.0%), overhead 5.0%",
     ]
 
 

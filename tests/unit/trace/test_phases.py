@@ -79,6 +79,7 @@ def test_reports_come_once_a_second_and_tell_the_last_ones_share(clocks: Clocks)
     told: list[StageTimes | StageSpans] = []
     reporter = StageReporter(3, clocks.phases, told.append)
     for step in range(40):
+        reporter.step_begun(step, num_tokens=step % 2)  # every other is a probe
         clocks.phases.begin(Phase.FORWARD)
         busy = REPORT_INTERVAL_NS // 20 if step < 20 else 0
         clocks.pass_time(REPORT_INTERVAL_NS // 20, cpu_ns=busy)
@@ -87,7 +88,7 @@ def test_reports_come_once_a_second_and_tell_the_last_ones_share(clocks: Clocks)
         clocks.phases.begin(Phase.WAIT_PLAN)
         reporter.step_done()
     sent = [times for times in told if isinstance(times, StageTimes)]
-    assert [times.num_steps for times in sent] == [10, 20, 30, 40]
+    assert [times.num_steps for times in sent] == [5, 10, 15, 20]
     assert [times.busy_ratio for times in sent] == [0.5, 0.5, 0.0, 0.0]
     assert all(sum(times.phase_ns) == times.wall_ns and times.stage == 3 for times in sent)
     assert sent[-1].busy_ns == REPORT_INTERVAL_NS

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.kernels.candidates import Candidates, HeadOutput, HeadRequest
-from penstock.kernels.cpu.abi import BFLOAT16, FLOAT32, HeadArgs, LinearArgs, QuantizedLinearArgs
+from penstock.kernels.cpu.abi import HeadArgs, LinearArgs, QuantizedLinearArgs
+from penstock.kernels.cpu.ops import DTYPES
 
-_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
 _FLOAT32_BYTES = 4
 
 
@@ -27,7 +27,7 @@ def dense_product(weight: int, in_size: int, vocab_size: int, dtype: torch.dtype
     Args:
         weight: address of the panels of [vocab_size, in_size] (csrc/panels.h).
     """
-    return LinearArgs(weight=weight, in_size=in_size, out_size=vocab_size, dtype=_TYPES[dtype])
+    return LinearArgs(weight=weight, in_size=in_size, out_size=vocab_size, dtype=DTYPES[dtype])
 
 
 class Head:
@@ -57,7 +57,7 @@ class Head:
         if self._call is None or self._call.request is not request:
             self._call = _Call(request, product.out_size)
         assert x.stride(1) == 1, "a row of hidden states must be contiguous"
-        assert _TYPES[x.dtype] == product.dtype
+        assert DTYPES[x.dtype] == product.dtype
         product.x, product.x_stride = x.data_ptr(), x.stride(0)
         return self._call.run(self._library, product)
 

@@ -1,0 +1,34 @@
+"""Views of persistent memory, kept from step to step: with a cold cache, making one is not cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+MOST_VIEWS = 256  # steps of a steady load need a few
+
+
+class KeptViews(Generic[K, V]):
+    """What `make` gave for each key. Forgets all when there are too many.
+
+    Args:
+        make: a key's view, always the same.
+    """
+
+    def __init__(self, make: Callable[[K], V]) -> None:
+        self._make = make
+        self._views: dict[K, V] = {}
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def of(self, key: K) -> V:
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) == MOST_VIEWS:
+                self._views.clear()
+            found = self._views[key] = self._make(key)
+        return found
