@@ -4,8 +4,9 @@
 
 All engines are loaded first and take turns; the others are idle meanwhile. Decode is counted as in
 `cpu_peers.py`, with more tokens: those after the first of each sequence, by the time of all less that of one.
-Where a stage's time went is the difference of two of its own reports, of which there is one a second: those that
-were the newest 2.5 s after the last first token was due, and at the end. Prints Markdown for docs/perf-log.md.
+Where a stage's time went is the difference of two of its own reports, of which there is one a second: those
+that were the newest 2.5 s after the last first token was due, and at the end. Prints Markdown for
+docs/perf-log.md.
 """
 
 from __future__ import annotations
