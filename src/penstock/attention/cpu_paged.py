@@ -21,7 +21,7 @@ class CpuPagedAttention:
 
     def attend(self, qkv: Tensor, angles: Tensor, kv: AnyKV, metadata: AttentionMetadata) -> Tensor:
         assert isinstance(kv, BlockKV)
-        step = metadata.step.struct
+        step = metadata.kernel_step or metadata.step.struct
         self._kernels.rope_store(qkv, angles, kv.blocks, self._shape, self._block_size, step)
         return self._kernels.attention(qkv, kv.blocks, self._shape, self._block_size, step)
 

@@ -12,6 +12,7 @@ of n frames is n receives posted ahead: the sender runs n steps ahead of a busy 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition
@@ -117,7 +118,26 @@ class AsyncIntermediateTensors(IntermediateTensors):
         return self._buffers
 
 
-class SharedMemoryLink:
+class _Carrier(ABC):
+    """What all carriers share: a receive that is posted is done when it is waited for."""
+
+    def recv(
+        self,
+        header: FrameHeader,
+        out: Sequence[Tensor],
+        requests: Sequence[str] = (),
+        clock: PhaseClock = NOBODYS,
+    ) -> RecvHandle:
+        return RecvHandle(lambda: self._fetch(header, out, requests, clock))
+
+    @abstractmethod
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
+        """Wait for the frame and copy it into `out`, as `Link.recv` says."""
+
+
+class SharedMemoryLink(_Carrier):
     """A link through a ring of frames that two processes map.
 
     Args:
@@ -142,15 +162,6 @@ class SharedMemoryLink:
             place.copy_(tensor)
         ring.publish()
         clock.begin(before)
-
-    def recv(
-        self,
-        header: FrameHeader,
-        out: Sequence[Tensor],
-        requests: Sequence[str] = (),
-        clock: PhaseClock = NOBODYS,
-    ) -> RecvHandle:
-        return RecvHandle(lambda: self._fetch(header, out, requests, clock))
 
     def close(self) -> None:
         self._ring.close()
@@ -182,7 +193,7 @@ class SharedMemoryLink:
         return places
 
 
-class MemoryLink:
+class MemoryLink(_Carrier):
     """The in-memory twin: one object that both threads hold.
 
     Args:
@@ -209,15 +220,6 @@ class MemoryLink:
             self._frames.append((header, [tensor.clone() for tensor in tensors]))
             self._changed.notify_all()
         clock.begin(before)
-
-    def recv(
-        self,
-        header: FrameHeader,
-        out: Sequence[Tensor],
-        requests: Sequence[str] = (),
-        clock: PhaseClock = NOBODYS,
-    ) -> RecvHandle:
-        return RecvHandle(lambda: self._fetch(header, out, requests, clock))
 
     def close(self) -> None:
         with self._changed:
