@@ -36,6 +36,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
+from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
 from penstock.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
@@ -90,6 +91,22 @@ class ReplicaRow:
     sampling: RowSampling
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
+
+
+def taught(*stages: StageCost, alone: Sequence[StageCost] = ()) -> CostModel:
+    """A cost model that has seen steps of just these costs; `alone` costs the same unless given."""
+    model = CostModel(len(stages))
+    shapes = [StepShape(n, n * context, n) for n in (1, 2, 4, 8, 16, 32, 64, 256) for context in (1, 40)]
+    for is_alone, costs in ((False, stages), (True, alone or stages)):
+        for stage, cost in enumerate(costs):
+            model.learn(stage, [sample_of(cost, shape) for shape in shapes], alone=is_alone)
+    return model
+
+
+def sample_of(cost: StageCost, shape: StepShape) -> StepSample:
+    """What a stage of that cost reports of a step."""
+    head_s = max(cost.head_read, cost.per_sample * shape.samples) if shape.samples else 0.0
+    return StepSample(shape, cost.seconds(shape) - head_s - cost.overhead, head_s, cost.overhead)
 
 
 class RankReplica:
@@ -189,6 +206,8 @@ class FakeExecutor:
         latency: the result of step n shows in `poll(0)` once step n + latency has been submitted. None: only
             `release` makes results show. A poll with a timeout always brings one while a step is in flight.
         depth: plans that may be out at once; one more is an error of the caller.
+        min_lag: steps from a sample to the plan that takes it before its result is back; P unless there are
+            fewer micro-batches than stages.
     """
 
     def __init__(
@@ -196,13 +215,14 @@ class FakeExecutor:
         *,
         depth: int,
         num_stages: int = 1,
+        min_lag: int | None = None,
         latency: int | None = None,
         num_rows: int = 64,
         num_blocks: int = 64,
         block_size: int = 4,
     ) -> None:
         self.depth = depth
-        self.num_stages = num_stages
+        self.min_lag = num_stages if min_lag is None else min_lag
         self.latency = latency
         self.replica = RankReplica(num_rows=num_rows, num_blocks=num_blocks, block_size=block_size)
         self.plans: list[ScheduledBatch] = []
@@ -280,7 +300,7 @@ class FakeExecutor:
     def _check_cadence(self, plan: ScheduledBatch) -> None:
         for source in plan.token_from:
             waits_for_it = source > self._returned_step
-            assert not waits_for_it or plan.step_id - source >= self.num_stages, (
+            assert not waits_for_it or plan.step_id - source >= self.min_lag, (
                 f"step {plan.step_id} takes its input from step {source}, which is still in the pipe"
             )
 
@@ -305,6 +325,9 @@ class CoreRig:
 
     Attributes:
         updates: of each request id, in the order in which they came.
+
+    Args:
+        costs: of every stage, shared and alone, if plans are to be sized by time.
     """
 
     def __init__(
@@ -319,9 +342,14 @@ class CoreRig:
         eos_token_ids: Sequence[int] = (1,),
         seed: int = 0,
         scheduler: SchedulerConfig = SMALL_SCHEDULER,
+        costs: tuple[StageCost, StageCost] | None = None,
         stall_timeout_s: float = math.inf,
     ) -> None:
         parallel = ParallelConfig(pipeline_parallel_size=num_stages, async_depth=async_depth)
+        model = None
+        if costs is not None:
+            shared, alone = costs
+            model = taught(*[shared] * num_stages, alone=[alone] * num_stages)
         self.clock = FakeClock()
         self.eos_token_ids = list(eos_token_ids)
         self.seed = seed
@@ -334,10 +362,12 @@ class CoreRig:
             eos_token_ids=eos_token_ids,
             seed=seed,
             clock=self.clock,
+            costs=model,
         )
         self.executor = FakeExecutor(
             depth=parallel.depth,
             num_stages=num_stages,
+            min_lag=None if costs is None and scheduler.micro_batches == "auto" else 1,
             latency=latency,
             num_rows=scheduler.max_num_seqs,
             num_blocks=num_blocks,

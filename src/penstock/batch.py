@@ -67,6 +67,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     # result had to come first. Neither: the core was not earlier.
     starved: bool = False
     held: bool = False
+    wants_times: bool = False  # ranks send `StageTimes` and `StageSpans` after it, due or not
     digest: int = 0  # crc32 of the plan encoded with digest 0; frames of the step carry it
 
     @property
@@ -110,6 +111,7 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     bytes_read: int  # from checkpoint files, tensor data only
     load_seconds: float
     kernels: str = ""  # which kernels run, or why none do
+    is_invariant: bool = False  # a number is the same bits, whatever is computed together with it
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):

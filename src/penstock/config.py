@@ -50,7 +50,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pipeline_parallel_size: number of stages P.
         partition: `even`, `last`, or layers per stage such as "5,6,5,6".
-        async_depth: plans issued ahead; P + async_depth plans are in flight.
+        async_depth: plans issued ahead; P + async_depth plans are in flight. `auto` measures at start whether
+            one ahead is faster than none.
         threads_per_rank: CPU threads of a rank; None shares the cores among the ranks.
         device: `cpu`, `cuda`, or `auto` (cuda when torch sees a GPU).
         tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
@@ -65,7 +66,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     pipeline_parallel_size: int = 1
     partition: str = "even"
-    async_depth: int = 0
+    async_depth: int | Literal["auto"] = "auto"
     threads_per_rank: int | None = None
     device: Device = "cpu"
     tied_head: TiedHead = "load"
@@ -76,18 +77,24 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
-        _at_least("async_depth", self.async_depth, 0)
-        if self.async_depth > 64:
-            raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
+        if self.async_depth != "auto":
+            _at_least("async_depth", self.async_depth, 0)
+            if self.async_depth > 64:
+                raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
         if self.threads_per_rank is not None:
             _at_least("threads_per_rank", self.threads_per_rank, 1)
         if self.step_timeout_s is not None and not 0 < self.step_timeout_s < math.inf:
             raise UsageError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0 seconds.")
 
     @property
+    def max_async_depth(self) -> int:
+        """That there must be room for; `auto` takes 0 or 1."""
+        return 1 if self.async_depth == "auto" else self.async_depth
+
+    @property
     def depth(self) -> int:
         """Plans in flight at most (rows D1, F2; S8)."""
-        return self.pipeline_parallel_size + self.async_depth
+        return self.pipeline_parallel_size + self.max_async_depth
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +127,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         prefill_chunk: prompt tokens of one request in one plan at most.
         max_waiting_requests: requests that may wait; one more is answered 429.
         queue_timeout_s: a request that has waited this long is answered 503.
+        micro_batches: that the decoding requests are split into; `auto` chooses from 1 to P by the time of a
+            cycle, where times are known, else P.
+        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others should
+            keep: the plan that they join gets no longer, unless its decodes alone take half of that.
     """
 
     max_num_seqs: int = 64
@@ -127,6 +138,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk: int = 512
     max_waiting_requests: int = 1024
     queue_timeout_s: float = 60.0
+    micro_batches: int | Literal["auto"] = "auto"
+    inter_token_target_ms: float = 100.0
 
     def __post_init__(self) -> None:
         for name in (
@@ -136,6 +149,15 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_waiting_requests",
         ):
             _at_least(name, getattr(self, name), 1)
+        if self.micro_batches != "auto":
+            _at_least("micro_batches", self.micro_batches, 1)
+        if not self.inter_token_target_ms > 0:
+            raise UsageError(
+                f"inter_token_target_ms is {self.inter_token_target_ms}; it must be above 0.",
+                remedy="Use a large number, such as 1e9, to give prompts all the room.",
+                param="inter_token_target_ms",
+                code="out_of_range",
+            )
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -57,8 +57,10 @@ class LLM:
         dtype: of weights and computation; "auto" takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         seed: of requests that bring none.
-        async_depth: plans issued ahead of the pipe.
+        async_depth: plans issued ahead of the pipe; "auto" measures whether one is faster than none.
         prefill_chunk: prompt tokens of one request in one step at most.
+        micro_batches: that decoding requests are split into; "auto" chooses by time.
+        inter_token_target_ms: milliseconds between two tokens of a request that others' prompts should keep.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens of one step at most.
         block_size: tokens per KV block.
@@ -86,8 +88,10 @@ class LLM:
         dtype: DType = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
-        async_depth: int = 0,
+        async_depth: int | Literal["auto"] = "auto",
         prefill_chunk: int = 512,
+        micro_batches: int | Literal["auto"] = "auto",
+        inter_token_target_ms: float = 100.0,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         block_size: int = 32,
@@ -135,6 +139,8 @@ class LLM:
                 "prefill_chunk": prefill_chunk,
                 "max_waiting_requests": _MAX_WAITING,
                 "queue_timeout_s": _MAX_WAIT_S,
+                "micro_batches": micro_batches,
+                "inter_token_target_ms": inter_token_target_ms,
             },
             "seed": seed,
         }

@@ -86,7 +86,7 @@ class InprocessClient:
         self._executor = executor
         try:
             kv_plan = executor.start()
-            self._core, scheduler = build_core(plan.core, executor, kv_plan.num_blocks, time.monotonic)
+            self._core, scheduler = build_core(plan.core, executor, kv_plan, time.monotonic)
             prove_stages(self._core)
         except BaseException:
             executor.shutdown()

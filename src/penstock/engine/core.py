@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.batch import ScheduledBatch, StageSpans, StepResult, seal
 from penstock.config import ParallelConfig
+from penstock.engine.calibration import Calibration
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, error_from_info
 from penstock.executor.base import Executor
@@ -24,6 +25,7 @@ from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
 PROBE_INTERVAL_S = 1.0
+LEARN_INTERVAL_S = 1.0
 STALL_BASE_S = 5.0
 STALL_PER_TOKEN_S = 0.05
 
@@ -42,8 +44,9 @@ class EngineCore:
     Args:
         scheduler: decides; this core is its only caller.
         executor: has been started; runs plans in order and returns one result per plan, in order.
-        parallel: gives the depth, `P + async_depth` plans in flight (rows D1, S8).
+        parallel: gives the largest depth, `P + async_depth` plans in flight (rows D1, S8).
         clock: monotonic seconds.
+        calibration: where steps begin, how many plans are issued ahead, and what goes on learning.
         stall_timeout_s: the pipeline is lost when plans are in flight and nothing has come for this long.
     """
 
@@ -54,14 +57,21 @@ class EngineCore:
         parallel: ParallelConfig,
         clock: Callable[[], float],
         *,
+        calibration: Calibration | None = None,
         stall_timeout_s: float = math.inf,
     ) -> None:
+        calibration = calibration or Calibration.none(parallel)
+        self._costs = calibration.costs
+        self._async_depth = calibration.async_depth
+        self._learn_at = -math.inf
         self._scheduler = scheduler
         self._executor = executor
         self._clock = clock
         self._stall_timeout_s = stall_timeout_s
         self._inflight: InflightQueue[StepInFlight] = InflightQueue(
-            parallel.depth, num_stages=parallel.pipeline_parallel_size
+            parallel.depth,
+            num_stages=parallel.pipeline_parallel_size,
+            first_step=calibration.next_step,
         )
         self._epoch = 0
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
@@ -181,6 +191,7 @@ class EngineCore:
         self._check_progress()
         updates += self._scheduler.expire()
         self._fill()
+        self._learn()
         if len(self._inflight) == 0 and self._clock() >= self._probe_due():
             self._submit(self._scheduler.probe(self._inflight.next_step))
 
@@ -224,7 +235,7 @@ class EngineCore:
             )
 
     def _fill(self) -> None:
-        while not self._inflight.is_full:
+        while len(self._inflight) < self._scheduler.useful_depth + self._async_depth:
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:
                 self._late = {"starved": True}
@@ -232,8 +243,16 @@ class EngineCore:
             self._submit(plan)
         self._late = {"held": True}
 
+    def _learn(self) -> None:
+        """Let the cost model follow what the stages report, about as often as they do."""
+        if self._costs is not None and self._clock() >= self._learn_at:
+            self._learn_at = self._clock() + LEARN_INTERVAL_S
+            self._costs.learn(self._executor.spans())
+
     def _submit(self, plan: ScheduledBatch) -> None:
         plan = seal(msgspec.structs.replace(plan, **self._late))
         self._late = {}
+        if self._costs is not None:
+            self._costs.submitted(plan, alone=self._scheduler.num_groups == 1)
         self._inflight.push(StepInFlight(plan, plan.need_sampled.count(True), self._clock()))
         self._executor.submit(plan)

@@ -13,8 +13,10 @@ import select
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from penstock.config import CoreConfig, CoreProcessConfig
+from penstock.engine.calibration import calibrate
 from penstock.engine.control import PipelineLost, Stop, read_control
 from penstock.engine.core import EngineCore
 from penstock.engine.ipc import (
@@ -45,19 +47,28 @@ POLL_S = 0.1
 
 
 def build_core(
-    config: CoreConfig, executor: Executor, num_blocks: int, clock: Callable[[], float]
+    config: CoreConfig, executor: Executor, kv_plan: KVPlan, clock: Callable[[], float]
 ) -> tuple[EngineCore, Scheduler]:
-    """Scheduler and core over an executor that has been started with `num_blocks` KV blocks."""
+    """Scheduler and core over an executor that has been started; measures the stages."""
+    calibration = calibrate(executor, config, kv_plan, clock)
     scheduler = Scheduler(
         config.scheduler,
-        BlockAllocator(BlockPool(num_blocks), config.cache.block_size),
+        BlockAllocator(BlockPool(kv_plan.num_blocks), config.cache.block_size),
         num_stages=config.parallel.pipeline_parallel_size,
         max_model_len=config.max_model_len,
         eos_token_ids=config.eos_token_ids,
         seed=config.seed,
         clock=clock,
+        costs=None if calibration.costs is None else calibration.costs.model,
     )
-    core = EngineCore(scheduler, executor, config.parallel, clock, stall_timeout_s=config.stall_timeout_s)
+    core = EngineCore(
+        scheduler,
+        executor,
+        config.parallel,
+        clock,
+        calibration=calibration,
+        stall_timeout_s=config.stall_timeout_s,
+    )
     return core, scheduler
 
 
@@ -197,26 +208,24 @@ class CoreServer:
             self._clients.send(client, message)
 
 
-def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter) -> None:
+def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> None:
     clients = CoreSocket(config.client_address)
+    closing.callback(clients.close)
     executor = MpExecutor(config.plan_addresses)
-    try:
-        kv_plan = _start(executor, clients)
-        core, scheduler = build_core(config.core, executor, kv_plan.num_blocks, time.monotonic)
-        welcome = Welcome(
-            num_blocks=kv_plan.num_blocks,
-            block_size=config.core.cache.block_size,
-            max_model_len=scheduler.max_len,
-            stages=kv_plan.ranks,
-        )
-        prove_stages(core)
-        server = CoreServer(core, clients, welcome, rank_fds=executor.wait_fds(), control_fd=control_fd)
-        status.write(Ready())
-        gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
-        server.run()
-    finally:
-        executor.shutdown()
-        clients.close()
+    closing.callback(executor.shutdown)
+    kv_plan = _start(executor, clients)
+    core, scheduler = build_core(config.core, executor, kv_plan, time.monotonic)
+    welcome = Welcome(
+        num_blocks=kv_plan.num_blocks,
+        block_size=config.core.cache.block_size,
+        max_model_len=scheduler.max_len,
+        stages=kv_plan.ranks,
+    )
+    prove_stages(core)
+    server = CoreServer(core, clients, welcome, rank_fds=executor.wait_fds(), control_fd=control_fd)
+    status.write(Ready())
+    gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
+    server.run()
 
 
 def _start(executor: Executor, clients: CoreSocket) -> KVPlan:
@@ -236,14 +245,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args(arguments)
     status = StatusWriter(options.status_fd)
-    try:
-        config = read_config(options.config_fd, CoreProcessConfig)
-        enter_child("penstock core", config.parent_pid)
-        _serve(config, options.control_fd, status)
-        return 0
-    except Exception as error:
-        status.write(failure(error))
-        return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
+    with ExitStack() as closing:  # after the failure has been told: the ranks' end must not be seen before it
+        try:
+            config = read_config(options.config_fd, CoreProcessConfig)
+            enter_child("penstock core", config.parent_pid)
+            _serve(config, options.control_fd, status, closing)
+            return 0
+        except Exception as error:
+            status.write(failure(error))
+            return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
 
 
 if __name__ == "__main__":

@@ -160,7 +160,7 @@ def _rank_configs(
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             depth=config.parallel.depth,
-            link_frames=config.parallel.async_depth + 1,
+            link_frames=config.parallel.max_async_depth + 1,
             tied_head=config.parallel.tied_head,
             quantization=form.quantization,
             kernels=config.parallel.kernels,

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock.config import RankConfig
-from penstock.kernels.cpu.library import Loaded, load, parse_kernels
+from penstock.kernels.cpu.library import KERNEL_NAMES, Loaded, load, parse_kernels
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
 from penstock.kernels.quantized_rows import default_group_size
 from penstock.layers.compute import FormatOf, never_quantized
@@ -38,6 +38,11 @@ def load_kernels(config: RankConfig, *, is_quantized: bool) -> tuple[CpuKernels 
         return None, f"none: {loaded.reason}; {lost}. {loaded.remedy}".rstrip()
     enabled = parse_kernels(config.kernels).enabled
     return CpuKernels(loaded.library, enabled), _described(loaded, enabled, config.kernels)
+
+
+def is_invariant(kernels: CpuKernels | None) -> bool:
+    """Whether numbers do not depend on what is computed together with them: torch does not promise that."""
+    return kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
 
 
 def _described(loaded: Loaded, enabled: frozenset[str], asked: str) -> str:

@@ -31,7 +31,13 @@ from penstock.batch import (
 from penstock.config import RankConfig
 from penstock.errors import PenstockError, ProtocolError, UsageError
 from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
-from penstock.executor.compute_choice import format_of, load_kernels, pin_threads, quantized_checkpoint
+from penstock.executor.compute_choice import (
+    format_of,
+    is_invariant,
+    load_kernels,
+    pin_threads,
+    quantized_checkpoint,
+)
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.matrix import PLAIN, Matrix
@@ -125,7 +131,14 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
         quantized=quantized,
     )
     storage = _storage(config, model, device)
-    message = _loaded_message(config, loaded, storage, _available_bytes(device), description)
+    message = _loaded_message(
+        config,
+        loaded,
+        storage,
+        _available_bytes(device),
+        kernels=description,
+        is_invariant=is_invariant(kernels),
+    )
     report(Loaded(rank=message))
     connections.plans.send(encode(message))
     num_blocks = _await_allocation(connections.plans)
@@ -191,7 +204,13 @@ def _storage(config: RankConfig, model: Decoder, device: torch.device) -> KVStor
 
 
 def _loaded_message(
-    config: RankConfig, loaded: LoadReport, storage: KVStorage, available: int, kernels: str
+    config: RankConfig,
+    loaded: LoadReport,
+    storage: KVStorage,
+    available: int,
+    *,
+    kernels: str,
+    is_invariant: bool,
 ) -> RankLoaded:
     demand = KVDemand(
         max_model_len=config.max_model_len,
@@ -208,6 +227,7 @@ def _loaded_message(
         bytes_read=loaded.bytes_read,
         load_seconds=loaded.seconds,
         kernels=kernels,
+        is_invariant=is_invariant,
     )
 
 

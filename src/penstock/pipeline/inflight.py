@@ -22,15 +22,16 @@ class InflightQueue(Generic[T]):
     Args:
         depth: plans in flight at most (rows D1, F2).
         num_stages: P, for `next_first_rank_slot`.
+        first_step: step id of the first entry.
     """
 
-    def __init__(self, depth: int, *, num_stages: int = 1) -> None:
+    def __init__(self, depth: int, *, num_stages: int = 1, first_step: int = 0) -> None:
         assert depth >= num_stages >= 1, f"depth {depth} is below the {num_stages} stages"
         self.depth = depth
         self.num_stages = num_stages
         self._slots: list[T | None] = [None] * depth
-        self._oldest = 0  # step id of the oldest entry, or of the next one when empty
-        self._next = 0  # step id that is pushed next
+        self._oldest = first_step  # step id of the oldest entry, or of the next one when empty
+        self._next = first_step  # step id that is pushed next
 
     def __len__(self) -> int:
         return self._next - self._oldest

@@ -55,7 +55,7 @@ class Stage:
                 hidden = self._runner.forward(hidden, batch)
                 self._times.clock.begin(Phase.PUT)
                 self._sink.put(hidden, batch)
-                self._times.step_done()
+                self._times.step_done(plan.wants_times)
 
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
         """In the order that `ScheduledBatch` prescribes: rows, then token returns, then the batch."""

@@ -1,16 +1,26 @@
-"""How many tokens of whom go into one plan: the arithmetic, as pure functions of numbers.
+"""How many tokens of whom go into one plan: the plain rules, without knowledge of times.
 
-Prompts are cut at multiples of the chunk size, counted from the start of the prompt, whatever else is in the
-plan: a chunk that does not fit the rest of the budget waits for the next plan instead of being cut. So the
-chunks of a request do not depend on load, stages or depth: what runs with them may change the last bits of a
-matrix product, but never where the prompt is cut.
+With costs of the stages known, `scheduler.pacing` sizes chunks instead. Here prompts are cut at multiples of
+the chunk size, counted from the start of the prompt, whatever else is in the plan: a chunk that does not fit
+the rest of the budget waits for the next plan instead of being cut. So the chunks of a request do not depend
+on load, stages or depth: what runs with them may change the last bits of a matrix product, but never where
+the prompt is cut.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from penstock.config import SchedulerConfig
+
+
+class PromptBudget(Protocol):
+    """What is left of a plan for prompt chunks."""
+
+    def take(self, start: int, remaining: int) -> int:
+        """Tokens of a chunk that begins at position `start` of a prompt with `remaining` more; 0: no room."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,22 +53,42 @@ class TokenBudget:
             num_stages=num_stages,
         )
 
-    def decode_quota(self, num_decoding: int, prefill_tokens: int) -> int:
-        """Decode rows of one plan: 1/P of the decoding requests, rounded up, so that P plans are alike."""
-        share = -(-num_decoding // self.num_stages)
+    def decode_quota(self, num_decoding: int, prefill_tokens: int, num_groups: int | None = None) -> int:
+        """Decode rows of one plan, of `num_groups` (default P) in a cycle: an equal part, rounded up."""
+        share = -(-num_decoding // (num_groups or self.num_stages))
         return min(share, self.max_decodes_beside_prefill if prefill_tokens else self.max_tokens)
 
-    def prefill_share(self, prefill_tokens: int) -> int:
-        """Prompt tokens after which a plan takes no further chunk; the argument counts those in flight too.
+    def for_prompts(self, num_decodes: int, backlog: int) -> FixedBudget:
+        """Of one plan with `num_decodes` decodes.
 
-        1/P of them all, so that a burst of prompts fills the pipe instead of one plan; but never less than a
+        Once it has 1/P of the `backlog`, the prompt tokens that wait or are in flight, a plan takes no
+        further chunk, so that a burst of prompts fills the pipe instead of one plan. But never less than a
         chunk, since below some size a plan costs the same.
         """
-        return max(self.chunk, -(-prefill_tokens // self.num_stages))
+        share = max(self.chunk, -(-backlog // self.num_stages))
+        return FixedBudget(num_tokens=self.max_tokens - num_decodes, share=share, chunk=self.chunk)
 
-    def next_chunk(self, start: int, prefill_len: int) -> int:
-        """Tokens of the chunk that starts at position `start` of `prefill_len` known tokens."""
-        return min(self.chunk, prefill_len - start)
+
+class FixedBudget:
+    """Chunks of one size.
+
+    Args:
+        num_tokens: that the plan has room for.
+        share: prompt tokens after which it takes no further chunk.
+        chunk: tokens of a chunk, unless the prompt ends before.
+    """
+
+    def __init__(self, *, num_tokens: int, share: int, chunk: int) -> None:
+        self._num_tokens, self._share, self._chunk = num_tokens, share, chunk
+
+    def take(self, start: int, remaining: int) -> int:
+        """See `PromptBudget`. A chunk is not cut to what is left of the plan."""
+        num_tokens = min(self._chunk, remaining)
+        if self._share <= 0 or num_tokens > self._num_tokens:
+            return 0
+        self._num_tokens -= num_tokens
+        self._share -= num_tokens
+        return num_tokens
 
 
 def yields_sample(end: int, known_len: int, max_len: int) -> bool:

@@ -2,6 +2,7 @@
 
 Cadence (row E8). A request's next decode may go into step n when the result of its last sampling step s has
 returned, or when n - s >= P: in a full pipe once per trip, with at most one sample per trip not yet returned.
+(With fewer micro-batches than stages, `scheduler.pacing`, their number stands for P.)
 Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:
 
     step        0     1     2     3     4
@@ -21,7 +22,9 @@ from operator import attrgetter
 from penstock.batch import NewRow
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.admission import Admission
-from penstock.scheduler.chunking import TokenBudget
+from penstock.scheduler.chunking import PromptBudget, TokenBudget
+from penstock.scheduler.cost_model import StepShape
+from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.plan_draft import PlanDraft
 from penstock.scheduler.preemption import choose_victim, release
 from penstock.scheduler.queues import Phase, RequestQueues, RequestState
@@ -34,12 +37,19 @@ class Placement:
     """Fills drafts; gives out rows and blocks, and takes them from whoever is preempted.
 
     Args:
+        pacing: sizes plans by time, where times are known and do not decide tokens.
+        micro_batches: that the decoding requests are split into, if not up to `pacing`.
         clock: monotonic seconds.
+
+    Attributes:
+        num_groups: micro-batches that the decoding requests were split into for the last plan.
     """
 
     def __init__(
         self,
         budget: TokenBudget,
+        pacing: Pacing | None,
+        micro_batches: int | None,
         queues: RequestQueues,
         rows: RowPool,
         allocator: BlockAllocator,
@@ -47,12 +57,15 @@ class Placement:
         clock: Callable[[], float],
     ) -> None:
         self._budget = budget
+        self._pacing = pacing
+        self._micro_batches = micro_batches
         self._queues = queues
         self._rows = rows
         self._allocator = allocator
         self._admission = admission
         self._clock = clock
         self.num_preemptions = 0
+        self.num_groups = budget.num_stages
 
     def fill(self, draft: PlanDraft, returned_step: int, prefill_in_flight: int) -> None:
         """Place everybody who may run in the draft's step.
@@ -62,24 +75,37 @@ class Placement:
             prefill_in_flight: prompt tokens of the steps since.
         """
         prefill_tokens = self._count_prefill_tokens()
-        self._place_decodes(draft, prefill_tokens, returned_step)
+        decoding = [request for request in self._queues.running if request.wants_decode]
+        self.num_groups = self._choose_groups(decoding, prefill_tokens)
+        self._place_decodes(draft, decoding, prefill_tokens, returned_step)
         if prefill_tokens:
-            share = self._budget.prefill_share(prefill_tokens + prefill_in_flight)
-            self._place_chunks(draft, share)
-            self._admit(draft, share)
+            budget = self._prompt_budget(draft, bool(decoding), prefill_tokens + prefill_in_flight)
+            self._place_chunks(draft, budget)
+            self._admit(draft, budget)
 
     def _count_prefill_tokens(self) -> int:
         """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
         running = sum(r.prefill_len - r.num_scheduled for r in self._queues.running if r.is_prefilling)
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
-    def _place_decodes(self, draft: PlanDraft, prefill_tokens: int, returned_step: int) -> None:
+    def _choose_groups(self, decoding: list[RequestState], prefill_tokens: int) -> int:
+        """P while there are prompts to run, which fill the pipe."""
+        num_stages = self._budget.num_stages
+        if self._micro_batches is not None:
+            return min(self._micro_batches, num_stages)
+        if self._pacing is None or prefill_tokens or num_stages == 1:
+            return num_stages
+        attended = sum(request.num_scheduled + 1 for request in decoding)
+        return self._pacing.num_groups(len(decoding), attended)
+
+    def _place_decodes(
+        self, draft: PlanDraft, decoding: list[RequestState], prefill_tokens: int, returned_step: int
+    ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
-        decoding = [request for request in self._queues.running if request.wants_decode]
-        newest = max(returned_step, draft.step_id - self._budget.num_stages)
+        newest = max(returned_step, draft.step_id - self.num_groups)
         ready = [request for request in decoding if request.last_sampled_step <= newest]
         ready.sort(key=_by_last_sample)
-        quota = self._budget.decode_quota(len(decoding), prefill_tokens)
+        quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_groups)
         for request in ready:
             if len(draft.rows) == quota:
                 break
@@ -101,27 +127,33 @@ class Placement:
         self._queues.preempt_youngest()
         self.num_preemptions += 1
 
-    def _place_chunks(self, draft: PlanDraft, share: int) -> None:
+    def _prompt_budget(self, draft: PlanDraft, anybody_decodes: bool, backlog: int) -> PromptBudget:
+        """What the plan, which has its decodes, may take of prompts."""
+        if self._pacing is not None:
+            attended = sum(draft.start_positions) + draft.num_decodes
+            decodes = StepShape(draft.num_decodes, attended, draft.num_decodes)
+            timed = self._pacing.budget(decodes, anybody_decodes=anybody_decodes, backlog=backlog)
+            if timed is not None:
+                return timed
+        return self._budget.for_prompts(draft.num_decodes, backlog)
+
+    def _place_chunks(self, draft: PlanDraft, budget: PromptBudget) -> None:
         for request in self._queues.running:
             if request.is_prefilling:
-                num_tokens = self._budget.next_chunk(request.num_scheduled, request.prefill_len)
-                if self._has_room(draft, num_tokens, share):
+                remaining = request.prefill_len - request.num_scheduled
+                num_tokens = budget.take(request.num_scheduled, remaining)
+                if num_tokens:
                     draft.add_chunk(request, num_tokens, [])
 
-    def _admit(self, draft: PlanDraft, share: int) -> None:
+    def _admit(self, draft: PlanDraft, budget: PromptBudget) -> None:
         """Start requests in order of arrival; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (head := self._queues.head()) is not None:
-            num_tokens = self._budget.next_chunk(0, len(head.token_ids))
-            if not self._has_room(draft, num_tokens, share):
-                return
             if not self._admission.may_start(head, len(self._queues.running)):
                 return
+            num_tokens = budget.take(0, len(head.token_ids))
+            if num_tokens == 0:
+                return
             self._start(draft, num_tokens)
-
-    def _has_room(self, draft: PlanDraft, num_tokens: int, share: int) -> bool:
-        """Whether a chunk fits: all rows before the chunks are decodes of one token each."""
-        used = draft.num_decodes + draft.prefill_tokens
-        return draft.prefill_tokens < share and used + num_tokens <= self._budget.max_tokens
 
     def _start(self, draft: PlanDraft, num_tokens: int) -> None:
         """Give the head of the line its row, blocks for all its tokens, and its first chunk."""

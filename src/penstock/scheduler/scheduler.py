@@ -19,7 +19,9 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
+from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.invariants import check_consistency
+from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_draft import PlanDraft
 from penstock.scheduler.preemption import release
@@ -56,6 +58,7 @@ class Scheduler:
         eos_token_ids: the model's own end-of-sequence ids.
         seed: of the engine, for requests that bring none.
         clock: monotonic seconds.
+        costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Scheduler:
         eos_token_ids: Sequence[int],
         seed: int,
         clock: Callable[[], float],
+        costs: CostModel | None = None,
     ) -> None:
         self._config = config
         self._allocator = allocator
@@ -77,8 +81,12 @@ class Scheduler:
         )
         self._queues = RequestQueues()
         self._rows = RowPool(config.max_num_seqs)
+        self._num_stages = num_stages
+        budget = TokenBudget.from_config(config, num_stages)
         self._placement = Placement(
-            TokenBudget.from_config(config, num_stages),
+            budget,
+            None if costs is None else _pacing(config, budget, costs),
+            None if config.micro_batches == "auto" else config.micro_batches,
             self._queues,
             self._rows,
             allocator,
@@ -94,6 +102,18 @@ class Scheduler:
     def max_len(self) -> int:
         """Longest prompt + output served: the model's, or what the KV pool holds, whichever is less."""
         return self._admission.max_len
+
+    @property
+    def useful_depth(self) -> int:
+        """Plans in flight that keep the pipe busy: P; with fewer micro-batches, one more than those, so that
+        the next plan lies at the first stage when the token comes."""
+        groups = self.num_groups
+        return groups if groups == self._num_stages else groups + 1
+
+    @property
+    def num_groups(self) -> int:
+        """Micro-batches that the decoding requests were split into for the last plan."""
+        return self._placement.num_groups
 
     @property
     def has_requests(self) -> bool:
@@ -251,6 +271,16 @@ class Scheduler:
         if request.phase is Phase.RUNNING:
             release(request, self._rows, self._allocator)
         self._queues.remove(request)
+
+
+def _pacing(config: SchedulerConfig, budget: TokenBudget, costs: CostModel) -> Pacing:
+    return Pacing(
+        costs,
+        num_stages=budget.num_stages,
+        max_tokens=budget.max_tokens,
+        max_chunk=budget.chunk,
+        inter_token_target_s=config.inter_token_target_ms / 1000,
+    )
 
 
 def _numerical_error(request: RequestState, step_id: int) -> ErrorInfo:

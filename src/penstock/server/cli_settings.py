@@ -78,7 +78,10 @@ class EngineSettings:
             env=PARTITION_ENV,
         ),
     ] = "even"
-    async_depth: Annotated[int, flag("plans issued ahead of the pipe", "--async-depth", group="pipeline")] = 0
+    async_depth: Annotated[
+        int | Literal["auto"],
+        flag("plans issued ahead of the pipe, or auto: measured", "--async-depth", group="pipeline"),
+    ] = "auto"
     threads_per_rank: Annotated[
         int | None, flag("CPU threads of a rank", "--threads-per-rank", group="pipeline")
     ] = None
@@ -125,6 +128,18 @@ class EngineSettings:
     queue_timeout: Annotated[
         float, flag("seconds a request may wait before a 503", "--queue-timeout", group="scheduler")
     ] = 60.0
+    micro_batches: Annotated[
+        int | Literal["auto"],
+        flag("that decodes are split into, or auto: by time", "--micro-batches", group="scheduler"),
+    ] = "auto"
+    inter_token_target: Annotated[
+        float,
+        flag(
+            "milliseconds between tokens that others' prompts keep",
+            "--inter-token-target",
+            group="scheduler",
+        ),
+    ] = 100.0
 
     def engine_config(self, model: str) -> EngineConfig:
         """For the engine. Raises `UsageError` naming a setting that is out of range."""
@@ -159,6 +174,8 @@ class EngineSettings:
                 prefill_chunk=self.prefill_chunk,
                 max_waiting_requests=self.max_waiting_requests,
                 queue_timeout_s=self.queue_timeout,
+                micro_batches=self.micro_batches,
+                inter_token_target_ms=self.inter_token_target,
             ),
             seed=self.seed,
         )

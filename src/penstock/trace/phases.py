@@ -146,9 +146,9 @@ class StageReporter:
             self._steps.append((self.clock.num_spans, step_id, num_tokens))
         self._num_steps += num_tokens > 0  # an empty plan is a probe
 
-    def step_done(self) -> None:
+    def step_done(self, report_now: bool = False) -> None:
         """A step has left the stage; call it outside the busy phases."""
-        if self.clock.last_change_ns >= self._due_ns:
+        if report_now or self.clock.last_change_ns >= self._due_ns:
             self._report()
 
     def _report(self) -> None:

@@ -24,6 +24,7 @@ from penstock.engine.ipc import (
     Welcome,
 )
 from penstock.errors import ErrorInfo, PenstockError, StageLostError
+from penstock.executor.base import KVPlan
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
@@ -231,9 +232,15 @@ def core_config() -> CoreConfig:
     )
 
 
+def eight_blocks(rig: CoreRig) -> KVPlan:
+    return KVPlan(num_blocks=8, ranks=rig.executor.start().ranks)
+
+
 def test_d9_a_probe_must_cross_before_the_core_is_ready() -> None:
     rig = CoreRig(num_stages=2)
-    core, scheduler = build_core(core_config(), rig.executor, 8, rig.clock)
+    core, scheduler = build_core(
+        core_config(), rig.executor, KVPlan(num_blocks=8, ranks=rig.executor.start().ranks), rig.clock
+    )
     prove_stages(core)
     assert rig.executor.events[:2] == [("submit", 0), ("result", 0)]
     assert core.stats().last_result_age_s == 0.0
@@ -242,7 +249,9 @@ def test_d9_a_probe_must_cross_before_the_core_is_ready() -> None:
 
 def test_d9_a_stage_that_fails_the_probe_is_the_cause() -> None:
     rig = CoreRig(num_stages=2)
-    core, _ = build_core(core_config(), rig.executor, 8, rig.clock)
+    core, _ = build_core(
+        core_config(), rig.executor, KVPlan(num_blocks=8, ranks=rig.executor.start().ranks), rig.clock
+    )
     rig.executor.lose_stage(0, "no answer")
     with pytest.raises(StageLostError, match="no answer"):
         prove_stages(core)

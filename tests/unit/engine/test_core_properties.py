@@ -16,7 +16,15 @@ from hypothesis import strategies as st
 from fakes import VOCAB_SIZE, CoreRig
 from penstock.config import SchedulerConfig
 from penstock.errors import InvalidRequestError
+from penstock.scheduler.cost_model import StageCost
 
+# Bound by reading weights, so that there are fewer micro-batches than stages; by arithmetic; in between.
+COSTS = [
+    None,
+    (StageCost(read=0.03, per_token=1e-4), StageCost(read=0.01, per_token=1e-4)),
+    (StageCost(read=1e-4, per_token=0.02, per_attended=1e-4), StageCost(read=1e-4, per_token=0.02)),
+    (StageCost(read=0.002, per_token=1e-3, overhead=0.01), StageCost(read=0.001, per_token=1e-3)),
+]
 RIGS = st.fixed_dictionaries(
     {
         "num_stages": st.integers(1, 4),
@@ -32,7 +40,9 @@ RIGS = st.fixed_dictionaries(
             max_num_seqs=st.integers(1, 6),
             max_num_batched_tokens=st.sampled_from([1, 2, 3, 5, 8, 24, 100]),
             prefill_chunk=st.sampled_from([1, 2, 3, 7, 64]),
+            micro_batches=st.sampled_from(["auto", "auto", 1, 2, 9]),
         ),
+        "costs": st.sampled_from(COSTS),
     }
 )
 SAMPLING = st.fixed_dictionaries(
@@ -165,6 +175,7 @@ def random_rig(random: Random) -> dict[str, Any]:
             max_num_batched_tokens=random.choice([1, 2, 4, 8, 16, 100]),
             prefill_chunk=random.choice([1, 2, 3, 7, 64]),
         ),
+        "costs": random.choice(COSTS),
     }
 
 

@@ -61,13 +61,18 @@ def test_d4_decodes_make_room_only_while_prompts_are_to_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill_tokens", "num_stages", "share"),
-    [(10, 2, 512), (1024, 2, 512), (1025, 2, 513), (8000, 4, 2000), (8000, 1, 8000)],
+    ("backlog", "num_stages", "share"),
+    [(10, 2, 1), (1024, 2, 1), (1025, 2, 2), (4096, 4, 2), (4096, 2, 4), (8000, 1, 4)],
 )
-def test_a_burst_of_prompts_is_spread_over_the_stages(
-    prefill_tokens: int, num_stages: int, share: int
-) -> None:
-    assert budget(num_stages=num_stages).prefill_share(prefill_tokens) == share
+def test_a_burst_of_prompts_is_spread_over_the_stages(backlog: int, num_stages: int, share: int) -> None:
+    prompts = budget(num_stages=num_stages).for_prompts(0, backlog)
+    taken = [prompts.take(0, 512) for _ in range(6)]
+    assert taken == [512] * share + [0] * (6 - share)
+
+
+def test_d4_a_chunk_is_not_cut_to_what_is_left_of_a_plan() -> None:
+    prompts = budget(tokens=2048, chunk=512).for_prompts(1500, 4096)
+    assert [prompts.take(0, 600), prompts.take(0, 30), prompts.take(512, 40)] == [512, 30, 0]
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 16, 64, 512])
@@ -76,7 +81,7 @@ def test_d4_chunks_are_cut_at_multiples_of_the_chunk_size(chunk: int, length: in
     found = budget(chunk=chunk)
     start, sizes = 0, []
     while start < length:
-        sizes.append(found.next_chunk(start, length))
+        sizes.append(found.for_prompts(0, length - start).take(start, length - start))
         start += sizes[-1]
     assert sum(sizes) == length
     assert set(sizes[:-1]) <= {chunk}

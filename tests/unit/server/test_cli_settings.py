@@ -154,7 +154,8 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --pa
 --quantization int8 --kernels -attention,-head --pin-threads off
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
---queue-timeout 20 --host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22 --max-connections 23
+--queue-timeout 20 --micro-batches 2 --inter-token-target 250
+--host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22 --max-connections 23
 """
 
 
@@ -185,6 +186,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "prefill_chunk": 18,
             "max_waiting_requests": 19,
             "queue_timeout_s": 20.0,
+            "micro_batches": 2,
+            "inter_token_target_ms": 250.0,
         },
         "seed": 12,
     }

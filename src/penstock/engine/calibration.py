@@ -1,0 +1,222 @@
+"""What the stages cost and how many plans to issue ahead, measured before the first request.
+
+Sends plans of made-up rows through the real pipe: decodes and prompt chunks of several sizes, each once with
+one plan in flight (*alone*) and once with a full pipe (*shared*). The stages' own reports teach the cost
+model; how soon results follow one another decides `async_depth` where that is `auto`. This also touches all
+memory and runs all code once, so that the first request does not pay for it.
+
+The rows are freed and the steps counted: the engine core goes on from `next_step`. Called by whoever makes
+the core. Bounded by `BUDGET_S`, whatever the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, seal
+from penstock.config import CoreConfig, ParallelConfig
+from penstock.engine.step_costs import StepCosts
+from penstock.errors import WaitTimeoutError
+from penstock.executor.base import Executor, KVPlan
+from penstock.scheduler.cost_model import CostModel
+
+BUDGET_S = 3.0
+_NUM_FOR_DEPTH = 2  # of the cases, that the depth is chosen by
+_POLL_S = 0.02
+_CONTEXT = 64  # tokens before a decode
+_CHUNK = 32  # tokens of a prompt chunk: bound by arithmetic, and soon done
+_LATE = 448  # tokens before a late chunk
+_AHEAD_GAIN = 0.02  # of the time between results, for which a plan is issued ahead
+_GREEDY = RowSampling(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_tokens=0, suppressed_ids=[], num_logprobs=-1
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What the engine core starts with."""
+
+    next_step: int = 0
+    async_depth: int = 0
+    costs: StepCosts | None = None  # None: plans are not sized by time
+
+    @classmethod
+    def none(cls, parallel: ParallelConfig) -> Calibration:
+        """Nothing is measured; what is left to `auto` is as simple as can be."""
+        return cls(async_depth=0 if parallel.async_depth == "auto" else parallel.async_depth)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Alike rows: `num_tokens` each, from position `start` on."""
+
+    num_rows: int
+    num_tokens: int
+    start: int
+
+
+def calibrate(
+    executor: Executor, config: CoreConfig, kv_plan: KVPlan, clock: Callable[[], float]
+) -> Calibration:
+    """Measure, where plans may be sized by time: where no rank's numbers depend on the size of a plan.
+
+    Args:
+        executor: has been started; no plan has been submitted yet.
+        clock: monotonic seconds.
+
+    Raises:
+        StageLostError, WaitTimeoutError: a stage failed, or did not answer.
+    """
+    if not all(rank.is_invariant for rank in kv_plan.ranks):
+        return Calibration.none(config.parallel)
+    asked = config.parallel.async_depth
+    trials = _Trials(executor, config, clock)
+    ends_at = clock() + BUDGET_S
+    depths = (0, 1) if asked == "auto" else (asked,)
+    seconds = dict.fromkeys(depths, 0.0)
+    for number, case in enumerate(_cases(config, kv_plan.num_blocks * config.cache.block_size)):
+        if number and clock() >= ends_at:
+            break
+        trials.run(case, in_flight=1, count=1, is_counted=False)  # the first time is not like any other
+        trials.run(case, in_flight=1, count=1)
+        if number >= _NUM_FOR_DEPTH:
+            trials.run(case, in_flight=trials.num_stages + depths[0], count=trials.num_stages)
+            continue
+        for depth in depths:
+            seconds[depth] += trials.run(case, in_flight=trials.num_stages + depth, count=trials.num_stages)
+    trials.finish()
+    return Calibration(next_step=trials.next_step, async_depth=_best_depth(seconds), costs=trials.costs)
+
+
+def _cases(config: CoreConfig, capacity: int) -> Iterator[_Case]:
+    """The most telling first. Contexts differ from case to case, or their part in the time could not be told
+    from that of the tokens."""
+    longest = min(capacity, config.max_model_len) - 1
+    most = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+    chunk = min(_CHUNK, config.scheduler.max_num_batched_tokens, longest)
+    late = min(_LATE, longest - chunk)
+    yield _Case(1, 1, min(_CONTEXT, longest - 1))
+    yield _Case(min(8, most), 1, min(_LATE, longest - 1))
+    yield _Case(1, chunk, 0)
+    yield _Case(min(16, most), 1, min(_CONTEXT, longest - 1))
+    yield _Case(1, chunk, late)
+
+
+def _best_depth(seconds: dict[int, float]) -> int:
+    """The depth with the least time between results; one ahead only for a clear gain."""
+    if len(seconds) == 1:
+        return next(iter(seconds))
+    return 1 if seconds[1] < (1.0 - _AHEAD_GAIN) * seconds[0] else 0
+
+
+class _Trials:
+    """Made-up plans, in order, through an executor that nobody else uses."""
+
+    def __init__(self, executor: Executor, config: CoreConfig, clock: Callable[[], float]) -> None:
+        self.costs = StepCosts(CostModel(config.parallel.pipeline_parallel_size))
+        self.num_stages = config.parallel.pipeline_parallel_size
+        self.next_step = 0
+        self._executor = executor
+        self._config = config
+        self._clock = clock
+        self._rows: list[int] = []  # held by the plan before
+        self._num_back = 0
+        self._came_at: list[float] = []
+
+    def run(self, case: _Case, *, in_flight: int, count: int, is_counted: bool = True) -> float:
+        """Send `count` plans to be measured, keeping `in_flight` under way.
+
+        Plans that run while the pipe fills or empties go before and after them, and do not count.
+
+        Returns:
+            Seconds from result to result of those that count.
+        """
+        alone = in_flight == 1
+        margin = 0 if alone else self.num_stages
+        first = self.next_step
+        for number in range(margin + count + margin):
+            self._await(self.next_step - in_flight + 1)
+            plan = self._plan(case)
+            if is_counted and 0 <= number - margin < count:
+                self.costs.submitted(plan, alone=alone)
+            self._submit(plan)
+        self._await(self.next_step)
+        begin = first + margin
+        return self._came_at[begin + count - 1] - self._came_at[begin - 1] if margin else 0.0
+
+    def finish(self) -> None:
+        """Free the rows, ask for the times, and learn from them."""
+        self._submit(
+            ScheduledBatch(
+                step_id=self.next_step,
+                freed_rows=self._rows,
+                consume_through=self.next_step - 1,
+                wants_times=True,
+            )
+        )
+        self._await(self.next_step)
+        deadline = self._clock() + self._config.stall_timeout_s
+        while not all(self._has_reported(stage) for stage in range(self.num_stages)):
+            self._poll(deadline)
+        self.costs.learn(self._executor.spans())
+
+    def _plan(self, case: _Case) -> ScheduledBatch:
+        """The next plan: rows that take the place of the plan's before; all of them write to one set of
+        blocks, which nobody reads afterwards."""
+        step, rows = self.next_step, list(range(case.num_rows))
+        freed, self._rows = self._rows, rows
+        end = case.start + case.num_tokens
+        ids = [position % self._config.vocab_size for position in range(end)]
+        blocks = list(range(-(-end // self._config.cache.block_size)))
+        new_rows = [
+            NewRow(
+                row=row,
+                generation=step,
+                request_id=f"calibration-{step}-{row}",
+                prompt_len=end,
+                token_ids=ids,
+                sampling=_GREEDY,
+            )
+            for row in rows
+        ]
+        return ScheduledBatch(
+            step_id=step,
+            rows=rows,
+            num_tokens=[case.num_tokens] * case.num_rows,
+            start_positions=[case.start] * case.num_rows,
+            new_blocks=[blocks] * case.num_rows,
+            need_sampled=[True] * case.num_rows,
+            token_from=[KNOWN] * case.num_rows,
+            consume_through=max(step - self.num_stages, -1),  # as decodes of a full pipe do
+            freed_rows=freed,
+            new_rows=new_rows,
+        )
+
+    def _submit(self, plan: ScheduledBatch) -> None:
+        self._executor.submit(seal(plan))
+        self.next_step += 1
+
+    def _await(self, num_back: int) -> None:
+        """Wait until so many results have come in all."""
+        deadline = self._clock() + self._config.stall_timeout_s
+        while self._num_back < num_back:
+            self._poll(deadline)
+
+    def _poll(self, deadline: float) -> None:
+        now = self._clock()
+        if now >= deadline:
+            raise WaitTimeoutError(
+                f"step {self._num_back}, of the first measurements, has not come back in "
+                f"{self._config.stall_timeout_s:.0f} s.",
+                remedy="Raise --step-timeout if the model is that slow.",
+            )
+        results = self._executor.poll(min(_POLL_S, deadline - now))
+        self._num_back += len(results)
+        self._came_at += [self._clock()] * len(results)
+
+    def _has_reported(self, stage: int) -> bool:
+        """Whether the report of a stage has come that the last plan asked for."""
+        last = self.next_step - 1
+        reports = [spans for spans in self._executor.spans() if spans.stage == stage]
+        return bool(reports) and any(step == last for _, step, _ in reports[-1].steps)

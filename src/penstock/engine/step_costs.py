@@ -1,0 +1,78 @@
+"""From the reports of the stages to the costs of plans.
+
+`engine.calibration` and `engine.core` tell which plans they submit, and hand over what the stages report;
+`scheduler.cost_model` learns. Knows no clock and no executor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.batch import ScheduledBatch, StageSpans
+from penstock.scheduler.cost_model import CostModel, StepSample, StepShape
+from penstock.trace.phases import Phase
+
+OVERHEAD = (Phase.TAKE, Phase.COMM, Phase.PUT)
+_MAX_SHAPES = 4096  # of steps that nobody has reported yet
+_MAX_SAMPLES = 128  # of one report: a tiny model makes thousands of steps a second
+
+
+class StepTimes(NamedTuple):
+    """What one stage spent on one step, in seconds, waiting left out."""
+
+    step: int
+    forward_s: float
+    sample_s: float
+    overhead_s: float
+
+
+class StepCosts:
+    """Teaches a cost model.
+
+    Args:
+        model: is taught.
+    """
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self._shapes: dict[int, tuple[StepShape, bool]] = {}  # by step id, the oldest first
+        self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
+
+    def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
+        """A plan is on its way. `alone`: only one stage at a time computes for it."""
+        if not plan.rows:
+            return
+        self._shapes[plan.step_id] = StepShape.of(plan), alone
+        if len(self._shapes) > _MAX_SHAPES:
+            del self._shapes[next(iter(self._shapes))]
+
+    def learn(self, reports: Sequence[StageSpans]) -> None:
+        """Take in what stages have reported; reports that are known already are passed over."""
+        for report in reports:
+            if report.began_ns <= self._seen_ns.get(report.stage, -1):
+                continue
+            self._seen_ns[report.stage] = report.began_ns
+            samples: dict[bool, list[StepSample]] = defaultdict(list)
+            for times in step_times(report):
+                known = self._shapes.get(times.step)
+                if known is not None:
+                    shape, alone = known
+                    samples[alone].append(StepSample(shape, *times[1:]))
+            for alone, found in samples.items():
+                self.model.learn(report.stage, found[-_MAX_SAMPLES:], alone=alone)
+
+
+def step_times(report: StageSpans) -> Iterator[StepTimes]:
+    """The steps with tokens of one report."""
+    ends = [index for index, _, _ in report.steps[1:]] + [len(report.phases)]
+    for (begin, step, num_tokens), end in zip(report.steps, ends, strict=True):
+        if num_tokens == 0:
+            continue
+        spent_ns = [0] * len(Phase)
+        spans = zip(report.phases[begin:end], report.durations_ns[begin:end], strict=True)
+        for phase, duration_ns in spans:
+            spent_ns[phase] += duration_ns
+        overhead_ns = sum(spent_ns[phase] for phase in OVERHEAD)
+        yield StepTimes(step, spent_ns[Phase.FORWARD] / 1e9, spent_ns[Phase.SAMPLE] / 1e9, overhead_ns / 1e9)

@@ -1,0 +1,268 @@
+"""How long each stage takes for a plan, learnt from what the stages report.
+
+    seconds = overhead                             take, put, copying
+            + max(read, per_token x tokens)        the layers: weights are read while rows are multiplied
+            + per_attended x (tokens x context)    attention
+            + max(head_read, per_sample x samples) the head and sampling, if the plan samples
+
+The two maxima are rooflines (Williams, Waterman, Patterson, "Roofline", CACM 2009): below `read / per_token`
+tokens a step costs the same however few they are, above it grows with them. A stage has two costs: *alone*,
+while no other stage computes, and *shared*; they differ where stages share memory bandwidth, and their
+difference decides whether two half micro-batches are better than a whole one. Fitted at start by
+`engine.calibration`, then from every report of the stages.
+
+Samples of like shape are averaged into one, so that a long time of equal steps does not wash out what was
+learnt of others, and drift is followed. The fit minimises the relative error under coefficients that are not
+negative. Pure arithmetic; no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from operator import mul
+from typing import NamedTuple
+
+from penstock.batch import ScheduledBatch
+
+_NEWEST_WEIGHT = 0.2  # of a sample in the average of its like
+_HALF_LIFE = 10  # reports until the weight of what was not seen again has halved
+_OLDEST_WEIGHT = 0.05
+_MAX_CLASSES = 32  # of like samples
+_NEAREST = 3  # sizes next to the last bend that are tried for the next
+_NEGLIGIBLE = 1e-12
+
+
+class StepShape(NamedTuple):
+    """What of a plan decides its time."""
+
+    tokens: int
+    attended: int  # sum over the tokens of the positions that each attends to
+    samples: int
+
+    @classmethod
+    def of(cls, plan: ScheduledBatch) -> StepShape:
+        attended = sum(map(attended_by, plan.start_positions, plan.num_tokens))
+        return cls(plan.total_tokens, attended, plan.need_sampled.count(True))
+
+
+def attended_by(start: int, num_tokens: int) -> int:
+    """Positions that the tokens `[start, start + num_tokens)` of one sequence attend to, each its own too."""
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCost:
+    """Seconds of one stage; see the module."""
+
+    read: float
+    per_token: float
+    overhead: float = 0.0
+    per_attended: float = 0.0
+    head_read: float = 0.0
+    per_sample: float = 0.0
+
+    def seconds(self, shape: StepShape) -> float:
+        seconds = self.overhead + max(self.read, self.per_token * shape.tokens)
+        if shape.samples:
+            seconds += max(self.head_read, self.per_sample * shape.samples)
+        return seconds + self.per_attended * shape.attended
+
+
+class StepSample(NamedTuple):
+    """What a stage reported of a step, in seconds; waiting is left out."""
+
+    shape: StepShape
+    forward_s: float
+    sample_s: float
+    overhead_s: float
+
+
+class CostModel:
+    """Costs of all stages.
+
+    Args:
+        num_stages: P.
+    """
+
+    def __init__(self, num_stages: int) -> None:
+        self._alone = [_StageSamples() for _ in range(num_stages)]
+        self._shared = [_StageSamples() for _ in range(num_stages)] if num_stages > 1 else self._alone
+
+    def learn(self, stage: int, samples: Iterable[StepSample], *, alone: bool) -> None:
+        """Take in what a stage reported of steps with tokens.
+
+        Args:
+            alone: no other stage computed meanwhile.
+        """
+        kept = (self._alone if alone else self._shared)[stage]
+        for sample in samples:
+            kept.add(sample)
+        kept.fit()
+
+    def costs(self, *, alone: bool = False) -> list[StageCost] | None:
+        """By stage; None while a stage is unknown."""
+        costs = [stage.cost for stage in (self._alone if alone else self._shared)]
+        known = [cost for cost in costs if cost is not None]
+        return known if len(known) == len(costs) else None
+
+
+class _StageSamples:
+    """Averages of like samples, and the cost fitted to them."""
+
+    def __init__(self) -> None:
+        self.cost: StageCost | None = None
+        self._forward = _Averages()  # tokens, attended, seconds, overhead
+        self._head = _Averages()  # samples, 0, seconds
+        self._bends = [0.0, 0.0]  # where the rooflines of layers and head had their bends
+
+    def add(self, sample: StepSample) -> None:
+        shape = sample.shape
+        key = (_size_class(shape.tokens), shape.attended.bit_length())
+        self._forward.add(key, (shape.tokens, shape.attended, sample.forward_s, sample.overhead_s))
+        if shape.samples:
+            self._head.add((_size_class(shape.samples), 0), (shape.samples, 0.0, sample.sample_s))
+
+    def fit(self) -> None:
+        forward, head = self._forward.rows(), self._head.rows()
+        if not forward:
+            return
+        weights, (bend, head_bend) = self._forward.weights(), self._bends
+        read, per_token, per_attended = fit_roofline([row[:3] for row in forward], weights, bend)
+        head_read = per_sample = 0.0
+        if head:
+            head_read, per_sample, _ = fit_roofline(head, self._head.weights(), head_bend)
+        self._bends = [read / max(per_token, _NEGLIGIBLE), head_read / max(per_sample, _NEGLIGIBLE)]
+        self.cost = StageCost(
+            overhead=sum(row[3] for row in forward) / len(forward),
+            read=read,
+            per_token=per_token,
+            per_attended=per_attended,
+            head_read=head_read,
+            per_sample=per_sample,
+        )
+        self._forward.pass_time()
+        self._head.pass_time()
+
+
+class _Averages:
+    """Moving averages of like rows. The weight of those that are not seen again sinks, until they are
+    forgotten for newer ones."""
+
+    def __init__(self) -> None:
+        self._rows: dict[
+            tuple[int, int], tuple[int, list[float]]
+        ] = {}  # when last seen, average; newest last
+        self._time = 0
+
+    def pass_time(self) -> None:
+        self._time += 1
+
+    def rows(self) -> list[list[float]]:
+        return [row for _, row in self._rows.values()]
+
+    def weights(self) -> list[float]:
+        """Of each row: 1 if it was seen just now."""
+        ages = [self._time - seen for seen, _ in self._rows.values()]
+        return [max(0.5 ** (age / _HALF_LIFE), _OLDEST_WEIGHT) for age in ages]
+
+    def add(self, key: tuple[int, int], row: Sequence[float]) -> None:
+        _, old = self._rows.pop(key, (0, row))
+        average = [before + _NEWEST_WEIGHT * (new - before) for before, new in zip(old, row, strict=True)]
+        self._rows[key] = (self._time, average)
+        if len(self._rows) > _MAX_CLASSES:
+            del self._rows[next(iter(self._rows))]
+
+
+def _size_class(number: int) -> int:
+    """Numbers that differ by less than a quarter or so share a class."""
+    bits = number.bit_length()
+    return number if bits <= 2 else 4 * bits + ((number >> (bits - 3)) & 3)
+
+
+def fit_roofline(
+    rows: Sequence[Sequence[float]], weights: Sequence[float], bend: float = 0.0
+) -> tuple[float, float, float]:
+    """(read, per_token, per_attended) >= 0 of `seconds = max(read, per_token x n) + per_attended x attended`.
+
+    Takes the size that fits best as the largest that reading decides. If it decides even the largest, larger
+    ones are taken to grow from there.
+
+    Args:
+        rows: (n, attended, seconds) of each sample.
+        weights: of the samples' relative errors.
+        bend: size at which the last fit bent; only sizes next to it are tried. 0: all are.
+    """
+    sizes = sorted({row[0] for row in rows})
+    limits = sorted(sizes, key=lambda size: abs(size - bend))[:_NEAREST] if bend else sizes
+    scales = [weight / max(row[2], _NEGLIGIBLE) for row, weight in zip(rows, weights, strict=True)]
+    found = [_fit_bent_at(limit, sizes[-1], rows, scales, weights) for limit in limits]
+
+    def squared_error(fit: tuple[float, float, float]) -> float:
+        read, per_token, per_attended = fit
+        return sum(
+            ((max(read, per_token * n) + per_attended * attended - seconds) * scale) ** 2
+            for (n, attended, seconds), scale in zip(rows, scales, strict=True)
+        )
+
+    return min(found, key=squared_error)
+
+
+def _fit_bent_at(
+    limit: float,
+    largest: float,
+    rows: Sequence[Sequence[float]],
+    scales: Sequence[float],
+    weights: Sequence[float],
+) -> tuple[float, float, float]:
+    system = [
+        [value * scale for value in (n <= limit, n * (n > limit), attended)]
+        for (n, attended, _), scale in zip(rows, scales, strict=True)
+    ]
+    read, per_token, per_attended = _non_negative(system, weights)
+    return read, read / largest if limit == largest else per_token, per_attended
+
+
+def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+    """Coefficients >= 0 for which `rows @ coefficients` is nearest to the targets.
+
+    Tries every set of coefficients that are not zero, the smallest first: there are three, hence seven sets.
+    """
+    width = len(rows[0])
+    best, best_error = [0.0] * width, sum(target * target for target in targets)
+    for size in range(1, width + 1):
+        for chosen in combinations(range(width), size):
+            columns = [[row[i] for i in chosen] for row in rows]
+            found = _least_squares(columns, targets)
+            if found is None or min(found) < 0.0:
+                continue
+            misses = (
+                sum(map(mul, found, row)) - target for row, target in zip(columns, targets, strict=True)
+            )
+            error = sum(miss * miss for miss in misses)
+            if error < best_error - 1e-9:
+                best, best_error = [0.0] * width, error
+                for i, coefficient in zip(chosen, found, strict=True):
+                    best[i] = coefficient
+    return best
+
+
+def _least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float] | None:
+    """Coefficients for which `rows @ coefficients` is nearest to the targets; None if not determined."""
+    width = len(rows[0])
+    scale = [max(max(abs(row[i]) for row in rows), _NEGLIGIBLE) for i in range(width)]
+    unit = [[row[i] / scale[i] for i in range(width)] for row in rows]
+    system = [
+        [sum(row[i] * row[j] for row in unit) for j in range(width)]
+        + [sum(row[i] * target for row, target in zip(unit, targets, strict=True))]
+        for i in range(width)
+    ]
+    for pivot in range(width):  # Gauss and Jordan; the matrix is symmetric and positive
+        if system[pivot][pivot] < 1e-9:
+            return None
+        for other in range(width):
+            if other != pivot:
+                factor = system[other][pivot] / system[pivot][pivot]
+                system[other] = [a - factor * b for a, b in zip(system[other], system[pivot], strict=True)]
+    return [system[i][width] / system[i][i] / scale[i] for i in range(width)]

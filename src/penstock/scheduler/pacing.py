@@ -1,0 +1,188 @@
+"""How large a plan should be, in time: micro-batches of equal length, and none that others wait long for.
+
+Answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
+
+- Into how many micro-batches are the decoding requests split? Into as many as there are stages, unless fewer
+  have the shorter cycle: every micro-batch reads the weights again (d10).
+- How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
+  target, but no fewer than double the plan's time, or a slow machine would never finish a prompt.
+- How large are chunks when nobody decodes? A prompt of N tokens in chunks of n passes P stages in
+  (N / n + P - 1) (overhead + per_token n) seconds, which is least for
+  n = sqrt(N overhead / ((P - 1) per_token)), or where the layers stop being bound by reading, if that is
+  more. Chunks late in a long context are smaller, so that they take as long as the first (e7).
+
+Sizes of chunks then follow from measured times and differ from run to run. That changes no token where a
+number does not depend on what is computed together with it, which our kernels promise and torch does not.
+Where a rank computes with torch there is no cost model, and `scheduler.chunking` cuts by plain rules.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
+
+MIN_CHUNK = 16  # tokens; fewer cost hardly less, since a stage reads all its weights for them
+_MIN_GAIN = 0.05  # of the cycle, for which the number of micro-batches changes
+_LATE_CHUNK = 4  # a chunk late in the context has at least a quarter of the first one's tokens
+_NEGLIGIBLE_S = 1e-9
+
+
+class Pacing:
+    """Sizes plans by time.
+
+    Args:
+        model: costs of the stages; others may go on teaching it.
+        num_stages: P.
+        max_tokens: of one plan.
+        max_chunk: prompt tokens of one request in one plan at most.
+        inter_token_target_s: to be kept by prompts that run beside decodes.
+    """
+
+    def __init__(
+        self,
+        model: CostModel,
+        *,
+        num_stages: int,
+        max_tokens: int,
+        max_chunk: int,
+        inter_token_target_s: float,
+    ) -> None:
+        self._model = model
+        self._num_stages = num_stages
+        self._max_tokens = max_tokens
+        self._max_chunk = max_chunk
+        self._target_s = inter_token_target_s
+        self._num_groups = num_stages
+
+    def num_groups(self, num_decoding: int, attended: int) -> int:
+        """Micro-batches of one cycle while nobody prefills, 1 to P; changes only for a clear gain.
+
+        Args:
+            num_decoding: requests that decode.
+            attended: positions that their next tokens attend to, all together.
+        """
+        shared, alone = self._model.costs(), self._model.costs(alone=True)
+        if num_decoding == 0 or shared is None or alone is None:
+            return self._num_stages
+
+        def cycle_s(groups: int) -> float:
+            rows = -(-num_decoding // groups)
+            shape = StepShape(rows, attended // groups, rows)
+            seconds = [cost.seconds(shape) for cost in (alone if groups == 1 else shared)]
+            return cycle_seconds(seconds, groups)
+
+        self._num_groups = min(self._num_groups, num_decoding)
+        best = min(range(1, min(self._num_stages, num_decoding) + 1), key=cycle_s)
+        if cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(self._num_groups):
+            self._num_groups = best
+        return self._num_groups
+
+    def budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> TimedBudget | None:
+        """For the prompt chunks of one plan; None while the costs are unknown.
+
+        Args:
+            decodes: of this plan.
+            anybody_decodes: in this plan or another: whether somebody waits for the cycle.
+            backlog: prompt tokens that wait or are in flight.
+        """
+        costs = self._model.costs()
+        if costs is None:
+            return None
+        share = self._share(costs, backlog, has_decodes=decodes.tokens > 0)
+        seconds = [
+            self._seconds_beside(cost, decodes) if anybody_decodes else _multiplying(cost, 0, share)
+            for cost in costs
+        ]
+        return TimedBudget(
+            costs,
+            seconds,
+            num_tokens=min(share, self._max_tokens - decodes.tokens),
+            max_chunk=self._max_chunk,
+            min_chunk=MIN_CHUNK if anybody_decodes else max(MIN_CHUNK, share // _LATE_CHUNK),
+        )
+
+    def _share(self, costs: list[StageCost], backlog: int, *, has_decodes: bool) -> int:
+        """Prompt tokens for one plan, so that those in flight are alike: an equal part beside decodes, which
+        read the weights anyway; else what passes the pipe soonest."""
+        share = -(-backlog // self._num_stages)
+        if self._num_stages > 1 and not has_decodes:
+            share = min(share, max(self._soonest(cost, backlog) for cost in costs))
+        return max(share, MIN_CHUNK)
+
+    def _soonest(self, cost: StageCost, backlog: int) -> int:
+        per_token = max(cost.per_token, _NEGLIGIBLE_S)
+        best = math.sqrt(backlog * cost.overhead / ((self._num_stages - 1) * per_token))
+        return round(min(max(best, cost.read / per_token), backlog))
+
+    def _seconds_beside(self, cost: StageCost, decodes: StepShape) -> float:
+        """What a stage may spend on prompts in a plan that somebody's next token waits for: what the target
+        leaves, but no less than the plan takes without them."""
+        alone_s = cost.seconds(decodes)
+        until_s = max(self._target_s / self._num_stages, 2.0 * alone_s)
+        attending_s = cost.per_attended * decodes.attended
+        # The rows of the decodes are multiplied while the weights are read, which prompts may share.
+        others_s = alone_s - attending_s - max(cost.read, cost.per_token * decodes.tokens)
+        return until_s - others_s - attending_s - cost.per_token * decodes.tokens
+
+
+class TimedBudget:
+    """What is left of a plan for prompt chunks: seconds of each stage, and tokens."""
+
+    def __init__(
+        self, costs: list[StageCost], seconds: list[float], *, num_tokens: int, max_chunk: int, min_chunk: int
+    ) -> None:
+        self._costs = costs
+        self._seconds = seconds
+        self._num_tokens = num_tokens
+        self._max_chunk = max_chunk
+        self._min_chunk = min_chunk
+        self._is_untouched = True
+
+    def take(self, start: int, remaining: int) -> int:
+        """Tokens of a chunk that begins at position `start` of a prompt with `remaining` more; 0: no room.
+
+        The first chunk of a plan is never refused for lack of time: prompts get on, whatever the target.
+        """
+        wanted = min(self._max_chunk, remaining, self._num_tokens)
+        if wanted <= 0:
+            return 0
+        room = min(map(_tokens_in, self._costs, self._seconds, [start] * len(self._costs)))
+        if self._is_untouched:
+            room = max(room, self._min_chunk)
+        num_tokens = min(wanted, room)
+        if num_tokens < remaining:
+            num_tokens -= num_tokens % MIN_CHUNK
+            if num_tokens == 0 and self._is_untouched:
+                num_tokens = min(wanted, MIN_CHUNK)
+        if num_tokens:
+            self._spend(start, num_tokens)
+        return num_tokens
+
+    def _spend(self, start: int, num_tokens: int) -> None:
+        for stage, cost in enumerate(self._costs):
+            self._seconds[stage] -= _multiplying(cost, start, num_tokens)
+        self._num_tokens -= num_tokens
+        self._is_untouched = False
+
+
+def cycle_seconds(stage_seconds: list[float], groups: int) -> float:
+    """Time from one token of a request to its next, when `groups` equal micro-batches go round.
+
+    A micro-batch passes all stages one after the other, and the slowest stage runs all micro-batches.
+    """
+    return max(sum(stage_seconds), groups * max(stage_seconds))
+
+
+def _multiplying(cost: StageCost, start: int, num_tokens: int) -> float:
+    """Seconds that a chunk adds to a plan that is bound by arithmetic."""
+    return cost.per_token * num_tokens + cost.per_attended * attended_by(start, num_tokens)
+
+
+def _tokens_in(cost: StageCost, seconds: float, start: int) -> int:
+    """The largest n with per_token n + per_attended (n start + n^2 / 2) <= seconds."""
+    if seconds <= 0.0:
+        return 0
+    linear = cost.per_token + cost.per_attended * start
+    root = math.sqrt(linear * linear + 2.0 * cost.per_attended * seconds)
+    return int(2.0 * seconds / max(linear + root, _NEGLIGIBLE_S))

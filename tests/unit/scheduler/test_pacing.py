@@ -1,0 +1,140 @@
+"""Plans of equal time, the inter-token target, and how many micro-batches (e7, d10)."""
+
+from __future__ import annotations
+
+import pytest
+
+from fakes import taught
+from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
+from penstock.scheduler.pacing import MIN_CHUNK, Pacing, cycle_seconds
+
+NOTHING = StepShape(0, 0, 0)
+WEIGHT_BOUND = StageCost(read=0.030, per_token=0.002)  # two stages on one memory, both reading
+ALONE = StageCost(read=0.015, per_token=0.002)
+LONG_CONTEXT = StageCost(read=0.004, per_token=0.002, per_attended=1e-6, overhead=0.05)
+
+
+def pacing(model: CostModel, *, num_stages: int = 2, target_s: float = 0.1, max_chunk: int = 512) -> Pacing:
+    return Pacing(
+        model, num_stages=num_stages, max_tokens=2048, max_chunk=max_chunk, inter_token_target_s=target_s
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "groups", "seconds"), [([1.0, 2.0], 1, 3.0), ([1.0, 2.0], 2, 4.0), ([1.0, 1.0, 1.0], 2, 3.0)]
+)
+def test_the_cycle_is_the_longer_of_the_trip_and_of_the_slowest_stage(
+    stages: list[float], groups: int, seconds: float
+) -> None:
+    assert cycle_seconds(stages, groups) == seconds
+
+
+def test_d10_bound_by_weights_one_micro_batch_bound_by_arithmetic_two() -> None:
+    found = pacing(taught(WEIGHT_BOUND, WEIGHT_BOUND, alone=[ALONE, ALONE]))
+    groups = {n: found.num_groups(n, n) for n in (1, 4, 8, 32, 64)}
+    assert groups == {1: 1, 4: 1, 8: 1, 32: 2, 64: 2}
+
+
+def test_d10_stages_that_share_nothing_are_always_all_used() -> None:
+    found = pacing(taught(*[StageCost(read=0.001, per_token=0.002)] * 4), num_stages=4)
+    assert [found.num_groups(n, n) for n in (1, 2, 3, 4, 64)] == [1, 2, 3, 4, 4]
+
+
+def test_d10_the_number_of_micro_batches_changes_only_for_a_clear_gain() -> None:
+    """At 15 rows a whole one takes 2 x 30 ms alone, two halves 2 x 30 shared: within the margin of both."""
+    found = pacing(taught(WEIGHT_BOUND, WEIGHT_BOUND, alone=[ALONE, ALONE]))
+    assert found.num_groups(64, 64) == 2
+    assert found.num_groups(15, 15) == 2, "kept"
+    assert found.num_groups(8, 8) == 1
+    assert found.num_groups(15, 15) == 1, "kept"
+
+
+def test_costs_that_are_not_known_leave_the_plain_rules() -> None:
+    found = pacing(CostModel(2))
+    assert found.num_groups(8, 8) == 2
+    assert found.budget(NOTHING, anybody_decodes=False, backlog=100) is None
+
+
+def sizes(found: Pacing, length: int) -> list[int]:
+    """Chunks of a lone prompt, one a plan, each settled before the next."""
+    start, chunks = 0, []
+    while start < length:
+        budget = found.budget(NOTHING, anybody_decodes=False, backlog=length)
+        assert budget is not None
+        chunks.append(budget.take(start, length - start))
+        start += chunks[-1]
+    return chunks
+
+
+def test_e7_chunks_shrink_while_the_context_grows_and_take_equal_time() -> None:
+    chunks = sizes(pacing(taught(LONG_CONTEXT, LONG_CONTEXT)), 4000)
+    full = chunks[:-1]
+    assert sum(chunks) == 4000
+    assert full == sorted(full, reverse=True), "never larger later on"
+    assert min(full) >= max(full[0] // 4 - MIN_CHUNK, MIN_CHUNK), "nor smaller than a quarter"
+    start, seconds = 0, []
+    for chunk in full:
+        shape = StepShape(chunk, attended_by(start, chunk), 0)
+        seconds.append(LONG_CONTEXT.seconds(shape))
+        start += chunk
+    above_floor = [s for s, chunk in zip(seconds, full, strict=True) if chunk > full[0] // 4 + MIN_CHUNK]
+    assert max(above_floor) <= 1.05 * seconds[0]
+    assert min(above_floor) >= 0.7 * seconds[0], "cut to whole multiples of 16"
+
+
+def test_a_lone_prompt_is_cut_so_that_it_passes_the_pipe_soonest() -> None:
+    cost = StageCost(read=0.010, per_token=0.002, overhead=0.002)
+    found = pacing(taught(cost, cost))
+    chunk = sizes(found, 512)[0]
+
+    def passes_in(size: int) -> float:
+        return (512 / size + 1) * cost.seconds(StepShape(size, 0, 0))
+
+    assert passes_in(chunk) <= 1.03 * min(map(passes_in, range(4, 513)))
+
+
+@pytest.mark.parametrize("num_decodes", [1, 8, 16])
+@pytest.mark.parametrize("target_s", [0.1, 0.2, 0.5])
+def test_prompts_beside_decodes_keep_the_inter_token_target(num_decodes: int, target_s: float) -> None:
+    cost = StageCost(read=0.010, per_token=0.001, per_attended=1e-7, overhead=0.001)
+    found = pacing(taught(cost, cost), target_s=target_s)
+    decodes = StepShape(num_decodes, num_decodes * 100, num_decodes)
+    budget = found.budget(decodes, anybody_decodes=True, backlog=10_000)
+    assert budget is not None
+    chunks = [budget.take(0, 4000), budget.take(0, 4000)]
+    total = StepShape(
+        num_decodes + sum(chunks),
+        decodes.attended + sum(attended_by(0, chunk) for chunk in chunks),
+        num_decodes,
+    )
+    assert chunks[0] >= MIN_CHUNK
+    assert cost.seconds(total) <= target_s / 2 + 1e-9
+    longer = total._replace(tokens=total.tokens + 2 * MIN_CHUNK)
+    assert cost.seconds(longer) > target_s / 2 or chunks[0] == 512, "and use what it leaves"
+
+
+def test_a_target_that_decodes_alone_break_still_lets_prompts_on() -> None:
+    slow = StageCost(read=1.0, per_token=0.1)
+    found = pacing(taught(slow, slow), target_s=0.05)
+    decodes = StepShape(4, 4, 4)
+    budget = found.budget(decodes, anybody_decodes=True, backlog=1000)
+    assert budget is not None
+    chunk = budget.take(0, 1000)
+    assert chunk == MIN_CHUNK
+    assert slow.seconds(StepShape(4 + chunk, 0, 4)) <= 2.0 * slow.seconds(decodes)
+
+
+def test_plans_in_flight_share_a_backlog_evenly() -> None:
+    cheap = StageCost(read=0.0001, per_token=1e-6)
+    found = pacing(taught(cheap, cheap), num_stages=2)
+    first = found.budget(StepShape(8, 80, 8), anybody_decodes=True, backlog=200)
+    assert first is not None
+    assert first.take(0, 200) == 96, "half of the backlog, in whole multiples of 16"
+    assert first.take(0, 200) == 0
+
+
+def test_the_end_of_a_prompt_may_have_any_length() -> None:
+    cheap = StageCost(read=0.0001, per_token=1e-6)
+    budget = pacing(taught(cheap), num_stages=1).budget(NOTHING, anybody_decodes=False, backlog=37)
+    assert budget is not None
+    assert budget.take(0, 37) == 37
