@@ -1,0 +1,199 @@
+"""One-way latency of a link between two stages: 32 rows of two tensors, width 896, bfloat16, shared memory.
+
+    python benchmarks/link_latency.py [--pauses-ms 0,1,10] [--frames 2000] [--cores 0,1]
+
+Two processes, each on a core of its own, in turns: one sends a frame, the other answers on a link of its own.
+A frame's latency runs from the call of `send` until the tensors of the receiver are filled, both copies
+included, by the clock that all processes share. The receiver posts its receive and waits as a stage does: it
+spins for 20 us and then sleeps. With a pause before each frame it therefore sleeps; without one it is caught
+spinning, or nearly so. `copying` is the mean of what the two ends count as such. Under load two further processes spin, one on each core. Prints Markdown for
+docs/perf-log.md, times in microseconds, and fails when a bar is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from peers.report import markdown
+
+from penstock.config import LinkHandle
+from penstock.pipeline.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.link import SharedMemoryLink
+from penstock.pipeline.ring_memory import create_ring
+from penstock.server.bench.results import percentile
+from penstock.trace.phases import Phase, PhaseClock
+
+ROWS, WIDTH, NUM_TENSORS = 32, 896, 2
+TIMEOUT_S = 30.0
+WARM_UP_FRAMES = 100
+MEDIAN_BAR_US, P99_BAR_US, LOADED_P99_BAR_US = 20.0, 60.0, 2000.0
+BUSY = "while True: pass"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--pauses-ms", default="0,1,10", help="before each frame; the receiver waits meanwhile"
+    )
+    parser.add_argument("--frames", type=int, default=2000, help="each way")
+    parser.add_argument("--cores", default="0,1", help="of the two ends")
+    parser.add_argument("--end", help=argparse.SUPPRESS)  # of the second process: what it is told, as JSON
+    options = parser.parse_args()
+    if options.end:
+        answer_frames(**json.loads(options.end))
+        return 0
+    cores = [int(core) for core in options.cores.split(",")]
+    rows, fine = [], True
+    for pause_ms in map(float, options.pauses_ms.split(",")):
+        for loaded in (False, True):
+            with busy_processes(cores if loaded else []):
+                found, copying = latencies_us(options.frames, pause_ms / 1000, cores)
+            row, met = table_row(pause_ms, loaded, found, copying)
+            rows.append(row)
+            fine &= met
+    print(
+        markdown(["pause ms", "beside it", "median us", "p99 us", "longest us", "copying us", "bars"], rows)
+    )
+    return 0 if fine else 1
+
+
+def table_row(
+    pause_ms: float, loaded: bool, found: Sequence[float], copying_us: float
+) -> tuple[list[str], bool]:
+    """A line of the table, and whether its bars are met."""
+    median, p99 = percentile(found, 50), percentile(found, 99)
+    bars = (math.inf, LOADED_P99_BAR_US) if loaded else (MEDIAN_BAR_US, P99_BAR_US)
+    met = median < bars[0] and p99 < bars[1]
+    wanted = f"p99 {bars[1]:g}" if loaded else f"median {bars[0]:g}, p99 {bars[1]:g}"
+    load = "a busy process on each core" if loaded else "nothing"
+    word = f"{wanted}: {'met' if met else 'missed'}"
+    numbers = [f"{median:.1f}", f"{p99:.1f}", f"{max(found):.0f}", f"{copying_us:.1f}"]
+    return [f"{pause_ms:g}", load, *numbers, word], met
+
+
+@contextlib.contextmanager
+def busy_processes(cores: Sequence[int]) -> Iterator[None]:
+    """A process that spins, on each of the cores."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in cores]
+    try:
+        for process, core in zip(processes, cores, strict=True):
+            os.sched_setaffinity(process.pid, {core})
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def latencies_us(num_frames: int, pause_s: float, cores: Sequence[int]) -> tuple[list[float], float]:
+    """Of all frames of both directions, but for the first; and the mean of the copying into and out."""
+    size = frame_bytes(max_num_tokens=ROWS, width=WIDTH, itemsize=torch.bfloat16.itemsize)
+    there, back = create_ring(size, 1), create_ring(size, 1)
+    rings = (there, back)
+    told = {
+        "core": cores[1],
+        "incoming": as_numbers(there),
+        "outgoing": as_numbers(back),
+        "num_frames": num_frames,
+        "pause_s": pause_s,
+    }
+    descriptors = [fd for ring in rings for fd in (ring.memory_fd, ring.data_fd, ring.space_fd)]
+    command = [sys.executable, __file__, "--end", json.dumps(told)]
+    process = subprocess.Popen(command, pass_fds=descriptors, stdout=subprocess.PIPE, text=True)
+    os.sched_setaffinity(0, {cores[0]})
+    try:
+        sent, received, copying_ns = exchange(LinkEnd(there, back), num_frames, pause_s, begins=True)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        os.sched_setaffinity(0, set(cores))
+        process.kill()
+        process.wait()
+        for fd in descriptors:
+            os.close(fd)
+    their_sent, their_received, their_copying_ns = json.loads(output)
+    copying_us = (copying_ns + their_copying_ns) / (len(sent) + len(received)) / 1e3
+    return one_way_us(sent, their_received) + one_way_us(their_sent, received), copying_us
+
+
+def one_way_us(sent_ns: Sequence[int], received_ns: Sequence[int]) -> list[float]:
+    pairs = list(zip(sent_ns, received_ns, strict=True))[WARM_UP_FRAMES:]
+    return [(received - sent) / 1e3 for sent, received in pairs]
+
+
+def answer_frames(
+    core: int, incoming: dict[str, int], outgoing: dict[str, int], num_frames: int, pause_s: float
+) -> None:
+    """The second process: answers each frame; writes when it sent and received as JSON."""
+    os.sched_setaffinity(0, {core})
+    end = LinkEnd(LinkHandle(**outgoing), LinkHandle(**incoming))
+    print(json.dumps(exchange(end, num_frames, pause_s, begins=False)))
+
+
+class LinkEnd:
+    """A link to the other process, and one from it."""
+
+    def __init__(self, outgoing: LinkHandle, incoming: LinkHandle) -> None:
+        torch.set_num_threads(1)
+        self._outgoing = SharedMemoryLink(outgoing, "out", TIMEOUT_S)
+        self._incoming = SharedMemoryLink(incoming, "in", TIMEOUT_S)
+        self._tensors = [torch.randn(ROWS, WIDTH).to(torch.bfloat16) for _ in range(NUM_TENSORS)]
+        self._buffers = [torch.empty_like(tensor) for tensor in self._tensors]
+        self.clock = PhaseClock()  # as a stage has one
+
+    def send(self, step: int) -> int:
+        """When it began, in nanoseconds."""
+        header, now = make_header(step), time.monotonic_ns()
+        self._outgoing.send(header, self._tensors, self.clock)
+        return now
+
+    def receive(self, step: int) -> int:
+        """When the tensors were there, in nanoseconds."""
+        self._incoming.recv(make_header(step), self._buffers, (), self.clock).wait()
+        return time.monotonic_ns()
+
+
+def exchange(
+    end: LinkEnd, num_frames: int, pause_s: float, *, begins: bool
+) -> tuple[list[int], list[int], int]:
+    """When each frame began to be sent, when each had come, and nanoseconds of copying; ends take turns."""
+    sent, received = [], []
+    for step in range(num_frames + WARM_UP_FRAMES):
+        if not begins:
+            received.append(end.receive(step))
+        if pause_s:
+            time.sleep(pause_s)
+        sent.append(end.send(step))
+        if begins:
+            received.append(end.receive(step))
+    _, _, phases = end.clock.totals()
+    return sent, received, phases[Phase.COMM]
+
+
+def make_header(step: int) -> FrameHeader:
+    return FrameHeader(
+        epoch=0,
+        step_id=step,
+        kind=FrameKind.HIDDEN,
+        num_tokens=ROWS,
+        width=WIDTH,
+        dtype="bfloat16",
+        num_tensors=NUM_TENSORS,
+        digest=0,
+    )
+
+
+def as_numbers(handle: LinkHandle) -> dict[str, int]:
+    return {name: getattr(handle, name) for name in LinkHandle.__struct_fields__}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
