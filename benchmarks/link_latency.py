@@ -6,8 +6,8 @@ Two processes, each on a core of its own, in turns: one sends a frame, the other
 A frame's latency runs from the call of `send` until the tensors of the receiver are filled, both copies
 included, by the clock that all processes share. The receiver posts its receive and waits as a stage does: it
 spins for 20 us and then sleeps. With a pause before each frame it therefore sleeps; without one it is caught
-spinning, or nearly so. `copying` is the mean of what the two ends count as such. Under load two further processes spin, one on each core. Prints Markdown for
-docs/perf-log.md, times in microseconds, and fails when a bar is missed.
+spinning, or nearly so. `copying` is the mean of what the two ends count as such. Under load two further
+processes spin, one on each core. Prints Markdown for docs/perf-log.md, and fails when a bar is missed.
 """
 
 from __future__ import annotations
@@ -161,6 +161,7 @@ class LinkEnd:
         return time.monotonic_ns()
 
 
+@torch.inference_mode()  # as a stage runs
 def exchange(
     end: LinkEnd, num_frames: int, pause_s: float, *, begins: bool
 ) -> tuple[list[int], list[int], int]:
