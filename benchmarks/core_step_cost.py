@@ -21,8 +21,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from stand_in import use_rank
 from stub_rank import COUNTER_BYTES, StepCounter
 
 from penstock.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
@@ -37,7 +37,6 @@ CORE_BAR_MS = 1.0
 API_BAR_MS = 2.5
 WARM_UP_STEPS = 100
 PROMPT_TOKENS = 8
-WORKER = "penstock.executor.worker"
 
 
 @dataclass(kw_only=True)
@@ -119,18 +118,6 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def use_stub_rank() -> None:
-    """Let the supervisor start `stub_rank` where it would start a rank."""
-    directory = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([directory, *filter(None, [os.environ.get("PYTHONPATH")])])
-    spawn = supervisor.spawn
-
-    def spawn_stub(module: str, *arguments: Any, **named: Any) -> Any:
-        return spawn("stub_rank" if module == WORKER else module, *arguments, **named)
-
-    supervisor.spawn = spawn_stub
-
-
 def numbers(measured: Measurement) -> dict[str, float]:
     """Milliseconds per step, and the share of tokens that left as a chunk of their own."""
     assert measured.result is not None
@@ -165,7 +152,7 @@ def main() -> int:
     parser.add_argument("--cadence-ms", type=float, default=10.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    use_stub_rank()
+    use_rank("stub_rank")
     os.environ["STUB_RANK_CADENCE_MS"] = str(options.cadence_ms)
     with tempfile.NamedTemporaryFile() as file:
         file.write(bytes(COUNTER_BYTES))

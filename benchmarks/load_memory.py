@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 from peers.checkpoint import tensor_shapes
+from stand_in import use_rank
 
 from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine import supervisor
@@ -35,7 +36,6 @@ READ_TOLERANCE = 0.01
 MEMORY_TOLERANCE = 0.08
 NUM_BLOCKS = 16
 ITEM_BYTES = 2  # bfloat16
-WORKER = "penstock.executor.worker"
 
 HIDDEN, INTERMEDIATE, VOCABULARY = 896, 4864, 151936
 HEADS, KV_HEADS = 14, 2
@@ -111,19 +111,6 @@ class EndWhenReady:
             self.failure = event.error.message
 
 
-def use_measured_rank(directory: Path) -> None:
-    """Let the supervisor start `measured_rank` where it would start a rank."""
-    here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ["MEASURED_RANK_DIR"] = str(directory)
-    spawn = supervisor.spawn
-
-    def spawn_measured(module: str, *arguments: Any, **named: Any) -> Any:
-        return spawn("measured_rank" if module == WORKER else module, *arguments, **named)
-
-    supervisor.spawn = spawn_measured
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageCost:
     """One stage's figures, in bytes."""
@@ -150,7 +137,8 @@ class StageCost:
 
 def measure(directory: Path, num_stages: int) -> list[StageCost]:
     """Start the engine on the checkpoint and read what its ranks wrote down."""
-    use_measured_rank(directory)
+    use_rank("measured_rank")
+    os.environ["MEASURED_RANK_DIR"] = str(directory)
     engine = EngineConfig(
         model=ModelConfig(model=str(directory)),
         parallel=ParallelConfig(pipeline_parallel_size=num_stages),

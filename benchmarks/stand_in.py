@@ -1,0 +1,36 @@
+"""Lets the supervisor start another module of this directory where it would start a rank.
+
+Benchmarks that run a supervisor call `use_rank`. As a program it is `penstock` with such ranks:
+
+    python benchmarks/stand_in.py sleeping_rank serve MODEL --pp 4
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from penstock.engine import supervisor
+
+WORKER = "penstock.executor.worker"
+
+
+def use_rank(module: str) -> None:
+    """From now on supervisors of this process start `module` in place of a rank."""
+    directory = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join([directory, *filter(None, [os.environ.get("PYTHONPATH")])])
+    spawn = supervisor.spawn
+
+    def spawn_stand_in(asked: str, *arguments: Any, **named: Any) -> Any:
+        return spawn(module if asked == WORKER else asked, *arguments, **named)
+
+    supervisor.spawn = spawn_stand_in
+
+
+if __name__ == "__main__":
+    from penstock.server.cli import main
+
+    use_rank(sys.argv.pop(1))
+    sys.exit(main())
