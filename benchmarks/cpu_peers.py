@@ -107,8 +107,13 @@ class Run:
         self._probe = EngineProcess("bandwidth", command, self._logs / "bandwidth.log")
         self._probe.introduction(START_S)
 
-    def start(self, name: str, python: str) -> None:
-        """Load one engine; the others are stopped meanwhile."""
+    def start(self, name: str, python: str, script: str = "", more: Sequence[str] = ()) -> None:
+        """Load one engine; the others are stopped meanwhile.
+
+        Args:
+            script: of the engine, if it is not called after it.
+            more: further arguments of the script.
+        """
         progress(f"{name}: loading")
         longest = max(case.input + case.output for case in self.cases)
         arguments = {
@@ -118,7 +123,7 @@ class Run:
             "--max-len": longest,
         }
         words = [str(word) for pair in arguments.items() for word in pair]
-        command = [python, str(PEERS / f"{name}_peer.py"), *words]
+        command = [python, str(PEERS / f"{script or name}_peer.py"), *words, *more]
         self._engines[name] = engine = EngineProcess(name, command, self._logs / f"{name}.log")
         with self._dropping(name):
             introduction = engine.introduction(START_S)

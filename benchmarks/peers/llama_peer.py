@@ -1,11 +1,14 @@
 """llama.cpp by the low-level binding of `llama-cpp-python`. Started by `cpu_peers.py`; see `peer_protocol`.
 
 As in llama.cpp's own batched benchmark, the token that follows is drawn at random and not chosen from the
-logits: every step computes logits for each sequence, but sampling costs nothing here.
+logits: every step computes logits for each sequence, but sampling costs nothing here. Its pipeline is a model
+over RPC servers (`llama_rpc`), one for each stage.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,10 +16,12 @@ from typing import Any
 
 import llama_cpp
 from gguf_writer import write_gguf
+from llama_rpc import RpcServers, devices
 from peer_protocol import FIRST_ID, Loaded, Settings, serve
 
 BATCH_TOKENS = 2048
 MICRO_BATCH_TOKENS = 512
+ALL_LAYERS = 999
 CELL_MULTIPLE = 256  # llama.cpp rounds the cells of a sequence up to this
 
 Token = tuple[int, int, int, bool]  # id, position, sequence, whether its logits are wanted
@@ -33,6 +38,12 @@ class LlamaCpp:
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE  # weights in memory of its own, not a mapped file
+        self._servers: Any = contextlib.nullcontext()
+        if settings.stages > 1:
+            self._servers = RpcServers(settings.stages, settings.threads)
+            self._devices = devices(self._servers.endpoints)  # kept: llama.cpp reads it
+            params.devices = ctypes.cast(self._devices, ctypes.c_void_p).value
+            params.n_gpu_layers = ALL_LAYERS
         self._model: Any = llama_cpp.llama_model_load_from_file(str(gguf).encode(), params)
         if not self._model:
             raise RuntimeError(f"llama.cpp could not load {gguf.name}")
@@ -54,6 +65,8 @@ class LlamaCpp:
         for context in self._contexts.values():
             llama_cpp.llama_free(context)
         llama_cpp.llama_model_free(self._model)
+        with self._servers:
+            pass  # they end here
 
     def _next_id(self) -> int:
         return self._random.randrange(FIRST_ID, self._vocab_size)

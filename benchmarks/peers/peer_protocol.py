@@ -41,6 +41,8 @@ class Settings:
     threads: int
     max_batch: int  # sequences of the largest request
     max_len: int  # tokens of the longest sequence, prompt and output
+    stages: int = 1  # of a pipeline, with `threads` each
+    partition: str = "even"  # layers per stage, for engines that can be told
 
 
 class Generator(Protocol):
@@ -68,6 +70,8 @@ def read_settings() -> Settings:
     parser.add_argument("--model", type=Path, required=True)
     for name in ("--threads", "--max-batch", "--max-len"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--partition", default="even")
     return Settings(**vars(parser.parse_args()))
 
 

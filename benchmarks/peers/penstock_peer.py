@@ -1,4 +1,4 @@
-"""Penstock, one stage, through `LLM.generate`. Started by `cpu_peers.py`; see `peer_protocol`."""
+"""Penstock through `LLM.generate`. Started by `cpu_peers.py`; see `peer_protocol`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Penstock:
             str(settings.model),
             dtype="bfloat16",
             threads_per_rank=settings.threads,
+            pipeline_parallel_size=settings.stages,
+            partition=settings.partition,
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_batch,
             kv_cache_bytes=KV_CACHE_BYTES,

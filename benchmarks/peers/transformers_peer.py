@@ -13,6 +13,7 @@ class Transformers:
     """The model in this process."""
 
     def __init__(self, settings: Settings) -> None:
+        assert settings.stages == 1, "there is no pipeline here"
         torch.set_num_threads(settings.threads)
         self._model: Any = AutoModelForCausalLM.from_pretrained(
             settings.model, dtype=torch.bfloat16, attn_implementation="sdpa"

