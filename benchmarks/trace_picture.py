@@ -21,7 +21,7 @@ from pathlib import Path
 from trace_events import read_spans, within
 
 from penstock.trace.chrome import Span
-from penstock.trace.phases import BUSY, Phase
+from penstock.trace.phases import BUBBLES, BUSY, Phase
 
 MAX_BYTES = 60_000
 LEFT, RIGHT, TOP, WIDTH = 92, 12, 34, 1000
@@ -143,10 +143,10 @@ class Picture:
         yield f'<text x="4" y="{top + 19}">stage {stage}</text>'
         yield f'<text class="t" style="text-anchor:start" x="4" y="{top + 35}">{busy:.0%} busy</text>'
         shown = merged(spans, LEAST_PX / self._px_per_ns)
-        for phase, (_, colour) in NAMES.items():
+        for phase in NAMES:
             boxes = [self._box(span, top) for span in shown if span.phase is phase]
             if boxes:
-                yield f'<path fill="{colour}" d="{"".join(boxes)}"/>'
+                yield f'<path {_fill(phase)} d="{"".join(boxes)}"/>'
         for span in shown:
             width = (span.end_ns - span.start_ns) * self._px_per_ns
             if (
@@ -176,11 +176,16 @@ class Picture:
 
     def _legend(self, phases: Sequence[Phase], per_row: int) -> Iterator[str]:
         for index, phase in enumerate(phases):
-            name, colour = NAMES[phase]
             x = LEFT + index % per_row * LEGEND_PX
             y = self._bottom + FOOT + index // per_row * LEGEND_ROW
-            yield f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" fill="{colour}"/>'
-            yield f'<text x="{x + 17}" y="{y + 10}">{name}</text>'
+            yield f'<rect x="{x}" y="{y}" width="12" height="12" rx="2" {_fill(phase)}/>'
+            yield f'<text x="{x + 17}" y="{y + 10}">{NAMES[phase][0]}</text>'
+
+
+def _fill(phase: Phase) -> str:
+    """Waiting is pale."""
+    pale = ' fill-opacity=".5"' if phase in BUBBLES and phase is not Phase.COMM else ""
+    return f'fill="{NAMES[phase][1]}"{pale}'
 
 
 if __name__ == "__main__":
