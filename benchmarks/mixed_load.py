@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import re
+import shlex
 import signal
 import statistics
 import sys
@@ -74,6 +75,7 @@ def main() -> int:
                 progress(f"{name}: offered {rate:.2f} requests/s")
     text, fine = report(figures)
     print(f"machine: {machine()}; {STAGES} stages of {THREADS} thread; commit {commit()}")
+    print(f"flags: {OURS} {options.our_flags}; {PEER} {options.vllm_flags or '-'}")
     print(
         f"{options.requests} requests, lengths / {options.length_scale:g}; offered: {rate:.2f} requests/s, "
     )
@@ -86,7 +88,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("model", type=Path)
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--vllm-python", help="without it our own saturation is the reference")
-    parser.add_argument("--partition", default="16,8", help="of our layers")
+    parser.add_argument("--our-flags", default="--partition 16,8", help="further ones of `penstock serve`")
+    parser.add_argument("--vllm-flags", default="", help="further ones of vLLM's server")
     parser.add_argument("--requests", type=int, default=400)
     parser.add_argument("--length-scale", type=float, default=16.0)
     parser.add_argument("--share", type=float, default=0.7, help="of the saturation rate, offered")
@@ -98,12 +101,13 @@ def start(options: argparse.Namespace, scratch: Path, stack: ExitStack) -> dict[
     """The engines, one after the other; all are stopped."""
     common = ["--dtype", "bfloat16", "--max-num-seqs", str(MAX_SEQS), "--max-model-len", str(MAX_LEN)]
     ours = [sys.executable, "-m", "penstock", "serve", str(options.model), "--pp", str(STAGES), *common]
-    ours += ["--threads-per-rank", str(THREADS), "--partition", options.partition]
+    ours += ["--threads-per-rank", str(THREADS), *shlex.split(options.our_flags)]
     ours += ["--queue-timeout", "3600", "--max-waiting-requests", "100000"]
     commands = {OURS: ours}
     if options.vllm_python:
         peer = [options.vllm_python, str(PEERS / "vllm_server.py"), str(THREADS), str(STAGES), *common]
         commands[PEER] = [*peer, "--model", str(options.model), "--no-enable-prefix-caching"]
+        commands[PEER] += shlex.split(options.vllm_flags)
     servers = {}
     for name, command in commands.items():
         progress(f"{name}: loading")

@@ -5,10 +5,10 @@
 As `cpu_peers.py`, whose docstring says how the environments and the checkpoint are made and how decode is
 counted; llama.cpp must be compiled with -DGGML_RPC=ON as well. vLLM runs with pipeline_parallel_size=2, each
 stage bound to a core; llama.cpp over two RPC servers, each on a core of its own; Penstock once with each of
-`--partitions`. All cases in turns: every case on every engine, then again; engines that wait are stopped. The
-cases: decode of 8 and 32 sequences, 128 tokens in and out, and the first token of a prompt of 512. Medians,
-ratios and bars as Markdown for docs/perf-log.md. Exit code 1 if an engine has failed, the run was cut short,
-or a bar is missed.
+`--partitions`, and with chunks of a prompt short enough for a lone one to fill both stages. All cases in
+turns: every case on every engine, then again; engines that wait are stopped. The cases: decode of 8 and 32
+sequences, 128 tokens in and out, and the first token of a prompt of 512. Medians, ratios and bars as Markdown
+for docs/perf-log.md. Exit code 1 if an engine has failed, the run was cut short, or a bar is missed.
 """
 
 from __future__ import annotations
@@ -71,13 +71,16 @@ def main() -> int:
         finally:
             run.close()
     text, all_met = report(run, options.partitions)
-    print(text)
+    chunks = f"chunks: penstock {options.prefill_chunk}, vllm {options.vllm_chunk} (0: the default)"
+    print(f"{chunks}\n{text}")
     return 1 if run.results.failed or not all_met else 0
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--partitions", default="16,8;even", help="of Penstock's layers; empty: not Penstock")
+    parser.add_argument("--prefill-chunk", default="128", help="of Penstock, tokens; 0: its default")
+    parser.add_argument("--vllm-chunk", default="0", help="tokens of one of vLLM's steps; 0: 2048")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a tiny model and short runs: does it work?")
@@ -95,12 +98,13 @@ def measure(run: Run, options: argparse.Namespace) -> None:
     run.start_probe()
     stages = ["--stages", str(STAGES)]
     for partition in options.partitions:
-        more = [*stages, "--partition", partition]
+        more = [*stages, "--partition", partition, "--chunk", options.prefill_chunk]
         run.start(our_name(partition), sys.executable, "penstock", more)
     for name in PEER_ENGINES:
         python = getattr(options, f"{name}_python")
         if python:
-            run.start(name, python, more=stages)
+            more = ["--chunk", options.vllm_chunk] if name == "vllm" else []
+            run.start(name, python, more=[*stages, *more])
         else:
             run.results.tell(f"{name} is left out: give --{name}-python")
     run.warm_up()

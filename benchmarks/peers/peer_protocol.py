@@ -43,6 +43,7 @@ class Settings:
     max_len: int  # tokens of the longest sequence, prompt and output
     stages: int = 1  # of a pipeline, with `threads` each
     partition: str = "even"  # layers per stage, for engines that can be told
+    chunk: int = 0  # prompt tokens of one step at most; 0 leaves it to the engine
 
 
 class Generator(Protocol):
@@ -72,6 +73,7 @@ def read_settings() -> Settings:
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--partition", default="even")
+    parser.add_argument("--chunk", type=int, default=0)
     return Settings(**vars(parser.parse_args()))
 
 

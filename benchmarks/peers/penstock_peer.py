@@ -19,6 +19,7 @@ class Penstock:
             threads_per_rank=settings.threads,
             pipeline_parallel_size=settings.stages,
             partition=settings.partition,
+            **({"prefill_chunk": settings.chunk} if settings.chunk else {}),
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_batch,
             kv_cache_bytes=KV_CACHE_BYTES,

@@ -68,7 +68,7 @@ class Vllm:
             pipeline_parallel_size=settings.stages,
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_batch,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            max_num_batched_tokens=settings.chunk or MAX_BATCHED_TOKENS,
             enable_prefix_caching=False,
         )
 

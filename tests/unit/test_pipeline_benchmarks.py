@@ -17,6 +17,7 @@ from penstock.trace.chrome import Span, chrome_trace
 from penstock.trace.phases import Phase
 
 with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(REPOSITORY / "benchmarks" / "peers"))
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     report: Any = importlib.import_module("peers.report")
     link_latency: Any = importlib.import_module("link_latency")
@@ -26,6 +27,7 @@ with pytest.MonkeyPatch.context() as _patch:
     pipeline_scaling: Any = importlib.import_module("pipeline_scaling")
     trace_events: Any = importlib.import_module("trace_events")
     trace_picture: Any = importlib.import_module("trace_picture")
+    vllm_peer: Any = importlib.import_module("vllm_peer")
 
 MS = 1_000_000
 
@@ -101,6 +103,14 @@ def test_a_bar_takes_our_better_partition_unless_it_names_one() -> None:
     assert (
         pipeline_peers.bar_ratio(even, case, {name: report.medians(s) for name, s in samples.items()}) == 1.8
     )
+
+
+@pytest.mark.parametrize(("threads", "stages", "bound"), [(2, 1, "0,1"), (1, 2, "0|1"), (2, 2, "0,1|4,5")])
+def test_vllm_is_told_the_cores_of_each_stage(
+    threads: int, stages: int, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {5, 4, 1, 0})
+    assert vllm_peer.bound_cores(threads, stages) == bound
 
 
 def test_the_rate_of_a_prototype_is_read_from_its_line() -> None:
