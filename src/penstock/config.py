@@ -245,13 +245,17 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """A shared-memory link as inherited file descriptors; nothing of it has a name."""
+    """A ring in shared memory as inherited file descriptors; nothing of it has a name."""
 
     memory_fd: int
     data_fd: int  # eventfd semaphore: frames written and not yet read
     space_fd: int  # eventfd semaphore: frames free to write
     frame_bytes: int
     num_frames: int
+
+    @property
+    def fds(self) -> tuple[int, int, int]:
+        return self.memory_fd, self.data_fd, self.space_fd
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -260,9 +264,8 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: RankConfig
     parent_pid: int
     plan_address: str  # zmq PAIR: the core binds, the rank connects
-    token_addresses: list[
-        str
-    ]  # zmq PAIR: last stage: one per earlier stage, in order, it binds; else: own one
+    tokens: list[LinkHandle]  # last stage: to each earlier stage, in order; else: from the last stage
+    results: LinkHandle | None = None  # last stage: to the core
     incoming: LinkHandle | None = None
     outgoing: LinkHandle | None = None
 
@@ -273,6 +276,7 @@ class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     core: CoreConfig
     parent_pid: int
     plan_addresses: list[str]  # one per stage; the core binds
+    results: LinkHandle  # from the last stage
     client_address: str  # zmq ROUTER; the core binds
 
 

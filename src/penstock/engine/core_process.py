@@ -211,7 +211,7 @@ class CoreServer:
 def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> None:
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
-    executor = MpExecutor(config.plan_addresses)
+    executor = MpExecutor(config.plan_addresses, config.results)
     closing.callback(executor.shutdown)
     kv_plan = _start(executor, clients)
     core, scheduler = build_core(config.core, executor, kv_plan, time.monotonic)

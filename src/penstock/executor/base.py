@@ -104,6 +104,7 @@ class RankChannels:
     Args:
         channels: one per rank.
         wait: returns when any of them has a message, or after the given seconds.
+        results: from the last stage, if its results come on a path of their own.
         clock: monotonic seconds.
     """
 
@@ -112,8 +113,11 @@ class RankChannels:
         channels: Sequence[MessageChannel],
         wait: Callable[[float | None], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        results: MessageChannel | None = None,
     ) -> None:
         self._channels = list(channels)
+        self._results = results
         self._wait = wait
         self._clock = clock
         self._failures: list[ErrorInfo] = []
@@ -157,6 +161,8 @@ class RankChannels:
             with contextlib.suppress(PenstockError):  # that rank may have gone, or never have come
                 channel.send(encode(Shutdown()), timeout_s=0.0)
             channel.close()
+        if self._results is not None:
+            self._results.close()
 
     def _send_all(self, frame: bytes) -> None:
         for channel in self._channels:
@@ -178,6 +184,15 @@ class RankChannels:
                     self._keep(message)
                 else:
                     messages.append(message)
+        return messages + self._drain_results()
+
+    def _drain_results(self) -> list[RankToCore]:
+        """After all else, so that nothing is missed that was sent before a failure."""
+        messages: list[RankToCore] = []
+        if self._results is not None:
+            with contextlib.suppress(LinkClosedError):  # the last stage's other channel tells of its end
+                while (frame := self._results.recv(0.0)) is not None:
+                    messages.append(decode_to_core(frame))
         return messages
 
     def _keep(self, spans: StageSpans) -> None:

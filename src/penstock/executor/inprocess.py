@@ -83,7 +83,9 @@ def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChanne
     token_pairs = [QueueChannel.pair() for _ in links]
     tokens = [[end] for _, end in token_pairs] + [[end for end, _ in token_pairs]]
     return [
-        RankConnections(plans=plan_end, tokens=token_ends, incoming=incoming, outgoing=outgoing)
+        RankConnections(
+            plans=plan_end, results=plan_end, tokens=token_ends, incoming=incoming, outgoing=outgoing
+        )
         for plan_end, token_ends, incoming, outgoing in zip(
             plan_ends, tokens, [None, *links], [*links, None], strict=True
         )

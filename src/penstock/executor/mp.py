@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
+from penstock.config import LinkHandle
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel
+from penstock.pipeline.ring_channel import RingChannel
 
 LOAD_TIMEOUT_S = 3600.0  # a slow disk may take long; a rank that dies while loading is noticed at once
 
@@ -20,15 +22,17 @@ class MpExecutor:
 
     Args:
         plan_addresses: one per stage; bound here.
+        results: the ring that the last stage writes its results to.
         load_timeout_s: deadline of each half of the handshake.
     """
 
-    def __init__(self, plan_addresses: Sequence[str], load_timeout_s: float = LOAD_TIMEOUT_S) -> None:
+    def __init__(
+        self, plan_addresses: Sequence[str], results: LinkHandle, load_timeout_s: float = LOAD_TIMEOUT_S
+    ) -> None:
         self._load_timeout_s = load_timeout_s
         self._channels = [ZmqChannel.bind(address) for address in plan_addresses]
-        self._ranks = RankChannels(
-            self._channels, wait=lambda timeout_s: ZmqChannel.wait_any(self._channels, timeout_s)
-        )
+        self._results = RingChannel(results, "results")
+        self._ranks = RankChannels(self._channels, self._wait, results=self._results)
 
     def start(self) -> KVPlan:
         return self._ranks.handshake(self._load_timeout_s)
@@ -46,7 +50,10 @@ class MpExecutor:
         return self._ranks.spans()
 
     def wait_fds(self) -> list[int]:
-        return [fd for channel in self._channels for fd in channel.filenos()]
+        return [self._results.fileno(), *(fd for channel in self._channels for fd in channel.filenos())]
 
     def shutdown(self) -> None:
         self._ranks.close()
+
+    def _wait(self, timeout_s: float | None) -> None:
+        ZmqChannel.wait_any(self._channels, timeout_s, besides=self._results.fileno())

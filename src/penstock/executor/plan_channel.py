@@ -60,9 +60,12 @@ class ZmqChannel:
         return channel
 
     @staticmethod
-    def wait_any(channels: Sequence[ZmqChannel], timeout_s: float | None) -> None:
-        """Return when a message or a farewell is there on any channel, or after `timeout_s`."""
+    def wait_any(channels: Sequence[ZmqChannel], timeout_s: float | None, besides: int | None = None) -> None:
+        """Return when a message or a farewell is there on any channel, when the descriptor `besides` is
+        readable, or after `timeout_s`."""
         poller = zmq.Poller()
+        if besides is not None:
+            poller.register(besides, zmq.POLLIN)
         for channel in channels:
             poller.register(channel._socket, zmq.POLLIN)
             poller.register(channel._monitor, zmq.POLLIN)

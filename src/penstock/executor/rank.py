@@ -69,20 +69,22 @@ class RankConnections:
     """How a rank reaches the others.
 
     Attributes:
-        plans: to the core.
+        plans: from the core, and what is told to it.
+        results: last stage: of its steps, to the core.
         tokens: last stage: to each earlier stage, in order; any other: from the last stage.
         incoming: from the stage before; absent on the first stage.
         outgoing: to the next stage; absent on the last stage.
     """
 
     plans: MessageChannel
+    results: MessageChannel
     tokens: Sequence[MessageChannel]
     incoming: Link | None
     outgoing: Link | None
 
     def close(self) -> None:
         """Let all neighbours know that this rank has ended."""
-        for end in (self.incoming, self.outgoing, *self.tokens, self.plans):
+        for end in (self.incoming, self.outgoing, *self.tokens, self.results, self.plans):
             if end is not None:
                 end.close()
 
@@ -279,7 +281,7 @@ def _choose_sink(
     config: RankConfig, runner: ModelRunner, connections: RankConnections, clock: PhaseClock
 ) -> Sink:
     if connections.outgoing is None:
-        return SampleSink(runner, TokenSender(connections.tokens), connections.plans, clock)
+        return SampleSink(runner, TokenSender(connections.tokens), connections.results, clock)
     (channel,) = connections.tokens
     tokens = TokenReceiver(
         channel,

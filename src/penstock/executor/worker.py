@@ -56,12 +56,19 @@ def _set_threads(count: int) -> None:
 
 def _connect(config: RankProcessConfig) -> RankConnections:
     from penstock.executor.rank import RankConnections
+    from penstock.pipeline.ring_channel import RingChannel
 
     rank = config.rank
-    token_end = ZmqChannel.bind if rank.is_last else ZmqChannel.connect
+    last = rank.num_stages - 1
+    earlier = range(last) if rank.is_last else [rank.stage]
+    plans = ZmqChannel.connect(config.plan_address)
     return RankConnections(
-        plans=ZmqChannel.connect(config.plan_address),
-        tokens=[token_end(address) for address in config.token_addresses],
+        plans=plans,
+        results=plans if config.results is None else RingChannel(config.results, "results"),
+        tokens=[
+            RingChannel(handle, f"samples, stage {last} -> stage {stage}")
+            for stage, handle in zip(earlier, config.tokens, strict=True)
+        ],
         incoming=_link(config.incoming, rank.stage - 1, rank.wait_timeout_s),
         outgoing=_link(config.outgoing, rank.stage, rank.wait_timeout_s),
     )

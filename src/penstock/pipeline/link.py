@@ -16,13 +16,14 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.config import LinkHandle
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
+from penstock.kernels.views import KeptViews
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.frame import ALIGNMENT, FrameHeader, check_header, padded
 from penstock.pipeline.ring_memory import Ring
@@ -137,6 +138,16 @@ class _Carrier(ABC):
         """Wait for the frame and copy it into `out`, as `Link.recv` says."""
 
 
+class _Place(NamedTuple):
+    """Which tensors in which frame of a ring."""
+
+    frame: int
+    num_tokens: int
+    width: int
+    dtype: torch.dtype
+    num_tensors: int
+
+
 class SharedMemoryLink(_Carrier):
     """A link through a ring of frames that two processes map.
 
@@ -148,8 +159,10 @@ class SharedMemoryLink(_Carrier):
 
     def __init__(self, handle: LinkHandle, name: str, timeout_s: float) -> None:
         self._ring = Ring(handle, name)
+        self._frames = self._ring.frames
         self._timeout_s = timeout_s
-        self._bytes = torch.frombuffer(self._ring.frames, dtype=torch.uint8)
+        self._bytes = torch.frombuffer(self._frames, dtype=torch.uint8)
+        self._places: KeptViews[_Place, list[Tensor]] = KeptViews(self._view)
 
     def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_size(header, tensors, self._ring.frame_bytes)
@@ -157,9 +170,10 @@ class SharedMemoryLink(_Carrier):
         index = ring.reserve(self._timeout_s, f"the hidden states of step {header.step_id}")
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
-        ring.frames[begin : begin + ALIGNMENT] = header.pack()
-        for tensor, place in self._places(begin, tensors):
-            place.copy_(tensor)
+        self._frames[begin : begin + ALIGNMENT] = header.pack()
+        if header.num_tokens:
+            for place, tensor in zip(self._places_of(index, header, tensors), tensors, strict=True):
+                place.copy_(tensor)
         ring.publish()
         clock.begin(before)
 
@@ -174,22 +188,29 @@ class SharedMemoryLink(_Carrier):
         index = ring.take(self._timeout_s, f"the hidden states of step {header.step_id}")
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
-        found = FrameHeader.unpack(ring.frames[begin : begin + ALIGNMENT])
-        check_header(header, found, ring.name, requests)
-        for tensor, place in self._places(begin, out):
-            tensor.copy_(place)
+        found = self._frames[begin : begin + ALIGNMENT]
+        if found != header.pack():
+            check_header(header, FrameHeader.unpack(found), ring.name, requests)
+        if header.num_tokens:
+            for tensor, place in zip(out, self._places_of(index, header, out), strict=True):
+                tensor.copy_(place)
         ring.release()
         clock.begin(before)
 
-    def _places(self, begin: int, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor that has elements, with its place behind the header of the frame at `begin`."""
+    def _places_of(self, index: int, header: FrameHeader, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Where the tensors lie in the frame, behind its header."""
+        return self._places.of(
+            _Place(index, header.num_tokens, header.width, tensors[0].dtype, header.num_tensors)
+        )
+
+    def _view(self, at: _Place) -> list[Tensor]:
         places = []
-        begin += ALIGNMENT
-        for tensor in tensors:
-            if tensor.numel():
-                raw = self._bytes[begin : begin + tensor.nbytes]
-                places.append((tensor, raw.view(tensor.dtype).view(tensor.shape)))
-            begin += padded(tensor.nbytes)
+        begin = at.frame * self._ring.frame_bytes + ALIGNMENT
+        num_bytes = at.num_tokens * at.width * at.dtype.itemsize
+        for _ in range(at.num_tensors):
+            raw = self._bytes[begin : begin + num_bytes]
+            places.append(raw.view(at.dtype).view(at.num_tokens, at.width))
+            begin += padded(num_bytes)
         return places
 
 
@@ -256,16 +277,16 @@ class MemoryLink(_Carrier):
 
 def _check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
     """Own tensors must be what the own header says, else the other end would believe a lie (row DR2)."""
-    shape = (header.num_tokens, header.width)
+    shape, dtype = (header.num_tokens, header.width), getattr(torch, header.dtype)
     assert len(tensors) == header.num_tensors, (len(tensors), header)
     for tensor in tensors:
         assert tensor.shape == shape, (tensor.shape, header)
-        assert str(tensor.dtype) == f"torch.{header.dtype}", (tensor.dtype, header)
+        assert tensor.dtype == dtype, (tensor.dtype, header)
 
 
 def _check_size(header: FrameHeader, tensors: Sequence[Tensor], capacity: int) -> None:
     _check_shapes(header, tensors)
-    needed = ALIGNMENT + sum(padded(tensor.nbytes) for tensor in tensors)
+    needed = ALIGNMENT + len(tensors) * padded(tensors[0].nbytes)
     if needed > capacity:
         raise ProtocolError(
             f"step {header.step_id} needs a frame of {needed} bytes, but the link's frames hold {capacity}.",

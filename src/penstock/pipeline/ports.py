@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from penstock.batch import ScheduledBatch, encode
+from penstock.kernels.views import KeptViews
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.frame import FrameHeader, FrameKind
@@ -82,9 +83,13 @@ class LinkSource:
         self._buffers = {
             name: torch.empty((max_num_tokens, width), dtype=dtype, device=device) for name in CARRIED
         }
+        self._views: KeptViews[int, dict[str, torch.Tensor]] = KeptViews(self._first)
+
+    def _first(self, num_tokens: int) -> dict[str, torch.Tensor]:
+        return {name: buffer[:num_tokens] for name, buffer in self._buffers.items()}
 
     def take(self, batch: ForwardBatch) -> IntermediateTensors:
-        tensors = {name: buffer[: batch.num_tokens] for name, buffer in self._buffers.items()}
+        tensors = self._views.of(batch.num_tokens)
         header = _header(batch, tensors["hidden_states"])
         handle = self._link.recv(header, list(tensors.values()), batch.addressed.request_ids, self._clock)
         return AsyncIntermediateTensors(tensors, handle)

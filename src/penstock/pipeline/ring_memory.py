@@ -1,8 +1,8 @@
 """A ring of frames in memory that two processes share, and the two semaphores that say which frames are full.
 
-Owns bytes and waiting; what a frame holds is `pipeline.link`'s business. The supervisor makes a ring with
-`create_ring` and hands its file descriptors to two children; nothing of it has a name, so nothing is left
-behind however the processes end. One writer, one reader, no torch.
+Owns bytes and waiting; what a frame holds is the business of `pipeline.link` and `pipeline.ring_channel`. The
+supervisor makes a ring with `create_ring` and hands its file descriptors to two children; nothing of it has a
+name, so nothing is left behind however the processes end. One writer, one reader, no torch.
 
     word 0: magic   word 1: frames written so far   word 2: closed      then the frames
     data_fd  counts frames that are written and not yet taken;  the reader takes, the writer gives
@@ -61,7 +61,7 @@ def create_ring(frame_bytes: int, num_frames: int) -> LinkHandle:
 
 def close_handle(handle: LinkHandle) -> None:
     """Close this process' descriptors of a link; rings already mapped go on with their own copies."""
-    for fd in (handle.memory_fd, handle.data_fd, handle.space_fd):
+    for fd in handle.fds:
         os.close(fd)
 
 
@@ -87,6 +87,11 @@ class Ring:
     def frames(self) -> memoryview:
         """All frames, one after the other: frame i begins at `i * frame_bytes`."""
         return self._memory[_WORDS_BYTES:]
+
+    @property
+    def data_fd(self) -> int:
+        """Readable while there is a frame to read, or the writer has gone."""
+        return self._data.fd
 
     @property
     def closed(self) -> bool:
@@ -124,8 +129,15 @@ class Ring:
             LinkClosedError: the writer has gone and no frame is left.
             WaitTimeoutError: no frame came in time.
         """
-        if not self._data.take(timeout_s, self._must_stop_reading):
+        index = self.take_if_any(timeout_s, purpose)
+        if index is None:
             raise self._timed_out(timeout_s, purpose)
+        return index
+
+    def take_if_any(self, timeout_s: float, purpose: str) -> int | None:
+        """As `take`, but None when no frame came in time; `timeout_s` 0 only looks."""
+        if not self._data.take(timeout_s, self._must_stop_reading):
+            return None
         self._raise_if(self._must_stop_reading(), purpose)
         return self._num_passed % self.num_frames
 
@@ -180,6 +192,10 @@ class _Semaphore:
         self._fd = os.dup(fd)
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
 
     @property
     def is_closed(self) -> bool:

@@ -286,15 +286,18 @@ def three_stages(model: str) -> LaunchPlan:
 def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None:
     wiring = Wiring(three_stages)
     ends = [wiring.rank(stage) for stage in range(3)]
-    rings = [{end.memory_fd for end in (e.config.incoming, e.config.outgoing) if end} for e in ends]
-    assert rings[0] & rings[1]
-    assert rings[1] & rings[2]
-    assert not rings[0] & rings[2]
+    links = [{end.memory_fd for end in (e.config.incoming, e.config.outgoing) if end} for e in ends]
+    assert links[0] & links[1]
+    assert links[1] & links[2]
+    assert not links[0] & links[2]
+    tokens = [[ring.memory_fd for ring in end.config.tokens] for end in ends]
+    assert tokens == [tokens[2][:1], tokens[2][1:], tokens[2]]
+    assert len(set(tokens[2])) == 2
+    assert [end.config.results for end in ends] == [None, None, wiring.core().config.results]
     assert ends[0].config.incoming is None
     assert ends[2].config.outgoing is None
-    assert [len(end.config.token_addresses) for end in ends] == [1, 1, 2]
-    assert not set(ends[0].inherit) & set(ends[2].inherit)
-    assert len(wiring.core().inherit) == 4, "three plan channels and the clients"
+    assert set(ends[0].inherit) & set(ends[2].inherit) == set(ends[0].config.tokens[0].fds)
+    assert len(wiring.core().inherit) == 7, "three plan channels, the clients, and the ring of results"
     assert len({end.config.plan_address for end in ends}) == 3
     wiring.close()
 

@@ -48,7 +48,7 @@ PROCESS = RankProcessConfig(
     rank=RANK,
     parent_pid=1,
     plan_address="ipc://a",
-    token_addresses=["ipc://b"],
+    tokens=[LinkHandle(memory_fd=6, data_fd=7, space_fd=8, frame_bytes=64, num_frames=2)],
     outgoing=LinkHandle(memory_fd=3, data_fd=4, space_fd=5, frame_bytes=64, num_frames=1),
 )
 

@@ -13,13 +13,14 @@ import pytest
 
 from checkpoints import make_checkpoint
 from hand_core import HandCore, Wanted, make_plan
-from penstock.config import LinkHandle, RankConfig, RankProcessConfig
+from penstock.config import RankConfig, RankProcessConfig
 from penstock.errors import CheckpointError, StageLostError
 from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, decode_status, encode_config
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.executor.mp import MpExecutor
 from penstock.models.registry import load_spec
 from penstock.pipeline.frame import frame_bytes
+from penstock.pipeline.ring_channel import create_channel_ring
 from penstock.pipeline.ring_memory import close_handle, create_ring
 from rank_configs import make_rank_configs
 
@@ -35,17 +36,19 @@ class Fleet:
         size = frame_bytes(max_num_tokens=configs[0].max_num_batched_tokens, width=width, itemsize=4)
         self.rings = [create_ring(size, configs[0].link_frames) for _ in configs[1:]]
         plan_addresses = addresses("plan", len(configs))
-        token_addresses = addresses("token", len(configs) - 1)
-        self.executor = MpExecutor(plan_addresses, load_timeout_s=60.0)
+        tokens = [create_channel_ring() for _ in configs[1:]]
+        results = create_channel_ring()
+        self.rings += [*tokens, results]
+        self.executor = MpExecutor(plan_addresses, results, load_timeout_s=60.0)
         self.processes: list[subprocess.Popen[bytes]] = []
         self.status_fds: list[int] = []
         for config in configs:
-            own = token_addresses if config.is_last else [token_addresses[config.stage]]
             process_config = RankProcessConfig(
                 rank=config,
                 parent_pid=os.getpid(),
                 plan_address=plan_addresses[config.stage],
-                token_addresses=own,
+                tokens=tokens if config.is_last else [tokens[config.stage]],
+                results=results if config.is_last else None,
                 incoming=None if config.is_first else self.rings[config.stage - 1],
                 outgoing=None if config.is_last else self.rings[config.stage],
             )
@@ -54,8 +57,8 @@ class Fleet:
     def _spawn(self, config: RankProcessConfig) -> None:
         config_read, config_write = os.pipe()
         status_read, status_write = os.pipe()
-        links = [handle for handle in (config.incoming, config.outgoing) if handle is not None]
-        fds = [fd for handle in links for fd in _descriptors(handle)]
+        rings = (config.incoming, config.outgoing, config.results, *config.tokens)
+        fds = [fd for handle in rings if handle is not None for fd in handle.fds]
         command = [sys.executable, "-m", "penstock.executor.worker"]
         command += ["--config-fd", str(config_read), "--status-fd", str(status_write)]
         self.processes.append(subprocess.Popen(command, pass_fds=[config_read, status_write, *fds]))
@@ -82,10 +85,6 @@ class Fleet:
             os.close(fd)
         for ring in self.rings:
             close_handle(ring)
-
-
-def _descriptors(handle: LinkHandle) -> tuple[int, int, int]:
-    return handle.memory_fd, handle.data_fd, handle.space_fd
 
 
 @pytest.fixture(scope="module")
