@@ -22,8 +22,7 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from penstock.attention.metadata import AttentionMetadata
 from penstock.config import RankConfig
-from penstock.executor import rank
-from penstock.executor.compute_choice import load_kernels
+from penstock.executor.loading import load_rank
 from penstock.kernels.quantized_rows import (
     default_group_size,
     dequantize,
@@ -31,8 +30,6 @@ from penstock.kernels.quantized_rows import (
     round_activations,
 )
 from penstock.models.registry import load_spec
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loader import load_weights
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "src/penstock/assets/demo"
@@ -95,11 +92,9 @@ def decoder_log_probabilities(quantization: str, windows: Tensor) -> Tensor:
         link_frames=1,
         quantization=quantization,  # type: ignore[arg-type]
     )
-    kernels, reason = load_kernels(config, is_quantized=True)
-    print(f"kernels: {reason}")
-    model = rank._build_model(config, load_spec(DEMO), torch.device("cpu"), kernels, None)
-    load_weights(model, Checkpoint(DEMO), lambda done, total: None)
-    kv = rank._storage(config, model, torch.device("cpu")).allocate(1)
+    loaded = load_rank(config, lambda done, total: None)
+    print(f"kernels: {loaded.kernels}")
+    model, kv = loaded.model, loaded.storage.allocate(1)
     positions = torch.arange(WINDOW)
     metadata = AttentionMetadata(
         query_starts=[0, WINDOW],

@@ -21,13 +21,14 @@ import torch
 
 from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, decode_to_rank, encode, seal
 from penstock.config import RankConfig
-from penstock.executor import rank
 from penstock.executor.compute_choice import load_kernels
+from penstock.executor.loading import build_model, build_runner
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.registry import load_spec
 from penstock.pipeline.ports import EmbedSource, SampleSink
 from penstock.pipeline.stage import Stage
 from penstock.pipeline.token_return import TokenSender
+from penstock.runner.kv_storage import KVStorage
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 
@@ -127,10 +128,12 @@ def rank_config(model: Path, batch: int, options: argparse.Namespace) -> RankCon
 
 def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleSink]:
     spec, device = load_spec(Path(config.model_path)), torch.device("cpu")
-    model = rank._build_model(config, spec, device, kernels, None)
+    model = build_model(config, spec, kernels, None)
     load_weights(model, Checkpoint(Path(config.model_path)), lambda done, total: None)
-    storage = rank._storage(config, model, device)
-    runner = rank._build_runner(config, model, storage.allocate(config.num_blocks or 1), device)
+    storage = KVStorage(
+        model.attention, num_layers=spec.num_layers, block_size=config.block_size, device=device
+    )
+    runner = build_runner(config, model, storage.allocate(config.num_blocks or 1))
     sink = SampleSink(runner, TokenSender([]), Discard())  # type: ignore[arg-type]
     return Stage(0, runner, EmbedSource(runner), sink), sink
 

@@ -8,6 +8,7 @@ they are owned; `resolve` functions elsewhere replace "auto" by numbers and retu
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 import msgspec
@@ -25,6 +26,18 @@ PinThreads = Literal["auto", "on", "off"]
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise UsageError(f"{name} is {value}; it must be at least {low}.", param=name, code="out_of_range")
+
+
+def _whole_numbers(given: int | str) -> list[int]:
+    """The numbers of `threads_per_rank`: 2, "2" or "1,3"."""
+    entries = [entry.strip() for entry in str(given).split(",")]
+    if not all(re.fullmatch(r"-?[0-9]{1,9}", entry) for entry in entries):
+        raise UsageError(
+            f'threads_per_rank is "{given}", which is no number of threads.',
+            remedy='Write one number for all stages, or one per stage with commas between, such as "1,3".',
+            param="threads_per_rank",
+        )
+    return [int(entry) for entry in entries]
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,10 +62,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pipeline_parallel_size: number of stages P.
-        partition: `even`, `last`, or layers per stage such as "5,6,5,6".
+        partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
+        partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         async_depth: plans issued ahead; P + async_depth plans are in flight. `auto` measures at start whether
             one ahead is faster than none.
-        threads_per_rank: CPU threads of a rank; None shares the cores among the ranks.
+        threads_per_rank: CPU threads of every rank, or of each, such as "1,3"; None shares the cores among
+            the ranks.
         device: `cpu`, `cuda`, or `auto` (cuda when torch sees a GPU).
         tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
             or by `transfer` from the first.
@@ -66,8 +81,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     pipeline_parallel_size: int = 1
     partition: str = "even"
+    partition_mix: str = "512:128"
     async_depth: int | Literal["auto"] = "auto"
-    threads_per_rank: int | None = None
+    threads_per_rank: int | str | list[int] | None = None
     device: Device = "cpu"
     tied_head: TiedHead = "load"
     step_timeout_s: float | None = None
@@ -81,8 +97,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             _at_least("async_depth", self.async_depth, 0)
             if self.async_depth > 64:
                 raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
-        if self.threads_per_rank is not None:
-            _at_least("threads_per_rank", self.threads_per_rank, 1)
+        for threads in self.rank_threads or ():
+            _at_least("threads_per_rank", threads, 1)
         if self.step_timeout_s is not None and not 0 < self.step_timeout_s < math.inf:
             raise UsageError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0 seconds.")
 
@@ -90,6 +106,23 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_async_depth(self) -> int:
         """That there must be room for; `auto` takes 0 or 1."""
         return 1 if self.async_depth == "auto" else self.async_depth
+
+    @property
+    def rank_threads(self) -> list[int] | None:
+        """`threads_per_rank` as one number per rank."""
+        given, stages = self.threads_per_rank, self.pipeline_parallel_size
+        if given is None:
+            return None
+        counts = given if isinstance(given, list) else _whole_numbers(given)
+        if len(counts) == 1 and not isinstance(given, list):
+            return counts * stages
+        if len(counts) != stages:
+            raise UsageError(
+                f"threads_per_rank has {len(counts)} entries for {stages} stages.",
+                remedy=f"Give one number for all stages, or {stages}.",
+                param="threads_per_rank",
+            )
+        return counts
 
     @property
     def depth(self) -> int:
@@ -268,6 +301,27 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     results: LinkHandle | None = None  # last stage: to the core
     incoming: LinkHandle | None = None
     outgoing: LinkHandle | None = None
+
+
+class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that measures a rank reads from its config pipe.
+
+    Attributes:
+        rank: in service, but for its layers: only as many as are timed.
+        start_fd: a pipe that ends when all ranks are ready.
+        num_rows: of the decode steps, rising.
+        context: tokens of each row, the one that it decodes included.
+        prefill_tokens: of the chunk of a prompt.
+        case_s: seconds for each number of rows, and for the chunk; more if a step takes longer.
+    """
+
+    rank: RankConfig
+    parent_pid: int
+    start_fd: int
+    num_rows: list[int]
+    context: int
+    prefill_tokens: int
+    case_s: float
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

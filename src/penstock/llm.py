@@ -22,6 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from penstock.config import Backend, Device, DType, EngineConfig, PinThreads, Quantization, TiedHead
+from penstock.engine.auto_partition import settle_partition
 from penstock.engine.client import EngineClient, InprocessClient, ProcessClient
 from penstock.engine.launch import Host, LaunchPlan, resolve
 from penstock.engine.outputs import (
@@ -65,10 +66,12 @@ class LLM:
         max_num_batched_tokens: tokens of one step at most.
         block_size: tokens per KV block.
         num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
-        partition: `even`, `last`, or layers per stage such as "5,6,5,6".
+        partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
+        partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         device: `cpu`, `cuda` or `auto`.
         distributed_executor_backend: `mp` (a process per stage) or `inprocess` (a thread per stage).
-        threads_per_rank: CPU threads of a stage; None shares the cores among the stages.
+        threads_per_rank: CPU threads of a stage, or of each, such as "1,3" or [1, 3]; None shares the cores
+            among the stages.
         step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
         tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
         quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
@@ -98,9 +101,10 @@ class LLM:
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         partition: str = "even",
+        partition_mix: str = "512:128",
         device: Device = "cpu",
         distributed_executor_backend: Backend = "mp",
-        threads_per_rank: int | None = None,
+        threads_per_rank: int | str | Sequence[int] | None = None,
         tied_head: TiedHead = "load",
         step_timeout_s: float | None = None,
         quantization: Quantization = "none",
@@ -119,6 +123,7 @@ class LLM:
             "parallel": {
                 "pipeline_parallel_size": pipeline_parallel_size,
                 "partition": partition,
+                "partition_mix": partition_mix,
                 "async_depth": async_depth,
                 "threads_per_rank": threads_per_rank,
                 "device": device,
@@ -147,7 +152,9 @@ class LLM:
         self._start(_engine_config(values))
 
     def _start(self, config: EngineConfig) -> None:
-        plan = resolve(config, Host.detect())
+        host = Host.detect()
+        config = settle_partition(config, host, NoReporter())
+        plan = resolve(config, host)
         directory = Path(plan.model_path)
         self._tokenizer = load_tokenizer(directory)
         self._chat_template = load_chat_template(directory, self._tokenizer)

@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 import checkpoints
 from hand_core import Wanted, small_core
 from penstock.config import RankConfig
-from penstock.executor import compute_choice, rank
+from penstock.executor.compute_choice import load_kernels
 from penstock.executor.inprocess import InprocessExecutor
+from penstock.executor.loading import load_rank
 from penstock.models.decoder import Decoder
-from penstock.models.registry import load_spec
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loader import load_weights
 from penstock.weights.mapping import tensor_slots
 from rank_configs import make_rank_configs
 from stage_driver import StageDriver
@@ -27,13 +25,8 @@ LAYOUTS = [("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("int8", 8)]
 
 
 def loaded(config: RankConfig) -> Decoder:
-    """The model of a rank, as the rank builds it."""
-    spec, checkpoint = load_spec(Path(config.model_path)), Checkpoint(Path(config.model_path))
-    quantized = compute_choice.quantized_checkpoint(checkpoint, spec)
-    kernels, _ = compute_choice.load_kernels(config, is_quantized=True)
-    model = rank._build_model(config, spec, torch.device("cpu"), kernels, quantized)
-    load_weights(model, checkpoint, lambda done, total: None, quantized=quantized)
-    return model
+    """The model of a rank, as the rank loads it."""
+    return load_rank(config, lambda done, total: None).model
 
 
 def outputs(model: Path, num_stages: int, **changes: object) -> list[list[int]]:
@@ -120,7 +113,7 @@ def test_packed_weights_take_a_quarter_of_the_memory(tmp_path: Path) -> None:
     for quantization in ("none", "int8", "int4"):
         (config,) = make_rank_configs(tmp_path, 1, quantization=quantization, dtype="bfloat16")
         model = loaded(config)
-        if config.kernels == "auto" and not compute_choice.load_kernels(config, is_quantized=False)[0]:
+        if config.kernels == "auto" and not load_kernels(config, is_quantized=False)[0]:
             pytest.skip("without kernels they do not")
         slots = tensor_slots(model)
         sizes[quantization] = sum({id(s.sink): s.sink.nbytes for s in slots if hasattr(s, "sink")}.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -38,6 +39,31 @@ def test_a_number_that_is_too_low_is_named(cls: type[Any], field: str, value: in
     with pytest.raises(UsageError, match=f"{field} is {value}; it must be at least {value + 1}") as caught:
         cls(**{field: value})
     assert (caught.value.param, caught.value.code) == (field, "out_of_range")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", 'threads_per_rank is ""'),
+        ("1,", 'threads_per_rank is "1,"'),
+        ("two", "one per stage with commas between"),
+        ("1,2,3", "has 3 entries for 2 stages"),
+        ([1], "has 1 entries for 2 stages"),
+        ("0,1", "threads_per_rank is 0; it must be at least 1"),
+        ([2, -1], "threads_per_rank is -1; it must be at least 1"),
+    ],
+)
+def test_i13_threads_that_cannot_be_met_are_refused(given: str | list[int], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        ParallelConfig(pipeline_parallel_size=2, threads_per_rank=given)
+    assert caught.value.param == "threads_per_rank"
+
+
+@pytest.mark.parametrize(
+    ("given", "threads"), [(None, None), (3, [3, 3]), (" 3 ", [3, 3]), ("1, 3", [1, 3]), ([1, 3], [1, 3])]
+)
+def test_i13_threads_of_each_rank(given: int | str | list[int] | None, threads: list[int] | None) -> None:
+    assert ParallelConfig(pipeline_parallel_size=2, threads_per_rank=given).rank_threads == threads
 
 
 def test_async_depth_has_a_ceiling() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, seal
 from penstock.config import CoreConfig, ParallelConfig
-from penstock.engine.step_costs import StepCosts
+from penstock.engine.cost_learning import CostLearner
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import Executor, KVPlan
 from penstock.scheduler.cost_model import CostModel
@@ -39,7 +39,7 @@ class Calibration:
 
     next_step: int = 0
     async_depth: int = 0
-    costs: StepCosts | None = None  # None: plans are not sized by time
+    costs: CostLearner | None = None  # None: plans are not sized by time
 
     @classmethod
     def none(cls, parallel: ParallelConfig) -> Calibration:
@@ -114,7 +114,7 @@ class _Trials:
     """Made-up plans, in order, through an executor that nobody else uses."""
 
     def __init__(self, executor: Executor, config: CoreConfig, clock: Callable[[], float]) -> None:
-        self.costs = StepCosts(CostModel(config.parallel.pipeline_parallel_size))
+        self.costs = CostLearner(CostModel(config.parallel.pipeline_parallel_size))
         self.num_stages = config.parallel.pipeline_parallel_size
         self.next_step = 0
         self._executor = executor

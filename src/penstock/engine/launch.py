@@ -1,14 +1,16 @@
 """From an `EngineConfig` to what each process is told: pure, and the same for every backend.
 
 `resolve` replaces every "auto" by a value (model directory, layer ranges, dtype, device, threads and their
-cores) and refuses settings that do not go together. Called by the supervisor (processes) and by `llm` (ranks
-as threads). Starts nothing and opens no socket.
+cores) and refuses settings that do not go together; `--partition auto` has become numbers before
+(`engine.auto_partition`). Called by the supervisor (processes) and by `llm` (ranks as threads). Starts
+nothing and opens no socket.
 """
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -141,7 +143,7 @@ def _rank_configs(
     wait_timeout_s: float,
     host: Host,
 ) -> list[RankConfig]:
-    threads = config.parallel.threads_per_rank or max(1, host.num_cpus // len(ranges))
+    threads = config.parallel.rank_threads or [max(1, host.num_cpus // len(ranges))] * len(ranges)
     cpus = _cpus_of_ranks(config.parallel, threads, form.device, host)
     return [
         RankConfig(
@@ -153,7 +155,7 @@ def _rank_configs(
             start_layer=start,
             end_layer=end,
             device=form.device,
-            threads=threads,
+            threads=threads[stage],
             block_size=config.cache.block_size,
             num_blocks=config.cache.num_blocks,
             kv_cache_bytes=config.cache.kv_cache_bytes,
@@ -285,10 +287,12 @@ def _device(asked: str, host: Host) -> Literal["cpu", "cuda"]:
     return "cuda" if asked == "cuda" else "cpu"
 
 
-def _cpus_of_ranks(parallel: ParallelConfig, threads: int, device: str, host: Host) -> list[tuple[int, ...]]:
+def _cpus_of_ranks(
+    parallel: ParallelConfig, threads: list[int], device: str, host: Host
+) -> list[tuple[int, ...]]:
     """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned."""
-    stages = parallel.pipeline_parallel_size
-    reason = _why_not_pinned(parallel, stages * threads, device, host)
+    ends = list(accumulate(threads))
+    reason = _why_not_pinned(parallel, ends[-1], device, host)
     if parallel.pin_threads == "on" and reason:
         raise UsageError(
             f"--pin-threads is on; {reason}.",
@@ -296,10 +300,10 @@ def _cpus_of_ranks(parallel: ParallelConfig, threads: int, device: str, host: Ho
             param="pin_threads",
         )
     # Left to themselves, threads find free cores if there are any; and of two engines one need not wait.
-    fills_the_machine = stages * threads == len(host.cpus)
+    fills_the_machine = ends[-1] == len(host.cpus)
     if parallel.pin_threads == "off" or reason or not (fills_the_machine or parallel.pin_threads == "on"):
-        return [()] * stages
-    return [host.cpus[stage * threads : (stage + 1) * threads] for stage in range(stages)]
+        return [()] * len(threads)
+    return [host.cpus[end - count : end] for count, end in zip(threads, ends, strict=True)]
 
 
 def _why_not_pinned(parallel: ParallelConfig, num_threads: int, device: str, host: Host) -> str:

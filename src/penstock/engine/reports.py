@@ -41,6 +41,18 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     text: str
 
 
+class PartitionChosen(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="partition_chosen"):
+    """`--partition auto` has cut the model.
+
+    Attributes:
+        layers: of each stage.
+        table: what it was chosen from, as lines.
+    """
+
+    layers: list[int]
+    table: list[str]
+
+
 class StageReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
     """A stage serves.
 
@@ -81,7 +93,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     trace: str = ""
 
 
-Event = LoadProgress | StageLoaded | Notice | StageReady | EngineReady | Draining | Failed
+Event = LoadProgress | StageLoaded | Notice | PartitionChosen | StageReady | EngineReady | Draining | Failed
 
 
 class Reporter(Protocol):
@@ -125,13 +137,15 @@ class PlainReporter:
 
 
 def event_line(event: Event) -> str:
-    """An event as one line of text; empty for those that need none."""
+    """An event as one line of text, or more for a table; empty for those that need none."""
     match event:
         case LoadProgress():
             share = 100 * event.done_bytes // max(1, event.total_bytes)
             return f"stage {event.stage}  loading {share} % of {megabytes(event.total_bytes)}"
         case Notice():
             return f"note: {event.text}"
+        case PartitionChosen():
+            return "\n".join(event.table)
         case StageReady():
             return (
                 f"stage {event.stage}  pid {event.pid}  {event.parts}  {megabytes(event.tensor_bytes)}  "

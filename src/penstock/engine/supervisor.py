@@ -28,6 +28,7 @@ import msgspec
 
 from penstock.batch import RankLoaded
 from penstock.config import EngineConfig, ServerConfig
+from penstock.engine.auto_partition import settle_partition
 from penstock.engine.children import Child, Family, spawn
 from penstock.engine.control import ControlPipe
 from penstock.engine.fronts import CallerFront, Front, HttpFront
@@ -92,8 +93,9 @@ class Supervisor:
         """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
         started = time.monotonic()
         try:
-            plan = resolve(self._engine, Host.detect())
+            host = Host.detect()
             self._front.open()
+            plan = resolve(settle_partition(self._engine, host, self._reporter), host)
             with _signals() as signal_fd:
                 engine = _RunningEngine(plan, self._front, self._reporter, signal_fd, started)
                 try:

@@ -1,8 +1,9 @@
 """What every child process of the supervisor does first, and how it reports.
 
 The supervisor writes a child's config to a pipe and reads JSON lines from another: the child's progress,
-readiness or the first cause of its failure. Used by the entry points of ranks, core and API process, and for
-the decoding by the supervisor. Imports no torch, so that a rank can set its environment before torch starts.
+readiness or the first cause of its failure. Used by the entry points of ranks, core, API process and
+measuring processes, and for the decoding by the supervisor. Imports no torch, so that a rank can set its
+environment before torch starts.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import ctypes
 import faulthandler
 import os
 import signal
+import sys
 import traceback
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import msgspec
 import setproctitle
@@ -45,6 +47,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="e
     """The child serves."""
 
 
+class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured", tag_field="event"):
+    """What a rank's steps cost, as `planner.stage_costs.StageCosts` in JSON."""
+
+    costs: msgspec.Raw
+
+
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
     """The child is about to exit. `trace` is for the log of a verbose supervisor."""
 
@@ -52,7 +60,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field=
     trace: str = ""
 
 
-StatusEvent = Progress | Loaded | Ready | Failed
+StatusEvent = Progress | Loaded | Ready | Measured | Failed
 
 _events: msgspec.json.Decoder[StatusEvent] = msgspec.json.Decoder(StatusEvent)
 
@@ -115,6 +123,19 @@ def enter_child(title: str, parent_pid: int) -> None:
     setproctitle.setproctitle(title)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def bound_thread_pools(count: int) -> None:
+    """Bound those that torch's libraries make when they are loaded; before torch is imported."""
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ[name] = str(count)
+
+
+def leave(code: int) -> NoReturn:
+    """End the process without taking the interpreter and torch apart, which takes longer than a second."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -11,12 +11,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
-from penstock.attention.metadata import AnyKV
 from penstock.batch import (
     AllocateKV,
     RankFailed,
@@ -29,37 +26,29 @@ from penstock.batch import (
     encode,
 )
 from penstock.config import RankConfig
-from penstock.errors import PenstockError, ProtocolError, UsageError
+from penstock.errors import PenstockError, ProtocolError
 from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
-from penstock.executor.compute_choice import (
-    format_of,
-    is_invariant,
-    load_kernels,
-    pin_threads,
-    quantized_checkpoint,
+from penstock.executor.loading import (
+    LoadedRank,
+    available_bytes,
+    build_runner,
+    dtype_of,
+    load_rank,
+    num_sharers,
+    transfers_head,
 )
-from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.matrix import PLAIN, Matrix
-from penstock.models.decoder import EMBEDDING, Decoder
-from penstock.models.interfaces import require_pp
-from penstock.models.registry import load_spec
-from penstock.models.spec import ModelSpec
+from penstock.models.decoder import EMBEDDING
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.link import Link
 from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink, Sink, Source
 from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
-from penstock.runner.buffers import BufferPool
-from penstock.runner.kv_storage import KVDemand, KVStorage
-from penstock.runner.memory import host_available_bytes
+from penstock.runner.kv_demand import KVDemand
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.request_rows import RequestRows
 from penstock.trace.phases import PhaseClock, StageReporter
-from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.loader import LoadReport, load_weights
-from penstock.weights.quantized_formats import QuantizedCheckpoint
 
 Report = Callable[[StatusEvent], None]
 
@@ -113,44 +102,18 @@ def run_rank(config: RankConfig, connections: RankConnections, report: Report) -
 
 
 def _serve(config: RankConfig, connections: RankConnections, report: Report) -> None:
-    torch.set_num_threads(config.threads)
-    device = _device(config)
-    spec = load_spec(Path(config.model_path))
-    is_quantized = config.quantization != "none" or spec.quantization is not None
-    kernels, description = load_kernels(config, is_quantized=is_quantized)
-    pin_threads(config, kernels)
-    require_pp(Decoder)
-    checkpoint = Checkpoint(Path(config.model_path))
-    quantized = quantized_checkpoint(checkpoint, spec)
-    model = _build_model(config, spec, device, kernels, quantized)
-    loaded = load_weights(
-        model,
-        checkpoint,
-        lambda done, total: report(Progress(done=done, total=total)),
-        left_out=frozenset(
-            {f"{EMBEDDING}.weight"} if config.is_last and _transfers_head(config, spec) else ()
-        ),
-        quantized=quantized,
-    )
-    storage = _storage(config, model, device)
-    message = _loaded_message(
-        config,
-        loaded,
-        storage,
-        _available_bytes(device),
-        kernels=description,
-        is_invariant=is_invariant(kernels),
-    )
+    loaded = load_rank(config, lambda done, total: report(Progress(done=done, total=total)))
+    message = _loaded_message(config, loaded)
     report(Loaded(rank=message))
     connections.plans.send(encode(message))
     num_blocks = _await_allocation(connections.plans)
     if num_blocks is None:
         return
-    if _transfers_head(config, spec):
-        _transfer_head(config, spec, model, connections)
-    runner = _build_runner(config, model, storage.allocate(num_blocks), device)
+    if transfers_head(config, loaded.spec):
+        _transfer_head(config, loaded, connections)
+    runner = build_runner(config, loaded.model, loaded.storage.allocate(num_blocks))
     clock = PhaseClock(keeps_spans=True)
-    source = _choose_source(config, spec, runner, connections, clock)
+    source = _choose_source(config, loaded, runner, connections, clock)
     sink = _choose_sink(config, runner, connections, clock)
     times = StageReporter(config.stage, clock, lambda told: _tell_times(told, connections.plans))
     stage = Stage(config.stage, runner, source, sink, times)
@@ -159,32 +122,11 @@ def _serve(config: RankConfig, connections: RankConnections, report: Report) -> 
     stage.run(plans_from(connections.plans, clock, is_last=config.is_last))
 
 
-def _build_model(
-    config: RankConfig,
-    spec: ModelSpec,
-    device: torch.device,
-    kernels: CpuKernels | None,
-    quantized: QuantizedCheckpoint | None,
-) -> Decoder:
-    return Decoder(
-        spec,
-        (config.start_layer, config.end_layer),
-        dtype=_dtype(config),
-        device=device,
-        kernels=kernels,
-        format_of=format_of(config, quantized),
-        block_size=config.block_size,
-    )
-
-
-def _transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
-    return config.tied_head == "transfer" and spec.tie_word_embeddings and config.num_stages > 1
-
-
-def _transfer_head(config: RankConfig, spec: ModelSpec, model: Decoder, connections: RankConnections) -> None:
+def _transfer_head(config: RankConfig, loaded: LoadedRank, connections: RankConnections) -> None:
     """Once all ranks have loaded, so that nobody waits for another's disk."""
-    weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=_dtype(config), device=_device(config))
-    embedding = model.get_submodule(EMBEDDING)
+    spec = loaded.spec
+    weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=dtype_of(config), device=loaded.device)
+    embedding = loaded.model.get_submodule(EMBEDDING)
     matrix = embedding.weight if isinstance(embedding, VocabEmbedding) else None
     if isinstance(matrix, Tensor):
         weight = matrix.data
@@ -200,36 +142,16 @@ def _transfer_head(config: RankConfig, spec: ModelSpec, model: Decoder, connecti
         packed.finish()
 
 
-def _storage(config: RankConfig, model: Decoder, device: torch.device) -> KVStorage:
-    num_layers = config.end_layer - config.start_layer
-    return KVStorage(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
-
-
-def _loaded_message(
-    config: RankConfig,
-    loaded: LoadReport,
-    storage: KVStorage,
-    available: int,
-    *,
-    kernels: str,
-    is_invariant: bool,
-) -> RankLoaded:
-    demand = KVDemand(
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        num_blocks=config.num_blocks,
-        kv_cache_bytes=config.kv_cache_bytes,
-        num_sharers=_num_sharers(config),
-    )
+def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
+    demand = KVDemand.of_rank(config, num_sharers(config))
     return RankLoaded(
         stage=config.stage,
-        max_blocks=storage.max_blocks(demand, available),
-        block_bytes=storage.block_bytes,
-        tensor_bytes=loaded.tensor_bytes,
-        bytes_read=loaded.bytes_read,
-        load_seconds=loaded.seconds,
-        kernels=kernels,
-        is_invariant=is_invariant,
+        max_blocks=loaded.storage.max_blocks(demand, available_bytes(loaded.device)),
+        block_bytes=loaded.storage.block_bytes,
+        tensor_bytes=loaded.report.tensor_bytes,
+        bytes_read=loaded.report.bytes_read,
+        load_seconds=loaded.report.seconds,
+        kernels=loaded.kernels,
     )
 
 
@@ -245,22 +167,9 @@ def _await_allocation(plans: MessageChannel) -> int | None:
     return message.num_blocks
 
 
-def _build_runner(config: RankConfig, model: Decoder, kv: list[AnyKV], device: torch.device) -> ModelRunner:
-    model.record(kv, config.max_num_batched_tokens)
-    rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)
-    buffers = BufferPool(
-        config.depth,
-        max_num_tokens=config.max_num_batched_tokens,
-        max_num_rows=config.max_num_seqs,
-        max_blocks_per_row=rows.max_blocks_per_row,
-        device=device,
-    )
-    return ModelRunner(model, kv, rows, buffers)
-
-
 def _choose_source(
     config: RankConfig,
-    spec: ModelSpec,
+    loaded: LoadedRank,
     runner: ModelRunner,
     connections: RankConnections,
     clock: PhaseClock,
@@ -270,9 +179,9 @@ def _choose_source(
     return LinkSource(
         connections.incoming,
         max_num_tokens=config.max_num_batched_tokens,
-        width=spec.hidden_size,
-        dtype=_dtype(config),
-        device=_device(config),
+        width=loaded.spec.hidden_size,
+        dtype=dtype_of(config),
+        device=loaded.device,
         clock=clock,
     )
 
@@ -300,32 +209,3 @@ def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:
 def _tell_times(told: StageTimes | StageSpans, plans: MessageChannel) -> None:
     with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
         plans.send(encode(told), timeout_s=0.0)
-
-
-def _device(config: RankConfig) -> torch.device:
-    """Stages take the GPUs of the host in turn."""
-    if config.device == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.device_count() == 0:
-        raise UsageError(
-            f"stage {config.stage} is to run on cuda, but torch {torch.__version__} sees no GPU.",
-            remedy="Use --device cpu, or install a CUDA build of torch.",
-        )
-    return torch.device(config.device, config.stage % torch.cuda.device_count())
-
-
-def _available_bytes(device: torch.device) -> int:
-    """What is free on the device now, other processes' use deducted."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
-
-
-def _num_sharers(config: RankConfig) -> int:
-    """Ranks that live in the same memory."""
-    num_memories = 1 if config.device == "cpu" else torch.cuda.device_count()
-    return -(-config.num_stages // num_memories)
-
-
-def _dtype(config: RankConfig) -> torch.dtype:
-    dtype = getattr(torch, config.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype

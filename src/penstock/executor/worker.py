@@ -8,14 +8,19 @@ shutdown, else that of the error.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from penstock.config import LinkHandle, RankProcessConfig
 from penstock.errors import PenstockError, error_from_info
-from penstock.executor.child import StatusWriter, enter_child, failure, read_config
+from penstock.executor.child import (
+    StatusWriter,
+    bound_thread_pools,
+    enter_child,
+    failure,
+    leave,
+    read_config,
+)
 from penstock.executor.plan_channel import ZmqChannel
 
 if TYPE_CHECKING:
@@ -33,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = read_config(options.config_fd, RankProcessConfig)
         enter_child(f"penstock stage {config.rank.stage} tp 0", config.parent_pid)
-        _set_threads(config.rank.threads)
+        bound_thread_pools(config.rank.threads)
         return _run(config, status)
     except Exception as error:
         status.write(failure(error))
@@ -46,12 +51,6 @@ def _run(config: RankProcessConfig, status: StatusWriter) -> int:
 
     failed = run_rank(config.rank, _connect(config), status.write)
     return 0 if failed is None else error_from_info(failed.error).exit_code
-
-
-def _set_threads(count: int) -> None:
-    """Bound the thread pools that torch's libraries make when they are loaded."""
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-        os.environ[name] = str(count)
 
 
 def _connect(config: RankProcessConfig) -> RankConnections:
@@ -82,12 +81,5 @@ def _link(handle: LinkHandle | None, from_stage: int, timeout_s: float) -> Link 
     return SharedMemoryLink(handle, f"stage {from_stage} -> stage {from_stage + 1}", timeout_s)
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process without taking the interpreter and torch apart, which takes longer than a second."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())

@@ -1,7 +1,8 @@
 """Which layers each stage holds.
 
 A pure function of layer count, stage count and policy; called when an engine is resolved and by anything that
-prints a plan. Does not weigh times or memory (`planner.partition_search` will) and does not load anything.
+prints a plan. Does not weigh times or memory: `engine.auto_partition` does, and puts numbers in place of
+`auto`. Does not load anything.
 
 Ranges are half-open pairs `(start, end)`; over the stages they tile `[0, num_layers)` in order.
 """
@@ -16,6 +17,7 @@ from penstock.errors import PartitionError
 
 PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
 DEFAULT_POLICY = "even"
+AUTO_POLICY = "auto"
 
 
 def partition_layers(
@@ -30,7 +32,8 @@ def partition_layers(
     Args:
         policy: `even` gives the remainder layers one each to the stages from the second-last backwards (the
             last stage has norm and head to compute besides); `last` gives them to the last stages; a text
-            such as "5,6,5,6" or a sequence of numbers says the layers of each stage.
+            such as "5,6,5,6" or a sequence of numbers says the layers of each stage; `auto` is all layers
+            on one stage, and must have been replaced by numbers for more.
         environ: with the default policy and several stages, its `PENSTOCK_PP_LAYER_PARTITION` overrides.
 
     Raises:
@@ -40,10 +43,16 @@ def partition_layers(
     override = environ.get(PARTITION_VARIABLE, "")
     if policy == DEFAULT_POLICY and num_stages > 1 and override:
         counts = _explicit(_parse(override, PARTITION_VARIABLE), num_layers, num_stages, PARTITION_VARIABLE)
-    elif policy == DEFAULT_POLICY:
+    elif policy == DEFAULT_POLICY or (policy == AUTO_POLICY and num_stages == 1):
         counts = _remainder_before_last(num_layers, num_stages)
     elif policy == "last":
         counts = _remainder_on_last(num_layers, num_stages)
+    elif policy == AUTO_POLICY:
+        raise PartitionError(
+            f"partition is auto; to cut {num_layers} layers into {num_stages} stages, measure first.",
+            remedy="`penstock plan MODEL` measures now.",
+            param="partition",
+        )
     else:
         given = _parse(policy, "partition") if isinstance(policy, str) else list(policy)
         counts = _explicit(given, num_layers, num_stages, "partition")
@@ -91,7 +100,7 @@ def _parse(text: str, source: str) -> list[int]:
     if not all(entry.isascii() and entry.isdigit() and len(entry) <= 9 for entry in entries):
         raise PartitionError(
             f'{source} is "{text}", which is not a list of layer counts.',
-            remedy='Write one number per stage with commas between, such as "5,6,5,6", or `even` or `last`.',
+            remedy="Write one number per stage with commas between, such as 5,6,5,6, or even, last or auto.",
             param="partition",
         )
     return [int(entry) for entry in entries]

@@ -34,6 +34,7 @@ def build_app(invocation: Invocation) -> App:
     )
     bench, kernels = App(name="bench"), App(name="kernels")
     app.command("penstock.server.cli_serve:serve", name="serve")
+    app.command("penstock.server.cli_plan:plan", name="plan")
     app.command("penstock.server.cli_chat:chat", name="chat")
     app.command("penstock.server.cli_chat:complete", name="complete")
     app.command("penstock.server.cli_trace:trace", name="trace")

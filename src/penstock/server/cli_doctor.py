@@ -28,7 +28,7 @@ from penstock.errors import PenstockError
 from penstock.kernels.cpu.library import Loaded, load
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.spec import ModelSpec
-from penstock.pipeline.partition import partition_layers
+from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.server.cli_settings import flag
 from penstock.server.cli_terminal import Invocation, one_line, remedy_of
 from penstock.weights.checkpoint import Checkpoint
@@ -292,6 +292,8 @@ def _elements(shape: Sequence[int]) -> int:
 
 def check_stages(spec: ModelSpec, settings: DoctorSettings) -> list[Finding]:
     """What each stage would hold. Raises `PartitionError`."""
+    if settings.partition == AUTO_POLICY:
+        return [Finding("ok", "stages", "cut by what is measured at start; `penstock plan` does it now")]
     itemsize = ITEM_SIZES.get(spec.dtype, 4)
     ranges = partition_layers(spec.num_layers, settings.pipeline_parallel_size, settings.partition)
     findings = []

@@ -26,6 +26,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   penstock serve demo --pp 2    serve the model in the package through two stages
 
   serve MODEL           start the server: a model directory, or demo
+  plan MODEL            measure, and show the best split of the layers over the stages
   chat                  talk to a running server
   complete [PROMPT]     let a running server continue a text
   bench serve           load a running server, and check that no token is lost
@@ -97,6 +98,19 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
             "--port",
             "--api-key-file",
             "--served-model-name",
+        ),
+    ),
+    ("plan",): CommandHelp(
+        "penstock plan MODEL --pp N [flags]",
+        "Measure the stages and show which layers each should hold, as --partition auto would choose.",
+        "penstock plan ./Qwen2.5-0.5B --pp 2 --partition-mix 512:128",
+        common=(
+            "--pp",
+            "--partition-mix",
+            "--threads-per-rank",
+            "--dtype",
+            "--max-model-len",
+            "--max-num-seqs",
         ),
     ),
     ("chat",): CommandHelp(

@@ -23,6 +23,7 @@ from penstock.engine.reports import (
     Failed,
     LoadProgress,
     Notice,
+    PartitionChosen,
     StageReady,
     event_line,
     megabytes,
@@ -102,7 +103,7 @@ class ServeReporter:
             self._announce(event)
         elif isinstance(event, StageReady):
             self._invocation.say(INDENT + event_line(event))
-        elif isinstance(event, Draining | Notice):
+        elif isinstance(event, Draining | Notice | PartitionChosen):
             self._invocation.say(event_line(event))
 
     def _announce(self, event: EngineReady) -> None:

@@ -72,18 +72,22 @@ class EngineSettings:
     partition: Annotated[
         str,
         flag(
-            "layers per stage: even, last, or a list such as 5,6,5,6",
+            "layers per stage: even, last, auto (measured), or a list such as 5,6,5,6",
             "--partition",
             group="pipeline",
             env=PARTITION_ENV,
         ),
     ] = "even"
+    partition_mix: Annotated[
+        str, flag("for --partition auto: PROMPT:OUTPUT tokens", "--partition-mix", group="pipeline")
+    ] = "512:128"
     async_depth: Annotated[
         int | Literal["auto"],
         flag("plans issued ahead of the pipe, or auto: measured", "--async-depth", group="pipeline"),
     ] = "auto"
     threads_per_rank: Annotated[
-        int | None, flag("CPU threads of a rank", "--threads-per-rank", group="pipeline")
+        int | str | None,
+        flag("CPU threads of a rank, or of each: 1,3", "--threads-per-rank", group="pipeline"),
     ] = None
     device: Annotated[Device, flag("where the stages run", "--device", group="pipeline")] = "cpu"
     tied_head: Annotated[
@@ -157,6 +161,7 @@ class EngineSettings:
             parallel=ParallelConfig(
                 pipeline_parallel_size=self.pipeline_parallel_size,
                 partition=self.partition,
+                partition_mix=self.partition_mix,
                 async_depth=self.async_depth,
                 threads_per_rank=self.threads_per_rank,
                 device=self.device,

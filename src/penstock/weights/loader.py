@@ -98,9 +98,14 @@ def load_weights(
     for num_bytes in _filled(loads, packed, quantized):
         done += num_bytes
         progress(done, total)
-    parameters = sum(slot.target.nbytes for slot in slots if isinstance(slot, TensorSlot))
-    tensor_bytes = parameters + sum(sink.nbytes for sink in row_sinks(model))
-    return LoadReport(bytes_read=done, tensor_bytes=tensor_bytes, seconds=time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return LoadReport(bytes_read=done, tensor_bytes=held_bytes(model), seconds=seconds)
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Memory of all weights of a module, in the form in which they are held."""
+    parameters = sum(slot.target.nbytes for slot in tensor_slots(module) if isinstance(slot, TensorSlot))
+    return parameters + sum(sink.nbytes for sink in row_sinks(module))
 
 
 def _filled(loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoint | None) -> Iterator[int]:

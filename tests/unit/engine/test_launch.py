@@ -84,6 +84,16 @@ def test_explicit_values_win(model: str) -> None:
     assert plan.core.max_model_len == 100
 
 
+@pytest.mark.parametrize(
+    ("given", "threads"), [(2, [2, 2]), ("2", [2, 2]), ("1,3", [1, 3]), ([3, 1], [3, 1])]
+)
+def test_i13_threads_are_the_same_for_all_stages_or_each_ones_own(
+    model: str, given: int | str | list[int], threads: list[int]
+) -> None:
+    plan = plan_for(model, parallel=ParallelConfig(pipeline_parallel_size=2, threads_per_rank=given))
+    assert [rank.threads for rank in plan.ranks] == threads
+
+
 def test_more_stages_than_cores_still_get_a_thread(model: str) -> None:
     host = Host(num_cpus=2, free_bytes=1 << 30, has_cuda=False)
     plan = plan_for(model, host, parallel=ParallelConfig(pipeline_parallel_size=5))
@@ -246,6 +256,15 @@ def test_each_rank_gets_the_next_cores(model: str) -> None:
         (1,),
         (2,),
     ]
+
+
+def test_i13_cores_follow_the_threads_of_each_rank(model: str) -> None:
+    host = cores(1, 2, 4, 6)
+    assert cpus_of(model, host, pipeline_parallel_size=2, threads_per_rank="1,3") == [(1,), (2, 4, 6)]
+    assert cpus_of(model, host, pipeline_parallel_size=2, threads_per_rank="2,1") == [(), ()]
+    pinned = cpus_of(model, host, pipeline_parallel_size=2, threads_per_rank="2,1", pin_threads="on")
+    assert pinned == [(1, 2), (4,)]
+    assert cpus_of(model, host, pipeline_parallel_size=2, threads_per_rank="2,3") == [(), ()]
 
 
 def test_threads_that_leave_cores_free_are_not_pinned_unasked(model: str) -> None:

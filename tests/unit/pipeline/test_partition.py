@@ -164,6 +164,12 @@ def test_a1_no_stage_at_all_is_refused() -> None:
         partition_layers(5, 0, environ={})
 
 
+def test_d5_auto_is_all_layers_on_one_stage_and_must_be_measured_for_more() -> None:
+    assert partition_layers(5, 1, "auto", environ={}) == [(0, 5)]
+    with pytest.raises(PartitionError, match="to cut 5 layers into 2 stages, measure first"):
+        partition_layers(5, 2, "auto", environ={PARTITION_VARIABLE: "4,1"})
+
+
 def test_s7_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(PartitionError, match=r'partition is "middle".*`even` or `last`'):
+    with pytest.raises(PartitionError, match=r'partition is "middle".*even, last or auto'):
         partition_layers(5, 2, "middle", environ={})

@@ -94,7 +94,7 @@ def test_help_all_has_every_flag_once_with_default_and_environment_name() -> Non
     assert f"the other {len(flags) - 10}" in first
     assert {"--async-depth", "--prefill-chunk", "--insecure", "--drain-seconds", "--seed"} <= set(flags)
     row = next(line for line in out.splitlines() if line.split()[:1] == ["--async-depth"])
-    assert row.split()[-2:] == ["[0]", "PENSTOCK_ASYNC_DEPTH"]
+    assert row.split()[-2:] == ["[auto]", "PENSTOCK_ASYNC_DEPTH"]
     assert "PENSTOCK_PP_LAYER_PARTITION" in out
 
 
@@ -134,6 +134,15 @@ def test_root_help_and_version() -> None:
         (["serve", "demo", "--port", "70000"], "between 0 and 65535"),
         (["serve", "demo", "--drain-seconds", "-1"], "--drain-seconds is -1.0"),
         (["serve"], "no model is given"),
+        (["serve", "demo", "--pp", "2", "--threads-per-rank", "1,x"], "one per stage"),
+        (
+            ["serve", "demo", "--pp", "2", "--threads-per-rank", "1,2,3"],
+            "Give one number for all stages, or 2.",
+        ),
+        (["plan"], "no model is given"),
+        (["plan", "demo"], "one stage holds all layers"),
+        (["plan", "demo", "--pp", "2", "--partition-mix", "all"], "PROMPT:OUTPUT"),
+        (["plan", "demo", "--pp", "9"], "Use at most 6."),
     ],
 )
 def test_a_wrong_command_line_is_exit_2_with_what_to_do(words: list[str], told: str) -> None:

@@ -129,6 +129,12 @@ def test_the_demo_model_passes_and_its_stages_are_shown() -> None:
     assert "LlamaForCausalLM, 6 layers" in out
 
 
+def test_a_partition_that_will_be_measured_is_not_refused() -> None:
+    code, out = doctor("demo", "--pp", "2", "--partition", "auto", "--port", "0")
+    assert code == 0
+    assert "`penstock plan` does it now" in out
+
+
 def write_model(directory: Path) -> Path:
     """A Llama of one layer, without a tokenizer, written by hand."""
     config = {

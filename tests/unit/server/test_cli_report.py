@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from penstock.config import EngineConfig, ModelConfig, ParallelConfig, ServerConfig
-from penstock.engine.reports import Draining, EngineReady, Failed, LoadProgress, StageReady
+from penstock.engine.reports import Draining, EngineReady, Failed, LoadProgress, PartitionChosen, StageReady
 from penstock.errors import ErrorInfo, NotEnoughMemoryError
 from penstock.server.cli_report import JsonReporter, ServeReporter, curl_example
 from penstock.server.cli_terminal import Invocation
@@ -98,6 +98,13 @@ def test_a_failure_is_the_cause_and_the_remedy_on_standard_error() -> None:
     made.report(Failed(error=cause.info()))
     assert err.getvalue() == "error: the weights take 9 GiB; 2 GiB are free.\n  Use more stages.\n"
     assert out.getvalue() == ""
+
+
+def test_d16_the_table_of_a_measured_partition_is_shown_line_by_line() -> None:
+    out = StringIO()
+    made, _ = reporter(out, Clock())
+    made.report(PartitionChosen(layers=[2, 4], table=["partition 2,4: fast", "stage  layers"]))
+    assert out.getvalue() == "partition 2,4: fast\nstage  layers\n"
 
 
 def test_draining_is_announced() -> None:

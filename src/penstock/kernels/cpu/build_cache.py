@@ -29,20 +29,34 @@ class FolderUnusableError(Exception):
     """The cache folder is not there and cannot be made, or others can write to it. The text says which."""
 
 
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """$PENSTOCK_CACHE_DIR, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; and `kernels` in it.
+def cache_folder(environ: Mapping[str, str], part: str = "kernels") -> Path:
+    """$PENSTOCK_CACHE_DIR, else $XDG_CACHE_HOME/penstock, else ~/.cache/penstock; and `part` in it.
 
     A relative $XDG_CACHE_HOME is passed over, as the XDG base directory specification asks. Raises
     `FolderUnusableError` where the user has no home.
     """
     own, xdg, home = (environ.get(name, "") for name in ("PENSTOCK_CACHE_DIR", "XDG_CACHE_HOME", "HOME"))
     if own:
-        return Path(own).absolute() / "kernels"
+        return Path(own).absolute() / part
     if os.path.isabs(xdg):
-        return Path(xdg) / "penstock" / "kernels"
+        return Path(xdg) / "penstock" / part
     if os.path.isabs(home):
-        return Path(home) / ".cache" / "penstock" / "kernels"
+        return Path(home) / ".cache" / "penstock" / part
     raise FolderUnusableError("neither PENSTOCK_CACHE_DIR nor HOME is set")
+
+
+def trusted_folder(folder: Path) -> Path:
+    """The folder with its links resolved, made where it is missing, and nobody else's to write to.
+
+    Raises `FolderUnusableError`.
+    """
+    try:
+        real = Path(os.path.realpath(folder))
+        _make(real)
+        _check_trust(real)
+    except OSError as error:
+        raise FolderUnusableError(f"{folder}: {error.strerror}") from error
+    return real
 
 
 class BuildCache:
@@ -53,17 +67,8 @@ class BuildCache:
 
     @classmethod
     def open(cls, folder: Path) -> BuildCache:
-        """The folder with its links resolved, made where it is missing.
-
-        Raises `FolderUnusableError`.
-        """
-        try:
-            real = Path(os.path.realpath(folder))
-            _make(real)
-            _check_trust(real)
-        except OSError as error:
-            raise FolderUnusableError(f"{folder}: {error.strerror}") from error
-        return cls(real)
+        """The one at this place, as `trusted_folder`. Raises `FolderUnusableError`."""
+        return cls(trusted_folder(folder))
 
     def find(self, key: str) -> Path | None:
         """The library built for this key, or None. One that is not what its name says is removed."""

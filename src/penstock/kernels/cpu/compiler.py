@@ -194,6 +194,14 @@ def build(
         return NotBuilt(cause=refused.cause, reason=str(refused))
 
 
+def build_key(environ: Mapping[str, str], machine: Machine) -> str:
+    """What names the library that `build` would give; "" where it would give none. Compiles nothing."""
+    try:
+        return _order(environ, machine, SOURCES, BUILD_SECONDS).key
+    except _RefusedError:
+        return ""
+
+
 def _order(environ: Mapping[str, str], machine: Machine, folder: Path, seconds: float) -> _Order:
     extra = _extra_flags(environ)
     _check_cpu(machine, extra)

@@ -166,6 +166,7 @@ def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
     names = (
         "pipeline_parallel_size",
         "partition",
+        "partition_mix",
         "async_depth",
         "threads_per_rank",
         "device",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.batch import ScheduledBatch, StageSpans
-from penstock.engine.step_costs import StepCosts, step_times
+from penstock.engine.cost_learning import CostLearner, step_times
 from penstock.scheduler.cost_model import CostModel
 from penstock.trace.phases import Phase
 
@@ -57,7 +57,7 @@ def test_waiting_is_no_cost_and_probes_are_no_steps() -> None:
 
 
 def test_reports_teach_the_model_once_and_only_of_plans_that_were_submitted() -> None:
-    costs = StepCosts(CostModel(1))
+    costs = CostLearner(CostModel(1))
     costs.submitted(decode(4, 2), alone=False)
     costs.learn([report(0, 1, (3, 2, LAST))])
     assert costs.model.costs() is None, "step 3 was not submitted here"
@@ -74,7 +74,7 @@ def test_reports_teach_the_model_once_and_only_of_plans_that_were_submitted() ->
 
 
 def test_steps_alone_and_shared_are_kept_apart() -> None:
-    costs = StepCosts(CostModel(2))
+    costs = CostLearner(CostModel(2))
     for step in range(2):
         costs.submitted(decode(step, 2), alone=step == 0)
     for stage in range(2):
@@ -84,7 +84,7 @@ def test_steps_alone_and_shared_are_kept_apart() -> None:
 
 
 def test_shapes_of_steps_that_are_never_reported_do_not_pile_up() -> None:
-    costs = StepCosts(CostModel(1))
+    costs = CostLearner(CostModel(1))
     for step in range(5000):
         costs.submitted(decode(step, 1), alone=False)
     assert len(costs._shapes) <= 4096

@@ -28,7 +28,7 @@ class StepTimes(NamedTuple):
     overhead_s: float
 
 
-class StepCosts:
+class CostLearner:
     """Teaches a cost model.
 
     Args:

@@ -1,0 +1,151 @@
+"""One rank's model, loaded, and the runner over it: all that computes, without neighbours or messages.
+
+Called by `executor.rank`, which serves with it, and by `planner.step_timing`, which times it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.attention.metadata import AnyKV
+from penstock.config import RankConfig
+from penstock.errors import UsageError
+from penstock.executor.compute_choice import (
+    format_of,
+    is_invariant,
+    load_kernels,
+    pin_threads,
+    quantized_checkpoint,
+)
+from penstock.kernels.cpu.ops import CpuKernels
+from penstock.models.decoder import EMBEDDING, Decoder
+from penstock.models.interfaces import require_pp
+from penstock.models.registry import load_spec
+from penstock.models.spec import ModelSpec
+from penstock.runner.buffers import BufferPool
+from penstock.runner.kv_storage import KVStorage
+from penstock.runner.memory import host_available_bytes
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.request_rows import RequestRows
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loader import LoadReport, load_weights
+from penstock.weights.quantized_formats import QuantizedCheckpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRank:
+    """Weights in memory.
+
+    Attributes:
+        storage: of the KV cache; nothing is allocated yet.
+        kernels: which run, or why none do.
+        is_invariant: whether a number is the same bits whatever is computed together with it.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    model: Decoder
+    storage: KVStorage
+    report: LoadReport
+    kernels: str
+    is_invariant: bool
+
+
+def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> LoadedRank:
+    """Set up this process' (or thread's) compute threads, and load the rank's weights.
+
+    Args:
+        progress: called with (bytes done, bytes in all).
+    """
+    torch.set_num_threads(config.threads)
+    device = device_of(config)
+    spec = load_spec(Path(config.model_path))
+    is_quantized = config.quantization != "none" or spec.quantization is not None
+    kernels, description = load_kernels(config, is_quantized=is_quantized)
+    pin_threads(config, kernels)
+    require_pp(Decoder)
+    checkpoint = Checkpoint(Path(config.model_path))
+    quantized = quantized_checkpoint(checkpoint, spec)
+    model = build_model(config, spec, kernels, quantized)
+    is_sent_head = config.is_last and transfers_head(config, spec)
+    left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
+    report = load_weights(model, checkpoint, progress, left_out=left_out, quantized=quantized)
+    num_layers = config.end_layer - config.start_layer
+    storage = KVStorage(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
+    return LoadedRank(
+        spec=spec,
+        device=device,
+        model=model,
+        storage=storage,
+        report=report,
+        kernels=description,
+        is_invariant=is_invariant(kernels),
+    )
+
+
+def build_model(
+    config: RankConfig, spec: ModelSpec, kernels: CpuKernels | None, quantized: QuantizedCheckpoint | None
+) -> Decoder:
+    """The rank's layers, not filled."""
+    return Decoder(
+        spec,
+        (config.start_layer, config.end_layer),
+        dtype=dtype_of(config),
+        device=device_of(config),
+        kernels=kernels,
+        format_of=format_of(config, quantized),
+        block_size=config.block_size,
+    )
+
+
+def build_runner(config: RankConfig, model: Decoder, kv: Sequence[AnyKV]) -> ModelRunner:
+    """The runner over a model and its KV storage."""
+    model.record(kv, config.max_num_batched_tokens)
+    rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)
+    buffers = BufferPool(
+        config.depth,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_rows=config.max_num_seqs,
+        max_blocks_per_row=rows.max_blocks_per_row,
+        device=device_of(config),
+    )
+    return ModelRunner(model, kv, rows, buffers)
+
+
+def transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
+    """Whether a tied head comes down the pipe."""
+    return config.tied_head == "transfer" and spec.tie_word_embeddings and config.num_stages > 1
+
+
+def device_of(config: RankConfig) -> torch.device:
+    """Stages take the GPUs of the host in turn."""
+    if config.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.device_count() == 0:
+        raise UsageError(
+            f"stage {config.stage} is to run on cuda, but torch {torch.__version__} sees no GPU.",
+            remedy="Use --device cpu, or install a CUDA build of torch.",
+        )
+    return torch.device(config.device, config.stage % torch.cuda.device_count())
+
+
+def available_bytes(device: torch.device) -> int:
+    """What is free on the device now, other processes' use deducted."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
+
+
+def num_sharers(config: RankConfig) -> int:
+    """Ranks that live in the same memory."""
+    num_memories = 1 if config.device == "cpu" else torch.cuda.device_count()
+    return -(-config.num_stages // num_memories)
+
+
+def dtype_of(config: RankConfig) -> torch.dtype:
+    """The torch type of a rank's numbers."""
+    dtype = getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -1,0 +1,114 @@
+"""Measured costs kept between starts: in the cache's folder `partition`, JSON per model, setting and machine.
+
+The file's name is a hash of all that the costs depend on; deleting it, or the folder, measures again. So does
+a file that is damaged. Nothing here is needed: without a folder that only we can write to, nothing is kept.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from penstock.config import MeasureConfig
+from penstock.kernels.cpu.build_cache import FolderUnusableError, cache_folder, trusted_folder
+from penstock.kernels.cpu.compiler import Machine, build_key
+from penstock.models.spec import ModelSpec
+from penstock.planner.stage_costs import StageCosts
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+# Of a rank's config, what its steps do not depend on.
+_IRRELEVANT = frozenset({"model_path", "num_blocks", "kv_cache_bytes", "wait_timeout_s"})
+
+
+def cost_key(configs: Sequence[MeasureConfig], spec: ModelSpec, environ: Mapping[str, str]) -> str:
+    """Hash of all that the costs depend on: model, settings of all ranks, kernels, versions and machine."""
+    settings = []
+    for config in configs:
+        fields = msgspec.to_builtins(config)
+        fields["rank"] = {name: value for name, value in fields["rank"].items() if name not in _IRRELEVANT}
+        settings.append({name: fields[name] for name in ("rank", "num_rows", "context", "prefill_tokens")})
+    machine = Machine.detect()
+    parts = {
+        "versions": [_version(name) for name in ("penstock", "torch")],
+        "settings": settings,
+        "spec": spec,
+        "kernels": build_key(environ, machine),
+        "cpu": [_cpu_name(), machine.num_cores],
+        "gpus": [_text(path) for path in sorted(_GPUS.glob("*/information"))],
+        "visible_gpus": environ.get("CUDA_VISIBLE_DEVICES", ""),
+    }
+    return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:32]
+
+
+class CostCache:
+    """Costs by key.
+
+    Args:
+        folder: that only we can write to; None: nothing is kept.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+
+    @classmethod
+    def open(cls, environ: Mapping[str, str]) -> CostCache:
+        """The user's own."""
+        try:
+            return cls(trusted_folder(cache_folder(environ, "partition")))
+        except FolderUnusableError:
+            return cls(None)
+
+    def path(self, key: str) -> Path | None:
+        """Where costs of this key are kept."""
+        return None if self._folder is None else self._folder / f"{key}.json"
+
+    def find(self, key: str, num_stages: int) -> list[StageCosts] | None:
+        """The costs of all stages, or None if they are not there or not whole."""
+        path = self.path(key)
+        try:
+            costs = msgspec.json.decode(path.read_bytes(), type=list[StageCosts]) if path else []
+        except (OSError, msgspec.MsgspecError):
+            return None
+        is_whole = len(costs) == num_stages and all(stage.decode for stage in costs)
+        return costs if is_whole else None
+
+    def put(self, key: str, costs: Sequence[StageCosts]) -> None:
+        """Keep them, in one rename. A disk that is full or read-only is no error."""
+        path = self.path(key)
+        if path is None:
+            return
+        try:
+            descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="measured-")
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(msgspec.json.encode(costs))
+            os.replace(name, path)
+        except OSError:
+            return
+
+
+def _version(distribution: str) -> str:
+    """Of what is installed; "" for sources that are run where they lie."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _cpu_name() -> str:
+    found = re.search(r"^model name\s*:(.*)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

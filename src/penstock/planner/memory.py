@@ -1,0 +1,51 @@
+"""How many tokens of KV cache each stage would have beside its weights, and whether they fit at all.
+
+The rule is the ranks' own (`runner.kv_demand`); only the free memory is worked out instead of looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.config import RankConfig
+from penstock.errors import NotEnoughMemoryError
+from penstock.planner.stage_costs import StageCosts
+from penstock.runner.kv_demand import KVDemand
+
+
+def kv_tokens(costs: Sequence[StageCosts], ranks: Sequence[RankConfig]) -> list[list[int]]:
+    """Per stage [num_layers + 1]: tokens beside so many layers; 0 where weights and KV do not fit."""
+    num_layers = ranks[-1].end_layer
+    return [
+        [0, *(_tokens(costs, rank, count, num_layers) for count in range(1, num_layers + 1))]
+        for rank in ranks
+    ]
+
+
+def _tokens(costs: Sequence[StageCosts], rank: RankConfig, count: int, num_layers: int) -> int:
+    own = costs[rank.stage]
+    available = own.available_bytes - _weights_beside(costs, own, count, num_layers)
+    if available < 0:
+        return 0
+    try:
+        blocks = KVDemand.of_rank(rank, own.num_sharers).max_blocks(
+            block_bytes=count * own.kv_block_bytes,
+            block_size=rank.block_size,
+            available=available,
+            device=rank.device,
+        )
+    except NotEnoughMemoryError:
+        return 0
+    return blocks * rank.block_size
+
+
+def _weights_beside(costs: Sequence[StageCosts], own: StageCosts, count: int, num_layers: int) -> int:
+    """Weights in the memory of a stage with `count` layers.
+
+    Where all stages share one memory, all layers are in it, however they are split. Where some do, as on
+    several GPUs with several stages each, every one is taken to be as large as this one.
+    """
+    if own.num_sharers < len(costs):
+        return own.num_sharers * own.weight_bytes(count)
+    layer_bytes = max(stage.layer_bytes for stage in costs)
+    return num_layers * layer_bytes + sum(stage.end_bytes for stage in costs)

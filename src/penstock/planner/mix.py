@@ -1,0 +1,33 @@
+"""The typical request for which a partition is chosen. Read by whoever measures, searches or reports."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from penstock.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Tokens of a typical request: prompt tokens are prefilled, each output token is one decode."""
+
+    prompt: int
+    output: int
+
+    @classmethod
+    def parse(cls, text: str) -> Mix:
+        """ "512:128" -> 512 prompt tokens and 128 output tokens. Raises `UsageError`."""
+        found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text.strip())
+        if not found or int(found[2]) < 1:
+            raise UsageError(
+                f'partition_mix is "{text}", which is no mix of prefill and decode.',
+                remedy='Write PROMPT:OUTPUT, the tokens of a typical request, such as "512:128"; '
+                '"0:128" counts decodes only.',
+                param="partition_mix",
+            )
+        return cls(int(found[1]), int(found[2]))
+
+    def mean_length(self, max_model_len: int) -> int:
+        """Tokens that a running request holds in the KV cache, on average over its decodes."""
+        return min(self.prompt + (self.output + 1) // 2, max_model_len)

@@ -1,0 +1,148 @@
+"""The best split of the layers over the stages, exactly: a search of tables, pure and without clocks.
+
+Called with the tables of `planner.performance`. All costs are whole nanoseconds, so that sums are exact and
+the same tables give the same split on every machine. A split is judged by, in this order,
+
+1. its slowest stage;
+2. the sum of the squares of its stages' costs: of equally fast splits, the one that is nearest to balance;
+3. fewer layers on the earlier stages.
+
+How many rows a step has follows from the split: as many as the tightest stage has KV memory for. So the
+search fixes the number of rows, finds the best among the splits that have just so many (dynamic programming
+over stages and layers), and takes the best over all numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTable:
+    """What a stage can hold, and what that costs.
+
+    Attributes:
+        max_rows: [num_layers + 1] rows of a step that its memory allows beside so many layers; 0: none, such
+            a stage does not fit.
+        cost_ns: (layers, rows of a step) -> nanoseconds that a typical request takes on this stage.
+    """
+
+    max_rows: Sequence[int]
+    cost_ns: Callable[[int, int], int]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Split:
+    """A split and its merit; the least is the best.
+
+    Attributes:
+        slowest_ns: of the slowest stage, for a typical request.
+        squares: sum of the squares of all stages' costs.
+        layers: of each stage.
+        num_rows: of a step.
+    """
+
+    slowest_ns: int
+    squares: int
+    layers: tuple[int, ...]
+    num_rows: int
+
+
+def judge(tables: Sequence[StageTable], layers: Sequence[int]) -> Split | None:
+    """The merit of a given split; None if it does not fit."""
+    num_rows = min(table.max_rows[count] for table, count in zip(tables, layers, strict=True))
+    if num_rows == 0:
+        return None
+    costs = [table.cost_ns(count, num_rows) for table, count in zip(tables, layers, strict=True)]
+    return Split(max(costs), sum(cost * cost for cost in costs), tuple(layers), num_rows)
+
+
+def best_split(tables: Sequence[StageTable], num_layers: int) -> Split | None:
+    """The best of all splits with at least one layer a stage; None if none fits."""
+    best: Split | None = None
+    candidates = {rows for table in tables for rows in table.max_rows[1:] if rows}
+    for num_rows in sorted(candidates, reverse=True):
+        found = _best_with(tables, num_layers, num_rows, None if best is None else best.slowest_ns)
+        if found is not None and (best is None or found < best):
+            best = found
+    return best
+
+
+def second_best(tables: Sequence[StageTable], num_layers: int, best: Split) -> Split | None:
+    """The best of all splits but `best`; it differs from that in at least one stage."""
+    found = [
+        best_split([*tables[:stage], _without(tables[stage], count), *tables[stage + 1 :]], num_layers)
+        for stage, count in enumerate(best.layers)
+    ]
+    return min((split for split in found if split is not None), default=None)
+
+
+def _without(table: StageTable, num_layers: int) -> StageTable:
+    """The same stage, which may not hold exactly so many layers."""
+    return replace(table, max_rows=[0 if n == num_layers else rows for n, rows in enumerate(table.max_rows)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A number of layers that a stage may hold."""
+
+    num_layers: int
+    cost_ns: int
+    is_tightest: bool  # its memory allows just the rows in question, and no more
+
+
+def _best_with(
+    tables: Sequence[StageTable], num_layers: int, num_rows: int, limit_ns: int | None
+) -> Split | None:
+    """The best split whose steps have exactly `num_rows` rows, if it has no stage above the limit."""
+    most = num_layers - len(tables) + 1
+    choices = [
+        [
+            choice
+            for choice in _choices(table, most, num_rows)
+            if limit_ns is None or choice.cost_ns <= limit_ns
+        ]
+        for table in tables
+    ]
+    found = _cheapest(choices, num_layers, max)
+    if found is None:
+        return None
+    slowest_ns, _ = found
+    kept = [[choice for choice in of_stage if choice.cost_ns <= slowest_ns] for of_stage in choices]
+    found = _cheapest(kept, num_layers, lambda total, cost: total + cost * cost)
+    assert found is not None, "the slowest stage was found with these choices"
+    squares, layers = found
+    return Split(slowest_ns, squares, layers, num_rows)
+
+
+def _choices(table: StageTable, most: int, num_rows: int) -> list[_Choice]:
+    return [
+        _Choice(count, table.cost_ns(count, num_rows), table.max_rows[count] == num_rows)
+        for count in range(1, most + 1)
+        if table.max_rows[count] >= num_rows
+    ]
+
+
+def _cheapest(
+    choices: Sequence[Sequence[_Choice]], num_layers: int, add: Callable[[int, int], int]
+) -> tuple[int, tuple[int, ...]] | None:
+    """(cost, layers of each stage) of the cheapest way to place all layers, a tightest stage among them.
+
+    Args:
+        add: (cost of the stages so far, cost of one more) -> cost of all; never falls as the first rises.
+    """
+    best = {(0, False): (0, ())}  # (layers placed, a tightest stage is among them) -> (cost, layers)
+    reached: dict[tuple[int, bool], tuple[int, tuple[int, ...]]] = dict(best)
+    for stage, of_stage in enumerate(choices):
+        most = num_layers - (len(choices) - stage - 1)  # the later stages have a layer each
+        before, reached = reached, {}
+        for (placed, is_tight), (cost, layers) in before.items():
+            for choice in of_stage:
+                if placed + choice.num_layers > most:
+                    break
+                place = (placed + choice.num_layers, is_tight or choice.is_tightest)
+                way = (add(cost, choice.cost_ns), (*layers, choice.num_layers))
+                if place not in reached or way < reached[place]:
+                    reached[place] = way
+    return reached.get((num_layers, True))

@@ -1,0 +1,97 @@
+"""How fast a split is: what a typical request takes on each stage, by measured times and KV memory.
+
+A pipe gives as many requests a second as its slowest stage. With m rows a step, a stage spends on a request
+
+    prompt tokens x seconds of a prefill token  +  output tokens x seconds of a decode step / m
+
+and m is what runs at once, shared among the P micro-batches of a full pipe. As many requests run at once as
+hold a row (`max_num_seqs`) and find KV memory at their mean length, on the stage that has least of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.config import RankConfig
+from penstock.errors import NotEnoughMemoryError
+from penstock.planner.memory import kv_tokens
+from penstock.planner.mix import Mix
+from penstock.planner.partition_search import Split, StageTable, best_split, judge, second_best
+from penstock.planner.stage_costs import StageCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionChoice:
+    """The best split, what it was compared with, and the numbers behind.
+
+    Attributes:
+        runner_up: the best of all others, if another one fits.
+        even: the default policy's; None if it does not fit.
+        kv_tokens: per stage [num_layers + 1], as `memory.kv_tokens` gives them.
+    """
+
+    mix: Mix
+    best: Split
+    runner_up: Split | None
+    even: Split | None
+    costs: Sequence[StageCosts]
+    kv_tokens: Sequence[Sequence[int]]
+
+
+def choose(
+    costs: Sequence[StageCosts], ranks: Sequence[RankConfig], mix: Mix, even: Sequence[int]
+) -> PartitionChoice:
+    """The best split of the ranks' layers by their measured costs.
+
+    Args:
+        ranks: one per stage; their own layer ranges do not matter, but for the end of the last.
+        even: layers per stage of the default policy.
+
+    Raises:
+        NotEnoughMemoryError: no split leaves every stage room for its weights and one request.
+    """
+    num_layers = ranks[-1].end_layer
+    tokens = kv_tokens(costs, ranks)
+    tables = [stage_table(own, rank, mix, room) for own, rank, room in zip(costs, ranks, tokens, strict=True)]
+    best = best_split(tables, num_layers)
+    if best is None:
+        raise NotEnoughMemoryError(
+            f"no split of {num_layers} layers over {len(ranks)} stages leaves every stage room for its "
+            f"weights and the KV cache of a request of {ranks[0].max_model_len} tokens.",
+            remedy="Lower --max-model-len, use more stages or --quantization, or free memory.",
+        )
+    return PartitionChoice(
+        mix=mix,
+        best=best,
+        runner_up=second_best(tables, num_layers, best),
+        even=judge(tables, even),
+        costs=costs,
+        kv_tokens=tokens,
+    )
+
+
+def stage_table(costs: StageCosts, rank: RankConfig, mix: Mix, tokens: Sequence[int]) -> StageTable:
+    """What the search needs to know of one stage.
+
+    Args:
+        tokens: [num_layers + 1] of KV cache beside so many layers.
+    """
+    return StageTable(
+        max_rows=[rows_of_a_step(count, rank, mix) for count in tokens],
+        cost_ns=lambda num_layers, num_rows: round(1e9 * request_s(costs, mix, num_layers, num_rows)),
+    )
+
+
+def rows_of_a_step(num_tokens: int, rank: RankConfig, mix: Mix) -> int:
+    """Rows of each micro-batch that so many tokens of KV cache allow; 0 without any."""
+    if num_tokens == 0:
+        return 0
+    at_once = min(rank.max_num_seqs, num_tokens // mix.mean_length(rank.max_model_len))
+    return max(1, at_once // rank.num_stages)
+
+
+def request_s(costs: StageCosts, mix: Mix, num_layers: int, num_rows: int) -> float:
+    """Seconds that a stage with so many layers spends on one typical request."""
+    decode_s = costs.decode_step_s(num_layers, num_rows) / num_rows
+    return mix.prompt * costs.prefill_token_s(num_layers) + mix.output * decode_s

@@ -1,0 +1,65 @@
+"""The table that a partition was chosen from, as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.planner.partition_search import Split
+from penstock.planner.performance import PartitionChoice
+
+_MIB = 1 << 20
+_HEADINGS = ("stage", "layers", "decode ms", "prefill ms/token", "weights MiB", "KV tokens", "stranded MiB")
+
+
+def partition_lines(choice: PartitionChoice) -> list[str]:
+    """What was chosen and for what, a row per stage, and what it was compared with."""
+    best = choice.best
+    rows = [_HEADINGS, *(_stage_row(choice, stage) for stage in range(len(best.layers)))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
+    request = f"{choice.mix.prompt} + {choice.mix.output} tokens"
+    return [
+        f"partition {comma_separated(best.layers)}: {_speed(best)} of {request}, {best.num_rows} rows a step",
+        *table,
+        *_others(choice),
+    ]
+
+
+def comma_separated(layers: Sequence[int]) -> str:
+    """Layers per stage as `--partition` takes them."""
+    return ",".join(map(str, layers))
+
+
+def _stage_row(choice: PartitionChoice, stage: int) -> tuple[str, ...]:
+    count, costs = choice.best.layers[stage], choice.costs[stage]
+    held = [tokens[own] for tokens, own in zip(choice.kv_tokens, choice.best.layers, strict=True)]
+    stranded = (held[stage] - min(held)) // costs.block_size * count * costs.kv_block_bytes
+    return (
+        str(stage),
+        str(count),
+        f"{1e3 * costs.decode_step_s(count, choice.best.num_rows):.3f}",
+        f"{1e3 * costs.prefill_token_s(count):.4f}" if choice.mix.prompt else "-",
+        f"{costs.weight_bytes(count) / _MIB:.1f}",
+        str(held[stage]),
+        f"{stranded / _MIB:.1f}",
+    )
+
+
+def _others(choice: PartitionChoice) -> list[str]:
+    """A line for each split that the best was compared with."""
+    best, even, runner_up = choice.best, choice.even, choice.runner_up
+    lines = ["even does not fit"] if even is None else []
+    if even is not None and even != best:
+        lines.append(_compared("even", even, best))
+    if runner_up is not None and runner_up != even:
+        lines.append(_compared("runner-up", runner_up, best))
+    return lines
+
+
+def _compared(name: str, split: Split, best: Split) -> str:
+    loss = 100 * (1 - best.slowest_ns / split.slowest_ns)
+    return f"{name} {comma_separated(split.layers)}: {_speed(split)}, {loss:.1f} % fewer"
+
+
+def _speed(split: Split) -> str:
+    return f"{1e9 / split.slowest_ns:.3g} requests/s"

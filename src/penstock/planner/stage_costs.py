@@ -1,0 +1,84 @@
+"""What one rank was measured to need: seconds and bytes, as values on a wire and in the cache.
+
+Made by `planner.step_timing` on the rank's own device, read by `planner.performance`. Torch-free.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+
+class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds of the parts of one step of `num_tokens` tokens, as this rank runs them.
+
+    Attributes:
+        layer_s: one layer.
+        fixed_s: the inputs of the step, whatever the number of layers.
+        embed_s: the embedding; 0 on all stages but the first.
+        head_s: final norm, output head and sampling; 0 on all stages but the last.
+        link_s: sending to the next stage and receiving from the one before, as far as there are such.
+    """
+
+    num_tokens: int
+    layer_s: float
+    fixed_s: float
+    embed_s: float
+    head_s: float
+    link_s: float
+
+    def step_s(self, num_layers: int) -> float:
+        """Seconds of the whole step on a stage with so many layers."""
+        return self.fixed_s + self.embed_s + self.head_s + self.link_s + num_layers * self.layer_s
+
+
+class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that was measured of one rank.
+
+    Attributes:
+        decode: steps of one token a row, by rising number of rows.
+        prefill: a step that is one chunk of one prompt.
+        layer_bytes: weights of one layer as this rank holds them.
+        end_bytes: of embedding, norm and head, as far as they are here.
+        kv_block_bytes: one block of the KV cache, of one layer.
+        block_size: tokens of a block.
+        available_bytes: free memory of the rank's device before anything was loaded.
+        num_sharers: ranks that share this memory.
+    """
+
+    decode: list[StepCosts]
+    prefill: StepCosts
+    layer_bytes: int
+    end_bytes: int
+    kv_block_bytes: int
+    block_size: int
+    available_bytes: int
+    num_sharers: int
+
+    def decode_step_s(self, num_layers: int, num_rows: int) -> float:
+        """Seconds of a decode step: linear between the measured numbers of rows, and beyond them."""
+        points = [(costs.num_tokens, costs.step_s(num_layers)) for costs in self.decode]
+        return max(0.0, interpolate(points, num_rows))
+
+    def prefill_token_s(self, num_layers: int) -> float:
+        """Seconds that one prompt token takes."""
+        return self.prefill.step_s(num_layers) / self.prefill.num_tokens
+
+    def weight_bytes(self, num_layers: int) -> int:
+        """Weights of a stage with so many layers."""
+        return self.end_bytes + num_layers * self.layer_bytes
+
+
+def interpolate(points: Sequence[tuple[int, float]], x: float) -> float:
+    """On the line through the two points around `x`; beyond the ends, through the last two.
+
+    Args:
+        points: at least one, by rising first coordinate.
+    """
+    if len(points) == 1:
+        return points[0][1]
+    right = min(max(bisect_left(points, x, key=lambda point: point[0]), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1], points[right]
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

@@ -1,0 +1,202 @@
+"""Times the steps of one rank on its own device, part by part, as `pipeline.stage` would run them.
+
+The weights are the checkpoint's own, in the form in which the rank will hold them; hidden states are random.
+Sampling is greedy. The cases, numbers of decode rows and the chunk of a prompt, take turns of the same length
+on all ranks, so that these run side by side. Of all steps of a case the lower quartile counts: neighbours in
+the pipe slow all steps, other programs only ever some.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from itertools import pairwise
+
+import msgspec
+import torch
+
+from penstock.attention.metadata import AnyKV, BlockKV
+from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch
+from penstock.config import MeasureConfig, RankConfig
+from penstock.executor.loading import (
+    available_bytes,
+    build_runner,
+    device_of,
+    dtype_of,
+    load_rank,
+    num_sharers,
+)
+from penstock.models.intermediate import IntermediateTensors
+from penstock.pipeline.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.link import SharedMemoryLink
+from penstock.pipeline.ports import CARRIED
+from penstock.pipeline.ring_memory import close_handle, create_ring
+from penstock.planner.stage_costs import StageCosts, StepCosts
+from penstock.weights.loader import held_bytes
+
+_GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, [], -1)
+_MAX_KV_BYTES = 256 << 20  # beyond that, rows share blocks: no processor caches so much
+_LINK_TIMEOUT_S = 60.0
+_ROUNDS = 2  # turns of every case
+_MAX_LATE_S = 10.0  # beyond what all turns should take; then every case still gets one step
+
+_Step = tuple[float, ...]  # seconds of inputs, embedding, layers, link (both ways) and head
+
+
+class TimedRank:
+    """A rank with some of its layers in memory, ready to be timed."""
+
+    def __init__(self, config: MeasureConfig) -> None:
+        rank = config.rank
+        self._config, self._rank = config, rank
+        self._device = device_of(rank)
+        self._available = available_bytes(self._device)
+        self._loaded = loaded = load_rank(rank, lambda done, total: None)
+        tokens = max(config.prefill_tokens, config.num_rows[-1] * (config.context + rank.block_size))
+        fitting = _MAX_KV_BYTES // loaded.storage.block_bytes
+        self._num_blocks = max(1, min(tokens // rank.block_size + 1, fitting))
+        kv = loaded.storage.allocate(self._num_blocks)
+        _make_resident(kv)
+        self._runner = build_runner(rank, loaded.model, kv)
+        self._link = _Loop(rank, loaded.spec.hidden_size)
+        shape = (rank.max_num_batched_tokens, loaded.spec.hidden_size)
+        self._received = {name: torch.randn(shape).to(self._device, dtype_of(rank)) for name in CARRIED}
+
+    @torch.inference_mode()
+    def measure(self) -> StageCosts:
+        """Time all cases, in turns. A rank whose steps are so long that it is late skips turns."""
+        config, model = self._config, self._loaded.model
+        plans = [self._plan([config.context] * count, is_decode=True) for count in config.num_rows]
+        plans.append(self._plan([config.prefill_tokens], is_decode=False))
+        steps: list[list[_Step]] = [[] for _ in plans]
+        late_at = time.monotonic() + config.case_s * len(plans) + _MAX_LATE_S
+        for _ in range(_ROUNDS):
+            for plan, of_plan in zip(plans, steps, strict=True):
+                if not of_plan or time.monotonic() < late_at:
+                    of_plan += self._steps(plan, config.case_s / _ROUNDS, late_at)
+        *decode, prefill = (self._costs(plan, of_plan) for plan, of_plan in zip(plans, steps, strict=True))
+        num_layers = self._rank.end_layer - self._rank.start_layer
+        layer_bytes = held_bytes(model.layers[self._rank.start_layer])
+        return StageCosts(
+            decode=decode,
+            prefill=prefill,
+            layer_bytes=layer_bytes,
+            end_bytes=held_bytes(model) - num_layers * layer_bytes,
+            kv_block_bytes=self._loaded.storage.block_bytes // num_layers,
+            block_size=self._rank.block_size,
+            available_bytes=self._available,
+            num_sharers=num_sharers(self._rank),
+        )
+
+    def _plan(self, lengths: Sequence[int], *, is_decode: bool) -> ScheduledBatch:
+        """Rows of known tokens: of each the last one, sampled after, or all, as in the midst of a prompt."""
+        rows = list(range(len(lengths)))
+        num_tokens = [1 if is_decode else length for length in lengths]
+        per_row = [-(-length // self._rank.block_size) for length in lengths]
+        ids = [index * 7919 % self._loaded.spec.vocab_size for index in range(max(lengths))]
+        return ScheduledBatch(
+            step_id=0,
+            rows=rows,
+            num_tokens=num_tokens,
+            start_positions=[length - count for length, count in zip(lengths, num_tokens, strict=True)],
+            new_blocks=[
+                [(row * count + block) % self._num_blocks for block in range(count)]
+                for row, count in zip(rows, per_row, strict=True)
+            ],
+            need_sampled=[is_decode] * len(rows),
+            token_from=[KNOWN] * len(rows),
+            new_rows=[
+                NewRow(row, 0, str(row), length, ids[:length], _GREEDY)
+                for row, length in zip(rows, lengths, strict=True)
+            ],
+        )
+
+    def _steps(self, plan: ScheduledBatch, seconds: float, late_at: float) -> list[_Step]:
+        """One turn: the same step again and again, twice at least unless it is late.
+
+        The first does not count if there are others, for it finds the caches cold.
+        """
+        until = time.monotonic() + seconds
+        steps = [self._timed_step(plan)]
+        while time.monotonic() < until or (len(steps) == 1 and time.monotonic() < late_at):
+            steps.append(self._timed_step(plan))
+        return steps[1:] or steps
+
+    def _costs(self, plan: ScheduledBatch, steps: Sequence[_Step]) -> StepCosts:
+        """What one step of this plan costs."""
+        fixed, embed, layers, link, head = (sorted(part)[len(part) // 4] for part in zip(*steps, strict=True))
+        rank = self._rank
+        return StepCosts(
+            num_tokens=plan.total_tokens,
+            layer_s=layers / (rank.end_layer - rank.start_layer),
+            fixed_s=fixed,
+            embed_s=embed if rank.is_first else 0.0,
+            head_s=head if rank.is_last else 0.0,
+            link_s=link * (2 - rank.is_first - rank.is_last) / 2,
+        )
+
+    def _timed_step(self, plan: ScheduledBatch) -> _Step:
+        """Carry out the plan."""
+        runner, rank = self._runner, self._rank
+        runner.admit(plan)  # anew for every step; so this is not counted
+        runner.rows.append_blocks(plan)
+        running = msgspec.structs.replace(plan, new_rows=[], new_blocks=[[]] * len(plan.rows))
+        instants = [self._now()]
+        batch = runner.prepare(running)
+        instants.append(self._now())
+        received = {name: tensor[: batch.num_tokens] for name, tensor in self._received.items()}
+        tensors = runner.embed(batch) if rank.is_first else IntermediateTensors(received)
+        instants.append(self._now())
+        tensors = runner.forward(tensors, batch)
+        instants.append(self._now())
+        self._link.carry(tensors)
+        instants.append(self._now())
+        if rank.is_last:
+            runner.sample(tensors, batch)
+        instants.append(self._now())
+        return tuple(after - before for before, after in pairwise(instants))
+
+    def _now(self) -> float:
+        """Once the device has done what it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+class _Loop:
+    """A link of the rank to itself."""
+
+    def __init__(self, rank: RankConfig, width: int) -> None:
+        dtype = dtype_of(rank)
+        size = frame_bytes(max_num_tokens=rank.max_num_batched_tokens, width=width, itemsize=dtype.itemsize)
+        handle = create_ring(size, 1)
+        self._sender = SharedMemoryLink(handle, "out", _LINK_TIMEOUT_S)
+        self._receiver = SharedMemoryLink(handle, "in", _LINK_TIMEOUT_S)
+        close_handle(handle)
+        shape, device = (rank.max_num_batched_tokens, width), device_of(rank)
+        self._out = [torch.empty(shape, dtype=dtype, device=device) for _ in CARRIED]
+        self._dtype = rank.dtype
+
+    def carry(self, tensors: IntermediateTensors) -> None:
+        """Send a step's tensors and receive them."""
+        carried = [tensors[name] for name in CARRIED]
+        num_tokens, width = carried[0].shape
+        header = FrameHeader(
+            epoch=0,
+            step_id=0,
+            kind=FrameKind.HIDDEN,
+            num_tokens=num_tokens,
+            width=width,
+            dtype=self._dtype,
+            num_tensors=len(carried),
+            digest=0,
+        )
+        self._sender.send(header, carried)
+        self._receiver.recv(header, [tensor[:num_tokens] for tensor in self._out]).wait()
+
+
+def _make_resident(kv: Sequence[AnyKV]) -> None:
+    """Pages that were never written are all the same page of zeros, which is faster to read."""
+    for layer in kv:
+        for tensor in [layer.blocks] if isinstance(layer, BlockKV) else [layer.key, layer.value]:
+            tensor.zero_()

@@ -1,0 +1,83 @@
+"""How many KV blocks a rank offers: a rule over numbers, without a tensor.
+
+Asked by `runner.kv_storage` once the weights are in memory, and by `planner.memory` beforehand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.config import RankConfig
+from penstock.errors import NotEnoughMemoryError
+
+# Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
+# the memory belongs to everybody; a GPU is ours, but activations need their room.
+_DEFAULT_SHARE = {"cpu": 0.25, "cuda": 0.85}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVDemand:
+    """What the storage is wanted for, and what the user said about its size."""
+
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int | None  # the user's number of blocks
+    kv_cache_bytes: int | None  # or the user's number of bytes
+    num_sharers: int  # ranks that share this memory
+
+    @classmethod
+    def of_rank(cls, config: RankConfig, num_sharers: int) -> KVDemand:
+        """What the user asks of one rank."""
+        return cls(
+            max_model_len=config.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            num_blocks=config.num_blocks,
+            kv_cache_bytes=config.kv_cache_bytes,
+            num_sharers=num_sharers,
+        )
+
+    def max_blocks(self, *, block_bytes: int, block_size: int, available: int, device: str) -> int:
+        """How many blocks a rank can offer.
+
+        The user's number of blocks, or what fits the user's bytes. By default a share of the memory that is
+        free, but no more than all requests at full length could use.
+
+        Args:
+            block_bytes: of one block over all of the rank's layers.
+            block_size: tokens of a block.
+            available: free bytes of the device (for a CPU: `memory.host_available_bytes`).
+            device: "cpu" or "cuda".
+
+        Raises:
+            NotEnoughMemoryError: not one request of full length fits, or the user's number does not.
+        """
+        if self.num_blocks is not None:
+            self._check_fits(self.num_blocks, block_bytes, available)
+            return self.num_blocks
+        per_sequence = -(-self.max_model_len // block_size)
+        if self.kv_cache_bytes is not None:
+            budget, most = self.kv_cache_bytes, None
+            self._check_fits(budget // block_bytes, block_bytes, available)
+        else:
+            budget = int(available * _DEFAULT_SHARE[device] / self.num_sharers)
+            most = per_sequence * self.max_num_seqs
+        fitting = budget // block_bytes
+        if fitting < per_sequence:
+            raise NotEnoughMemoryError(
+                f"a request of {self.max_model_len} tokens needs {_mib(per_sequence * block_bytes)} "
+                f"of KV cache on this stage, which is given {_mib(budget)} ({_mib(available)} are free).",
+                remedy="Lower --max-model-len, raise --kv-cache-bytes, or use more stages.",
+            )
+        return fitting if most is None else min(fitting, most)
+
+    def _check_fits(self, num_blocks: int, block_bytes: int, available: int) -> None:
+        needed, own = num_blocks * block_bytes, available // self.num_sharers
+        if needed > own:
+            raise NotEnoughMemoryError(
+                f"{num_blocks} KV blocks need {_mib(needed)} on this stage, but {_mib(own)} are free.",
+                remedy=f"Use --num-blocks {own // block_bytes} or fewer.",
+            )
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):.1f} MiB"

@@ -1,0 +1,52 @@
+"""`penstock plan`: which layers each stage would hold under `--partition auto`, and why; serves nothing.
+
+Called by `cli`. Measures the stages, or takes what was measured before, as `penstock serve` would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.engine.auto_partition import settle_partition
+from penstock.engine.launch import Host
+from penstock.engine.reports import Event, event_line
+from penstock.errors import UsageError
+from penstock.server.cli_settings import EngineSettings
+from penstock.server.cli_terminal import Invocation
+
+_ENGINE = EngineSettings()
+
+
+def plan(
+    model: str | None = None,
+    /,
+    *,
+    engine: EngineSettings = _ENGINE,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """The command. Returns 0 with a table on standard output."""
+    if not model:
+        raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
+    if engine.pipeline_parallel_size == 1:
+        raise UsageError(
+            "one stage holds all layers; there is nothing to choose.",
+            remedy="Give the number of stages, such as --pp 2.",
+            param="pipeline_parallel_size",
+        )
+    config = dataclasses.replace(engine, partition="auto").engine_config(model)
+    settled = settle_partition(config, Host.detect(), _Speaker(invocation))
+    invocation.say(f"Serve it with --partition {settled.parallel.partition}, or with --partition auto.")
+    return 0
+
+
+class _Speaker:
+    """Shows events as they come."""
+
+    def __init__(self, invocation: Invocation) -> None:
+        self._invocation = invocation
+
+    def report(self, event: Event) -> None:
+        self._invocation.say(event_line(event))
