@@ -265,6 +265,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         stall_timeout_s: with plans in flight and no result for this long, the pipeline counts as lost; a
             little more than the waits of the ranks, which know better what they wait for.
+        cpus: cores that the core's process may use; empty: all.
     """
 
     parallel: ParallelConfig
@@ -275,6 +276,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     stall_timeout_s: float = 65.0
+    cpus: tuple[int, ...] = ()
 
 
 class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import select
 import sys
 import time
@@ -249,6 +250,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             config = read_config(options.config_fd, CoreProcessConfig)
             enter_child("penstock core", config.parent_pid)
+            if config.core.cpus:
+                os.sched_setaffinity(0, config.core.cpus)
             _serve(config, options.control_fd, status, closing)
             return 0
         except Exception as error:

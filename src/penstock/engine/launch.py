@@ -120,11 +120,14 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
     if form.device == "cpu":
         _check_weights_fit(spec, ranges, form, host)
     wait_timeout_s = _step_timeout_s(config) * stages
+    ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host)
     return LaunchPlan(
         model_path=str(directory),
         spec=spec,
-        ranks=_rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host),
-        core=_core_config(config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S),
+        ranks=ranks,
+        core=_core_config(
+            config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, _cpus_of_core(ranks, host)
+        ),
         frame_bytes=frame_bytes(
             max_num_tokens=config.scheduler.max_num_batched_tokens,
             width=spec.hidden_size,
@@ -174,7 +177,11 @@ def _rank_configs(
 
 
 def _core_config(
-    config: EngineConfig, spec: ModelSpec, max_model_len: int, stall_timeout_s: float
+    config: EngineConfig,
+    spec: ModelSpec,
+    max_model_len: int,
+    stall_timeout_s: float,
+    cpus: tuple[int, ...],
 ) -> CoreConfig:
     return CoreConfig(
         parallel=config.parallel,
@@ -185,6 +192,7 @@ def _core_config(
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         stall_timeout_s=stall_timeout_s,
+        cpus=cpus,
     )
 
 
@@ -304,6 +312,13 @@ def _cpus_of_ranks(
     if parallel.pin_threads == "off" or reason or not (fills_the_machine or parallel.pin_threads == "on"):
         return [()] * len(threads)
     return [host.cpus[end - count : end] for count, end in zip(threads, ends, strict=True)]
+
+
+def _cpus_of_core(ranks: list[RankConfig], host: Host) -> tuple[int, ...]:
+    """Any but those that the last stage is bound to: a result wakes the core up where it was sent, and there
+    it would push the sender aside, which has the next micro-batch to run."""
+    last = ranks[-1].cpus
+    return tuple(cpu for cpu in host.cpus if cpu not in last) if last and len(ranks) > 1 else ()
 
 
 def _why_not_pinned(parallel: ParallelConfig, num_threads: int, device: str, host: Host) -> str:

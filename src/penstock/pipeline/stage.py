@@ -58,10 +58,11 @@ class Stage:
                 self._times.step_done(plan.wants_times)
 
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
-        """In the order that `ScheduledBatch` prescribes: rows, then token returns, then the batch."""
+        """Rows, then all that can be done without the samples that the plan consumes, then those."""
         self._runner.admit(plan)
+        batch = self._runner.begin(plan)
         self._sink.settle(plan)
-        return self._runner.prepare(plan)
+        return self._runner.complete(batch)
 
 
 def plans_from(

@@ -142,7 +142,7 @@ class TimedRank:
         runner.rows.append_blocks(plan)
         running = msgspec.structs.replace(plan, new_rows=[], new_blocks=[[]] * len(plan.rows))
         instants = [self._now()]
-        batch = runner.prepare(running)
+        batch = runner.complete(runner.begin(running))
         instants.append(self._now())
         received = {name: tensor[: batch.num_tokens] for name, tensor in self._received.items()}
         tensors = runner.embed(batch) if rank.is_first else IntermediateTensors(received)

@@ -3,6 +3,9 @@
 `runner.model_runner` builds one `ForwardBatch` per step. Everything is worked out for all rows at once with
 numpy and written into persistent buffers. Input ids, those of a prompt chunk, of a decode and of drafts alike
 (row D7), are one gather from the row table: known tokens lie at their positions, and drafts behind them.
+
+A batch is built in two parts, so that a stage can do most of it while it still waits for samples:
+`begin_batch` needs none, `complete_batch` fills in the ids once they are there.
 """
 
 from __future__ import annotations
@@ -31,6 +34,9 @@ class ForwardBatch:
     addressed: RowSnapshot  # [num_rows]
     sampled: RowSnapshot  # [num_sampled]
     output_index: NDArray[np.int64]  # [num_sampled] how many tokens the row has generated before this one
+    row_of_token: NDArray[np.int64]  # [num_tokens]
+    position_of_token: NDArray[np.int64]  # [num_tokens]
+    num_rejections: int  # that the row table had seen when the batch was begun
 
     @property
     def num_tokens(self) -> int:
@@ -42,9 +48,35 @@ def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
 
     Raises `ProtocolError` if the plan does not fit the row table.
     """
+    return complete_batch(begin_batch(plan, rows, buffers), rows, buffers)
+
+
+def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
+    """All but `input_ids`, for a plan whose rows have been applied; samples that it consumes may be to come.
+
+    Raises `ProtocolError` if the plan does not fit the row table.
+    """
     rows.append_blocks(plan)
     starts = rows.start_of(plan)
     rows.advance(plan, starts)
+    return _batch_at(starts, plan, rows, buffers)
+
+
+def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
+    """The batch with its ids, once the samples that it consumes are in the row table.
+
+    Raises `ProtocolError` if they are not.
+    """
+    rows.check_sources(batch.plan)
+    if rows.num_rejections != batch.num_rejections:  # so positions are others than the plan had hoped
+        batch = _batch_at(rows.accepted_start_of(batch.plan), batch.plan, rows, buffers)
+    buffers.input_ids.publish(rows.token_ids[batch.row_of_token, batch.position_of_token])
+    return batch
+
+
+def _batch_at(
+    starts: NDArray[np.int64], plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers
+) -> ForwardBatch:
     row_index = np.array(plan.rows, dtype=np.int64)
     num_tokens = np.array(plan.num_tokens, dtype=np.int64)
     ends = starts + num_tokens
@@ -61,13 +93,16 @@ def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
         sampled, sampled_ends, sample_indices = addressed.select(places), ends[places], sample_indices[places]
     return ForwardBatch(
         plan=plan,
-        input_ids=buffers.input_ids.publish(rows.token_ids[row_of_token, positions]),
+        input_ids=buffers.input_ids.view(positions.shape),
         positions=buffers.positions.publish(positions),
         metadata=_metadata(plan, rows, buffers, row_of_token, positions, query_starts, ends),
         sample_indices=buffers.sample_indices.publish(sample_indices),
         addressed=addressed,
         sampled=sampled,
         output_index=sampled_ends - rows.prompt_len[sampled.rows],
+        row_of_token=row_of_token,
+        position_of_token=positions,
+        num_rejections=rows.num_rejections,
     )
 
 

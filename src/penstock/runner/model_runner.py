@@ -1,8 +1,8 @@
 """Runs the model of one rank: plan in, tensors through, samples out.
 
-`pipeline.stage` calls `prepare`, `pipeline.ports` and the stage call `embed`, `forward` and `sample`. Owns
-nothing but its collaborators; knows neither neighbours nor messages, and keeps no state between two calls
-except the row table's.
+`pipeline.stage` calls `begin` and `complete`, `pipeline.ports` and the stage call `embed`, `forward` and
+`sample`. Owns nothing but its collaborators; knows neither neighbours nor messages, and keeps no state
+between two calls except the row table's.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from penstock.batch import ScheduledBatch, StepResult
 from penstock.models.interfaces import SupportsPP
 from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
-from penstock.runner.forward_batch import ForwardBatch, build_batch
+from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch
 from penstock.runner.request_rows import RequestRows
 from penstock.sample.sampler import Sampler
 from penstock.sample.sampling_rows import SamplingRows
@@ -46,9 +46,13 @@ class ModelRunner:
         for new_row in plan.new_rows:
             self._sampling.add(new_row.row, new_row.sampling)
 
-    def prepare(self, plan: ScheduledBatch) -> ForwardBatch:
-        """Inputs of a plan that was admitted and whose token returns have been consumed."""
-        return build_batch(plan, self.rows, self._buffers.for_step(plan.step_id))
+    def begin(self, plan: ScheduledBatch) -> ForwardBatch:
+        """Inputs of a plan that was admitted; the samples that it consumes may be to come."""
+        return begin_batch(plan, self.rows, self._buffers.for_step(plan.step_id))
+
+    def complete(self, batch: ForwardBatch) -> ForwardBatch:
+        """The same, once the samples have come."""
+        return complete_batch(batch, self.rows, self._buffers.for_step(batch.plan.step_id))
 
     def embed(self, batch: ForwardBatch) -> IntermediateTensors:
         """What the first layer takes. First stage only."""

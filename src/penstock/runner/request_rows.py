@@ -66,6 +66,7 @@ class RequestRows:
         self.generation = np.full(num_rows, _FREE, dtype=np.int64)
         self.sampled_step = np.full(num_rows, KNOWN, dtype=np.int64)  # step whose sample was consumed last
         self.request_ids = [""] * num_rows
+        self.num_rejections = 0  # steps consumed that rejected drafts, of any row
 
     @property
     def max_blocks_per_row(self) -> int:
@@ -109,14 +110,21 @@ class RequestRows:
         return RowSnapshot(rows=rows, generations=self.generation[rows], request_ids=names)
 
     def start_of(self, plan: ScheduledBatch) -> NDArray[np.int64]:
-        """True position of each row's first token: the plan's, less the rejections consumed. [num_rows]
-
-        Raises `ProtocolError` if core and rank do not agree about a row.
-        """
-        rows = np.array(plan.rows, dtype=np.int64)
-        starts = np.array(plan.start_positions, dtype=np.int64) - self.num_rejected[rows]
+        """As `accepted_start_of`; raises `ProtocolError` if core and rank do not agree about a row."""
+        rows, starts = np.array(plan.rows, dtype=np.int64), self.accepted_start_of(plan)
         self._check(plan, rows, starts, starts + np.array(plan.num_tokens, dtype=np.int64))
         return starts
+
+    def accepted_start_of(self, plan: ScheduledBatch) -> NDArray[np.int64]:
+        """True position of each row's first token: the plan's, less the rejections consumed. [num_rows]"""
+        return np.array(plan.start_positions, dtype=np.int64) - self.num_rejected[plan.rows]
+
+    def check_sources(self, plan: ScheduledBatch) -> None:
+        """Raise `ProtocolError` unless each row's newest sample is that of the step which the plan names."""
+        token_from = np.array(plan.token_from, dtype=np.int64)
+        newest = self.sampled_step[plan.rows]
+        wrong = (token_from != KNOWN) & (token_from != newest)
+        self._refuse(plan, wrong, "needs the sample of another step", token_from, newest)
 
     def advance(self, plan: ScheduledBatch, starts: NDArray[np.int64]) -> None:
         """Count the tokens of a plan as scheduled."""
@@ -164,6 +172,7 @@ class RequestRows:
         if rejected is not None:
             self.num_computed[rows] -= rejected
             self.num_rejected[rows] += rejected
+            self.num_rejections += 1
         self.sampled_step[rows] = step_id
 
     def _check(
@@ -177,10 +186,7 @@ class RequestRows:
         computed = self.num_computed[rows]
         wrong = (computed != _NOT_STARTED) & (computed != starts)
         self._refuse(plan, wrong, "starts at a wrong position", starts, computed)
-        token_from = np.array(plan.token_from, dtype=np.int64)
-        wrong = (token_from != KNOWN) & (token_from != self.sampled_step[rows])
-        self._refuse(plan, wrong, "needs the sample of another step", token_from, self.sampled_step[rows])
-        wrong = (token_from == KNOWN) & (ends > self.total_len[rows])
+        wrong = (np.array(plan.token_from, dtype=np.int64) == KNOWN) & (ends > self.total_len[rows])
         self._refuse(plan, wrong, "has tokens that nobody knows yet", ends, self.total_len[rows])
         room = self.num_blocks[rows] * self.block_size
         self._refuse(plan, ends > room, "has no KV block for its last token", ends, room)

@@ -244,6 +244,16 @@ def cores(*cpus: int) -> Host:
     return Host(num_cpus=len(cpus), free_bytes=1 << 30, has_cuda=True, cpus=cpus)
 
 
+def test_the_core_keeps_off_the_last_stages_cores(model: str) -> None:
+    def core_cpus(host: Host, **parallel: object) -> tuple[int, ...]:
+        return plan_for(model, host, parallel=ParallelConfig(**parallel)).core.cpus
+
+    assert core_cpus(cores(1, 2, 4, 6), pipeline_parallel_size=2) == (1, 2)
+    assert core_cpus(cores(1, 2, 4), pipeline_parallel_size=3) == (1, 2)
+    assert core_cpus(cores(1, 2), pipeline_parallel_size=1) == (), "there is nowhere else"
+    assert core_cpus(cores(1, 2, 4), pipeline_parallel_size=2, threads_per_rank=1) == (), "nobody is bound"
+
+
 def cpus_of(model: str, host: Host, **parallel: object) -> list[tuple[int, ...]]:
     return [rank.cpus for rank in plan_for(model, host, parallel=ParallelConfig(**parallel)).ranks]
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import random
 
+import pytest
 import torch
 
 from hand_core import Part, make_plan, new_row
 from penstock.batch import ScheduledBatch
+from penstock.errors import ProtocolError
 from penstock.runner.buffers import BufferPool
-from penstock.runner.forward_batch import ForwardBatch, build_batch
+from penstock.runner.forward_batch import ForwardBatch, begin_batch, build_batch, complete_batch
 from penstock.runner.request_rows import RequestRows
 
 BLOCK, MAX_TOKENS, NUM_ROWS, MAX_LEN = 4, 40, 6, 31
@@ -124,6 +126,58 @@ def test_d10_output_index_counts_from_the_prompt_after_a_preemption() -> None:
         make_pool(rows),
     )
     assert batch.output_index.tolist() == [2]
+
+
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_e5_samples_that_come_while_the_batch_is_begun_give_the_same_batch(rejected: int) -> None:
+    """Begun early and completed late, or built after the samples: the same, with rejected drafts, too."""
+
+    def after_drafts() -> tuple[RequestRows, BufferPool, ForwardBatch]:
+        rows = make_rows()
+        pool = make_pool(rows)
+        enter = [new_row(0, [1, 2, 3]), new_row(2, [4, 5])]
+        parts = [
+            Part(row=0, num_tokens=3, start=0, blocks=[3, 4]),
+            Part(row=2, num_tokens=2, start=0, blocks=[1]),
+        ]
+        batch = build(make_plan(0, parts, new_rows=enter), rows, pool)
+        rows.post_update(0, batch.sampled, [[7], [8]], [0, 0])
+        rows.put_drafts(0, [60])
+        drafted = [Part(row=0, num_tokens=2, start=3, token_from=0), Part(row=2, start=2, token_from=0)]
+        return rows, pool, build(make_plan(1, drafted), rows, pool)
+
+    plan = make_plan(2, [Part(row=2, start=3, token_from=1), Part(row=0, start=5, token_from=1)])
+    samples = [[61] if rejected else [60, 62], [9]]
+    batches = []
+    for early in (True, False):
+        rows, pool, drafted = after_drafts()
+        if early:
+            begun = begin_batch(plan, rows, pool.for_step(2))
+            rows.post_update(1, drafted.sampled, samples, [rejected, 0])
+            batches.append(complete_batch(begun, rows, pool.for_step(2)))
+        else:
+            rows.post_update(1, drafted.sampled, samples, [rejected, 0])
+            batches.append(build(plan, rows, pool))
+        assert rows.num_computed[[0, 2]].tolist() == [6 - rejected, 4]
+    first, second = batches
+    assert first.input_ids.tolist() == second.input_ids.tolist() == [9, 61 if rejected else 62]
+    assert first.positions.tolist() == second.positions.tolist() == [3, 5 - rejected]
+    assert first.metadata.slot_mapping.tolist() == second.metadata.slot_mapping.tolist()
+    assert first.metadata.seq_lens == second.metadata.seq_lens
+    assert first.output_index.tolist() == second.output_index.tolist()
+
+
+def test_a_batch_whose_samples_have_not_come_cannot_be_completed() -> None:
+    rows = make_rows()
+    pool = make_pool(rows)
+    build(
+        make_plan(0, [Part(row=0, num_tokens=2, start=0, blocks=[3])], new_rows=[new_row(0, [1, 2])]),
+        rows,
+        pool,
+    )
+    begun = begin_batch(make_plan(1, [Part(row=0, start=2, token_from=0)]), rows, pool.for_step(1))
+    with pytest.raises(ProtocolError, match="needs the sample of another step"):
+        complete_batch(begun, rows, pool.for_step(1))
 
 
 def test_e9_an_empty_plan_is_a_batch_without_tokens() -> None:

@@ -36,6 +36,7 @@ def schedule(rows: RequestRows, plan: object) -> list[int]:
     rows.append_blocks(plan)
     starts = rows.start_of(plan)
     rows.advance(plan, starts)
+    rows.check_sources(plan)
     return starts.tolist()
 
 
