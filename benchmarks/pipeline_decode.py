@@ -1,25 +1,32 @@
 """Steady decode through two stages of one thread each, against one process: tokens/s, busy time, bubbles.
 
-    python benchmarks/pipeline_decode.py MODEL --batches 16,32,64 --partitions "even;16,8" --async-depths 0,1
+    python benchmarks/pipeline_decode.py MODEL --partitions "even;16,8" --micro-batches 2,auto
+    python benchmarks/pipeline_decode.py MODEL --batches 64 --partitions "even;auto" --throttle 0
 
 All engines are loaded first and take turns; the others are idle meanwhile. Decode is counted as in
 `cpu_peers.py`, with more tokens: those after the first of each sequence, by the time of all less that of one.
-Where a stage's time went is the difference of two of its own reports, of which there is one a second: those
-that were the newest 2.5 s after the last first token was due, and at the end. Prints Markdown for
-docs/perf-log.md.
+With `--throttle N` two endless loops share core N, so that its stage gets a third of it; `auto` measures
+under the same load, into a cache of its own. Where a stage's time went is the difference of two of its own
+reports, of which there is one a second: those that were the newest 2.5 s after the last first token was due,
+and at the end. Prints Markdown for docs/perf-log.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import random
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock import LLM, SamplingParams
 from penstock.batch import StageTimes
@@ -44,13 +51,18 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--batches", default="8,16,32,64")
     parser.add_argument("--partitions", default="even")
-    parser.add_argument("--async-depths", default="0")
+    parser.add_argument("--async-depths", default="auto")
+    parser.add_argument("--micro-batches", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=int, default=384, help="tokens of a sequence")
+    parser.add_argument("--partition-mix", default="0:128", help="for the partition auto")
     parser.add_argument("--one-stage", default="1,2", help="threads of the engines with one stage")
+    parser.add_argument("--throttle", type=int, help="core of which a stage is to get a third")
     options = parser.parse_args()
     batches = [int(batch) for batch in options.batches.split(",")]
     with ExitStack() as stack:
+        if options.throttle is not None:
+            throttle(options.throttle, stack)
         layouts = [Layout(name, stack.enter_context(llm)) for name, llm in engines(options, max(batches))]
         for layout in layouts:
             generate(layout.llm, 2, 4)
@@ -61,23 +73,41 @@ def main() -> None:
             print_table(batch, layouts)
 
 
+def throttle(core: int, stack: ExitStack) -> None:
+    """Two loops on a core, and a cache of measurements of their own."""
+    os.environ["PENSTOCK_CACHE_DIR"] = stack.enter_context(tempfile.TemporaryDirectory())
+    for _ in range(2):
+        loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+        stack.callback(loop.kill)
+        os.sched_setaffinity(loop.pid, {core})
+
+
 def engines(options: argparse.Namespace, max_num_seqs: int) -> list[tuple[str, LLM]]:
     common = {"dtype": "bfloat16", "max_model_len": INPUT + options.output + 1, "max_num_seqs": max_num_seqs}
     found = [
         (f"P = 1, {threads} threads", LLM(options.model, threads_per_rank=int(threads), **common))
         for threads in filter(None, options.one_stage.split(","))
     ]
-    for partition, depth in itertools.product(options.partitions.split(";"), options.async_depths.split(",")):
+    layouts = itertools.product(
+        options.partitions.split(";"), options.async_depths.split(","), options.micro_batches.split(",")
+    )
+    for partition, depth, micro_batches in layouts:
         llm = LLM(
             options.model,
             pipeline_parallel_size=2,
             threads_per_rank=1,
             partition=partition,
-            async_depth=int(depth),
+            partition_mix=options.partition_mix,
+            async_depth=number_or_auto(depth),
+            micro_batches=number_or_auto(micro_batches),
             **common,
         )
-        found.append((f"P = 2, {partition}, depth {2 + int(depth)}", llm))
+        found.append((f"P = 2, {partition}, {depth} ahead, {micro_batches} micro-batches", llm))
     return found
+
+
+def number_or_auto(text: str) -> int | Literal["auto"]:
+    return "auto" if text == "auto" else int(text)
 
 
 def generate(llm: LLM, batch: int, num_tokens: int) -> float:

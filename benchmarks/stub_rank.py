@@ -86,6 +86,7 @@ def load(config: RankConfig, channel: ZmqChannel, status: StatusWriter) -> None:
         tensor_bytes=0,
         bytes_read=0,
         load_seconds=0.0,
+        is_invariant=False,
     )
     status.write(Loaded(rank=rank))
     channel.send(encode(rank))

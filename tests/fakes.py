@@ -237,7 +237,13 @@ class FakeExecutor:
         """One stage that holds just the replica's blocks."""
         num_blocks = self.replica.num_blocks
         rank = RankLoaded(
-            stage=0, max_blocks=num_blocks, block_bytes=0, tensor_bytes=0, bytes_read=0, load_seconds=0.0
+            stage=0,
+            max_blocks=num_blocks,
+            block_bytes=0,
+            tensor_bytes=0,
+            bytes_read=0,
+            load_seconds=0.0,
+            is_invariant=False,
         )
         return KVPlan(num_blocks=num_blocks, ranks=[rank])
 

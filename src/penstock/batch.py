@@ -110,8 +110,8 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     tensor_bytes: int  # of its own weights as held
     bytes_read: int  # from checkpoint files, tensor data only
     load_seconds: float
+    is_invariant: bool  # a number is the same bits, whatever is computed together with it
     kernels: str = ""  # which kernels run, or why none do
-    is_invariant: bool = False  # a number is the same bits, whatever is computed together with it
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):

@@ -184,9 +184,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             _at_least(name, getattr(self, name), 1)
         if self.micro_batches != "auto":
             _at_least("micro_batches", self.micro_batches, 1)
-        if not self.inter_token_target_ms > 0:
+        if not 0 < self.inter_token_target_ms < math.inf:
             raise UsageError(
-                f"inter_token_target_ms is {self.inter_token_target_ms}; it must be above 0.",
+                f"inter_token_target_ms is {self.inter_token_target_ms}; it must be above 0 milliseconds.",
                 remedy="Use a large number, such as 1e9, to give prompts all the room.",
                 param="inter_token_target_ms",
                 code="out_of_range",

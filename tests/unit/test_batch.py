@@ -66,7 +66,15 @@ def test_messages_to_a_rank_survive_the_wire(message: ScheduledBatch | AllocateK
             logprobs=[[TokenLogprobs(-0.1, 1, [5], [-0.1])], None],
             failed=[1],
         ),
-        RankLoaded(stage=1, max_blocks=4, block_bytes=64, tensor_bytes=9, bytes_read=9, load_seconds=0.5),
+        RankLoaded(
+            stage=1,
+            max_blocks=4,
+            block_bytes=64,
+            tensor_bytes=9,
+            bytes_read=9,
+            load_seconds=0.5,
+            is_invariant=False,
+        ),
         RankReady(stage=0),
         RankFailed(stage=1, error=ErrorInfo(kind="CheckpointError", message="bad.")),
     ],
@@ -100,6 +108,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "new_rows": [],
         "starved": True,
         "held": True,
+        "wants_times": True,
     }
     assert set(other) == set(ScheduledBatch.__struct_fields__) - {"digest"}
     for field, value in other.items():

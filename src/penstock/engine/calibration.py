@@ -1,12 +1,12 @@
 """What the stages cost and how many plans to issue ahead, measured before the first request.
 
-Sends plans of made-up rows through the real pipe: decodes and prompt chunks of several sizes, each once with
-one plan in flight (*alone*) and once with a full pipe (*shared*). The stages' own reports teach the cost
-model; how soon results follow one another decides `async_depth` where that is `auto`. This also touches all
-memory and runs all code once, so that the first request does not pay for it.
+Sends plans of made-up rows through the real pipe: decodes and prompt chunks of several sizes, each with one
+plan in flight (*alone*) and with a full pipe (*shared*). The stages' own reports teach the cost model; how
+soon results follow one another decides `async_depth` where that is `auto`. This also touches all memory and
+runs all code once, so that the first request does not pay for it.
 
 The rows are freed and the steps counted: the engine core goes on from `next_step`. Called by whoever makes
-the core. Bounded by `BUDGET_S`, whatever the model.
+the core. No trial begins once `BUDGET_S` have passed, but for the first two, without which nothing is known.
 """
 
 from __future__ import annotations
@@ -74,17 +74,15 @@ def calibrate(
     trials = _Trials(executor, config, clock)
     ends_at = clock() + BUDGET_S
     depths = (0, 1) if asked == "auto" else (asked,)
-    seconds = dict.fromkeys(depths, 0.0)
+    seconds: dict[int, list[float]] = {depth: [] for depth in depths}
     for number, case in enumerate(_cases(config, kv_plan.num_blocks * config.cache.block_size)):
         if number and clock() >= ends_at:
             break
-        trials.run(case, in_flight=1, count=1, is_counted=False)  # the first time is not like any other
-        trials.run(case, in_flight=1, count=1)
-        if number >= _NUM_FOR_DEPTH:
-            trials.run(case, in_flight=trials.num_stages + depths[0], count=trials.num_stages)
-            continue
-        for depth in depths:
-            seconds[depth] += trials.run(case, in_flight=trials.num_stages + depth, count=trials.num_stages)
+        trials.run_alone(case)
+        for depth in depths[:: 1 if number % 2 == 0 else -1] if number < _NUM_FOR_DEPTH else depths[:1]:
+            if seconds[depths[0]] and clock() >= ends_at:
+                break
+            seconds[depth].append(trials.run_full(case, depth))
     trials.finish()
     return Calibration(next_step=trials.next_step, async_depth=_best_depth(seconds), costs=trials.costs)
 
@@ -92,22 +90,24 @@ def calibrate(
 def _cases(config: CoreConfig, capacity: int) -> Iterator[_Case]:
     """The most telling first. Contexts differ from case to case, or their part in the time could not be told
     from that of the tokens."""
-    longest = min(capacity, config.max_model_len) - 1
+    longest = min(capacity, config.max_model_len)
     most = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
     chunk = min(_CHUNK, config.scheduler.max_num_batched_tokens, longest)
-    late = min(_LATE, longest - chunk)
     yield _Case(1, 1, min(_CONTEXT, longest - 1))
-    yield _Case(min(8, most), 1, min(_LATE, longest - 1))
     yield _Case(1, chunk, 0)
+    yield _Case(min(8, most), 1, min(_LATE, longest - 1))
     yield _Case(min(16, most), 1, min(_CONTEXT, longest - 1))
-    yield _Case(1, chunk, late)
+    yield _Case(1, chunk, min(_LATE, longest - chunk))
 
 
-def _best_depth(seconds: dict[int, float]) -> int:
-    """The depth with the least time between results; one ahead only for a clear gain."""
+def _best_depth(seconds: dict[int, list[float]]) -> int:
+    """The depth with the least time between results in trials that all depths had; one ahead only for a clear
+    gain."""
     if len(seconds) == 1:
         return next(iter(seconds))
-    return 1 if seconds[1] < (1.0 - _AHEAD_GAIN) * seconds[0] else 0
+    pairs = list(zip(seconds[0], seconds[1], strict=False))
+    none, one = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    return 1 if one < (1.0 - _AHEAD_GAIN) * none else 0
 
 
 class _Trials:
@@ -124,29 +124,40 @@ class _Trials:
         self._num_back = 0
         self._came_at: list[float] = []
 
-    def run(self, case: _Case, *, in_flight: int, count: int, is_counted: bool = True) -> float:
-        """Send `count` plans to be measured, keeping `in_flight` under way.
+    def run_alone(self, case: _Case) -> None:
+        """Two plans, one after the other; the first finds caches cold and memory untouched."""
+        self._run(case, in_flight=1, before=1, count=1, alone=True)
 
-        Plans that run while the pipe fills or empties go before and after them, and do not count.
+    def run_full(self, case: _Case, async_depth: int) -> float:
+        """P plans through a full pipe. Plans that run while it fills or empties go before and after them.
 
         Returns:
-            Seconds from result to result of those that count.
+            Seconds that the P plans took, from result to result.
         """
-        alone = in_flight == 1
-        margin = 0 if alone else self.num_stages
-        first = self.next_step
-        for number in range(margin + count + margin):
+        return self._run(
+            case,
+            in_flight=self.num_stages + async_depth,
+            before=self.num_stages,
+            count=self.num_stages,
+            alone=False,
+        )
+
+    def _run(self, case: _Case, *, in_flight: int, before: int, count: int, alone: bool) -> float:
+        """Send plans, keeping `in_flight` under way; learn from `count` of them after the first `before`."""
+        first = self.next_step + before
+        after = 0 if alone else self.num_stages
+        for _ in range(before + count + after):
             self._await(self.next_step - in_flight + 1)
             plan = self._plan(case)
-            if is_counted and 0 <= number - margin < count:
+            if first <= plan.step_id < first + count:
                 self.costs.submitted(plan, alone=alone)
             self._submit(plan)
         self._await(self.next_step)
-        begin = first + margin
-        return self._came_at[begin + count - 1] - self._came_at[begin - 1] if margin else 0.0
+        self.costs.learn(self._executor.spans())
+        return self._came_at[first + count - 1] - self._came_at[first - 1]
 
     def finish(self) -> None:
-        """Free the rows, ask for the times, and learn from them."""
+        """Free the rows, ask for the times that are still to come, and learn from them."""
         self._submit(
             ScheduledBatch(
                 step_id=self.next_step,

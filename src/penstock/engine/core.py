@@ -253,6 +253,6 @@ class EngineCore:
         plan = seal(msgspec.structs.replace(plan, **self._late))
         self._late = {}
         if self._costs is not None:
-            self._costs.submitted(plan, alone=self._scheduler.num_groups == 1)
+            self._costs.submitted(plan, alone=self._scheduler.is_one_alone)
         self._inflight.push(StepInFlight(plan, plan.need_sampled.count(True), self._clock()))
         self._executor.submit(plan)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from penstock.config import CoreProcessConfig, RankProcessConfig
+from penstock.config import CoreProcessConfig, LinkHandle, RankProcessConfig
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.launch import LaunchPlan
 from penstock.pipeline.ring_channel import create_channel_ring
@@ -47,9 +47,14 @@ class Wiring:
         self._plan_endpoints = [Endpoint() for _ in plan.ranks]
         frames = plan.ranks[0].link_frames
         self._links = [create_ring(plan.frame_bytes, frames) for _ in range(num_links)]
-        self._tokens = [create_channel_ring() for _ in range(num_links)]
-        self._results = create_channel_ring()
+        self._tokens = [self._channel_ring() for _ in range(num_links)]
+        self._results = self._channel_ring()
         self._rings = [*self._links, *self._tokens, self._results]
+
+    def _channel_ring(self) -> LinkHandle:
+        """Holds what all steps in flight sample, and those of the trip before, which no plan has consumed."""
+        rank = self._plan.ranks[0]
+        return create_channel_ring(2 * rank.depth, rank.max_num_seqs)
 
     def core(self) -> CoreEnds:
         config = CoreProcessConfig(

@@ -152,6 +152,7 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
         bytes_read=loaded.report.bytes_read,
         load_seconds=loaded.report.seconds,
         kernels=loaded.kernels,
+        is_invariant=loaded.is_invariant,
     )
 
 

@@ -18,6 +18,7 @@ negative. Pure arithmetic; no clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -31,6 +32,7 @@ _HALF_LIFE = 10  # reports until the weight of what was not seen again has halve
 _OLDEST_WEIGHT = 0.05
 _MAX_CLASSES = 32  # of like samples
 _NEAREST = 3  # sizes next to the last bend that are tried for the next
+_AS_GOOD = 0.03  # relative error by which two fits may differ and count as equal
 _NEGLIGIBLE = 1e-12
 
 
@@ -186,8 +188,9 @@ def fit_roofline(
 ) -> tuple[float, float, float]:
     """(read, per_token, per_attended) >= 0 of `seconds = max(read, per_token x n) + per_attended x attended`.
 
-    Takes the size that fits best as the largest that reading decides. If it decides even the largest, larger
-    ones are taken to grow from there.
+    Tries sizes as the largest that reading decides, and takes the best. If reading may decide even the
+    largest of all, time is taken to grow from twice that: so plans grow until the bend is found, and not just
+    to what has been seen. `per_attended` is 0 unless samples of one size differ much in what they attend to.
 
     Args:
         rows: (n, attended, seconds) of each sample.
@@ -197,16 +200,28 @@ def fit_roofline(
     sizes = sorted({row[0] for row in rows})
     limits = sorted(sizes, key=lambda size: abs(size - bend))[:_NEAREST] if bend else sizes
     scales = [weight / max(row[2], _NEGLIGIBLE) for row, weight in zip(rows, weights, strict=True)]
-    found = [_fit_bent_at(limit, sizes[-1], rows, scales, weights) for limit in limits]
+    if not _tell_attention(rows):
+        rows = [(n, 0.0, seconds) for n, _, seconds in rows]
+    found = {limit: _fit_bent_at(limit, sizes[-1], rows, scales, weights) for limit in limits}
 
-    def squared_error(fit: tuple[float, float, float]) -> float:
+    def error(fit: tuple[float, float, float]) -> float:
+        """Root mean square of the weighted relative errors."""
         read, per_token, per_attended = fit
-        return sum(
+        squares = (
             ((max(read, per_token * n) + per_attended * attended - seconds) * scale) ** 2
             for (n, attended, seconds), scale in zip(rows, scales, strict=True)
         )
+        return math.sqrt(sum(squares) / len(rows))
 
-    return min(found, key=squared_error)
+    best = min(found.values(), key=error)
+    unbent = found.get(sizes[-1])
+    return unbent if unbent is not None and error(unbent) <= error(best) + _AS_GOOD else best
+
+
+def _tell_attention(rows: Sequence[Sequence[float]]) -> bool:
+    """Whether what is attended to can be told from what is multiplied."""
+    pairs = combinations(sorted((row[0], row[1]) for row in rows), 2)
+    return any(big <= 1.25 * small and 4.0 * min(a, b) <= max(a, b) for (small, a), (big, b) in pairs)
 
 
 def _fit_bent_at(
@@ -221,7 +236,7 @@ def _fit_bent_at(
         for (n, attended, _), scale in zip(rows, scales, strict=True)
     ]
     read, per_token, per_attended = _non_negative(system, weights)
-    return read, read / largest if limit == largest else per_token, per_attended
+    return read, read / (2 * largest) if limit == largest else per_token, per_attended
 
 
 def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:

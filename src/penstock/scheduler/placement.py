@@ -43,6 +43,7 @@ class Placement:
 
     Attributes:
         num_groups: micro-batches that the decoding requests were split into for the last plan.
+        has_prompts: whether there were prompts to run then.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Placement:
         self._clock = clock
         self.num_preemptions = 0
         self.num_groups = budget.num_stages
+        self.has_prompts = False
 
     def fill(self, draft: PlanDraft, returned_step: int, prefill_in_flight: int) -> None:
         """Place everybody who may run in the draft's step.
@@ -75,6 +77,7 @@ class Placement:
             prefill_in_flight: prompt tokens of the steps since.
         """
         prefill_tokens = self._count_prefill_tokens()
+        self.has_prompts = prefill_tokens > 0
         decoding = [request for request in self._queues.running if request.wants_decode]
         self.num_groups = self._choose_groups(decoding, prefill_tokens)
         self._place_decodes(draft, decoding, prefill_tokens, returned_step)
@@ -89,7 +92,7 @@ class Placement:
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_groups(self, decoding: list[RequestState], prefill_tokens: int) -> int:
-        """P while there are prompts to run, which fill the pipe."""
+        """As asked; else P while there are prompts to run, which fill the pipe; else by a cycle's time."""
         num_stages = self._budget.num_stages
         if self._micro_batches is not None:
             return min(self._micro_batches, num_stages)

@@ -107,13 +107,14 @@ class Scheduler:
     def useful_depth(self) -> int:
         """Plans in flight that keep the pipe busy: P; with fewer micro-batches, one more than those, so that
         the next plan lies at the first stage when the token comes."""
-        groups = self.num_groups
-        return groups if groups == self._num_stages else groups + 1
+        groups = self._placement.num_groups
+        fills_pipe = self._placement.has_prompts or groups == self._num_stages
+        return self._num_stages if fills_pipe else groups + 1
 
     @property
-    def num_groups(self) -> int:
-        """Micro-batches that the decoding requests were split into for the last plan."""
-        return self._placement.num_groups
+    def is_one_alone(self) -> bool:
+        """Whether the last plan is the only micro-batch, so that one stage computes at a time."""
+        return self._placement.num_groups == 1 and not self._placement.has_prompts
 
     @property
     def has_requests(self) -> bool:

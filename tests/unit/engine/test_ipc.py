@@ -45,7 +45,15 @@ MESSAGES = [
         block_size=16,
         max_model_len=512,
         stages=[
-            RankLoaded(stage=0, max_blocks=1, block_bytes=2, tensor_bytes=3, bytes_read=4, load_seconds=0.5)
+            RankLoaded(
+                stage=0,
+                max_blocks=1,
+                block_bytes=2,
+                tensor_bytes=3,
+                bytes_read=4,
+                load_seconds=0.5,
+                is_invariant=False,
+            )
         ],
     ),
     StepUpdates([], STATS),

@@ -60,6 +60,7 @@ class Fixture:
             tensor_bytes=1,
             bytes_read=1,
             load_seconds=0.0,
+            is_invariant=False,
         )
         self.ranks[stage].send(encode(message))
 

@@ -79,7 +79,15 @@ def test_a_config_that_is_none_is_refused(content: bytes) -> None:
 def test_events_are_json_lines() -> None:
     read_fd, write_fd = os.pipe()
     status = StatusWriter(write_fd)
-    rank = RankLoaded(stage=1, max_blocks=4, block_bytes=5, tensor_bytes=6, bytes_read=7, load_seconds=0.5)
+    rank = RankLoaded(
+        stage=1,
+        max_blocks=4,
+        block_bytes=5,
+        tensor_bytes=6,
+        bytes_read=7,
+        load_seconds=0.5,
+        is_invariant=False,
+    )
     failed = failure(CheckpointError(file="f", tensor="t", expected="a", found="b"))
     events = [Progress(done=1, total=2), Loaded(rank=rank), Ready(), failed]
     for event in events:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
@@ -45,6 +46,17 @@ def test_d4_golden_tokens_alone_and_in_company(num_stages: int, async_depth: int
     for request in wanted:
         known = len(request.prompt) - 1
         assert request.output == golden[known : known + request.count]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "-attention", "off"])
+def test_ranks_say_whether_company_changes_their_numbers(kernels: str, tiny: Path) -> None:
+    """All kernels there: plans are sized by time, and the core measures before it serves."""
+    configs = [msgspec.structs.replace(config, kernels=kernels) for config in make_rank_configs(tiny, 2)]
+    executor = InprocessExecutor(configs)
+    ranks = executor.start().ranks
+    executor.shutdown()
+    has_library = not any(rank.kernels.startswith("none") for rank in ranks)
+    assert [rank.is_invariant for rank in ranks] == [kernels == "auto" and has_library] * 2
 
 
 def test_a10_d5_all_stage_counts_give_the_same_tokens(tiny: Path) -> None:

@@ -36,8 +36,8 @@ class Fleet:
         size = frame_bytes(max_num_tokens=configs[0].max_num_batched_tokens, width=width, itemsize=4)
         self.rings = [create_ring(size, configs[0].link_frames) for _ in configs[1:]]
         plan_addresses = addresses("plan", len(configs))
-        tokens = [create_channel_ring() for _ in configs[1:]]
-        results = create_channel_ring()
+        tokens = [create_channel_ring(8, 16) for _ in configs[1:]]
+        results = create_channel_ring(8, 16)
         self.rings += [*tokens, results]
         self.executor = MpExecutor(plan_addresses, results, load_timeout_s=60.0)
         self.processes: list[subprocess.Popen[bytes]] = []

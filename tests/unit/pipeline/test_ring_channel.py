@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from hand_core import Crew
+from penstock.batch import SampledTokens, encode
 from penstock.errors import LinkClosedError, WaitTimeoutError
-from penstock.pipeline.ring_channel import FRAME_BYTES, NUM_FRAMES, RingChannel, create_channel_ring
+from penstock.pipeline.ring_channel import FRAME_BYTES, RingChannel, create_channel_ring
 from penstock.pipeline.ring_memory import close_handle
 
 LONG = 30.0
@@ -18,7 +19,7 @@ Ends = tuple[RingChannel, RingChannel]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    handle = create_channel_ring()
+    handle = create_channel_ring(num_messages=16, num_rows=64)
     sender, receiver = RingChannel(handle, "samples"), RingChannel(handle, "samples")
     close_handle(handle)
     yield sender, receiver
@@ -42,7 +43,7 @@ def test_a_message_of_any_length_arrives_whole(ends: Ends, length: int) -> None:
 
 def test_messages_longer_than_the_ring_and_many_of_them_arrive_in_order(ends: Ends) -> None:
     sender, receiver = ends
-    lengths = [5, 2 * NUM_FRAMES * FRAME_BYTES, 0, FRAME_BYTES, *range(100), 40_000]
+    lengths = [5, 70 * FRAME_BYTES, 0, FRAME_BYTES, *range(100), 40_000]
     messages = [bytes([i % 251]) * length for i, length in enumerate(lengths)]
     crew = Crew()
     crew.start(lambda: [sender.send(message, LONG) for message in messages])
@@ -52,10 +53,26 @@ def test_messages_longer_than_the_ring_and_many_of_them_arrive_in_order(ends: En
 
 def test_a_sender_whose_receiver_takes_nothing_gives_up_at_its_deadline(ends: Ends) -> None:
     sender, _ = ends
-    for _ in range(NUM_FRAMES):
-        sender.send(b"x", LONG)
+
+    def send_many() -> None:
+        for _ in range(1000):
+            sender.send(b"x", 0.0)
+
     with pytest.raises(WaitTimeoutError, match="samples"):
-        sender.send(b"x", 0.0)
+        send_many()
+
+
+@pytest.mark.parametrize(("num_messages", "num_rows"), [(1, 1), (20, 64), (300, 5000)])
+def test_as_many_messages_as_promised_wait_for_a_reader(num_messages: int, num_rows: int) -> None:
+    """The last stage may be so many steps ahead of the plans that consume its samples."""
+    handle = create_channel_ring(num_messages, num_rows)
+    sender = RingChannel(handle, "samples")
+    largest = 2**31
+    tokens = SampledTokens(1 << 40, 0, 1 << 31, [[largest]] * num_rows, [100] * num_rows)
+    for _ in range(num_messages):
+        sender.send(encode(tokens), 0.0)
+    sender.close()
+    close_handle(handle)
 
 
 def test_what_was_sent_before_the_end_is_still_delivered(ends: Ends) -> None:

@@ -90,10 +90,10 @@ def test_nothing_is_known_before_every_stage_has_reported() -> None:
     assert model.costs(alone=True) is None
 
 
-def test_sizes_above_all_that_were_seen_are_taken_to_grow_from_the_largest() -> None:
+def test_a_bend_that_was_not_seen_is_taken_to_lie_at_twice_the_largest_size() -> None:
     read, per_token, per_attended = fit_roofline([(1, 1, 0.03), (8, 8, 0.03)], [1.0, 1.0])
     assert (read, per_attended) == (pytest.approx(0.03), 0.0)
-    assert per_token == pytest.approx(0.03 / 8)
+    assert per_token == pytest.approx(0.03 / 16)
 
 
 def test_coefficients_are_never_negative() -> None:

@@ -168,6 +168,7 @@ def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
         "partition",
         "partition_mix",
         "async_depth",
+        "micro_batches",
         "threads_per_rank",
         "device",
         "tied_head",
@@ -184,7 +185,10 @@ def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
         "max_num_batched_tokens",
         "prefill_chunk",
     )
-    return {name: getattr(engine, name) for name in names} | {"step_timeout_s": engine.step_timeout}
+    return {name: getattr(engine, name) for name in names} | {
+        "step_timeout_s": engine.step_timeout,
+        "inter_token_target_ms": engine.inter_token_target,
+    }
 
 
 def _sampling(request: BenchRequest) -> SamplingParams:
