@@ -32,13 +32,13 @@ def bytes_read() -> int:
 
 
 def observe() -> None:
-    """Wrap the making of the model and the status events of `executor.rank`."""
-    from penstock.executor import rank
+    """Wrap the making of the model (`executor.loading`) and the status events (`executor.rank`)."""
+    from penstock.executor import loading, rank
 
     run_rank = rank.run_rank
     seen: dict[str, int] = {}
 
-    class MeasuredDecoder(rank.Decoder):
+    class MeasuredDecoder(loading.Decoder):
         def __init__(self, *arguments: Any, **named: Any) -> None:
             seen.update(private_before=private_bytes(), read_before=bytes_read())
             super().__init__(*arguments, **named)
@@ -56,7 +56,7 @@ def observe() -> None:
 
         return run_rank(config, connections, measured_report)
 
-    rank.Decoder, rank.run_rank = MeasuredDecoder, measured_run
+    loading.Decoder, rank.run_rank = MeasuredDecoder, measured_run
 
 
 if __name__ == "__main__":

@@ -83,6 +83,7 @@ def start(model: Path, options: argparse.Namespace, async_depth: int) -> ServerP
         "--async-depth": async_depth,
         "--max-num-seqs": MAX_SEQS,
         "--prefill-chunk": PROMPT_TOKENS,
+        "--kernels": "off",  # so that prompts are cut by rule and not by time
         "--max-num-batched-tokens": PROMPT_TOKENS + BESIDE_TOKENS,
         "--max-model-len": 4096,
     }

@@ -18,11 +18,11 @@ from penstock.executor import worker
 
 
 def let_layers_sleep(seconds: float) -> None:
-    """Wrap the decoder of `executor.rank`."""
-    from penstock.executor import rank
+    """Wrap the decoder of `executor.loading`."""
+    from penstock.executor import loading
     from penstock.models.intermediate import IntermediateTensors
 
-    class SleepingDecoder(rank.Decoder):
+    class SleepingDecoder(loading.Decoder):
         def record(self, kv: Sequence[Any], max_num_tokens: int) -> None:
             """Nothing is replayed."""
 
@@ -32,7 +32,7 @@ def let_layers_sleep(seconds: float) -> None:
                 time.sleep(seconds)
             return passed
 
-    rank.Decoder = SleepingDecoder  # type: ignore[misc]
+    loading.Decoder = SleepingDecoder  # type: ignore[misc]
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ Prompt = str | Mapping[str, Any]
 POLL_S = 1.0
 _MAX_WAITING = 1 << 31  # here the caller is the queue: it may hold any number, for any time
 _MAX_WAIT_S = 1e12
+NO_INTER_TOKEN_TARGET_MS = 1e9
 
 
 class LLM:
@@ -62,6 +63,7 @@ class LLM:
         prefill_chunk: prompt tokens of one request in one step at most.
         micro_batches: that decoding requests are split into; "auto" chooses by time.
         inter_token_target_ms: milliseconds between two tokens of a request that others' prompts should keep.
+            No target by default: the caller waits for the whole anyway.
         max_num_seqs: requests that run at once.
         max_num_batched_tokens: tokens of one step at most.
         block_size: tokens per KV block.
@@ -94,7 +96,7 @@ class LLM:
         async_depth: int | Literal["auto"] = "auto",
         prefill_chunk: int = 512,
         micro_batches: int | Literal["auto"] = "auto",
-        inter_token_target_ms: float = 100.0,
+        inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
         max_num_seqs: int = 64,
         max_num_batched_tokens: int = 2048,
         block_size: int = 32,

@@ -96,7 +96,13 @@ def _metrics(live: LiveServer) -> str:
 
 def test_metrics_carry_the_core_set() -> None:
     numbers = stats(
-        num_running=3, num_waiting=2, num_preemptions=7, generated_tokens=99, prompt_tokens=55, inflight=2
+        num_running=3,
+        num_waiting=2,
+        num_preemptions=7,
+        generated_tokens=99,
+        prompt_tokens=55,
+        inflight=2,
+        micro_batches=4,
     )
     with LiveServer(FakeEngine(state=Status(stats=numbers))) as live:
         live.post(TEXT, {"prompt": "abcd", "max_tokens": 3})
@@ -110,6 +116,7 @@ def test_metrics_carry_the_core_set() -> None:
             'penstock_prompt_tokens_total{model_name="fake"} 55.0',
             'penstock_generation_tokens_total{model_name="fake"} 99.0',
             'penstock_pipeline_inflight_batches{model_name="fake"} 2.0',
+            'penstock_pipeline_micro_batches{model_name="fake"} 4.0',
             'penstock_request_success_total{finished_reason="length",model_name="fake"} 1.0',
             'penstock_requests_rejected_total{model_name="fake",status="400"} 1.0',
             'penstock_time_to_first_token_seconds_count{model_name="fake"} 1.0',

@@ -16,7 +16,7 @@ from penstock.engine.measuring import measure
 from penstock.engine.reports import Notice, PartitionChosen, Reporter
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers
-from penstock.planner.cost_cache import CostCache, cost_key
+from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
 from penstock.planner.mix import Mix
 from penstock.planner.performance import PartitionChoice, choose
 from penstock.planner.report import comma_separated, partition_lines
@@ -56,8 +56,9 @@ def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Repor
     if costs is None:
         reporter.report(Notice(text=f"measuring {plan.num_stages} stages to choose the partition."))
         costs = measure(configs)
-        cache.put(key, costs)
-    if path := cache.path(key):
+        if are_to_keep(costs, os.environ):
+            cache.put(key, costs)
+    if (path := cache.path(key)) and path.exists():
         reporter.report(Notice(text=f"the stages' costs are in {path}; without it they are measured again."))
     even = partition_layers(plan.spec.num_layers, plan.num_stages, "even", environ={})
     return choose(

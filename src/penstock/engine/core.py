@@ -165,6 +165,7 @@ class EngineCore:
             epoch=self._epoch,
             generated_tokens=scheduler.generated_tokens,
             prompt_tokens=scheduler.prompt_tokens,
+            micro_batches=scheduler.micro_batches,
             stage_times=self._executor.stage_times(),
         )
 

@@ -25,4 +25,5 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     generated_tokens: int
     prompt_tokens: int  # of requests that have yielded their first token
+    micro_batches: int = 0  # that the decoding requests were split into for the last plan
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one

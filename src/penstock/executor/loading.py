@@ -43,6 +43,7 @@ class LoadedRank:
     Attributes:
         storage: of the KV cache; nothing is allocated yet.
         kernels: which run, or why none do.
+        has_kernels: whether any runs.
         is_invariant: whether a number is the same bits whatever is computed together with it.
     """
 
@@ -52,6 +53,7 @@ class LoadedRank:
     storage: KVStorage
     report: LoadReport
     kernels: str
+    has_kernels: bool
     is_invariant: bool
 
 
@@ -83,6 +85,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
         storage=storage,
         report=report,
         kernels=description,
+        has_kernels=kernels is not None,
         is_invariant=is_invariant(kernels),
     )
 

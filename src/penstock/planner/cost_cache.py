@@ -2,6 +2,8 @@
 
 The file's name is a hash of all that the costs depend on; deleting it, or the folder, measures again. So does
 a file that is damaged. Nothing here is needed: without a folder that only we can write to, nothing is kept.
+Not to be kept (`are_to_keep`) is what was measured without our kernels where there could be some: the next
+start may have them; and on a GPU the free memory is another each time.
 """
 
 from __future__ import annotations
@@ -46,6 +48,11 @@ def cost_key(configs: Sequence[MeasureConfig], spec: ModelSpec, environ: Mapping
         "visible_gpus": environ.get("CUDA_VISIBLE_DEVICES", ""),
     }
     return hashlib.sha256(msgspec.json.encode(parts, order="sorted")).hexdigest()[:32]
+
+
+def are_to_keep(costs: Sequence[StageCosts], environ: Mapping[str, str]) -> bool:
+    """Whether the next start would measure about the same: with our kernels, or where none can be built."""
+    return all(stage.has_kernels for stage in costs) or not build_key(environ, Machine.detect())
 
 
 class CostCache:

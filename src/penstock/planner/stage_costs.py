@@ -46,6 +46,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
         block_size: tokens of a block.
         available_bytes: free memory of the rank's device before anything was loaded.
         num_sharers: ranks that share this memory.
+        has_kernels: whether our kernels ran, and not torch.
     """
 
     decode: list[StepCosts]
@@ -56,6 +57,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     available_bytes: int
     num_sharers: int
+    has_kernels: bool
 
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
         """Seconds of a decode step: linear between the measured numbers of rows, and beyond them."""

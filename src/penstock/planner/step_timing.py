@@ -86,6 +86,7 @@ class TimedRank:
             block_size=self._rank.block_size,
             available_bytes=self._available,
             num_sharers=num_sharers(self._rank),
+            has_kernels=self._loaded.has_kernels,
         )
 
     def _plan(self, lengths: Sequence[int], *, is_decode: bool) -> ScheduledBatch:

@@ -41,6 +41,7 @@ class SchedulerStats:
     num_preemptions: int
     prompt_tokens: int  # of requests that have yielded their first token
     generated_tokens: int
+    micro_batches: int  # that the decoding requests were split into for the last plan
 
 
 @dataclass(slots=True)
@@ -227,6 +228,7 @@ class Scheduler:
             num_preemptions=self._placement.num_preemptions,
             prompt_tokens=self._totals.prompt_tokens,
             generated_tokens=self._totals.generated_tokens,
+            micro_batches=self._placement.num_groups,
         )
 
     def check_invariants(self) -> None:

@@ -117,6 +117,9 @@ class Metrics:
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
         yield self._gauge("kv_cache_blocks", "Blocks of the KV pool.", stats.num_blocks)
         yield self._gauge("pipeline_inflight_batches", "Plans in the pipe.", stats.inflight)
+        yield self._gauge(
+            "pipeline_micro_batches", "Parts that decoding requests are split into.", stats.micro_batches
+        )
         yield self._gauge("epoch", "Membership epoch of the pipe.", stats.epoch)
         usage = GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc",

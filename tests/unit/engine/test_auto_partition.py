@@ -66,6 +66,7 @@ def _costs(layer_s: float) -> StageCosts:
         block_size=32,
         available_bytes=0,
         num_sharers=2,
+        has_kernels=True,
     )
 
 

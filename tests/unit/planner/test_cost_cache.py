@@ -6,13 +6,14 @@ import dataclasses
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from penstock.config import MeasureConfig
 from penstock.kernels.cpu.compiler import Machine, build_key
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.planner import cost_cache
-from penstock.planner.cost_cache import CostCache, cost_key
+from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from rank_configs import make_rank_configs
 
@@ -27,6 +28,7 @@ COSTS = StageCosts(
     block_size=16,
     available_bytes=4,
     num_sharers=2,
+    has_kernels=True,
 )
 
 
@@ -84,6 +86,16 @@ def test_the_kernels_count_by_what_they_would_be_built_from() -> None:
     assert build_key(os.environ, machine) == found
     assert not found or build_key({**os.environ, "PENSTOCK_CXXFLAGS": "-O1"}, machine) not in ("", found)
     assert build_key({"PENSTOCK_CXX": "/nonexistent/g++"}, machine) == ""
+
+
+@pytest.mark.parametrize(("library", "is_kept"), [("abc", False), ("", True)])
+def test_what_was_measured_without_kernels_is_kept_only_where_there_are_none(
+    library: str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost_cache, "build_key", lambda environ, machine: library)
+    without = msgspec.structs.replace(COSTS, has_kernels=False)
+    assert are_to_keep([COSTS, COSTS], {})
+    assert are_to_keep([COSTS, without], {}) == is_kept
 
 
 def test_a_disk_that_refuses_is_no_error(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def costs(*, layer: float = 1.0, head: float = 0.0, **changes: int) -> StageCost
         block_size=16,
         available_bytes=1 << 30,
         num_sharers=2,
+        has_kernels=True,
     )
     return msgspec.structs.replace(made, **changes)
 
