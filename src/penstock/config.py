@@ -163,7 +163,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         micro_batches: that the decoding requests are split into; `auto` chooses from 1 to P by the time of a
             cycle, where times are known, else P.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others should
-            keep: the plan that they join gets no longer, unless its decodes alone take half of that.
+            keep; but they may always lengthen the plan that they join by half.
     """
 
     max_num_seqs: int = 64

@@ -5,7 +5,8 @@ Answers three questions of `scheduler.placement` from the costs of the stages (`
 - Into how many micro-batches are the decoding requests split? Into as many as there are stages, unless fewer
   have the shorter cycle: every micro-batch reads the weights again (d10).
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
-  target, but no fewer than double the plan's time, or a slow machine would never finish a prompt.
+  target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
+  that are multiplied while the weights are read cost nothing.
 - How large are chunks when nobody decodes? A prompt of N tokens in chunks of n passes P stages in
   (N / n + P - 1) (overhead + per_token n) seconds, which is least for
   n = sqrt(N overhead / ((P - 1) per_token)), or where the layers stop being bound by reading, if that is
@@ -22,7 +23,9 @@ import math
 
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
 
-MIN_CHUNK = 16  # tokens; fewer cost hardly less, since a stage reads all its weights for them
+MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
+_GRAIN = 4  # chunks that do not end a prompt are whole multiples of it
+_LENGTHEN = 1.5  # times its decodes' time, to which prompts may lengthen a plan whatever the target
 _MIN_GAIN = 0.05  # of the cycle, for which the number of micro-batches changes
 _LATE_CHUNK = 4  # a chunk late in the context has at least a quarter of the first one's tokens
 _NEGLIGIBLE_S = 1e-9
@@ -117,9 +120,9 @@ class Pacing:
 
     def _seconds_beside(self, cost: StageCost, decodes: StepShape) -> float:
         """What a stage may spend on prompts in a plan that somebody's next token waits for: what the target
-        leaves, but no less than the plan takes without them."""
+        leaves, but at least some."""
         alone_s = cost.seconds(decodes)
-        until_s = max(self._target_s / self._num_stages, 2.0 * alone_s)
+        until_s = max(self._target_s / self._num_stages, _LENGTHEN * alone_s)
         attending_s = cost.per_attended * decodes.attended
         # The rows of the decodes are multiplied while the weights are read, which prompts may share.
         others_s = alone_s - attending_s - max(cost.read, cost.per_token * decodes.tokens)
@@ -152,9 +155,9 @@ class TimedBudget:
             room = max(room, self._min_chunk)
         num_tokens = min(wanted, room)
         if num_tokens < remaining:
-            num_tokens -= num_tokens % MIN_CHUNK
+            num_tokens -= num_tokens % _GRAIN
             if num_tokens == 0 and self._is_untouched:
-                num_tokens = min(wanted, MIN_CHUNK)
+                num_tokens = min(wanted, _GRAIN)
         if num_tokens:
             self._spend(start, num_tokens)
         return num_tokens

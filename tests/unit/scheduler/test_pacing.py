@@ -79,7 +79,7 @@ def test_e7_chunks_shrink_while_the_context_grows_and_take_equal_time() -> None:
         start += chunk
     above_floor = [s for s, chunk in zip(seconds, full, strict=True) if chunk > full[0] // 4 + MIN_CHUNK]
     assert max(above_floor) <= 1.05 * seconds[0]
-    assert min(above_floor) >= 0.7 * seconds[0], "cut to whole multiples of 16"
+    assert min(above_floor) >= 0.7 * seconds[0], "cut to whole multiples of 4"
 
 
 def test_a_lone_prompt_is_cut_so_that_it_passes_the_pipe_soonest() -> None:
@@ -121,7 +121,7 @@ def test_a_target_that_decodes_alone_break_still_lets_prompts_on() -> None:
     assert budget is not None
     chunk = budget.take(0, 1000)
     assert chunk == MIN_CHUNK
-    assert slow.seconds(StepShape(4 + chunk, 0, 4)) <= 2.0 * slow.seconds(decodes)
+    assert slow.seconds(StepShape(4 + chunk, 0, 4)) <= 1.5 * slow.seconds(decodes)
 
 
 def test_plans_in_flight_share_a_backlog_evenly() -> None:
@@ -129,7 +129,7 @@ def test_plans_in_flight_share_a_backlog_evenly() -> None:
     found = pacing(taught(cheap, cheap), num_stages=2)
     first = found.budget(StepShape(8, 80, 8), anybody_decodes=True, backlog=200)
     assert first is not None
-    assert first.take(0, 200) == 96, "half of the backlog, in whole multiples of 16"
+    assert first.take(0, 200) == 100, "half of the backlog"
     assert first.take(0, 200) == 0
 
 
