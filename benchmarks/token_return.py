@@ -63,7 +63,7 @@ def main() -> None:
         base = statistics.median(rates[batch, DEFERRED])
         spread = f"{min(found):.1f} to {max(found):.1f}"
         rows.append(
-            [batch, rule, f"{statistics.median(found):.1f}", spread, f"{statistics.median(found) / base:.2f}"]
+            [str(batch), rule, f"{statistics.median(found):.1f}", spread, f"{statistics.median(found) / base:.2f}"]
         )
     print(markdown(["batch", "rule", "tokens/s", "spread", "of deferred, equal"], rows))
 
