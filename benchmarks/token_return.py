@@ -60,11 +60,9 @@ def main() -> None:
             rates[batch, rule].append(batch * (OUTPUT - 1) / (whole - first))
     rows = []
     for (batch, rule), found in rates.items():
-        base = statistics.median(rates[batch, DEFERRED])
+        middle, base = statistics.median(found), statistics.median(rates[batch, DEFERRED])
         spread = f"{min(found):.1f} to {max(found):.1f}"
-        rows.append(
-            [str(batch), rule, f"{statistics.median(found):.1f}", spread, f"{statistics.median(found) / base:.2f}"]
-        )
+        rows.append([str(batch), rule, f"{middle:.1f}", spread, f"{middle / base:.2f}"])
     print(markdown(["batch", "rule", "tokens/s", "spread", "of deferred, equal"], rows))
 
 
