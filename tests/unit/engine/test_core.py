@@ -323,6 +323,7 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
         epoch=0,
         generated_tokens=2,
         prompt_tokens=10,
+        micro_batches=2,
     )
     rig.run_until_idle()
     stats = rig.core.stats()
