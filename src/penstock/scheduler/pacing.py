@@ -7,10 +7,11 @@ Answers three questions of `scheduler.placement` from the costs of the stages (`
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
   target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
   that are multiplied while the weights are read cost nothing.
-- How large are chunks when nobody decodes? A prompt of N tokens in chunks of n passes P stages in
+- How large are chunks, if not held to the target? A prompt of N tokens in chunks of n passes P stages in
   (N / n + P - 1) (overhead + per_token n) seconds, which is least for
   n = sqrt(N overhead / ((P - 1) per_token)), or where the layers stop being bound by reading, if that is
-  more. Chunks late in a long context are smaller, so that they take as long as the first (e7).
+  more. Beside decodes their time is what a plan costs besides its prompts, in place of the overhead. Chunks
+  late in a long context are smaller, so that they take as long as the first (e7).
 
 Sizes of chunks then follow from measured times and differ from run to run. That changes no token where a
 number does not depend on what is computed together with it, which our kernels promise and torch does not.
@@ -92,7 +93,7 @@ class Pacing:
         costs = self._model.costs()
         if costs is None:
             return None
-        share = self._share(costs, backlog, has_decodes=decodes.tokens > 0)
+        share = self._share(costs, backlog, decodes)
         seconds = [
             self._seconds_beside(cost, decodes) if anybody_decodes else _multiplying(cost, 0, share)
             for cost in costs
@@ -105,17 +106,18 @@ class Pacing:
             min_chunk=MIN_CHUNK if anybody_decodes else max(MIN_CHUNK, share // _LATE_CHUNK),
         )
 
-    def _share(self, costs: list[StageCost], backlog: int, *, has_decodes: bool) -> int:
-        """Prompt tokens for one plan, so that those in flight are alike: an equal part beside decodes, which
-        read the weights anyway; else what passes the pipe soonest."""
+    def _share(self, costs: list[StageCost], backlog: int, decodes: StepShape) -> int:
+        """Prompt tokens for one plan: what passes the pipe soonest, but no more than an equal part of the
+        backlog, so that the plans in flight are alike."""
         share = -(-backlog // self._num_stages)
-        if self._num_stages > 1 and not has_decodes:
-            share = min(share, max(self._soonest(cost, backlog) for cost in costs))
+        if self._num_stages > 1:
+            share = min(share, max(self._soonest(cost, backlog, decodes) for cost in costs))
         return max(share, MIN_CHUNK)
 
-    def _soonest(self, cost: StageCost, backlog: int) -> int:
+    def _soonest(self, cost: StageCost, backlog: int, decodes: StepShape) -> int:
         per_token = max(cost.per_token, _NEGLIGIBLE_S)
-        best = math.sqrt(backlog * cost.overhead / ((self._num_stages - 1) * per_token))
+        fixed_s = cost.seconds(decodes) if decodes.tokens else cost.overhead
+        best = math.sqrt(backlog * fixed_s / ((self._num_stages - 1) * per_token))
         return round(min(max(best, cost.read / per_token), backlog))
 
     def _seconds_beside(self, cost: StageCost, decodes: StepShape) -> float:

@@ -133,6 +133,22 @@ def test_plans_in_flight_share_a_backlog_evenly() -> None:
     assert first.take(0, 200) == 0
 
 
+def test_without_a_target_a_burst_beside_decodes_does_not_empty_the_stages_behind() -> None:
+    """Half of the backlog in one plan would let the second stage wait for it as long as it takes."""
+    cost = StageCost(read=0.030, per_token=0.002, overhead=0.001)
+    found = pacing(taught(cost, cost), target_s=1e9, max_chunk=2048)
+    decodes = StepShape(16, 1600, 16)
+    budget = found.budget(decodes, anybody_decodes=True, backlog=4000)
+    assert budget is not None
+    chunk = budget.take(0, 4000)
+
+    def passes_in(size: int) -> float:
+        return (4000 / size + 1) * (cost.seconds(decodes) + 0.002 * size)
+
+    assert passes_in(chunk) <= 1.03 * min(map(passes_in, range(8, 2001)))
+    assert chunk < 400
+
+
 def test_the_end_of_a_prompt_may_have_any_length() -> None:
     cheap = StageCost(read=0.0001, per_token=1e-6)
     budget = pacing(taught(cheap), num_stages=1).budget(NOTHING, anybody_decodes=False, backlog=37)
