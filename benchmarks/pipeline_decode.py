@@ -18,8 +18,6 @@ import itertools
 import os
 import random
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +25,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
+
+from link_latency import busy_processes
 
 from penstock import LLM, SamplingParams
 from penstock.batch import StageTimes
@@ -76,10 +76,7 @@ def main() -> None:
 def throttle(core: int, stack: ExitStack) -> None:
     """Two loops on a core, and a cache of measurements of their own."""
     os.environ["PENSTOCK_CACHE_DIR"] = stack.enter_context(tempfile.TemporaryDirectory())
-    for _ in range(2):
-        loop = stack.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
-        stack.callback(loop.kill)
-        os.sched_setaffinity(loop.pid, {core})
+    stack.enter_context(busy_processes([core, core]))
 
 
 def engines(options: argparse.Namespace, max_num_seqs: int) -> list[tuple[str, LLM]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, decode_to_rank, encode, seal
+from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, decode_to_rank, encode, seal
 from penstock.config import RankConfig
 from penstock.executor.compute_choice import load_kernels
 from penstock.executor.loading import build_model, build_runner
@@ -31,8 +31,6 @@ from penstock.pipeline.token_return import TokenSender
 from penstock.runner.kv_storage import KVStorage
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
-
-GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, [], -1)
 
 
 class TimedLibrary:

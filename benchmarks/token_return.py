@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import random
 import statistics
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,12 +20,13 @@ from typing import Any
 from unittest import mock
 
 from peers.report import markdown
+from pipeline_decode import INPUT, generate
 
-from penstock import LLM, SamplingParams
+from penstock import LLM
 from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.plan_draft import PlanDraft
 
-INPUT, OUTPUT = 128, 96
+OUTPUT = 96
 DEFERRED, LOCK_STEP, UNEQUAL = "deferred, equal", "lock-step, equal", "deferred, unequal"
 
 
@@ -83,15 +82,6 @@ def ruled_by(rule: str) -> Iterator[None]:
                 yield
         else:
             yield
-
-
-def generate(llm: LLM, batch: int, num_tokens: int) -> float:
-    """Seconds for `batch` fresh prompts to their `num_tokens`-th token."""
-    prompts = [{"prompt_token_ids": random.choices(range(1000, 90000), k=INPUT)} for _ in range(batch)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    began = time.perf_counter()
-    llm.generate(prompts, sampling)
-    return time.perf_counter() - began
 
 
 if __name__ == "__main__":

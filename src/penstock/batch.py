@@ -34,6 +34,11 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     num_logprobs: int  # -1 = none
 
 
+GREEDY = RowSampling(
+    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_tokens=0, suppressed_ids=[], num_logprobs=-1
+)
+
+
 class NewRow(msgspec.Struct, frozen=True, array_like=True):
     """A request enters the row table of every rank (first start, or resumption after preemption)."""
 

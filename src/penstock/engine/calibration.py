@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, seal
+from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, seal
 from penstock.config import CoreConfig, ParallelConfig
 from penstock.engine.cost_learning import CostLearner
 from penstock.errors import WaitTimeoutError
@@ -28,9 +28,6 @@ _CONTEXT = 64  # tokens before a decode
 _CHUNK = 32  # tokens of a prompt chunk: bound by arithmetic, and soon done
 _LATE = 448  # tokens before a late chunk
 _AHEAD_GAIN = 0.02  # of the time between results, for which a plan is issued ahead
-_GREEDY = RowSampling(
-    temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, min_tokens=0, suppressed_ids=[], num_logprobs=-1
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +184,7 @@ class _Trials:
                 request_id=f"calibration-{step}-{row}",
                 prompt_len=end,
                 token_ids=ids,
-                sampling=_GREEDY,
+                sampling=GREEDY,
             )
             for row in rows
         ]

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from penstock.attention.metadata import AnyKV, BlockKV
-from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch
+from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
 from penstock.config import MeasureConfig, RankConfig
 from penstock.executor.loading import (
     available_bytes,
@@ -34,7 +34,6 @@ from penstock.pipeline.ring_memory import close_handle, create_ring
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.weights.loader import held_bytes
 
-_GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, [], -1)
 _MAX_KV_BYTES = 256 << 20  # beyond that, rows share blocks: no processor caches so much
 _LINK_TIMEOUT_S = 60.0
 _ROUNDS = 2  # turns of every case
@@ -107,7 +106,7 @@ class TimedRank:
             need_sampled=[is_decode] * len(rows),
             token_from=[KNOWN] * len(rows),
             new_rows=[
-                NewRow(row, 0, str(row), length, ids[:length], _GREEDY)
+                NewRow(row, 0, str(row), length, ids[:length], GREEDY)
                 for row, length in zip(rows, lengths, strict=True)
             ],
         )

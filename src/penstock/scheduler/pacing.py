@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 
+from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
 
 MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
@@ -37,27 +38,15 @@ class Pacing:
 
     Args:
         model: costs of the stages; others may go on teaching it.
-        num_stages: P.
-        max_tokens: of one plan.
-        max_chunk: prompt tokens of one request in one plan at most.
+        budget: the limits of a plan, which stand.
         inter_token_target_s: to be kept by prompts that run beside decodes.
     """
 
-    def __init__(
-        self,
-        model: CostModel,
-        *,
-        num_stages: int,
-        max_tokens: int,
-        max_chunk: int,
-        inter_token_target_s: float,
-    ) -> None:
+    def __init__(self, model: CostModel, budget: TokenBudget, *, inter_token_target_s: float) -> None:
         self._model = model
-        self._num_stages = num_stages
-        self._max_tokens = max_tokens
-        self._max_chunk = max_chunk
+        self._budget = budget
         self._target_s = inter_token_target_s
-        self._num_groups = num_stages
+        self._num_groups = budget.num_stages
 
     def num_groups(self, num_decoding: int, attended: int) -> int:
         """Micro-batches of one cycle while nobody prefills, 1 to P; changes only for a clear gain.
@@ -68,7 +57,7 @@ class Pacing:
         """
         shared, alone = self._model.costs(), self._model.costs(alone=True)
         if num_decoding == 0 or shared is None or alone is None:
-            return self._num_stages
+            return self._budget.num_stages
 
         def cycle_s(groups: int) -> float:
             rows = -(-num_decoding // groups)
@@ -77,7 +66,7 @@ class Pacing:
             return cycle_seconds(seconds, groups)
 
         self._num_groups = min(self._num_groups, num_decoding)
-        best = min(range(1, min(self._num_stages, num_decoding) + 1), key=cycle_s)
+        best = min(range(1, min(self._budget.num_stages, num_decoding) + 1), key=cycle_s)
         if cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(self._num_groups):
             self._num_groups = best
         return self._num_groups
@@ -101,34 +90,32 @@ class Pacing:
         return TimedBudget(
             costs,
             seconds,
-            num_tokens=min(share, self._max_tokens - decodes.tokens),
-            max_chunk=self._max_chunk,
+            num_tokens=min(share, self._budget.max_tokens - decodes.tokens),
+            max_chunk=self._budget.chunk,
             min_chunk=MIN_CHUNK if anybody_decodes else max(MIN_CHUNK, share // _LATE_CHUNK),
         )
 
     def _share(self, costs: list[StageCost], backlog: int, decodes: StepShape) -> int:
         """Prompt tokens for one plan: what passes the pipe soonest, but no more than an equal part of the
         backlog, so that the plans in flight are alike."""
-        share = -(-backlog // self._num_stages)
-        if self._num_stages > 1:
+        share = -(-backlog // self._budget.num_stages)
+        if self._budget.num_stages > 1:
             share = min(share, max(self._soonest(cost, backlog, decodes) for cost in costs))
         return max(share, MIN_CHUNK)
 
     def _soonest(self, cost: StageCost, backlog: int, decodes: StepShape) -> int:
         per_token = max(cost.per_token, _NEGLIGIBLE_S)
         fixed_s = cost.seconds(decodes) if decodes.tokens else cost.overhead
-        best = math.sqrt(backlog * fixed_s / ((self._num_stages - 1) * per_token))
+        best = math.sqrt(backlog * fixed_s / ((self._budget.num_stages - 1) * per_token))
         return round(min(max(best, cost.read / per_token), backlog))
 
     def _seconds_beside(self, cost: StageCost, decodes: StepShape) -> float:
         """What a stage may spend on prompts in a plan that somebody's next token waits for: what the target
         leaves, but at least some."""
         alone_s = cost.seconds(decodes)
-        until_s = max(self._target_s / self._num_stages, _LENGTHEN * alone_s)
-        attending_s = cost.per_attended * decodes.attended
-        # The rows of the decodes are multiplied while the weights are read, which prompts may share.
-        others_s = alone_s - attending_s - max(cost.read, cost.per_token * decodes.tokens)
-        return until_s - others_s - attending_s - cost.per_token * decodes.tokens
+        until_s = max(self._target_s / self._budget.num_stages, _LENGTHEN * alone_s)
+        # While the weights are read, more rows than those of the decodes may be multiplied.
+        return until_s - alone_s + max(0.0, cost.read - cost.per_token * decodes.tokens)
 
 
 class TimedBudget:

@@ -84,9 +84,11 @@ class Scheduler:
         self._rows = RowPool(config.max_num_seqs)
         self._num_stages = num_stages
         budget = TokenBudget.from_config(config, num_stages)
+        target_s = config.inter_token_target_ms / 1000
+        pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
         self._placement = Placement(
             budget,
-            None if costs is None else _pacing(config, budget, costs),
+            pacing,
             None if config.micro_batches == "auto" else config.micro_batches,
             self._queues,
             self._rows,
@@ -274,16 +276,6 @@ class Scheduler:
         if request.phase is Phase.RUNNING:
             release(request, self._rows, self._allocator)
         self._queues.remove(request)
-
-
-def _pacing(config: SchedulerConfig, budget: TokenBudget, costs: CostModel) -> Pacing:
-    return Pacing(
-        costs,
-        num_stages=budget.num_stages,
-        max_tokens=budget.max_tokens,
-        max_chunk=budget.chunk,
-        inter_token_target_s=config.inter_token_target_ms / 1000,
-    )
 
 
 def _numerical_error(request: RequestState, step_id: int) -> ErrorInfo:

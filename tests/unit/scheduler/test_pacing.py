@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fakes import taught
+from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
 from penstock.scheduler.pacing import MIN_CHUNK, Pacing, cycle_seconds
 
@@ -15,9 +16,10 @@ LONG_CONTEXT = StageCost(read=0.004, per_token=0.002, per_attended=1e-6, overhea
 
 
 def pacing(model: CostModel, *, num_stages: int = 2, target_s: float = 0.1, max_chunk: int = 512) -> Pacing:
-    return Pacing(
-        model, num_stages=num_stages, max_tokens=2048, max_chunk=max_chunk, inter_token_target_s=target_s
+    budget = TokenBudget(
+        max_tokens=2048, chunk=max_chunk, max_decodes_beside_prefill=2048, num_stages=num_stages
     )
+    return Pacing(model, budget, inter_token_target_s=target_s)
 
 
 @pytest.mark.parametrize(
