@@ -6,7 +6,6 @@ results and fill the pipe; send each client its updates. Started by the supervis
 
 from __future__ import annotations
 
-import argparse
 import gc
 import math
 import os
@@ -35,7 +34,7 @@ from penstock.engine.ipc import (
 )
 from penstock.errors import ErrorInfo, PenstockError, error_from_info
 from penstock.executor.base import Executor, KVPlan
-from penstock.executor.child import Ready, StatusWriter, enter_child, failure, read_config
+from penstock.executor.child import Ready, StatusWriter, enter_child, run_child
 from penstock.executor.mp import MpExecutor
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -209,7 +208,10 @@ class CoreServer:
             self._clients.send(client, message)
 
 
-def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> None:
+def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> int:
+    enter_child("penstock core", config.parent_pid)
+    if config.core.cpus:
+        os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
     executor = MpExecutor(config.plan_addresses, config.results)
@@ -227,6 +229,7 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     status.write(Ready())
     gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
     server.run()
+    return 0
 
 
 def _start(executor: Executor, clients: CoreSocket) -> KVPlan:
@@ -241,22 +244,14 @@ def _start(executor: Executor, clients: CoreSocket) -> KVPlan:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the core; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="penstock.engine.core_process")
-    for name in ("--config-fd", "--status-fd", "--control-fd"):
-        parser.add_argument(name, type=int, required=True)
-    options = parser.parse_args(arguments)
-    status = StatusWriter(options.status_fd)
     with ExitStack() as closing:  # after the failure has been told: the ranks' end must not be seen before it
-        try:
-            config = read_config(options.config_fd, CoreProcessConfig)
-            enter_child("penstock core", config.parent_pid)
-            if config.core.cpus:
-                os.sched_setaffinity(0, config.core.cpus)
-            _serve(config, options.control_fd, status, closing)
-            return 0
-        except Exception as error:
-            status.write(failure(error))
-            return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
+        return run_child(
+            "penstock.engine.core_process",
+            arguments,
+            CoreProcessConfig,
+            lambda config, status, options: _serve(config, options.control_fd, status, closing),
+            more=["--control-fd"],
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ environment before torch starts.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import faulthandler
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import msgspec
@@ -115,6 +117,37 @@ def read_config(fd: int, config_type: type[Config]) -> Config:
         raise UsageError(
             f"the config on descriptor {fd} is not a {config_type.__name__}: {error}."
         ) from error
+
+
+def run_child(
+    program: str,
+    arguments: Sequence[str] | None,
+    config_type: type[Config],
+    live: Callable[[Config, StatusWriter, argparse.Namespace], int],
+    *,
+    more: Sequence[str] = (),
+) -> int:
+    """The whole life of a child process: its arguments, its config, `live`, and the report of its failure.
+
+    Args:
+        program: name of the module, for usage errors.
+        arguments: of the command line; None takes the process' own.
+        live: (config, status, arguments) -> exit code; its first act is `enter_child`.
+        more: descriptors that it is given besides config and status, such as "--control-fd".
+
+    Returns:
+        The exit code: that of `live`, or of the error that it has raised.
+    """
+    parser = argparse.ArgumentParser(prog=program)
+    for name in ("--config-fd", "--status-fd", *more):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args(arguments)
+    status = StatusWriter(options.status_fd)
+    try:
+        return live(read_config(options.config_fd, config_type), status, options)
+    except Exception as error:
+        status.write(failure(error))
+        return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
 
 
 def enter_child(title: str, parent_pid: int) -> None:

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config import LinkHandle, RankProcessConfig
-from penstock.errors import PenstockError, error_from_info
+from penstock.errors import error_from_info
 from penstock.executor.child import (
     StatusWriter,
     bound_thread_pools,
     enter_child,
-    failure,
     leave,
-    read_config,
+    run_child,
 )
 from penstock.executor.plan_channel import ZmqChannel
 
@@ -30,22 +29,12 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="penstock.executor.worker")
-    parser.add_argument("--config-fd", type=int, required=True)
-    parser.add_argument("--status-fd", type=int, required=True)
-    options = parser.parse_args(arguments)
-    status = StatusWriter(options.status_fd)
-    try:
-        config = read_config(options.config_fd, RankProcessConfig)
-        enter_child(f"penstock stage {config.rank.stage} tp 0", config.parent_pid)
-        bound_thread_pools(config.rank.threads)
-        return _run(config, status)
-    except Exception as error:
-        status.write(failure(error))
-        return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
+    return run_child("penstock.executor.worker", arguments, RankProcessConfig, _run)
 
 
-def _run(config: RankProcessConfig, status: StatusWriter) -> int:
+def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
+    enter_child(f"penstock stage {config.rank.stage} tp 0", config.parent_pid)
+    bound_thread_pools(config.rank.threads)
     # Here and not above: torch reads its environment when it is imported.
     from penstock.executor.rank import run_rank
 

@@ -23,8 +23,7 @@ import uvloop
 
 from penstock.config import ApiProcessConfig
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
-from penstock.errors import PenstockError
-from penstock.executor.child import Ready, StatusWriter, enter_child, failure, read_config
+from penstock.executor.child import Ready, StatusWriter, enter_child, run_child
 from penstock.models.registry import load_spec
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
@@ -132,18 +131,12 @@ async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="penstock.server.api_process")
-    parser.add_argument("--config-fd", type=int, required=True)
-    parser.add_argument("--status-fd", type=int, required=True)
-    parsed = parser.parse_args(arguments)
-    status = StatusWriter(parsed.status_fd)
-    try:
-        config = read_config(parsed.config_fd, ApiProcessConfig)
-        enter_child("penstock api", config.parent_pid)
-        uvloop.run(serve(config, status))
-    except Exception as error:
-        status.write(failure(error))
-        return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
+    return run_child("penstock.server.api_process", arguments, ApiProcessConfig, _run)
+
+
+def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
+    enter_child("penstock api", config.parent_pid)
+    uvloop.run(serve(config, status))
     return 0
 
 
