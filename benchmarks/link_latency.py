@@ -7,15 +7,21 @@ A frame's latency runs from the call of `send` until the tensors of the receiver
 included, by the clock that all processes share. The receiver posts its receive and waits as a stage does: it
 spins for 20 us and then sleeps. With a pause before each frame it therefore sleeps; without one it is caught
 spinning, or nearly so. `copying` is the mean of what the two ends count as such. Under load two further
-processes spin, one on each core. Prints Markdown for docs/perf-log.md, and fails when a bar is missed.
+processes spin, one on each core.
+
+What the machine itself takes is measured by the same exchange without a link: two plain copies into shared
+memory and out of it, and a counter that the receiver never stops looking at. Prints Markdown for
+docs/perf-log.md, and fails when a bar is missed.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import math
+import mmap
 import os
 import subprocess
 import sys
@@ -33,6 +39,7 @@ from penstock.server.bench.results import percentile
 from penstock.trace.phases import Phase, PhaseClock
 
 ROWS, WIDTH, NUM_TENSORS = 32, 896, 2
+HEAD_BYTES = 64
 TIMEOUT_S = 30.0
 WARM_UP_FRAMES = 100
 MEDIAN_BAR_US, P99_BAR_US, LOADED_P99_BAR_US = 20.0, 60.0, 2000.0
@@ -55,29 +62,31 @@ def main() -> int:
     rows, fine = [], True
     for pause_ms in map(float, options.pauses_ms.split(",")):
         for loaded in (False, True):
-            with busy_processes(cores if loaded else []):
-                found, copying = latencies_us(options.frames, pause_ms / 1000, cores)
-            row, met = table_row(pause_ms, loaded, found, copying)
-            rows.append(row)
-            fine &= met
-    print(
-        markdown(["pause ms", "beside it", "median us", "p99 us", "longest us", "copying us", "bars"], rows)
-    )
+            for plain in (False, True):
+                with busy_processes(cores if loaded else []):
+                    found, copying = latencies_us(options.frames, pause_ms / 1000, cores, plain)
+                row, met = table_row(pause_ms, loaded, plain, found, copying)
+                rows.append(row)
+                fine &= met
+    columns = ["pause ms", "beside it", "through", "median us", "p99 us", "longest us", "copying us", "bars"]
+    print(markdown(columns, rows))
     return 0 if fine else 1
 
 
 def table_row(
-    pause_ms: float, loaded: bool, found: Sequence[float], copying_us: float
+    pause_ms: float, loaded: bool, plain: bool, found: Sequence[float], copying_us: float
 ) -> tuple[list[str], bool]:
-    """A line of the table, and whether its bars are met."""
+    """A line of the table, and whether its bars are met; plain copies have none."""
     median, p99 = percentile(found, 50), percentile(found, 99)
+    load = "a busy process on each core" if loaded else "nothing"
+    begin, numbers = [f"{pause_ms:g}", load], [f"{median:.1f}", f"{p99:.1f}", f"{max(found):.0f}"]
+    if plain:
+        return [*begin, "plain copies", *numbers, "-", "-"], True
     bars = (math.inf, LOADED_P99_BAR_US) if loaded else (MEDIAN_BAR_US, P99_BAR_US)
     met = median < bars[0] and p99 < bars[1]
     wanted = f"p99 {bars[1]:g}" if loaded else f"median {bars[0]:g}, p99 {bars[1]:g}"
-    load = "a busy process on each core" if loaded else "nothing"
     word = f"{wanted}: {'met' if met else 'missed'}"
-    numbers = [f"{median:.1f}", f"{p99:.1f}", f"{max(found):.0f}", f"{copying_us:.1f}"]
-    return [f"{pause_ms:g}", load, *numbers, word], met
+    return [*begin, "link", *numbers, f"{copying_us:.1f}", word], met
 
 
 @contextlib.contextmanager
@@ -94,7 +103,9 @@ def busy_processes(cores: Sequence[int]) -> Iterator[None]:
             process.wait()
 
 
-def latencies_us(num_frames: int, pause_s: float, cores: Sequence[int]) -> tuple[list[float], float]:
+def latencies_us(
+    num_frames: int, pause_s: float, cores: Sequence[int], plain: bool
+) -> tuple[list[float], float]:
     """Of all frames of both directions, but for the first; and the mean of the copying into and out."""
     size = frame_bytes(max_num_tokens=ROWS, width=WIDTH, itemsize=torch.bfloat16.itemsize)
     there, back = create_ring(size, 1), create_ring(size, 1)
@@ -105,13 +116,15 @@ def latencies_us(num_frames: int, pause_s: float, cores: Sequence[int]) -> tuple
         "outgoing": as_numbers(back),
         "num_frames": num_frames,
         "pause_s": pause_s,
+        "plain": plain,
     }
     descriptors = [fd for ring in rings for fd in (ring.memory_fd, ring.data_fd, ring.space_fd)]
     command = [sys.executable, __file__, "--end", json.dumps(told)]
     process = subprocess.Popen(command, pass_fds=descriptors, stdout=subprocess.PIPE, text=True)
     os.sched_setaffinity(0, {cores[0]})
     try:
-        sent, received, copying_ns = exchange(LinkEnd(there, back), num_frames, pause_s, begins=True)
+        end = make_end(there, back, plain)
+        sent, received, copying_ns = exchange(end, num_frames, pause_s, begins=True)
         output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
         os.sched_setaffinity(0, set(cores))
@@ -130,19 +143,28 @@ def one_way_us(sent_ns: Sequence[int], received_ns: Sequence[int]) -> list[float
 
 
 def answer_frames(
-    core: int, incoming: dict[str, int], outgoing: dict[str, int], num_frames: int, pause_s: float
+    core: int,
+    incoming: dict[str, int],
+    outgoing: dict[str, int],
+    num_frames: int,
+    pause_s: float,
+    plain: bool,
 ) -> None:
     """The second process: answers each frame; writes when it sent and received as JSON."""
     os.sched_setaffinity(0, {core})
-    end = LinkEnd(LinkHandle(**outgoing), LinkHandle(**incoming))
+    end = make_end(LinkHandle(**outgoing), LinkHandle(**incoming), plain)
     print(json.dumps(exchange(end, num_frames, pause_s, begins=False)))
+
+
+def make_end(outgoing: LinkHandle, incoming: LinkHandle, plain: bool) -> LinkEnd | PlainEnd:
+    torch.set_num_threads(1)
+    return PlainEnd(outgoing, incoming) if plain else LinkEnd(outgoing, incoming)
 
 
 class LinkEnd:
     """A link to the other process, and one from it."""
 
     def __init__(self, outgoing: LinkHandle, incoming: LinkHandle) -> None:
-        torch.set_num_threads(1)
         self._outgoing = SharedMemoryLink(outgoing, "out", TIMEOUT_S)
         self._incoming = SharedMemoryLink(incoming, "in", TIMEOUT_S)
         self._tensors = [torch.randn(ROWS, WIDTH).to(torch.bfloat16) for _ in range(NUM_TENSORS)]
@@ -161,9 +183,36 @@ class LinkEnd:
         return time.monotonic_ns()
 
 
+class PlainEnd:
+    """Memory that both processes map: a counter of frames, then the tensors."""
+
+    def __init__(self, outgoing: LinkHandle, incoming: LinkHandle) -> None:
+        self._own = torch.randn(NUM_TENSORS, ROWS, WIDTH).to(torch.bfloat16)
+        self._outgoing, self._incoming = (
+            torch.frombuffer(mmap.mmap(ring.memory_fd, 0), dtype=torch.uint8)[: HEAD_BYTES + self._own.nbytes]
+            for ring in (outgoing, incoming)
+        )
+        self._written, self._there = (
+            memoryview(end[:HEAD_BYTES].numpy()).cast("Q") for end in (self._outgoing, self._incoming)
+        )
+        self.clock = PhaseClock()
+
+    def send(self, step: int) -> int:
+        now = time.monotonic_ns()
+        ctypes.memmove(self._outgoing.data_ptr() + HEAD_BYTES, self._own.data_ptr(), self._own.nbytes)
+        self._written[0] = step + 1
+        return now
+
+    def receive(self, step: int) -> int:
+        while self._there[0] != step + 1:
+            pass
+        ctypes.memmove(self._own.data_ptr(), self._incoming.data_ptr() + HEAD_BYTES, self._own.nbytes)
+        return time.monotonic_ns()
+
+
 @torch.inference_mode()  # as a stage runs
 def exchange(
-    end: LinkEnd, num_frames: int, pause_s: float, *, begins: bool
+    end: LinkEnd | PlainEnd, num_frames: int, pause_s: float, *, begins: bool
 ) -> tuple[list[int], list[int], int]:
     """When each frame began to be sent, when each had come, and nanoseconds of copying; ends take turns."""
     sent, received = [], []

@@ -59,9 +59,9 @@ def test_a_latency_is_from_send_to_receipt_and_the_first_frames_do_not_count() -
     ("loaded", "latency_us", "met"), [(False, 15.0, True), (False, 25.0, False), (True, 25.0, True)]
 )
 def test_a_median_counts_only_where_nothing_runs_beside(loaded: bool, latency_us: float, met: bool) -> None:
-    row, found = link_latency.table_row(1.0, loaded, [latency_us] * 10, 3.0)
+    row, found = link_latency.table_row(1.0, loaded, False, [latency_us] * 10, 3.0)
     assert found == met
-    assert row[2] == f"{latency_us:.1f}"
+    assert row[3] == f"{latency_us:.1f}"
 
 
 # --- pipeline_fill ----------------------------------------------------------------------------------
@@ -124,6 +124,7 @@ def test_scaling_is_our_ratio_over_the_prototypes() -> None:
     rates = {
         "one, 8": [100.0],
         "prototype one, 8": [100.0],
+        "two engines, 8 each": [200.0],
         "two stages, 16": [180.0, 190.0, 200.0],
         "prototype two stages, 16": [200.0],
         "two threads, 64": [100.0],
@@ -132,8 +133,8 @@ def test_scaling_is_our_ratio_over_the_prototypes() -> None:
     table, fine = pipeline_scaling.ratio_table([8], rates)
     assert not fine
     assert [line.split(" | ")[1:] for line in table.splitlines()[2:]] == [
-        ["1.90", "2.00", "0.950", "0.97: missed |"],
-        ["0.95", "-", "-", "0.92: met |"],
+        ["1.90", "2.00", "0.950", "2.00", "0.950", "0.97: missed |"],
+        ["0.95", "-", "-", "-", "-", "0.92: met |"],
     ]
 
 
