@@ -9,18 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, TypeVar
 
 import msgspec
 
 from penstock.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu", "cuda"]
 Backend = Literal["mp", "inprocess"]
 TiedHead = Literal["load", "transfer"]
 Quantization = Literal["none", "int8", "int4"]
 PinThreads = Literal["auto", "on", "off"]
+
+Value = TypeVar("Value")
+
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 def _at_least(name: str, value: int, low: int) -> None:
@@ -68,7 +72,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             one ahead is faster than none.
         threads_per_rank: CPU threads of every rank, or of each, such as "1,3"; None shares the cores among
             the ranks.
-        device: `cpu`, `cuda`, or `auto` (cuda when torch sees a GPU).
+        device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
+            such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
         tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
             or by `transfer` from the first.
         step_timeout_s: longest time that one stage may take for one plan before it counts as lost; None
@@ -84,7 +89,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     partition_mix: str = "512:128"
     async_depth: int | Literal["auto"] = "auto"
     threads_per_rank: int | str | list[int] | None = None
-    device: Device = "cpu"
+    device: str = "cpu"
     tied_head: TiedHead = "load"
     step_timeout_s: float | None = None
     kernels: str = "auto"
@@ -99,6 +104,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
         for threads in self.rank_threads or ():
             _at_least("threads_per_rank", threads, 1)
+        self._check_devices()
         if self.step_timeout_s is not None and not 0 < self.step_timeout_s < math.inf:
             raise UsageError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0 seconds.")
 
@@ -110,19 +116,44 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rank_threads(self) -> list[int] | None:
         """`threads_per_rank` as one number per rank."""
-        given, stages = self.threads_per_rank, self.pipeline_parallel_size
+        given = self.threads_per_rank
         if given is None:
             return None
-        counts = given if isinstance(given, list) else _whole_numbers(given)
-        if len(counts) == 1 and not isinstance(given, list):
-            return counts * stages
-        if len(counts) != stages:
+        if isinstance(given, list):
+            self._check_num_entries("threads_per_rank", given)
+            return given
+        return self._for_each_stage("threads_per_rank", _whole_numbers(given))
+
+    @property
+    def rank_devices(self) -> list[str]:
+        """`device` as one for each rank; all `auto` or none."""
+        return self._for_each_stage("device", [part.strip() for part in self.device.split(",")])
+
+    def _check_devices(self) -> None:
+        for device in self.rank_devices:
+            if self.device != "auto" and not _DEVICE.fullmatch(device):
+                raise UsageError(
+                    f"device is '{self.device}'; '{device}' is no device of a stage.",
+                    remedy="Use auto, cpu, cuda, cuda:N, or cpu, cuda and cuda:N for each stage: cpu,cuda:0.",
+                    param="device",
+                    code="out_of_range",
+                )
+
+    def _for_each_stage(self, name: str, values: list[Value]) -> list[Value]:
+        """One value is every stage's."""
+        if len(values) == 1:
+            return values * self.pipeline_parallel_size
+        self._check_num_entries(name, values)
+        return values
+
+    def _check_num_entries(self, name: str, values: Sequence[object]) -> None:
+        stages = self.pipeline_parallel_size
+        if len(values) != stages:
             raise UsageError(
-                f"threads_per_rank has {len(counts)} entries for {stages} stages.",
-                remedy=f"Give one number for all stages, or {stages}.",
-                param="threads_per_rank",
+                f"{name} has {len(values)} entries for {stages} stages.",
+                remedy=f"Give one for all stages, or {stages}.",
+                param=name,
             )
-        return counts
 
     @property
     def depth(self) -> int:
@@ -222,6 +253,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         quantization: what to do with weights at load. "none" for a checkpoint that is quantised already: its
             tensors are held as they are.
+        device: `cpu`, or one GPU such as `cuda:0`.
+        num_sharers: ranks in the same memory, this one counted.
         kernels: which of our CPU kernels to use, as in `ParallelConfig`.
         cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
     """
@@ -233,7 +266,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int
     start_layer: int
     end_layer: int
-    device: Literal["cpu", "cuda"]
+    device: str
     threads: int
     block_size: int
     num_blocks: int | None
@@ -244,11 +277,17 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     link_frames: int  # frames that a link holds: async_depth + 1
     tied_head: TiedHead = "load"
     quantization: Quantization = "none"
+    num_sharers: int = 1
     kernels: str = "auto"
     cpus: tuple[int, ...] = ()
     wait_timeout_s: float = (
         60.0  # deadline of every wait on a peer inside a step: all stages may be computing
     )
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self.device.partition(":")[0]
 
     @property
     def is_first(self) -> bool:

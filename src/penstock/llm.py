@@ -5,7 +5,8 @@
             print(output.outputs[0].text)
 
 The stages are processes of their own (`mp`) or threads of this one (`inprocess`). Tokenising, detokenising
-and stop strings happen here; everything else is the engine's (`engine.client`).
+and stop strings happen here; everything else is the engine's (`engine.client`). What is decided and done at
+start is logged at INFO by the logger `penstock`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.config import Backend, Device, DType, EngineConfig, PinThreads, Quantization, TiedHead
+from penstock.config import Backend, DType, EngineConfig, PinThreads, Quantization, TiedHead
 from penstock.engine.auto_partition import settle_partition
 from penstock.engine.client import EngineClient, InprocessClient, ProcessClient
 from penstock.engine.launch import Host, LaunchPlan, resolve
@@ -33,7 +34,7 @@ from penstock.engine.outputs import (
     completion_output,
     output_assembler,
 )
-from penstock.engine.reports import NoReporter
+from penstock.engine.reports import LogReporter
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError, UsageError, error_from_info
@@ -70,7 +71,7 @@ class LLM:
         num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        device: `cpu`, `cuda` or `auto`.
+        device: `cpu`, `cuda`, `auto`, or one for each stage such as "cpu,cuda:0".
         distributed_executor_backend: `mp` (a process per stage) or `inprocess` (a thread per stage).
         threads_per_rank: CPU threads of a stage, or of each, such as "1,3" or [1, 3]; None shares the cores
             among the stages.
@@ -104,7 +105,7 @@ class LLM:
         kv_cache_bytes: int | None = None,
         partition: str = "even",
         partition_mix: str = "512:128",
-        device: Device = "cpu",
+        device: str = "cpu",
         distributed_executor_backend: Backend = "mp",
         threads_per_rank: int | str | Sequence[int] | None = None,
         tied_head: TiedHead = "load",
@@ -155,7 +156,7 @@ class LLM:
 
     def _start(self, config: EngineConfig) -> None:
         host = Host.detect()
-        config = settle_partition(config, host, NoReporter())
+        config = settle_partition(config, host, LogReporter())
         plan = resolve(config, host)
         directory = Path(plan.model_path)
         self._tokenizer = load_tokenizer(directory)
@@ -435,7 +436,7 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
 
 def _make_client(config: EngineConfig, plan: LaunchPlan) -> EngineClient:
     if config.parallel.backend == "mp":
-        return ProcessClient(config, NoReporter())
+        return ProcessClient(config, LogReporter())
     # Here and not above: this imports torch, which the processes of the other backend do for themselves.
     from penstock.executor.inprocess import InprocessExecutor
 

@@ -16,16 +16,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("device", ["cuda", "cuda,cuda", "cpu,cuda", "cuda:0,cpu", "cpu,cuda,cpu"])
 @pytest.mark.parametrize("backend", ["inprocess", "mp"])
-def test_a10_greedy_tokens_on_cuda_equal_the_reference(num_stages: int, backend: str, tmp_path: Path) -> None:
+def test_a10_i13_greedy_tokens_equal_the_reference(device: str, backend: str, tmp_path: Path) -> None:
     MODELS[1].make(tmp_path)
     expected, _ = reference_greedy(tmp_path)
     with LLM(
         str(tmp_path),
         dtype="float32",
-        device="cuda",
-        pipeline_parallel_size=num_stages,
+        device=device,
+        pipeline_parallel_size=len(device.split(",")),
         num_blocks=64,
         distributed_executor_backend=backend,
     ) as llm:

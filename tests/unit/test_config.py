@@ -66,6 +66,38 @@ def test_i13_threads_of_each_rank(given: int | str | list[int] | None, threads: 
     assert ParallelConfig(pipeline_parallel_size=2, threads_per_rank=given).rank_threads == threads
 
 
+@pytest.mark.parametrize(
+    ("given", "devices"),
+    [
+        ("auto", ["auto", "auto"]),
+        ("cuda", ["cuda", "cuda"]),
+        ("cuda:1", ["cuda:1", "cuda:1"]),
+        ("cpu, cuda:0", ["cpu", "cuda:0"]),
+    ],
+)
+def test_i13_device_of_each_rank(given: str, devices: list[str]) -> None:
+    assert ParallelConfig(pipeline_parallel_size=2, device=given).rank_devices == devices
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("", "'' is no device"),
+        ("gpu", "'gpu' is no device of a stage"),
+        ("cuda:", "device is 'cuda:'"),
+        ("cuda:-1", "device is 'cuda:-1'"),
+        ("cpu:0", "device is 'cpu:0'"),
+        ("cpu,", "'' is no device of a stage"),
+        ("auto,cpu", "'auto' is no device of a stage"),
+        ("cpu,cuda,cpu", "device has 3 entries for 2 stages"),
+    ],
+)
+def test_i13_devices_that_cannot_be_are_refused(given: str, said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)) as caught:
+        ParallelConfig(pipeline_parallel_size=2, device=given)
+    assert caught.value.param == "device"
+
+
 def test_async_depth_has_a_ceiling() -> None:
     assert ParallelConfig(async_depth=64).depth == 65
     with pytest.raises(UsageError, match="async_depth is 65, more than 64"):

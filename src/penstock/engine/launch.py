@@ -8,9 +8,11 @@ nothing and opens no socket.
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 from dataclasses import dataclass
-from itertools import accumulate
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -50,20 +52,27 @@ class Host:
 
     num_cpus: int
     free_bytes: int
-    has_cuda: bool
+    num_gpus: int
     cpus: tuple[int, ...] = ()
 
     @classmethod
     def detect(cls) -> Host:
-        """Ask the kernel: CPUs we may run on, memory (the control group's limit counted), a GPU device."""
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+        """Ask the kernel: CPUs we may run on, memory (the control group's limit counted), GPU devices."""
         cpus = tuple(sorted(os.sched_getaffinity(0)))
         return cls(
             num_cpus=len(cpus),
             free_bytes=host_available_bytes(),
-            has_cuda=not hidden and os.path.exists("/dev/nvidia0"),
+            num_gpus=_num_gpus(Path("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES")),
             cpus=cpus,
         )
+
+
+def _num_gpus(devices: Path, visible: str | None) -> int:
+    """NVIDIA devices that torch may see; `visible` is CUDA_VISIBLE_DEVICES."""
+    present = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
+    if visible is None:
+        return present
+    return min(present, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +85,7 @@ class _WeightForm:
         notes: what the user did not ask for in so many words.
     """
 
-    device: Literal["cpu", "cuda"]
+    devices: list[str]  # of each stage: "cpu" or "cuda:N"
     dtype: FloatType
     quantization: Quantization
     bits: int
@@ -117,8 +126,7 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = config.parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, config.parallel.partition)
-    if form.device == "cpu":
-        _check_weights_fit(spec, ranges, form, host)
+    _check_weights_fit(spec, ranges, form, host)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host)
     return LaunchPlan(
@@ -146,8 +154,8 @@ def _rank_configs(
     wait_timeout_s: float,
     host: Host,
 ) -> list[RankConfig]:
-    threads = config.parallel.rank_threads or [max(1, host.num_cpus // len(ranges))] * len(ranges)
-    cpus = _cpus_of_ranks(config.parallel, threads, form.device, host)
+    threads = config.parallel.rank_threads or _shared_threads(form.devices, host.num_cpus)
+    cpus = _cpus_of_ranks(config.parallel, threads, form.devices, host)
     return [
         RankConfig(
             model_path=model_path,
@@ -157,7 +165,8 @@ def _rank_configs(
             num_stages=len(ranges),
             start_layer=start,
             end_layer=end,
-            device=form.device,
+            device=form.devices[stage],
+            num_sharers=form.devices.count(form.devices[stage]),
             threads=threads[stage],
             block_size=config.cache.block_size,
             num_blocks=config.cache.num_blocks,
@@ -204,7 +213,7 @@ def _step_timeout_s(config: EngineConfig) -> float:
 
 def _weight_form(model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, host: Host) -> _WeightForm:
     """Device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
-    quantization, device = _quantization(model.quantization, spec), parallel.device
+    quantization, asked = _quantization(model.quantization, spec), parallel.rank_devices
     is_quantized = quantization != "none" or spec.quantization is not None
     moves_head = spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1
     if is_quantized and moves_head and parallel.tied_head == "transfer":
@@ -216,16 +225,16 @@ def _weight_form(model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, 
     if not is_quantized:
         dtype = _dtype(model.dtype, spec)
         return _WeightForm(
-            device=_device(device, host),
+            devices=_devices(asked, host),
             dtype=dtype,
             quantization="none",
             bits=ITEM_SIZES[dtype] * 8,
             notes=(),
         )
-    if device == "cuda":
-        raise _no_quantised_weights_on_cuda(model.quantization, spec)
+    if any(device.startswith("cuda") for device in asked):
+        raise _no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
     notes = [_quantization_note(quantization, spec)]
-    if device == "auto" and host.has_cuda:
+    if parallel.device == "auto" and host.num_gpus:
         notes.append("the stages run on the CPU, not on the GPU: quantised weights are for the CPU so far.")
     dtype = _dtype(model.dtype, spec)
     if dtype == "float16":
@@ -238,7 +247,8 @@ def _weight_form(model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, 
     if "linear" not in parse_kernels(parallel.kernels).enabled:
         bits = 32
         notes.append("without the kernel for linear layers, quantised weights are held as float32.")
-    return _WeightForm(device="cpu", dtype=dtype, quantization=quantization, bits=bits, notes=tuple(notes))
+    devices = ["cpu"] * len(asked)
+    return _WeightForm(devices=devices, dtype=dtype, quantization=quantization, bits=bits, notes=tuple(notes))
 
 
 def _quantization(asked: Quantization, spec: ModelSpec) -> Quantization:
@@ -262,10 +272,10 @@ def _quantization_note(quantization: Quantization, spec: ModelSpec) -> str:
     return f"weights are quantised to {quantization} while they are loaded."
 
 
-def _no_quantised_weights_on_cuda(asked: Quantization, spec: ModelSpec) -> UsageError:
+def _no_quantised_weights_on_cuda(device: str, asked: Quantization, spec: ModelSpec) -> UsageError:
     wanted = f"--quantization {asked}" if spec.quantization is None else "a quantised checkpoint"
     return UsageError(
-        f"--device is cuda, with {wanted}: quantised weights are supported on the CPU only, so far.",
+        f"--device is {device}, with {wanted}: quantised weights are supported on the CPU only, so far.",
         remedy="Use --device cpu, or the original checkpoint without --quantization.",
         param="device",
         code="unsupported",
@@ -289,18 +299,35 @@ def _dtype(asked: str, spec: ModelSpec) -> FloatType:
     return known.get(name, "float32")
 
 
-def _device(asked: str, host: Host) -> Literal["cpu", "cuda"]:
-    if asked == "auto":
-        return "cuda" if host.has_cuda else "cpu"
-    return "cuda" if asked == "cuda" else "cpu"
+def _devices(asked: list[str], host: Host) -> list[str]:
+    """`cpu` or `cuda:N` for each stage: those that leave it open take the GPUs in turn.
+
+    A GPU that is not there is for the rank to refuse, which knows why torch does not see it.
+    """
+    in_turn = itertools.count()
+    automatic = "cuda" if host.num_gpus else "cpu"
+    wanted = [automatic if device == "auto" else device for device in asked]
+    return [f"cuda:{next(in_turn) % max(1, host.num_gpus)}" if one == "cuda" else one for one in wanted]
+
+
+def _shared_threads(devices: list[str], num_cpus: int) -> list[int]:
+    """Threads of each stage: the cores go to the stages on the CPU, but for one to drive each GPU stage."""
+    num_on_cpu = devices.count("cpu")
+    if not num_on_cpu:
+        return [max(1, num_cpus // len(devices))] * len(devices)
+    own = max(1, (num_cpus - (len(devices) - num_on_cpu)) // num_on_cpu)
+    return [own if device == "cpu" else 1 for device in devices]
 
 
 def _cpus_of_ranks(
-    parallel: ParallelConfig, threads: list[int], device: str, host: Host
+    parallel: ParallelConfig, threads: list[int], devices: list[str], host: Host
 ) -> list[tuple[int, ...]]:
-    """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned."""
-    ends = list(accumulate(threads))
-    reason = _why_not_pinned(parallel, ends[-1], device, host)
+    """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned.
+
+    A stage on a GPU is never bound; but the cores that its threads need are left to it.
+    """
+    ends = list(itertools.accumulate(threads))
+    reason = _why_not_pinned(parallel, ends[-1], devices, host)
     if parallel.pin_threads == "on" and reason:
         raise UsageError(
             f"--pin-threads is on; {reason}.",
@@ -311,7 +338,10 @@ def _cpus_of_ranks(
     fills_the_machine = ends[-1] == len(host.cpus)
     if parallel.pin_threads == "off" or reason or not (fills_the_machine or parallel.pin_threads == "on"):
         return [()] * len(threads)
-    return [host.cpus[end - count : end] for count, end in zip(threads, ends, strict=True)]
+    return [
+        host.cpus[end - count : end] if device == "cpu" else ()
+        for device, count, end in zip(devices, threads, ends, strict=True)
+    ]
 
 
 def _cpus_of_core(ranks: list[RankConfig], host: Host) -> tuple[int, ...]:
@@ -321,9 +351,9 @@ def _cpus_of_core(ranks: list[RankConfig], host: Host) -> tuple[int, ...]:
     return tuple(cpu for cpu in host.cpus if cpu not in last) if last and len(ranks) > 1 else ()
 
 
-def _why_not_pinned(parallel: ParallelConfig, num_threads: int, device: str, host: Host) -> str:
+def _why_not_pinned(parallel: ParallelConfig, num_threads: int, devices: list[str], host: Host) -> str:
     """Why threads cannot be bound to cores of their own; "" if they can."""
-    if device != "cpu":
+    if "cpu" not in devices:
         return "the stages run on a GPU"
     if parallel.backend == "inprocess":
         return "the stages are threads of the caller's process, which share its compute threads"
@@ -348,7 +378,8 @@ def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
 
 def _check_weights_fit(spec: ModelSpec, ranges: list[tuple[int, int]], form: _WeightForm, host: Host) -> None:
     """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
-    weights = sum(spec.stage_parameters(start, end) for start, end in ranges) * form.bits // 8
+    on_cpu = [own for own, device in zip(ranges, form.devices, strict=True) if device == "cpu"]
+    weights = sum(spec.stage_parameters(start, end) for start, end in on_cpu) * form.bits // 8
     if weights > host.free_bytes:
         raise NotEnoughMemoryError(
             f"the weights take {weights / 2**20:.0f} MiB; {host.free_bytes / 2**20:.0f} MiB are free.",

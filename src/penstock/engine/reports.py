@@ -6,6 +6,7 @@ values, also sent as JSON lines over the status pipe of a supervisor that an `LL
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ import msgspec
 from penstock.errors import ErrorInfo
 
 PROGRESS_EVERY_S = 5.0
+
+_LOG = logging.getLogger("penstock")
 
 
 class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="progress"):
@@ -102,11 +105,12 @@ class Reporter(Protocol):
     def report(self, event: Event) -> None: ...
 
 
-class NoReporter:
-    """Says nothing."""
+class LogReporter:
+    """For programs that hold the engine as a library: one INFO record of logger `penstock` for each event."""
 
     def report(self, event: Event) -> None:
-        pass
+        if not isinstance(event, LoadProgress) and (line := event_line(event)):
+            _LOG.info("%s", line)
 
 
 class PlainReporter:

@@ -125,26 +125,21 @@ def transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
 
 
 def device_of(config: RankConfig) -> torch.device:
-    """Stages take the GPUs of the host in turn."""
-    if config.device == "cpu":
-        return torch.device("cpu")
-    if torch.cuda.device_count() == 0:
-        raise UsageError(
-            f"stage {config.stage} is to run on cuda, but torch {torch.__version__} sees no GPU.",
-            remedy="Use --device cpu, or install a CUDA build of torch.",
-        )
-    return torch.device(config.device, config.stage % torch.cuda.device_count())
+    """The device of the rank, which must be there."""
+    device, num_gpus = torch.device(config.device), torch.cuda.device_count()
+    if device.type == "cpu" or device.index < num_gpus:
+        return device
+    seen = f"only {num_gpus}" if num_gpus else "no GPU"
+    raise UsageError(
+        f"stage {config.stage} is to run on {device}, but torch {torch.__version__} sees {seen}.",
+        remedy="Use --device cpu or a GPU that is there, or install a CUDA build of torch.",
+        param="device",
+    )
 
 
 def available_bytes(device: torch.device) -> int:
     """What is free on the device now, other processes' use deducted."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
-
-
-def num_sharers(config: RankConfig) -> int:
-    """Ranks that live in the same memory."""
-    num_memories = 1 if config.device == "cpu" else torch.cuda.device_count()
-    return -(-config.num_stages // num_memories)
 
 
 def dtype_of(config: RankConfig) -> torch.dtype:

@@ -34,7 +34,6 @@ from penstock.executor.loading import (
     build_runner,
     dtype_of,
     load_rank,
-    num_sharers,
     transfers_head,
 )
 from penstock.layers.embedding import VocabEmbedding
@@ -143,7 +142,7 @@ def _transfer_head(config: RankConfig, loaded: LoadedRank, connections: RankConn
 
 
 def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
-    demand = KVDemand.of_rank(config, num_sharers(config))
+    demand = KVDemand.of_rank(config, config.num_sharers)
     return RankLoaded(
         stage=config.stage,
         max_blocks=loaded.storage.max_blocks(demand, available_bytes(loaded.device)),

@@ -32,7 +32,7 @@ def _tokens(costs: Sequence[StageCosts], rank: RankConfig, count: int, num_layer
             block_bytes=count * own.kv_block_bytes,
             block_size=rank.block_size,
             available=available,
-            device=rank.device,
+            device=rank.device_type,
         )
     except NotEnoughMemoryError:
         return 0

@@ -24,7 +24,6 @@ from penstock.executor.loading import (
     device_of,
     dtype_of,
     load_rank,
-    num_sharers,
 )
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.frame import FrameHeader, FrameKind, frame_bytes
@@ -84,7 +83,7 @@ class TimedRank:
             kv_block_bytes=self._loaded.storage.block_bytes // num_layers,
             block_size=self._rank.block_size,
             available_bytes=self._available,
-            num_sharers=num_sharers(self._rank),
+            num_sharers=self._rank.num_sharers,
             has_kernels=self._loaded.has_kernels,
         )
 

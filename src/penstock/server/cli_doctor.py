@@ -115,7 +115,7 @@ def check_machine(settings: DoctorSettings) -> list[Finding]:
         check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)),
         check_port(settings.host, settings.port),
         check_cpu_kernels(load()),
-        Finding("ok", "gpu", "found" if host.has_cuda else "none; stages run on the CPU"),
+        Finding("ok", "gpu", f"{host.num_gpus} found" if host.num_gpus else "none; stages run on the CPU"),
     ]
 
 

@@ -14,7 +14,6 @@ from cyclopts import Parameter
 
 from penstock.config import (
     CacheConfig,
-    Device,
     DType,
     EngineConfig,
     ModelConfig,
@@ -89,7 +88,10 @@ class EngineSettings:
         int | str | None,
         flag("CPU threads of a rank, or of each: 1,3", "--threads-per-rank", group="pipeline"),
     ] = None
-    device: Annotated[Device, flag("where the stages run", "--device", group="pipeline")] = "cpu"
+    device: Annotated[
+        str,
+        flag("of the stages: cpu, cuda, auto, or one each: cpu,cuda:0", "--device", group="pipeline"),
+    ] = "cpu"
     tied_head: Annotated[
         TiedHead, flag("how the last stage gets a tied embedding", "--tied-head", group="pipeline")
     ] = "load"

@@ -31,7 +31,7 @@ from penstock.pipeline.partition import PARTITION_VARIABLE
 from penstock.planner.mix import Mix
 from penstock.planner.stage_costs import StageCosts, StepCosts
 
-HOST = Host(num_cpus=2, free_bytes=8 << 30, has_cuda=False, cpus=(0, 1))
+HOST = Host(num_cpus=2, free_bytes=8 << 30, num_gpus=0, cpus=(0, 1))
 
 
 class Events:
@@ -147,7 +147,7 @@ def test_more_stages_than_layers_are_refused_before_anything_is_measured(fake: F
 
 def test_d16_the_memory_of_the_host_counts_as_it_is_now(fake: FakeMeasuring) -> None:
     with pytest.raises(NotEnoughMemoryError, match="no split of 6 layers over 2 stages"):
-        settle_partition(engine(), Host(num_cpus=2, free_bytes=7 << 20, has_cuda=False), Events())
+        settle_partition(engine(), Host(num_cpus=2, free_bytes=7 << 20, num_gpus=0), Events())
 
 
 # --- What is measured --------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_every_rank_times_its_own_end_of_the_model() -> None:
 
 
 def test_few_layers_are_timed_where_memory_is_short() -> None:
-    little = Host(num_cpus=2, free_bytes=6 << 20, has_cuda=False)
+    little = Host(num_cpus=2, free_bytes=6 << 20, num_gpus=0)
     assert [(c.rank.start_layer, c.rank.end_layer) for c in configs(little)] == [(0, 1), (1, 2), (5, 6)]
 
 

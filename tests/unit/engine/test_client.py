@@ -25,7 +25,7 @@ from penstock.config import (
 from penstock.engine import client as client_module
 from penstock.engine.client import InprocessClient, ProcessClient
 from penstock.engine.ipc import AbortRequests, AddRequest, EngineFailed, Hello, StepUpdates, Welcome
-from penstock.engine.reports import Failed, NoReporter
+from penstock.engine.reports import Failed, LogReporter
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, WaitTimeoutError
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
@@ -83,7 +83,7 @@ class Rig:
         monkeypatch.setattr(client_module, "_SupervisorProcess", lambda _config: self.supervisor)
 
     def client(self) -> ProcessClient:
-        return ProcessClient(CONFIG, NoReporter(), clock=self.clock)
+        return ProcessClient(CONFIG, LogReporter(), clock=self.clock)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_a_supervisor_that_cannot_be_started_leaves_no_descriptor(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "absent"))
     before = set(os.listdir("/proc/self/fd"))
     with pytest.raises(FileNotFoundError):
-        ProcessClient(CONFIG, NoReporter())
+        ProcessClient(CONFIG, LogReporter())
     assert set(os.listdir("/proc/self/fd")) == before
 
 

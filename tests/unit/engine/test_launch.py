@@ -6,16 +6,18 @@ import json
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from checkpoints import QuantizedLayout, quantization_config
 from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.engine import launch
 from penstock.engine.launch import Host, LaunchPlan, resolve
 from penstock.engine.wiring import Wiring
 from penstock.errors import ModelConfigError, NotEnoughMemoryError, PartitionError, UsageError
 from penstock.pipeline.ring_memory import Ring
 
-HOST = Host(num_cpus=6, free_bytes=1 << 30, has_cuda=False)
+HOST = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=0)
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -74,12 +76,12 @@ def test_auto_values_come_from_model_and_host(model: str) -> None:
 
 def test_explicit_values_win(model: str) -> None:
     parallel = ParallelConfig(pipeline_parallel_size=2, threads_per_rank=1, device="auto", partition="4,1")
-    host = Host(num_cpus=6, free_bytes=1 << 30, has_cuda=True)
+    host = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=1)
     cache = CacheConfig(num_blocks=7, block_size=8)
     plan = plan_for(model, host, dtype="float32", length=100, parallel=parallel, cache=cache)
     assert [(rank.start_layer, rank.end_layer) for rank in plan.ranks] == [(0, 4), (4, 5)]
     first = plan.ranks[0]
-    assert (first.dtype, first.threads, first.device, first.max_model_len) == ("float32", 1, "cuda", 100)
+    assert (first.dtype, first.threads, first.device, first.max_model_len) == ("float32", 1, "cuda:0", 100)
     assert (first.num_blocks, first.block_size, first.kv_cache_bytes) == (7, 8, None)
     assert plan.core.max_model_len == 100
 
@@ -95,7 +97,7 @@ def test_i13_threads_are_the_same_for_all_stages_or_each_ones_own(
 
 
 def test_more_stages_than_cores_still_get_a_thread(model: str) -> None:
-    host = Host(num_cpus=2, free_bytes=1 << 30, has_cuda=False)
+    host = Host(num_cpus=2, free_bytes=1 << 30, num_gpus=0)
     plan = plan_for(model, host, parallel=ParallelConfig(pipeline_parallel_size=5))
     assert {rank.threads for rank in plan.ranks} == {1}
 
@@ -118,7 +120,7 @@ def test_a_length_that_the_model_does_not_have_is_refused(model: str, length: in
 
 
 def test_weights_that_do_not_fit_are_refused_before_loading(model: str) -> None:
-    host = Host(num_cpus=1, free_bytes=1000, has_cuda=False)
+    host = Host(num_cpus=1, free_bytes=1000, num_gpus=0)
     with pytest.raises(NotEnoughMemoryError, match="0 MiB are free") as raised:
         plan_for(model, host)
     assert raised.value.exit_code == 4
@@ -136,12 +138,64 @@ def test_the_host_is_asked_for_what_is_there() -> None:
     assert 0 < host.free_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def test_a_hidden_gpu_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidia0")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert Host.detect().has_cuda
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert not Host.detect().has_cuda
+@pytest.mark.parametrize(
+    ("visible", "number"), [(None, 3), ("", 0), ("-1", 0), ("1", 1), ("0,2", 2), ("0,1,2,3,4", 3)]
+)
+def test_hidden_gpus_are_no_gpus(visible: str | None, number: int, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert launch._num_gpus(tmp_path, visible) == number
+
+
+# --- Devices -------------------------------------------------------------------------------------------
+
+
+def gpus(count: int, *cpus: int) -> Host:
+    return Host(num_cpus=len(cpus), free_bytes=1 << 30, num_gpus=count, cpus=cpus)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "expected", "sharers"),
+    [
+        ("cpu", 2, ["cpu"] * 4, [4] * 4),
+        ("auto", 0, ["cpu"] * 4, [4] * 4),
+        ("auto", 3, ["cuda:0", "cuda:1", "cuda:2", "cuda:0"], [2, 1, 1, 2]),
+        ("cuda", 0, ["cuda:0"] * 4, [4] * 4),
+        ("cuda:1", 3, ["cuda:1"] * 4, [4] * 4),
+        ("cpu,cuda,cpu,cuda", 2, ["cpu", "cuda:0", "cpu", "cuda:1"], [2, 1, 2, 1]),
+        ("cuda, cuda:1, cpu, cuda:0", 2, ["cuda:0", "cuda:1", "cpu", "cuda:0"], [2, 1, 1, 2]),
+    ],
+)
+def test_i13_each_stage_has_a_device_and_knows_who_shares_it(
+    model: str, device: str, num_gpus: int, expected: list[str], sharers: list[int]
+) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=4, device=device)
+    ranks = plan_for(model, gpus(num_gpus, 0, 1), parallel=parallel).ranks
+    assert [rank.device for rank in ranks] == expected
+    assert [rank.num_sharers for rank in ranks] == sharers
+
+
+def test_i13_cores_go_to_the_stages_on_the_cpu(model: str) -> None:
+    def shares(device: str, *cpus: int, **parallel: object) -> list[tuple[int, tuple[int, ...]]]:
+        config = ParallelConfig(pipeline_parallel_size=len(device.split(",")), device=device, **parallel)
+        return [(rank.threads, rank.cpus) for rank in plan_for(model, gpus(2, *cpus), parallel=config).ranks]
+
+    assert shares("cpu,cuda", 0, 1, 2, 3) == [(3, (0, 1, 2)), (1, ())]
+    assert shares("cuda,cpu", 0, 1, 2, 3) == [(1, ()), (3, (1, 2, 3))]
+    assert shares("cpu,cuda,cpu,cuda", 0, 1, 2, 3, 4, 5) == [(2, (0, 1)), (1, ()), (2, (3, 4)), (1, ())]
+    assert shares("cpu,cuda", 0) == [(1, ()), (1, ())]
+    assert shares("cuda,cuda", 0, 1, 2, 3) == [(2, ()), (2, ())]
+    assert shares("cpu,cuda", 0, 1, 2, 3, threads_per_rank="2,1", pin_threads="on") == [(2, (0, 1)), (1, ())]
+
+
+def test_only_weights_of_stages_on_the_cpu_need_its_memory(model: str) -> None:
+    spec = plan_for(model).spec
+    half = spec.stage_parameters(0, 3) * 2
+    host = Host(num_cpus=2, free_bytes=half, num_gpus=1)
+    mixed = ParallelConfig(pipeline_parallel_size=2, partition="3,2", device="cpu,cuda")
+    plan_for(model, host, parallel=mixed)
+    with pytest.raises(NotEnoughMemoryError):
+        plan_for(model, host, parallel=msgspec.structs.replace(mixed, device="cpu"))
 
 
 # --- Quantised weights ---------------------------------------------------------------------------------
@@ -205,9 +259,9 @@ def test_a_float16_checkpoint_is_quantised_for_bfloat16(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_are_for_the_cpu(tmp_path: Path, model: str) -> None:
-    host = Host(num_cpus=6, free_bytes=1 << 30, has_cuda=True)
-    parallel = ParallelConfig(device="cuda")
-    with pytest.raises(UsageError, match=r"--device is cuda, with --quantization int4: .* CPU") as caught:
+    host = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=1)
+    parallel = ParallelConfig(device="cpu,cuda:1", pipeline_parallel_size=2)
+    with pytest.raises(UsageError, match=r"is cpu,cuda:1, with --quantization int4: .* CPU") as caught:
         plan_for(model, host, quantization="int4", parallel=parallel)
     assert caught.value.param == "device"
     automatic = plan_for(model, host, quantization="int4", parallel=ParallelConfig(device="auto"))
@@ -219,11 +273,11 @@ def test_quantised_weights_are_for_the_cpu(tmp_path: Path, model: str) -> None:
 
 def test_quantised_weights_need_less_room(tmp_path: Path, model: str) -> None:
     parameters = plan_for(model).spec.stage_parameters(0, 5)
-    host = Host(num_cpus=1, free_bytes=parameters, has_cuda=False)
+    host = Host(num_cpus=1, free_bytes=parameters, num_gpus=0)
     with pytest.raises(NotEnoughMemoryError, match="--quantization int8 or int4"):
         plan_for(model, host)
     plan_for(model, host, quantization="int8")
-    half = Host(num_cpus=1, free_bytes=parameters // 2, has_cuda=False)
+    half = Host(num_cpus=1, free_bytes=parameters // 2, num_gpus=0)
     with pytest.raises(NotEnoughMemoryError):
         plan_for(model, half, quantization="int8")
     plan_for(model, half, quantization="int4")
@@ -241,7 +295,7 @@ def test_the_choice_of_kernels_is_checked_before_the_model_is_looked_for(model: 
 
 
 def cores(*cpus: int) -> Host:
-    return Host(num_cpus=len(cpus), free_bytes=1 << 30, has_cuda=True, cpus=cpus)
+    return Host(num_cpus=len(cpus), free_bytes=1 << 30, num_gpus=1, cpus=cpus)
 
 
 def test_the_core_keeps_off_the_last_stages_cores(model: str) -> None:

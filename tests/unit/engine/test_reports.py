@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 
 import msgspec
 import pytest
@@ -14,7 +15,7 @@ from penstock.engine.reports import (
     Event,
     Failed,
     LoadProgress,
-    NoReporter,
+    LogReporter,
     PlainReporter,
     StageLoaded,
     StageReady,
@@ -66,9 +67,15 @@ def test_progress_is_printed_now_and_then_and_by_stage() -> None:
     assert stream.getvalue().splitlines() == ["stage 1  loading 0 % of 4.0 MB"] * 2
 
 
-def test_no_reporter_is_silent(capsys: pytest.CaptureFixture[str]) -> None:
-    NoReporter().report(READY)
-    assert capsys.readouterr() == ("", "")
+def test_a_library_logs_what_a_program_prints_but_for_progress(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, logger="penstock"):
+        for event in EVENTS:
+            LogReporter().report(event)
+    assert [record.getMessage() for record in caplog.records] == printed(*EVENTS)
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+    assert capsys.readouterr() == ("", ""), "nobody asked for it"
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)
