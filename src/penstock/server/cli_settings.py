@@ -90,7 +90,7 @@ class EngineSettings:
     ] = None
     device: Annotated[
         str,
-        flag("of the stages: cpu, cuda, auto, or one each: cpu,cuda:0", "--device", group="pipeline"),
+        flag("cpu, cuda, auto, or one each: cpu,cuda:0", "--device", group="pipeline"),
     ] = "cpu"
     tied_head: Annotated[
         TiedHead, flag("how the last stage gets a tied embedding", "--tied-head", group="pipeline")

@@ -137,7 +137,7 @@ def test_root_help_and_version() -> None:
         (["serve", "demo", "--pp", "2", "--threads-per-rank", "1,x"], "one per stage"),
         (
             ["serve", "demo", "--pp", "2", "--threads-per-rank", "1,2,3"],
-            "Give one number for all stages, or 2.",
+            "Give one for all stages, or 2.",
         ),
         (["plan"], "no model is given"),
         (["plan", "demo"], "one stage holds all layers"),
