@@ -43,7 +43,7 @@ def observe() -> None:
             seen.update(private_before=private_bytes(), read_before=bytes_read())
             super().__init__(*arguments, **named)
 
-    def measured_run(config: Any, connections: Any, report: Callable[[Any], None]) -> Any:
+    def measured_run(config: Any, epochs: Any, report: Callable[[Any], None]) -> Any:
         def measured_report(event: child.StatusEvent) -> None:
             if isinstance(event, child.Loaded):
                 seen.update(block_bytes=event.rank.block_bytes, told_bytes_read=event.rank.bytes_read)
@@ -54,7 +54,7 @@ def observe() -> None:
                 path.write_text(json.dumps(seen))
             report(event)
 
-        return run_rank(config, connections, measured_report)
+        return run_rank(config, epochs, measured_report)
 
     loading.Decoder, rank.run_rank = MeasuredDecoder, measured_run
 

@@ -25,10 +25,11 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
-from penstock.config import RankConfig, RankProcessConfig
+from penstock.config import RankConfig, RankEnds, RankProcessConfig
 from penstock.errors import LinkClosedError
 from penstock.executor.child import Loaded, Ready, StatusWriter, enter_child, read_config
-from penstock.executor.plan_channel import ZmqChannel
+from penstock.executor.control import ControlReader
+from penstock.executor.plan_channel import ZmqChannel, connect_address
 
 BLOCK_BYTES = 4096
 COUNTER_BYTES = 8
@@ -115,12 +116,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="stub_rank")
     parser.add_argument("--config-fd", type=int, required=True)
     parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--control-fd", type=int, required=True)
     options = parser.parse_args()
     status = StatusWriter(options.status_fd)
     config = read_config(options.config_fd, RankProcessConfig)
     assert config.rank.num_stages == 1
     enter_child("penstock stub stage 0", config.parent_pid)
-    channel = ZmqChannel.connect(config.plan_address)
+    ends = ControlReader(options.control_fd).receive()
+    assert isinstance(ends, RankEnds)
+    channel = ZmqChannel.connect(connect_address(ends.plan_fd))
     load(config.rank, channel, status)
     cadence = Cadence(float(os.environ.get("STUB_RANK_CADENCE_MS", "0")) / 1000)
     try:

@@ -12,6 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from penstock.batch import (
@@ -112,7 +113,7 @@ def sample_of(cost: StageCost, shape: StepShape) -> StepSample:
 class RankReplica:
     """What every rank keeps, as one plain object: rows, block tables, KV slots, deferred token returns."""
 
-    def __init__(self, *, num_rows: int, num_blocks: int, block_size: int) -> None:
+    def __init__(self, *, num_rows: int, num_blocks: int, block_size: int, first_step: int = 0) -> None:
         self.num_rows = num_rows
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -120,8 +121,8 @@ class RankReplica:
         self.generations: dict[int, int] = {}
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
         self.returns: dict[int, dict[int, tuple[int, int]]] = {}  # step -> row -> (generation, token id)
-        self.next_step = 0
-        self.consumed = -1
+        self.first_step = self.next_step = first_step
+        self.consumed = first_step - 1
 
     def run(self, plan: ScheduledBatch) -> list[int]:
         """Apply one plan; the sampled ids in plan order."""
@@ -146,7 +147,8 @@ class RankReplica:
     def _enter(self, new: NewRow) -> None:
         assert new.row not in self.rows, f"row {new.row} is in use"
         assert 0 <= new.row < self.num_rows
-        assert new.generation == self.generations.get(new.row, -1) + 1, "generations grow by one"
+        if new.row in self.generations or not self.first_step:
+            assert new.generation == self.generations.get(new.row, -1) + 1, "generations grow by one"
         self.generations[new.row] = new.generation
         self.rows[new.row] = ReplicaRow(
             new.generation, new.request_id, new.prompt_len, list(new.token_ids), new.sampling
@@ -220,15 +222,19 @@ class FakeExecutor:
         num_rows: int = 64,
         num_blocks: int = 64,
         block_size: int = 4,
+        first_step: int = 0,
     ) -> None:
         self.depth = depth
         self.min_lag = num_stages if min_lag is None else min_lag
         self.latency = latency
-        self.replica = RankReplica(num_rows=num_rows, num_blocks=num_blocks, block_size=block_size)
+        self.replica = RankReplica(
+            num_rows=num_rows, num_blocks=num_blocks, block_size=block_size, first_step=first_step
+        )
         self.plans: list[ScheduledBatch] = []
         self.events: list[tuple[str, int]] = []  # ("submit" | "result", step id), as they happened
         self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
         self.lost: StageLostError | None = None
+        self.lose_at: int | None = None  # the step at whose submission a stage dies
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -247,8 +253,14 @@ class FakeExecutor:
         )
         return KVPlan(num_blocks=num_blocks, ranks=[rank])
 
+    def poll_start(self) -> KVPlan | None:
+        return self.start()
+
     def shutdown(self) -> None:
         """Nothing to end."""
+
+    def abandon(self) -> None:
+        """Nothing to leave."""
 
     def stage_times(self) -> list[StageTimes]:
         """Nobody counts."""
@@ -262,6 +274,8 @@ class FakeExecutor:
         return []
 
     def submit(self, plan: ScheduledBatch) -> None:
+        if plan.step_id == self.lose_at:
+            self.lose_stage(1, "killed")
         if self.lost is not None:
             raise self.lost
         assert len(self._due) < self.depth, "more plans in flight than the pipe is deep"
@@ -350,6 +364,7 @@ class CoreRig:
         scheduler: SchedulerConfig = SMALL_SCHEDULER,
         costs: tuple[StageCost, StageCost] | None = None,
         stall_timeout_s: float = math.inf,
+        recovers: bool = False,
     ) -> None:
         parallel = ParallelConfig(pipeline_parallel_size=num_stages, async_depth=async_depth)
         model = None
@@ -370,7 +385,8 @@ class CoreRig:
             clock=self.clock,
             costs=model,
         )
-        self.executor = FakeExecutor(
+        self.make_executor = partial(
+            FakeExecutor,
             depth=parallel.depth,
             num_stages=num_stages,
             min_lag=None if costs is None and scheduler.micro_batches == "auto" else 1,
@@ -379,8 +395,14 @@ class CoreRig:
             num_blocks=num_blocks,
             block_size=block_size,
         )
+        self.executor = self.make_executor()
         self.core = EngineCore(
-            self.scheduler, self.executor, parallel, self.clock, stall_timeout_s=stall_timeout_s
+            self.scheduler,
+            self.executor,
+            parallel,
+            self.clock,
+            recovers=recovers,
+            stall_timeout_s=stall_timeout_s,
         )
         self.requests: dict[str, GenerationRequest] = {}
         self.updates: dict[str, list[RequestUpdate]] = {}
@@ -416,6 +438,11 @@ class CoreRig:
         """Let `count` results come, then step once."""
         self.executor.release(count)
         return self.step()
+
+    def rejoin(self) -> None:
+        """Ranks that know nothing take the place of those that were lost."""
+        self.executor = self.make_executor(first_step=self.core.steps_in_flight[1])
+        self.core.enter_epoch(self.core.stats().epoch + 1, self.executor)
 
     def run_until_idle(self, max_steps: int = 5000) -> None:
         """Step, waiting for results, until nothing is alive; fails when that takes too long."""

@@ -155,8 +155,18 @@ class HandCore:
     """A small core: rows and blocks are used again at once, rows in turn, up to `depth` plans in flight."""
 
     def __init__(
-        self, *, num_stages: int, depth: int, num_rows: int, num_blocks: int, block_size: int, chunk: int
+        self,
+        *,
+        num_stages: int,
+        depth: int,
+        num_rows: int,
+        num_blocks: int,
+        block_size: int,
+        chunk: int,
+        epoch: int = 0,
+        first_step: int = 0,
     ) -> None:
+        self.epoch = epoch
         self.num_stages, self.depth, self.block_size, self.chunk = num_stages, depth, block_size, chunk
         self.free_rows = list(range(num_rows))
         self.free_blocks = list(range(num_blocks))[::-1]
@@ -164,8 +174,8 @@ class HandCore:
         self.freed: list[int] = []
         self.running: list[Wanted] = []
         self.plans: dict[int, list[Wanted]] = {}
-        self.step = 0
-        self.returned = -1
+        self.step = first_step
+        self.returned = first_step - 1
         self.results: list[StepResult] = []
 
     def generate(self, runner: PlanRunner, wanted: Sequence[Wanted]) -> None:
@@ -186,7 +196,12 @@ class HandCore:
         chosen = sorted(ready[:share], key=lambda w: w.computed < len(w.prompt))
         parts = [self._part(w) for w in chosen]
         plan = make_plan(
-            self.step, parts, new_rows=entered, freed_rows=self.freed, consume_through=self.returned
+            self.step,
+            parts,
+            epoch=self.epoch,
+            new_rows=entered,
+            freed_rows=self.freed,
+            consume_through=self.returned,
         )
         self.plans[self.step] = [w for w, part in zip(chosen, parts, strict=True) if part.sampled]
         self.running.sort(key=lambda w: w in chosen)  # whoever has waited longest comes first

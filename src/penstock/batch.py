@@ -57,7 +57,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     token returns of all steps up to `consume_through`, then run.
     """
 
-    step_id: int  # 0, 1, 2, ... without gaps within an epoch
+    step_id: int  # 0, 1, 2, ... without gaps; goes on in a new epoch
     epoch: int = 0
     rows: list[int] = []  # [num_rows]
     num_tokens: list[int] = []  # [num_rows] tokens of the row in this step, >= 1
@@ -120,9 +120,14 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):
-    """The core's answer once all ranks have loaded: the minimum over the stages (row D9)."""
+    """The core's answer once all ranks have loaded: the minimum over the stages (row D9).
+
+    Plans then begin at `first_step` of `epoch`. A rank that has its KV cache from an epoch before keeps it.
+    """
 
     num_blocks: int
+    epoch: int = 0
+    first_step: int = 0
 
 
 class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):

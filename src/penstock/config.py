@@ -76,6 +76,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
         tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
             or by `transfer` from the first.
+        heartbeat_limit_s: a stage that has given no sign of life for this long is started again.
         step_timeout_s: longest time that one stage may take for one plan before it counts as lost; None
             allows a minute and a tenth of a second for each token that a plan can have.
         kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
@@ -91,6 +92,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     threads_per_rank: int | str | list[int] | None = None
     device: str = "cpu"
     tied_head: TiedHead = "load"
+    heartbeat_limit_s: float = 5.0
     step_timeout_s: float | None = None
     kernels: str = "auto"
     pin_threads: PinThreads = "auto"
@@ -105,6 +107,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         for threads in self.rank_threads or ():
             _at_least("threads_per_rank", threads, 1)
         self._check_devices()
+        if not 2 <= self.heartbeat_limit_s < math.inf:
+            raise UsageError(
+                f"heartbeat_limit_s is {self.heartbeat_limit_s}; it must be at least 2 seconds.",
+                param="heartbeat_limit_s",
+                code="out_of_range",
+            )
         if self.step_timeout_s is not None and not 0 < self.step_timeout_s < math.inf:
             raise UsageError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0 seconds.")
 
@@ -333,11 +341,17 @@ class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank process reads from its config pipe: the rank, and where its neighbours are."""
+    """What a rank process reads from its config pipe. Where its neighbours are comes later: `RankEnds`."""
 
     rank: RankConfig
     parent_pid: int
-    plan_address: str  # zmq PAIR: the core binds, the rank connects
+
+
+class RankEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rank_ends"):
+    """Where the neighbours of a rank are in one epoch. Descriptors are the receiver's own."""
+
+    epoch: int
+    plan_fd: int  # handle of the socket that the core listens on (`engine.endpoints`)
     tokens: list[LinkHandle]  # last stage: to each earlier stage, in order; else: from the last stage
     results: LinkHandle | None = None  # last stage: to the core
     incoming: LinkHandle | None = None
@@ -366,13 +380,19 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the core process reads from its config pipe."""
+    """What the core process reads from its config pipe. Where the ranks are comes later: `CoreEnds`."""
 
     core: CoreConfig
     parent_pid: int
-    plan_addresses: list[str]  # one per stage; the core binds
-    results: LinkHandle  # from the last stage
     client_address: str  # zmq ROUTER; the core binds
+
+
+class CoreEnds(msgspec.Struct, frozen=True, kw_only=True, tag="core_ends"):
+    """Where the core meets the ranks in one epoch. Descriptors are the receiver's own."""
+
+    epoch: int
+    plan_fds: list[int]  # listening sockets, one per stage
+    results: LinkHandle  # from the last stage
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

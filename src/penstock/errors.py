@@ -22,7 +22,8 @@
         ├── OverloadedError        HTTP 429, with Retry-After
         ├── UnavailableError       HTTP 503, with Retry-After
         ├── AbortedError           HTTP 499: the client or the operator ended it
-        └── NumericalError         HTTP 500: NaN or infinity in the row's logits
+        ├── NumericalError         HTTP 500: NaN or infinity in the row's logits
+        └── QuarantinedError       HTTP 500: stages are lost when it runs
 
 Every message says what happened and why; `remedy` says what to do. `ErrorInfo` is the same error on a wire.
 Nothing here imports anything of ours.
@@ -220,6 +221,12 @@ class NumericalError(RequestError):
     """The model gave NaN or infinity for this row; nothing sensible can be sampled."""
 
     default_code = "numerical"
+
+
+class QuarantinedError(RequestError):
+    """A stage was lost twice with this request in it, and no token between; it is not tried a third time."""
+
+    default_code = "quarantined"
 
 
 def _descendants(cls: type[PenstockError]) -> dict[str, type[PenstockError]]:

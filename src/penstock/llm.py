@@ -75,6 +75,7 @@ class LLM:
         distributed_executor_backend: `mp` (a process per stage) or `inprocess` (a thread per stage).
         threads_per_rank: CPU threads of a stage, or of each, such as "1,3" or [1, 3]; None shares the cores
             among the stages.
+        heartbeat_limit_s: a stage without a sign of life for this long is started again.
         step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
         tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
         quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
@@ -109,6 +110,7 @@ class LLM:
         distributed_executor_backend: Backend = "mp",
         threads_per_rank: int | str | Sequence[int] | None = None,
         tied_head: TiedHead = "load",
+        heartbeat_limit_s: float = 5.0,
         step_timeout_s: float | None = None,
         quantization: Quantization = "none",
         kernels: str = "auto",
@@ -131,6 +133,7 @@ class LLM:
                 "threads_per_rank": threads_per_rank,
                 "device": device,
                 "tied_head": tied_head,
+                "heartbeat_limit_s": heartbeat_limit_s,
                 "step_timeout_s": step_timeout_s,
                 "kernels": kernels,
                 "pin_threads": pin_threads,

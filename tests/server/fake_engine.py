@@ -158,7 +158,13 @@ def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
 
 def stats(**changes: Any) -> CoreStats:
     values: dict[str, Any] = dict.fromkeys(CoreStats.__struct_fields__, 0)
-    return CoreStats(**(values | {"num_blocks": 100, "free_blocks": 75, "stage_times": []} | changes))
+    return CoreStats(
+        **(
+            values
+            | {"num_blocks": 100, "free_blocks": 75, "stage_times": [], "loss": None, "stage_restarts": {}}
+            | changes
+        )
+    )
 
 
 def fake_model(**changes: Any) -> ServedModel:

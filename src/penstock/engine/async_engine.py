@@ -387,7 +387,8 @@ class _Health:
         ready = not reason
         if ready != self._was_ready:
             self._was_ready, self._since = ready, self._wall_clock()
-        stage = self.failure.stage if self.failure is not None else None
+        cause = self.failure or (self._stats.loss if self._stats is not None else None)
+        stage = cause.stage if cause is not None else None
         return EngineStatus(ready=ready, stage=stage, reason=reason, since=self._since, stats=self._stats)
 
     def _reason(self) -> str:
@@ -397,6 +398,8 @@ class _Health:
             return "the engine is loading"
         if self.silence_s() > self._stale_after_s:
             return f"the engine core has been silent for {self.silence_s():.1f} s"
+        if self._stats is not None and self._stats.loss is not None:
+            return self._stats.loss.message
         if self._stats is not None and self._stats.stalled_s > self._stats.stall_limit_s:
             return f"no result has crossed the stages for {self._stats.stalled_s:.1f} s"
         return ""

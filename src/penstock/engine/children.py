@@ -13,6 +13,7 @@ import selectors
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 
 from penstock.errors import ErrorInfo
@@ -26,6 +27,7 @@ class Child:
         name: for messages, such as "stage 1".
         stage: its stage, or None.
         failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
+        heard_at: monotonic seconds of its last word.
         status_ended: it has closed its status pipe, which is then readable for ever.
     """
 
@@ -39,6 +41,7 @@ class Child:
         self.pidfd = os.pidfd_open(process.pid)
         self.status_fd = status_fd
         self.status_ended = False
+        self.heard_at = time.monotonic()
         self._process = process
         self._partial = b""
 
@@ -55,6 +58,7 @@ class Child:
         """What it has said since the last call."""
         lines = (self._partial + self._read_pipe()).split(b"\n")
         self._partial = lines.pop()
+        self.heard_at = time.monotonic() if lines else self.heard_at
         events = [decode_status(line) for line in lines if line]
         for event in events:
             if isinstance(event, Failed) and self.failure is None:

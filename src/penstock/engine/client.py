@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import subprocess
@@ -124,7 +125,7 @@ class ProcessClient:
     """An engine in processes of its own, which end with this object or with this process, however it ends.
 
     Args:
-        reporter: gets the supervisor's events while it loads.
+        reporter: gets the supervisor's events: while it loads, and later on whenever there is a `poll`.
         clock: monotonic seconds.
 
     Raises:
@@ -135,9 +136,9 @@ class ProcessClient:
         self, config: EngineConfig, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
-        self._supervisor = _SupervisorProcess(config)
+        self._supervisor = _SupervisorProcess(config, reporter)
         try:
-            address = self._supervisor.wait_until_ready(reporter)
+            address = self._supervisor.wait_until_ready()
             self._socket = ClientSocket(address)
         except BaseException:
             self._supervisor.end()
@@ -166,6 +167,7 @@ class ProcessClient:
 
     def poll(self, timeout_s: float) -> list[RequestUpdate]:
         self._require_engine()
+        self._supervisor.pass_on_news()
         if self._socket.wait(min(timeout_s, SILENCE_S)):
             for message in self._socket.drain():
                 self._take(message)
@@ -219,7 +221,8 @@ class ProcessClient:
 class _SupervisorProcess:
     """The supervisor that this process has started. It ends when the config pipe, its lifeline, is closed."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
+        self._reporter = reporter
         config_read, self._lifeline = os.pipe()
         self._status_fd, status_write = os.pipe()
         command = [sys.executable, "-P", "-m", "penstock.engine.supervisor"]
@@ -238,13 +241,15 @@ class _SupervisorProcess:
         message = CallerConfig(engine=config, caller_pid=os.getpid())
         os.write(self._lifeline, msgspec.json.encode(message) + b"\n")
         self._partial = b""
+        self._failed: Failed | None = None
+        self._has_ended = False  # it will say nothing more
 
-    def wait_until_ready(self, reporter: Reporter) -> str:
+    def wait_until_ready(self) -> str:
         """Address of the core. Raises the first cause when the engine cannot be started."""
         while True:
             events = self._read_events(time.monotonic() + START_TIMEOUT_S)
             for event in events:
-                reporter.report(event)
+                self._reporter.report(event)
                 if isinstance(event, Failed):
                     raise _error_of(event)
                 if isinstance(event, EngineReady):
@@ -253,17 +258,26 @@ class _SupervisorProcess:
                 code = self._process.wait()
                 raise StageLostError(f"the supervisor ended with code {code} before the engine was ready.")
 
+    def pass_on_news(self) -> None:
+        """Report what it has said since it was ready, without waiting."""
+        while not self._has_ended and select.select([self._status_fd], [], [], 0)[0]:
+            self._hear(time.monotonic() + CAUSE_TIMEOUT_S)
+
     def first_cause(self, error: PenstockError, timeout_s: float = CAUSE_TIMEOUT_S) -> PenstockError:
         """What the supervisor gives as the cause of a loss, or `error` if it does not say in this time."""
         deadline = time.monotonic() + timeout_s
-        try:
-            while events := self._read_events(deadline):
-                for event in events:
-                    if isinstance(event, Failed):
-                        return _error_of(event)
-        except WaitTimeoutError:
-            pass
-        return error
+        with contextlib.suppress(WaitTimeoutError):
+            while self._failed is None and not self._has_ended:
+                self._hear(deadline)
+        return error if self._failed is None else _error_of(self._failed)
+
+    def _hear(self, deadline: float) -> None:
+        events = self._read_events(deadline)
+        self._has_ended = not events
+        for event in events:
+            self._reporter.report(event)
+            if isinstance(event, Failed) and self._failed is None:
+                self._failed = event
 
     def end(self) -> None:
         """Cut the lifeline and wait for the end. May be called twice."""

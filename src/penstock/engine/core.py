@@ -47,6 +47,7 @@ class EngineCore:
         parallel: gives the largest depth, `P + async_depth` plans in flight (rows D1, S8).
         clock: monotonic seconds.
         calibration: where steps begin, how many plans are issued ahead, and what goes on learning.
+        recovers: somebody will join a broken pipe again (`enter_epoch`); else its loss is the end.
         stall_timeout_s: the pipeline is lost when plans are in flight and nothing has come for this long.
     """
 
@@ -58,6 +59,7 @@ class EngineCore:
         clock: Callable[[], float],
         *,
         calibration: Calibration | None = None,
+        recovers: bool = False,
         stall_timeout_s: float = math.inf,
     ) -> None:
         calibration = calibration or Calibration.none(parallel)
@@ -65,7 +67,8 @@ class EngineCore:
         self._async_depth = calibration.async_depth
         self._learn_at = -math.inf
         self._scheduler = scheduler
-        self._executor = executor
+        self._executor: Executor | None = executor
+        self._recovers = recovers
         self._clock = clock
         self._stall_timeout_s = stall_timeout_s
         self._inflight: InflightQueue[StepInFlight] = InflightQueue(
@@ -76,12 +79,23 @@ class EngineCore:
         self._epoch = 0
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
         self._failure: ErrorInfo | None = None
+        self._loss: ErrorInfo | None = None
         self._late = {"starved": True}  # why the next plan is not issued now: fields of `ScheduledBatch`
 
     @property
     def failure(self) -> ErrorInfo | None:
         """The first cause, once the pipeline is lost; nothing is accepted or submitted from then on."""
         return self._failure
+
+    @property
+    def loss(self) -> ErrorInfo | None:
+        """Why the pipe is broken; until a step has crossed it again. Requests wait meanwhile."""
+        return self._loss
+
+    @property
+    def has_pipe(self) -> bool:
+        """Whether there is an epoch to submit plans in."""
+        return self._executor is not None
 
     @property
     def is_idle(self) -> bool:
@@ -128,14 +142,49 @@ class EngineCore:
         updates: list[RequestUpdate] = []
         if self._failure is not None:
             return updates
+        if self._executor is None:
+            return self._scheduler.expire()
         try:
-            self._turn(updates)
+            self._turn(self._executor, updates)
             if timeout_s > 0 and not updates and len(self._inflight):
                 self._settle(self._executor.poll(timeout_s), updates)
                 self._fill()
         except PeerError as error:
-            updates += self.fail(error.info())
+            if self._recovers:
+                updates += self.lose_epoch(error.info())
+            else:
+                updates += self.fail(error.info())
         return updates
+
+    def lose_epoch(self, error: ErrorInfo, *, is_final: bool = False) -> list[RequestUpdate]:
+        """Give up the steps in flight, `error` being the cause; requests keep their tokens and wait.
+
+        Args:
+            is_final: it may be long until there is a pipe again: who has started ends with the error.
+
+        Returns:
+            The last update of each request that ends.
+        """
+        self._loss = error
+        updates: list[RequestUpdate] = []
+        if self._executor is not None:
+            self._executor.abandon()
+            self._executor = None
+            self._inflight.clear()
+            updates += self._scheduler.requeue()
+        if is_final:
+            updates += self._scheduler.fail_started(error)
+        return updates
+
+    def enter_epoch(self, epoch: int, executor: Executor) -> None:
+        """Go on over a pipe that was joined again; the probe that proves it is due at once.
+
+        Args:
+            executor: has been started, for plans from `steps_in_flight[1]` of this epoch.
+        """
+        assert self._executor is None, "the epoch before is not over"
+        self._epoch, self._executor = epoch, executor
+        self._last_result_at = self._clock() - PROBE_INTERVAL_S
 
     def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
         """Give the pipeline up, `error` being the first cause: one last update for each request."""
@@ -146,7 +195,8 @@ class EngineCore:
     def next_wakeup(self) -> float:
         """Clock time at which `step` has work even if no event comes; infinite if there is none."""
         expiry = self._scheduler.next_expiry()
-        due = math.inf if self._failure is not None else self._probe_or_stall_due()
+        has_pipe = self._failure is None and self._executor is not None
+        due = self._probe_or_stall_due() if has_pipe else math.inf
         return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
@@ -163,15 +213,17 @@ class EngineCore:
             stalled_s=self.stalled_s(),
             stall_limit_s=self.stall_limit_s(),
             epoch=self._epoch,
+            loss=self._loss,
+            recovered_requests=self._scheduler.num_requeued,
             generated_tokens=scheduler.generated_tokens,
             prompt_tokens=scheduler.prompt_tokens,
             micro_batches=scheduler.micro_batches,
-            stage_times=self._executor.stage_times(),
+            stage_times=[] if self._executor is None else self._executor.stage_times(),
         )
 
     def spans(self) -> list[StageSpans]:
         """What each stage did lately, for a trace."""
-        return self._executor.spans()
+        return [] if self._executor is None else self._executor.spans()
 
     def stalled_s(self) -> float:
         """Seconds since a result came or the oldest step in flight was submitted; 0 when there is none."""
@@ -187,12 +239,12 @@ class EngineCore:
         self._inflight.check_invariants()
         self._scheduler.check_invariants()
 
-    def _turn(self, updates: list[RequestUpdate]) -> None:
-        self._settle(self._executor.poll(0.0), updates)
+    def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
+        self._settle(executor.poll(0.0), updates)
         self._check_progress()
         updates += self._scheduler.expire()
         self._fill()
-        self._learn()
+        self._learn(executor)
         if len(self._inflight) == 0 and self._clock() >= self._probe_due():
             self._submit(self._scheduler.probe(self._inflight.next_step))
 
@@ -219,6 +271,7 @@ class EngineCore:
             step = self._inflight.pop()
             updates += self._scheduler.update(step.plan, result)
             self._last_result_at = self._clock()
+            self._loss = None
 
     def _check_result(self, result: StepResult) -> None:
         """Results come in step order, one list entry per sampled row; anything else is not ours."""
@@ -244,14 +297,15 @@ class EngineCore:
             self._submit(plan)
         self._late = {"held": True}
 
-    def _learn(self) -> None:
+    def _learn(self, executor: Executor) -> None:
         """Let the cost model follow what the stages report, about as often as they do."""
         if self._costs is not None and self._clock() >= self._learn_at:
             self._learn_at = self._clock() + LEARN_INTERVAL_S
-            self._costs.learn(self._executor.spans())
+            self._costs.learn(executor.spans())
 
     def _submit(self, plan: ScheduledBatch) -> None:
-        plan = seal(msgspec.structs.replace(plan, **self._late))
+        assert self._executor is not None
+        plan = seal(msgspec.structs.replace(plan, epoch=self._epoch, **self._late))
         self._late = {}
         if self._costs is not None:
             self._costs.submitted(plan, alone=self._scheduler.is_one_alone)

@@ -12,12 +12,15 @@ import os
 import select
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
-from penstock.config import CoreConfig, CoreProcessConfig
+import msgspec
+
+from penstock.batch import AllocateKV
+from penstock.config import CoreConfig, CoreEnds, CoreProcessConfig
 from penstock.engine.calibration import calibrate
-from penstock.engine.control import PipelineLost, Stop, read_control
 from penstock.engine.core import EngineCore
 from penstock.engine.ipc import (
     HEARTBEAT_S,
@@ -32,9 +35,11 @@ from penstock.engine.ipc import (
     Trace,
     Welcome,
 )
+from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PenstockError, error_from_info
 from penstock.executor.base import Executor, KVPlan
-from penstock.executor.child import Ready, StatusWriter, enter_child, run_child
+from penstock.executor.child import Abandoned, Ready, StatusEvent, StatusWriter, enter_child, run_child
+from penstock.executor.control import ControlMessage, ControlReader, EpochLost, PipelineLost, Stop
 from penstock.executor.mp import MpExecutor
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -47,7 +52,12 @@ POLL_S = 0.1
 
 
 def build_core(
-    config: CoreConfig, executor: Executor, kv_plan: KVPlan, clock: Callable[[], float]
+    config: CoreConfig,
+    executor: Executor,
+    kv_plan: KVPlan,
+    clock: Callable[[], float],
+    *,
+    recovers: bool = False,
 ) -> tuple[EngineCore, Scheduler]:
     """Scheduler and core over an executor that has been started; measures the stages."""
     calibration = calibrate(executor, config, kv_plan, clock)
@@ -67,6 +77,7 @@ def build_core(
         config.parallel,
         clock,
         calibration=calibration,
+        recovers=recovers,
         stall_timeout_s=config.stall_timeout_s,
     )
     return core, scheduler
@@ -81,34 +92,44 @@ def prove_stages(core: EngineCore) -> None:
     """Send the first probe and wait until it has crossed every stage. Raises the cause if it does not."""
     while math.isinf(core.stats().last_result_age_s):
         core.step(timeout_s=HEARTBEAT_S)
-        if core.failure is not None:
-            raise error_from_info(core.failure)
+        cause = core.failure or core.loss
+        if cause is not None:
+            raise error_from_info(cause)
 
 
 class CoreServer:
     """Serves the clients of one core until the supervisor says stop or the pipeline is lost.
 
     Args:
+        executor: that of the core.
         welcome: what a client is told when it says hello.
-        rank_fds: become readable when the executor may have results.
-        control_fd: from the supervisor.
+        control: from the supervisor.
+        join: makes the executor of another epoch, which is then started.
+        report: hears when the core leaves an epoch by itself, and when it has come through another one.
     """
 
     def __init__(
         self,
         core: EngineCore,
+        executor: Executor,
         clients: CoreSocket,
         welcome: Welcome,
+        control: ControlReader,
         *,
-        rank_fds: Sequence[int],
-        control_fd: int,
+        join: Callable[[CoreEnds, AllocateKV], Executor] = MpExecutor,
+        report: Callable[[StatusEvent], None] = lambda event: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
         self._clients = clients
         self._welcome = welcome
-        self._sources = [*rank_fds, control_fd]
-        self._control_fd = control_fd
+        self._control = control
+        self._join = join
+        self._report = report
+        self._executor: Executor | None = executor  # None between two epochs
+        self._epoch = 0
+        self._told_loss: ErrorInfo | None = None
+        self._restarts: Counter[int] = Counter()  # of each stage
         self._clock = clock
         self._owners: dict[str, bytes] = {}  # client of each live request
         self._known: set[bytes] = set()
@@ -117,18 +138,82 @@ class CoreServer:
     def run(self) -> None:
         """Raises the first cause when the pipeline is lost; returns when told to stop."""
         while True:
-            ready = self._clients.wait(self._sources, self._patience())
-            if self._control_fd in ready:
-                message = read_control(self._control_fd)
-                if isinstance(message, PipelineLost):
-                    self._fail(message.error)
-                self._abandon()
+            ready = self._clients.wait(self._sources(), self._patience())
+            if self._control.fileno() in ready and not self._obey(self._control.receive()):
                 return
             for client, request in self._clients.drain():
                 self._take(client, request)
+            self._join_ranks()
             self._advance()
             if self._core.failure is not None:
                 self._fail(self._cause(self._core.failure))
+            self._tell_supervisor()
+
+    def shutdown(self) -> None:
+        """Let the ranks go."""
+        if self._executor is not None:
+            self._executor.shutdown()
+
+    def _sources(self) -> list[int]:
+        rank_fds = [] if self._executor is None else self._executor.wait_fds()
+        return [*rank_fds, self._control.fileno()]
+
+    def _obey(self, message: ControlMessage) -> bool:
+        """Whether to go on."""
+        if isinstance(message, PipelineLost):
+            self._fail(message.error)
+        elif isinstance(message, EpochLost):
+            self._lose(message)
+        elif isinstance(message, CoreEnds):
+            self._begin_epoch(message)
+        else:
+            self._abandon()
+            return False
+        return True
+
+    def _lose(self, lost: EpochLost) -> None:
+        """The supervisor knows the first cause, whatever the core has noticed."""
+        self._restarts.update(lost.restarts)
+        if self._executor is not None and not self._core.has_pipe:
+            self._executor.abandon()  # not all ranks had come
+        updates = self._core.lose_epoch(lost.error, is_final=lost.is_final)
+        self._executor, self._told_loss = None, lost.error
+        self._send_updates(updates)
+        self._beat()
+
+    def _begin_epoch(self, ends: CoreEnds) -> None:
+        """The ranks come to these ends; `_join_ranks` waits for them."""
+        _, first_step = self._core.steps_in_flight
+        start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
+        self._epoch, self._executor = ends.epoch, self._join(ends, start)
+        gc.collect()  # the executor of the epoch before, and the memory of its ring
+
+    def _join_ranks(self) -> None:
+        """Enter the epoch once all ranks are there."""
+        if self._executor is None or self._core.has_pipe:
+            return
+        try:
+            if self._executor.poll_start() is not None:
+                self._core.enter_epoch(self._epoch, self._executor)
+        except PenstockError as error:  # a rank that cannot load says why
+            self._executor.abandon()
+            self._core.lose_epoch(error.info())
+            self._executor = None
+
+    def _tell_supervisor(self) -> None:
+        """Of a loss that it may not know of, and of its end."""
+        loss = self._core.loss
+        if loss is not self._told_loss:
+            self._told_loss = loss
+            if loss is None:
+                self._report(Ready(epoch=self._epoch))
+            else:
+                self._executor = None
+                self._report(Abandoned(epoch=self._epoch, error=loss))
+            self._beat()
+
+    def _stats(self) -> CoreStats:
+        return msgspec.structs.replace(self._core.stats(), stage_restarts=dict(self._restarts))
 
     def _patience(self) -> float:
         now = self._clock()
@@ -150,8 +235,8 @@ class CoreServer:
 
     def _cause(self, noticed: ErrorInfo) -> ErrorInfo:
         """The supervisor's word on a loss that the core noticed: it sees how a rank ended. Waits briefly."""
-        readable, _, _ = select.select([self._control_fd], [], [], CAUSE_WAIT_S)
-        message = read_control(self._control_fd) if readable else Stop()
+        readable, _, _ = select.select([self._control], [], [], CAUSE_WAIT_S)
+        message = self._control.receive() if readable else Stop()
         return message.error if isinstance(message, PipelineLost) else noticed
 
     def _abandon(self) -> None:
@@ -180,7 +265,7 @@ class CoreServer:
             self._core.add_request(request)
             self._owners[request.request_id] = client
         except PenstockError as error:
-            self._clients.send(client, StepUpdates([refusal(request, error)], self._core.stats()))
+            self._clients.send(client, StepUpdates([refusal(request, error)], self._stats()))
 
     def _send_updates(self, updates: list[RequestUpdate]) -> None:
         by_client: dict[bytes, list[RequestUpdate]] = {}
@@ -191,13 +276,13 @@ class CoreServer:
                 by_client.setdefault(client, []).append(update)
                 if update.finish_reason is not None:
                     del owners[update.request_id]
-        stats = self._core.stats()
+        stats = self._stats()
         for client, own_updates in by_client.items():
             self._clients.send(client, StepUpdates(own_updates, stats))
 
     def _beat(self) -> None:
         self._last_beat = self._clock()
-        self._send_all(StepUpdates([], self._core.stats()))
+        self._send_all(StepUpdates([], self._stats()))
 
     def _fail(self, error: ErrorInfo) -> None:
         self._send_all(EngineFailed(error))
@@ -214,10 +299,15 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
         os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
-    executor = MpExecutor(config.plan_addresses, config.results)
-    closing.callback(executor.shutdown)
+    control = ControlReader(control_fd)
+    ends = control.receive()
+    if not isinstance(ends, CoreEnds):
+        return 0
+    executor = MpExecutor(ends)
+    stopping = closing.enter_context(ExitStack())
+    stopping.callback(executor.shutdown)
     kv_plan = _start(executor, clients)
-    core, scheduler = build_core(config.core, executor, kv_plan, time.monotonic)
+    core, scheduler = build_core(config.core, executor, kv_plan, time.monotonic, recovers=True)
     welcome = Welcome(
         num_blocks=kv_plan.num_blocks,
         block_size=config.core.cache.block_size,
@@ -225,7 +315,9 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
         stages=kv_plan.ranks,
     )
     prove_stages(core)
-    server = CoreServer(core, clients, welcome, rank_fds=executor.wait_fds(), control_fd=control_fd)
+    server = CoreServer(core, executor, clients, welcome, control, report=status.write)
+    stopping.pop_all()
+    stopping.callback(server.shutdown)
     status.write(Ready())
     gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
     server.run()

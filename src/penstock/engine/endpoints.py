@@ -17,6 +17,8 @@ import socket
 import tempfile
 from collections.abc import Iterator
 
+from penstock.executor.plan_channel import bind_address, connect_address
+
 BACKLOG = 64
 
 
@@ -62,12 +64,12 @@ class Endpoint:
 
     @property
     def bind_address(self) -> str:
-        return f"fd:{self.listen_fd}"
+        return bind_address(self.listen_fd)
 
     @property
     def connect_address(self) -> str:
         """For a process that has inherited `handle_fd`."""
-        return f"ipc:///proc/self/fd/{self._handle}"
+        return connect_address(self._handle)
 
     def connect_address_from_outside(self) -> str:
         """For another process of the same user, while this one lives and has not called `close`."""

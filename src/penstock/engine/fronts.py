@@ -14,8 +14,8 @@ from typing import Protocol
 from penstock.config import ApiProcessConfig, EngineConfig, ServerConfig
 from penstock.engine import listening
 from penstock.engine.children import Child, Family, spawn
+from penstock.engine.endpoints import Endpoint
 from penstock.engine.launch import LaunchPlan
-from penstock.engine.wiring import Wiring
 from penstock.executor.child import encode_config
 
 
@@ -26,11 +26,11 @@ class Front(Protocol):
         """Claim what can be refused, before anything is loaded."""
         ...
 
-    def start(self, family: Family, plan: LaunchPlan, wiring: Wiring) -> Sequence[Child]:
+    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> Sequence[Child]:
         """Start its processes, if any."""
         ...
 
-    def address(self, wiring: Wiring) -> str:
+    def address(self, client: Endpoint) -> str:
         """Where users connect, once all is ready."""
         ...
 
@@ -64,12 +64,12 @@ class HttpFront:
     def open(self) -> None:
         self._listener = listening.listen(self._server)
 
-    def start(self, family: Family, plan: LaunchPlan, wiring: Wiring) -> Sequence[Child]:
+    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> Sequence[Child]:
         assert self._listener is not None
         config = ApiProcessConfig(
             server=self._server,
             parent_pid=os.getpid(),
-            client_address=wiring.client.connect_address,
+            client_address=client.connect_address,
             listen_fd=self._listener.fileno(),
             model_path=plan.model_path,
             model_name=self._server.served_model_name or served_name(self._engine.model.model),
@@ -80,13 +80,13 @@ class HttpFront:
             max_waiting_requests=plan.core.scheduler.max_waiting_requests,
             num_stages=plan.num_stages,
         )
-        inherit = [config.listen_fd, wiring.client.handle_fd]
+        inherit = [config.listen_fd, client.handle_fd]
         encoded = encode_config(config)
         return [
             family.add(spawn("penstock.server.api_process", encoded, name="API process", inherit=inherit))
         ]
 
-    def address(self, wiring: Wiring) -> str:
+    def address(self, client: Endpoint) -> str:
         assert self._listener is not None
         return listening.url(self._listener)
 
@@ -122,11 +122,11 @@ class CallerFront:
     def open(self) -> None:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
-    def start(self, family: Family, plan: LaunchPlan, wiring: Wiring) -> Sequence[Child]:
+    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> Sequence[Child]:
         return []
 
-    def address(self, wiring: Wiring) -> str:
-        return wiring.client.connect_address_from_outside()
+    def address(self, client: Endpoint) -> str:
+        return client.connect_address_from_outside()
 
     def close(self) -> None:
         if self._caller_fd >= 0:

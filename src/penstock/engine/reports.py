@@ -83,6 +83,28 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     seconds: float
 
 
+class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_lost"):
+    """The pipe is broken; running requests wait until it is joined again.
+
+    Attributes:
+        epoch: that has ended.
+        restarts: stages that are started again.
+        retry_s: after this time.
+    """
+
+    error: ErrorInfo
+    epoch: int
+    restarts: list[int]
+    retry_s: float = 0.0
+
+
+class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
+    """A step has crossed the new pipe; `seconds` since the loss was noticed."""
+
+    epoch: int
+    seconds: float
+
+
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="draining"):
     """A signal has come; running requests may finish."""
 
@@ -96,7 +118,18 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="
     trace: str = ""
 
 
-Event = LoadProgress | StageLoaded | Notice | PartitionChosen | StageReady | EngineReady | Draining | Failed
+Event = (
+    LoadProgress
+    | StageLoaded
+    | Notice
+    | PartitionChosen
+    | StageReady
+    | EngineReady
+    | StageLost
+    | Recovered
+    | Draining
+    | Failed
+)
 
 
 class Reporter(Protocol):
@@ -157,6 +190,12 @@ def event_line(event: Event) -> str:
             )
         case EngineReady():
             return f"ready in {event.seconds:.1f} s   {event.address}"
+        case StageLost():
+            again = "".join(f", stage {stage} starts again" for stage in event.restarts)
+            pause = f" in {event.retry_s:.0f} s" if event.retry_s else ""
+            return f"lost: {event.error.message} Epoch {event.epoch} is over{again}{pause}"
+        case Recovered():
+            return f"recovered in {event.seconds:.1f} s   epoch {event.epoch}"
         case Draining():
             return f"draining: running requests have {event.seconds:g} s; a second signal ends at once"
         case Failed():

@@ -1,11 +1,18 @@
 """The parent of all processes of an engine. Torch-free; runs no model code, decides nothing about requests.
 
 `Supervisor.run` makes the wiring, starts API process (or none, for an `LLM`), core and ranks as its direct
-children, reports their progress and waits. A child's end is the engine's end: everybody else is ended, and
-the first cause is reported and gives the exit code. SIGTERM and SIGINT drain; a second one ends at once.
+children, reports their progress and waits. SIGTERM and SIGINT drain; a second one ends at once.
 
     loading ──all ready──▶ serving ──signal, or the caller is gone──▶ draining ──▶ ended (code 0)
-       └──────a child ended───────┴──────────────────────────────────────────────▶ ended (its cause)
+       │                    │   ▲                                        │
+       │       a stage ended│   │a step has crossed                      │
+       │                    ▼   │                                        │
+       └──a child ended──▶ recovering ──another child ended──────────────┴──▶ ended (its cause)
+
+A lost stage ends the *epoch*: everybody gets new connections, only what was lost is started again, and the
+other ranks keep their weights. When that fails again and again, running requests end, and it is tried with
+growing pauses. Any other child's end is the engine's end: everybody else is ended, and the first cause is
+reported and gives the exit code.
 
 Nothing that is made here has a name (memfd, eventfd, sockets without a path), and children die with the
 thread that started them, so that a `kill -9` of the supervisor leaves nothing behind.
@@ -22,17 +29,18 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from penstock.batch import RankLoaded
-from penstock.config import EngineConfig, ServerConfig
+from penstock.config import CoreProcessConfig, EngineConfig, RankConfig, RankProcessConfig, ServerConfig
 from penstock.engine.auto_partition import settle_partition
 from penstock.engine.children import Child, Family, spawn
-from penstock.engine.control import ControlPipe
+from penstock.engine.endpoints import Endpoint
 from penstock.engine.fronts import CallerFront, Front, HttpFront
 from penstock.engine.launch import Host, LaunchPlan, resolve
+from penstock.engine.losses import Losses
 from penstock.engine.reports import (
     Draining,
     EngineReady,
@@ -41,8 +49,10 @@ from penstock.engine.reports import (
     LoadProgress,
     Notice,
     PlainReporter,
+    Recovered,
     Reporter,
     StageLoaded,
+    StageLost,
     StageReady,
     stage_parts,
 )
@@ -50,12 +60,15 @@ from penstock.engine.wiring import Wiring
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, error_from_info
 from penstock.executor import child as child_process
 from penstock.executor.base import first_cause
+from penstock.executor.control import ControlSocket, EpochLost, PipelineLost, Stop
 
 CAUSE_GRACE_S = 0.5  # for the rank behind a failure of the core or the front to say why
 CORE_GRACE_S = 1.0  # for the core to tell its clients
 FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error
 STOP_GRACE_S = 5.0  # for core and ranks to leave after the front
 POLL_S = 0.01
+COMPANY_S = 0.05  # after a loss: what ends one stage often ends others
+TICK_S = 1.0
 
 
 class _Stop(Exception):
@@ -126,65 +139,153 @@ class _RunningEngine:
         self._reporter = reporter
         self._signal_fd = signal_fd
         self._started = started
+        self._client = Endpoint()
         self._wiring = Wiring(plan)
         self._family = Family()
-        self._waiting_for: set[Child] = set()  # children that are not ready yet
+        self._ready: set[Child] = set()
+        self._is_serving = False
         self._loaded: dict[int, RankLoaded] = {}
         self._ranks: list[Child] = []
-        self._fronts: list[Child] = []
-        self._control = ControlPipe()
+        self._control: dict[Child, ControlSocket] = {}  # of the core and of ranks that live
+        self._losses = Losses(
+            heartbeat_limit_s=plan.core.parallel.heartbeat_limit_s,
+            leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages,  # as long as a step may take
+        )
+
+    @property
+    def _fronts(self) -> list[Child]:
+        return [child for child in self._family.children if child not in self._control]
 
     def run(self) -> int:
         try:
             self._start()
-            while self._waiting_for:
+            while not self._ready.issuperset(self._family.children):
                 self._raise_if_any(self._watch())
             self._announce()
+            self._is_serving = True
             while True:
-                self._raise_if_any(self._watch())
+                self._serve_on()
         except _Stop:
             return self._drain()
         except _ChildEnded as ended:
-            return self._fail(ended.child)
+            return self._fail(self._first_cause(ended.child))
 
     def close(self) -> None:
         self._family.close()
-        self._control.close()
+        for control in self._control.values():
+            control.close()
         self._wiring.close()
+        self._client.close()
 
     def _start(self) -> None:
         """Ranks first: they take longest."""
-        for stage in range(self._plan.num_stages):
-            ends = self._wiring.rank(stage)
-            self._ranks.append(
-                self._spawn(
-                    "penstock.executor.worker", ends.config, f"stage {stage}", ends.inherit, stage=stage
-                )
-            )
-        core = self._wiring.core()
-        arguments = ["--control-fd", str(self._control.read_fd)]
-        inherit = [*core.inherit, self._control.read_fd]
-        self._core = self._spawn("penstock.engine.core_process", core.config, "core", inherit, arguments)
-        self._fronts += self._front.start(self._family, self._plan, self._wiring)
-        self._wiring.close_children_ends()
-        self._control.close_read_end()
-        self._waiting_for = set(self._family.children)
+        self._ranks += [self._spawn_rank(rank) for rank in self._plan.ranks]
+        core = CoreProcessConfig(
+            core=self._plan.core, parent_pid=os.getpid(), client_address=self._client.bind_address
+        )
+        self._core = self._spawn("penstock.engine.core_process", core, "core", [self._client.listen_fd])
+        self._tell_ends()
+        self._front.start(self._family, self._plan, self._client)
+        self._client.close_listener()
         for fd in (self._signal_fd, *self._front.lifeline_fds):
             self._family.watch(fd)
+
+    def _spawn_rank(self, rank: RankConfig) -> Child:
+        config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
+        return self._spawn("penstock.executor.worker", config, f"stage {rank.stage}", stage=rank.stage)
 
     def _spawn(
         self,
         module: str,
         config: msgspec.Struct,
         name: str,
-        inherit: Sequence[int],
-        arguments: Sequence[str] = (),
+        inherit: Sequence[int] = (),
         stage: int | None = None,
     ) -> Child:
-        encoded = child_process.encode_config(config)
-        return self._family.add(
-            spawn(module, encoded, name=name, stage=stage, inherit=inherit, arguments=arguments)
+        control = ControlSocket()
+        child = self._family.add(
+            spawn(
+                module,
+                child_process.encode_config(config),
+                name=name,
+                stage=stage,
+                inherit=[*inherit, control.child_fd],
+                arguments=["--control-fd", str(control.child_fd)],
+            )
         )
+        control.close_child_end()
+        self._control[child] = control
+        return child
+
+    def _tell_ends(self) -> None:
+        """Core and ranks learn where they meet in this epoch."""
+        self._control[self._core].send(self._wiring.core())
+        for stage, child in enumerate(self._ranks):
+            self._control[child].send(self._wiring.rank(stage))
+        self._wiring.close_sockets()
+
+    def _serve_on(self) -> None:
+        """Wait for what comes next, and mend the pipe if it is broken."""
+        ended, losses = self._watch(TICK_S), self._losses
+        self._end_the_lifeless()
+        if losses.causes and not ended:
+            ended = self._await_culprit()
+        self._raise_if_any(ended - set(self._ranks))
+        if ended or losses.causes:
+            time.sleep(COMPANY_S)
+            self._end_epoch({child for child in self._living_ranks() if child.exit_code is not None})
+        if losses.is_due(time.monotonic()):
+            self._begin_epoch()
+
+    def _living_ranks(self) -> list[Child]:
+        """Those that have not been buried."""
+        return [child for child in self._ranks if child in self._control]
+
+    def _await_culprit(self) -> set[Child]:
+        """A child has left the epoch because of another: that one may be about to end."""
+        deadline = time.monotonic() + CAUSE_GRACE_S
+        while time.monotonic() < deadline:
+            self._hear_all()
+            ended = {child for child in self._family.children if child.exit_code is not None}
+            if ended:
+                return ended
+        return set()
+
+    def _end_epoch(self, ended: set[Child]) -> None:
+        """Everybody leaves it; those that have ended are to be started again, at once at first."""
+        losses, epoch = self._losses, self._losses.epoch
+        cause = self._first_cause(min(ended, key=_stage_of)) if ended else first_cause(losses.causes)
+        lost = sorted(map(_stage_of, ended))
+        pause_s = losses.end(set(lost), time.monotonic())
+        self._reporter.report(StageLost(error=cause, epoch=epoch, restarts=lost, retry_s=pause_s))
+        self._control[self._core].send(EpochLost(cause, restarts=lost, is_final=losses.is_repeated))
+        self._wiring.end()
+        for child in ended:
+            self._bury(child)
+
+    def _begin_epoch(self) -> None:
+        """New processes for those that are missing, and new connections for all."""
+        for stage in self._losses.begin():
+            self._ranks[stage] = self._spawn_rank(
+                _replacement(self._plan.ranks[stage], self._loaded.values())
+            )
+        self._wiring = Wiring(self._plan, self._losses.epoch)
+        self._tell_ends()
+
+    def _bury(self, child: Child) -> None:
+        self._control.pop(child).close()
+        self._ready.discard(child)
+        self._family.reap(child)
+
+    def _end_the_lifeless(self) -> None:
+        """Kill ranks that were stopped, or hang: they are then lost as any other."""
+        now = time.monotonic()
+        living = {_stage_of(child): child for child in self._living_ranks() if child.exit_code is None}
+        heard_at = {stage: child.heard_at for stage, child in living.items() if child in self._ready}
+        for stage, silence_s in self._losses.silent(heard_at, now).items():
+            _kill(living[stage], f"has given no sign of life for {silence_s:.1f} s")
+        for stage in self._losses.hung(set(living), now):
+            _kill(living[stage], f"has not left epoch {self._losses.epoch - 1}")
 
     def _watch(self, timeout_s: float | None = None) -> set[Child]:
         """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
@@ -214,12 +315,18 @@ class _RunningEngine:
             self._family.silence(child)
         for event in events:
             if isinstance(event, child_process.Ready):
-                self._waiting_for.discard(child)
+                self._ready.add(child)
+                if child is self._core and event.epoch == self._losses.epoch > 0:
+                    seconds = self._losses.recovered(time.monotonic())
+                    self._reporter.report(Recovered(epoch=event.epoch, seconds=seconds))
+            elif isinstance(event, child_process.Abandoned):
+                self._losses.leave(event.epoch, event.error, child.stage)
             elif isinstance(event, child_process.Progress):
-                self._report_progress(child, event)
+                told = LoadProgress(stage=_stage_of(child), done_bytes=event.done, total_bytes=event.total)
+                self._reporter.report(told)
             elif isinstance(event, child_process.Loaded):
                 self._loaded[event.rank.stage] = event.rank
-                self._report(
+                self._reporter.report(
                     StageLoaded(
                         stage=event.rank.stage,
                         pid=child.pid,
@@ -228,24 +335,17 @@ class _RunningEngine:
                     )
                 )
 
-    def _report(self, event: Event) -> None:
-        self._reporter.report(event)
-
-    def _report_progress(self, child: Child, event: child_process.Progress) -> None:
-        if child.stage is not None:
-            self._report(LoadProgress(stage=child.stage, done_bytes=event.done, total_bytes=event.total))
-
     def _announce(self) -> None:
         kernels = dict.fromkeys(rank.kernels for rank in self._loaded.values())
         texts = [*self._plan.notes, *(f"kernels: {found}" for found in kernels)]
         if len({found.startswith("none") for found in kernels}) > 1:
             texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
         for text in texts:
-            self._report(Notice(text=text))
+            self._reporter.report(Notice(text=text))
         num_blocks = min((rank.max_blocks for rank in self._loaded.values()), default=0)
         for child, config in zip(self._ranks, self._plan.ranks, strict=True):
             loaded = self._loaded[config.stage]
-            self._report(
+            self._reporter.report(
                 StageReady(
                     stage=config.stage,
                     pid=child.pid,
@@ -256,22 +356,25 @@ class _RunningEngine:
                 )
             )
         seconds = time.monotonic() - self._started
-        self._report(EngineReady(address=self._front.address(self._wiring), seconds=seconds))
+        self._reporter.report(EngineReady(address=self._front.address(self._client), seconds=seconds))
 
     def _drain(self) -> int:
         """End in order: the front when its requests are done, then the core, which lets the ranks go."""
         try:
-            if not self._waiting_for:
-                self._report(Draining(seconds=self._front.drain_s))
+            if self._is_serving:
+                self._reporter.report(Draining(seconds=self._front.drain_s))
                 for child in self._fronts:
                     child.send_signal(signal.SIGTERM)
                 self._await_end(self._fronts, self._front.drain_s + FRONT_GRACE_S)
-                self._control.stop()
-                self._await_end([self._core, *self._ranks], STOP_GRACE_S)
+                for child, control in self._control.items():
+                    control.send(Stop())
+                    if child in set(self._ranks) - self._ready:
+                        child.send_signal(signal.SIGKILL)  # it loads, and looks at nothing until it has
+                self._await_end(list(self._control), STOP_GRACE_S)
         except _Stop:
             pass  # a second signal: at once
         except _ChildEnded as ended:
-            return self._fail(ended.child)
+            return self._fail(self._first_cause(ended.child))
         return 0
 
     def _await_end(self, children: Sequence[Child], timeout_s: float) -> None:
@@ -285,13 +388,12 @@ class _RunningEngine:
                 leaving.discard(child)
                 self._family.reap(child)
 
-    def _fail(self, ended: Child) -> int:
-        """A child is gone: let the core tell its clients and the front its users, end all, say why."""
-        cause = self._first_cause(ended)
-        self._control.tell_loss(cause)
+    def _fail(self, cause: ErrorInfo) -> int:
+        """It is over: let the core tell its clients and the front its users, end all, say why."""
+        self._control[self._core].send(PipelineLost(cause))
         traces = [child.trace for child in self._family.children if child.failure is cause]
-        self._report(Failed(error=cause, trace="".join(traces)))
-        if not self._waiting_for:
+        self._reporter.report(Failed(error=cause, trace="".join(traces)))
+        if self._is_serving:
             self._let_go([self._core], CORE_GRACE_S)
             for child in self._fronts:
                 child.send_signal(signal.SIGTERM)
@@ -322,6 +424,25 @@ class _RunningEngine:
         time.sleep(POLL_S)
         for child in self._family.children:
             self._hear(child)
+
+
+def _replacement(rank: RankConfig, loaded: Iterable[RankLoaded]) -> RankConfig:
+    """As at the start, but for what the others have settled: they hold their KV cache, and their head."""
+    num_blocks = min(message.max_blocks for message in loaded)
+    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load")
+
+
+def _stage_of(rank: Child) -> int:
+    assert rank.stage is not None
+    return rank.stage
+
+
+def _kill(child: Child, reason: str) -> None:
+    """End a child that cannot be asked to."""
+    if child.failure is None:
+        message = f"{child.name} (pid {child.pid}) {reason}, and was killed."
+        child.failure = StageLostError(message, stage=child.stage).info()
+    child.send_signal(signal.SIGKILL)
 
 
 def _explains(child: Child) -> bool:
@@ -367,9 +488,10 @@ class StatusReporter:
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
+        os.set_blocking(fd, False)
 
     def report(self, event: Event) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the program has gone, or does not read
             os.write(self._fd, msgspec.json.encode(event) + b"\n")
 
 

@@ -1,9 +1,9 @@
-"""Who is connected to whom: rings between stages, sockets between stages, core and front.
+"""Who is connected to whom: rings between stages, sockets between stages and core.
 
-All of it is made by the supervisor before the first child starts and has no name; a child gets the
-descriptors of its own ends and no others.
+All of it is made by the supervisor, for one epoch, and has no name; a child gets the descriptors of its own
+ends and no others (`executor.control`).
 
-    front ──client── core ══plan[s]══ stage s         stage s ──link[s]──▶ stage s + 1
+    core ══plan[s]══ stage s                          stage s ──link[s]──▶ stage s + 1
                last stage ──results──▶ core           last stage ──tokens[s]──▶ every earlier stage s
 
 `══` is a socket, `──▶` a ring.
@@ -11,39 +11,20 @@ descriptors of its own ends and no others.
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
-
-from penstock.config import CoreProcessConfig, LinkHandle, RankProcessConfig
+from penstock.config import CoreEnds, LinkHandle, RankEnds
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.launch import LaunchPlan
 from penstock.pipeline.ring_channel import create_channel_ring
-from penstock.pipeline.ring_memory import close_handle, create_ring
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankEnds:
-    """What a rank is told, and the descriptors that it must inherit."""
-
-    config: RankProcessConfig
-    inherit: list[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreEnds:
-    """What the core is told, and the descriptors that it must inherit."""
-
-    config: CoreProcessConfig
-    inherit: list[int]
+from penstock.pipeline.ring_memory import close_handle, create_ring, end_ring
 
 
 class Wiring:
-    """The connections of one pipeline."""
+    """The connections of one pipeline in one epoch."""
 
-    def __init__(self, plan: LaunchPlan) -> None:
+    def __init__(self, plan: LaunchPlan, epoch: int = 0) -> None:
         self._plan = plan
+        self._epoch = epoch
         num_links = plan.num_stages - 1
-        self.client = Endpoint()
         self._plan_endpoints = [Endpoint() for _ in plan.ranks]
         frames = plan.ranks[0].link_frames
         self._links = [create_ring(plan.frame_bytes, frames) for _ in range(num_links)]
@@ -57,44 +38,36 @@ class Wiring:
         return create_channel_ring(2 * rank.depth, rank.max_num_seqs)
 
     def core(self) -> CoreEnds:
-        config = CoreProcessConfig(
-            core=self._plan.core,
-            parent_pid=os.getpid(),
-            plan_addresses=[endpoint.bind_address for endpoint in self._plan_endpoints],
-            results=self._results,
-            client_address=self.client.bind_address,
-        )
-        listeners = [endpoint.listen_fd for endpoint in (*self._plan_endpoints, self.client)]
-        return CoreEnds(config=config, inherit=[*listeners, *self._results.fds])
+        """What the core is told."""
+        listeners = [endpoint.listen_fd for endpoint in self._plan_endpoints]
+        return CoreEnds(epoch=self._epoch, plan_fds=listeners, results=self._results)
 
     def rank(self, stage: int) -> RankEnds:
+        """What a rank is told."""
         is_last = stage == len(self._links)
-        incoming = self._links[stage - 1] if stage > 0 else None
-        outgoing = None if is_last else self._links[stage]
-        tokens = self._tokens if is_last else [self._tokens[stage]]
-        results = self._results if is_last else None
-        config = RankProcessConfig(
-            rank=self._plan.ranks[stage],
-            parent_pid=os.getpid(),
-            plan_address=self._plan_endpoints[stage].connect_address,
-            tokens=tokens,
-            results=results,
-            incoming=incoming,
-            outgoing=outgoing,
+        return RankEnds(
+            epoch=self._epoch,
+            plan_fd=self._plan_endpoints[stage].handle_fd,
+            tokens=self._tokens if is_last else [self._tokens[stage]],
+            results=self._results if is_last else None,
+            incoming=self._links[stage - 1] if stage > 0 else None,
+            outgoing=None if is_last else self._links[stage],
         )
-        rings = [ring for ring in (incoming, outgoing, results, *tokens) if ring is not None]
-        descriptors = [fd for ring in rings for fd in ring.fds]
-        return RankEnds(config=config, inherit=[self._plan_endpoints[stage].handle_fd, *descriptors])
 
-    def close_children_ends(self) -> None:
-        """Once all children have been started: keep only what new clients need."""
-        self.client.close_listener()
+    def close_sockets(self) -> None:
+        """Once all children have been told: a dead binder must refuse connections, not queue them."""
         for endpoint in self._plan_endpoints:
             endpoint.close()
+
+    def end(self) -> None:
+        """The epoch is over: whoever waits at a ring stops."""
+        for ring in self._rings:
+            end_ring(ring)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of everything; what children have goes on. May be called twice."""
+        self.close_sockets()
         rings, self._rings = self._rings, []
         for ring in rings:
             close_handle(ring)
-
-    def close(self) -> None:
-        self.close_children_ends()
-        self.client.close()

@@ -67,6 +67,10 @@ class Executor(Protocol):
         """
         ...
 
+    def poll_start(self) -> KVPlan | None:
+        """As `start`, without waiting: None while it is not done. Call it until it is."""
+        ...
+
     def submit(self, plan: ScheduledBatch) -> None:
         """Send a sealed plan to every rank. Does not wait for it."""
         ...
@@ -80,6 +84,10 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Let the ranks finish the submitted plans and leave. May be called twice."""
+        ...
+
+    def abandon(self) -> None:
+        """Let go of the ranks without a word: whoever of them lives waits for another epoch."""
         ...
 
     def stage_times(self) -> list[StageTimes]:
@@ -106,6 +114,7 @@ class RankChannels:
         wait: returns when any of them has a message, or after the given seconds.
         results: from the last stage, if its results come on a path of their own.
         clock: monotonic seconds.
+        start: what the ranks are told once they have loaded; 0 blocks: what the tightest stage can hold.
     """
 
     def __init__(
@@ -115,7 +124,11 @@ class RankChannels:
         clock: Callable[[], float] = time.monotonic,
         *,
         results: MessageChannel | None = None,
+        start: AllocateKV | None = None,
     ) -> None:
+        self._start = start or AllocateKV(num_blocks=0)
+        self._loaded: dict[int, RankLoaded] = {}  # by stage
+        self._ready: set[int] = set()
         self._channels = list(channels)
         self._results = results
         self._wait = wait
@@ -126,12 +139,40 @@ class RankChannels:
         self._ended: set[int] = set()  # stages that have told their failure, or gone
 
     def handshake(self, timeout_s: float) -> KVPlan:
-        """Loaded, allocate, ready: all ranks get as many blocks as the tightest stage can hold."""
-        loaded = self._collect(RankLoaded, timeout_s, "to load its weights")
-        num_blocks = min(rank.max_blocks for rank in loaded)
-        self._send_all(encode(AllocateKV(num_blocks=num_blocks)))
-        self._collect(RankReady, timeout_s, "to allocate its KV cache")
-        return KVPlan(num_blocks=num_blocks, ranks=loaded)
+        """Loaded, allocate, ready: `poll_start` until it is done; each half has so much time."""
+        deadline, were_loaded = self._clock() + timeout_s, False
+        while (plan := self.poll_start()) is None:
+            if self._all_loaded and not were_loaded:
+                deadline, were_loaded = self._clock() + timeout_s, True
+            self._wait_until(deadline, timeout_s)
+        return plan
+
+    def poll_start(self) -> KVPlan | None:
+        """See `Executor.poll_start`."""
+        for message in self._drain():
+            if self._all_loaded:
+                self._ready.add(_expect(RankReady, message).stage)
+                continue
+            loaded = _expect(RankLoaded, message)
+            self._loaded[loaded.stage] = loaded
+            if self._all_loaded:
+                self._allocate()
+        if self._failures:
+            raise error_from_info(self._first_cause())
+        if len(self._ready) < len(self._channels):
+            return None
+        ranks = [self._loaded[stage] for stage in range(len(self._channels))]
+        return KVPlan(num_blocks=self._start.num_blocks, ranks=ranks)
+
+    @property
+    def _all_loaded(self) -> bool:
+        return len(self._loaded) == len(self._channels)
+
+    def _allocate(self) -> None:
+        if not self._start.num_blocks:
+            num_blocks = min(rank.max_blocks for rank in self._loaded.values())
+            self._start = msgspec.structs.replace(self._start, num_blocks=num_blocks)
+        self._send_all(encode(self._start))
 
     def submit(self, plan: ScheduledBatch) -> None:
         """Encode once, send to every rank. That a rank has gone is told by `poll`, with the cause."""
@@ -155,11 +196,16 @@ class RankChannels:
         """See `Executor.spans`."""
         return [spans for stage in sorted(self._spans) for spans in self._spans[stage]]
 
-    def close(self) -> None:
+    def shutdown(self) -> None:
         """Say `Shutdown` and leave."""
         for channel in self._channels:
             with contextlib.suppress(PenstockError):  # that rank may have gone, or never have come
                 channel.send(encode(Shutdown()), timeout_s=0.0)
+        self.close()
+
+    def close(self) -> None:
+        """Leave."""
+        for channel in self._channels:
             channel.close()
         if self._results is not None:
             self._results.close()
@@ -216,26 +262,13 @@ class RankChannels:
             self._drain()
         return first_cause(self._failures)
 
-    def _collect(self, kind: type[Any], timeout_s: float, purpose: str) -> list[Any]:
-        """One message of `kind` from every rank, by stage."""
-        answers: dict[int, Any] = {}
-        deadline = self._clock() + timeout_s
-        while len(answers) < len(self._channels):
-            messages = self._drain()
-            if self._failures:
-                raise error_from_info(self._first_cause())
-            for message in messages:
-                answer = _expect(kind, message)
-                answers[answer.stage] = answer
-            if not messages:
-                self._wait_until(deadline, answers, f"{timeout_s:g} s for {{}} {purpose}")
-        return [answers[stage] for stage in range(len(self._channels))]
-
-    def _wait_until(self, deadline: float, answers: dict[int, Any], purpose: str) -> None:
+    def _wait_until(self, deadline: float, timeout_s: float) -> None:
         remaining = deadline - self._clock()
         if remaining <= 0:
-            silent = [f"stage {stage}" for stage in range(len(self._channels)) if stage not in answers]
-            raise WaitTimeoutError(f"waited {purpose.format(', '.join(silent))}.")
+            here = self._ready if self._all_loaded else self._loaded
+            silent = ", ".join(f"stage {i}" for i in range(len(self._channels)) if i not in here)
+            purpose = "to allocate its KV cache" if self._all_loaded else "to load its weights"
+            raise WaitTimeoutError(f"waited {timeout_s:g} s for {silent} {purpose}.")
         self._wait(remaining)
 
 

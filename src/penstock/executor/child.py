@@ -15,6 +15,8 @@ import faulthandler
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -25,6 +27,7 @@ import setproctitle
 from penstock.batch import RankLoaded
 from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
 
+ALIVE_INTERVAL_S = 1.0
 _PR_SET_PDEATHSIG = 1
 _PIPE_ATOMIC_BYTES = 4096  # PIPE_BUF: a line this short is written whole or not at all
 _MAX_TEXT = 1500  # so that message and trace of a failure fit a line
@@ -46,7 +49,20 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field=
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="event"):
-    """The child serves."""
+    """The child serves in this epoch."""
+
+    epoch: int = 0
+
+
+class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_field="event"):
+    """The child could not go on because of others: it has left the epoch, and waits for the next."""
+
+    epoch: int
+    error: ErrorInfo
+
+
+class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive", tag_field="event"):
+    """The process is not stopped, whatever its main thread does. Once a second."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured", tag_field="event"):
@@ -62,7 +78,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field=
     trace: str = ""
 
 
-StatusEvent = Progress | Loaded | Ready | Measured | Failed
+StatusEvent = Progress | Loaded | Ready | Abandoned | Alive | Measured | Failed
 
 _events: msgspec.json.Decoder[StatusEvent] = msgspec.json.Decoder(StatusEvent)
 
@@ -100,6 +116,17 @@ class StatusWriter:
         percent = 100 * progress.done // max(progress.total, 1)
         is_news, self._percent = percent != self._percent, percent
         return is_news
+
+
+def keep_saying_alive(status: StatusWriter) -> None:
+    """Report `Alive` from a thread of its own until the process ends."""
+
+    def run() -> None:
+        while True:
+            status.write(Alive())
+            time.sleep(ALIVE_INTERVAL_S)
+
+    threading.Thread(target=run, name="heartbeat", daemon=True).start()
 
 
 def encode_config(config: msgspec.Struct) -> bytes:

@@ -37,7 +37,10 @@ class InprocessExecutor:
         connections = connect_ranks(self._configs, rank_ends)
         self._threads = [
             threading.Thread(
-                target=run_rank, args=(config, ends, _ignore), name=f"stage {config.stage} tp 0", daemon=True
+                target=run_rank,
+                args=(config, [ends], _ignore),
+                name=f"stage {config.stage} tp 0",
+                daemon=True,
             )
             for config, ends in zip(self._configs, connections, strict=True)
         ]
@@ -46,6 +49,9 @@ class InprocessExecutor:
         for thread in self._threads:
             thread.start()
         return self._ranks.handshake(_LOAD_TIMEOUT_S)
+
+    def poll_start(self) -> KVPlan | None:
+        return self._ranks.poll_start()
 
     def submit(self, plan: ScheduledBatch) -> None:
         self._ranks.submit(plan)
@@ -62,8 +68,11 @@ class InprocessExecutor:
     def wait_fds(self) -> list[int]:
         return []
 
-    def shutdown(self) -> None:
+    def abandon(self) -> None:
         self._ranks.close()
+
+    def shutdown(self) -> None:
+        self._ranks.shutdown()
         timeout_s = max(config.wait_timeout_s for config in self._configs)
         for thread in self._threads:
             if thread.ident is not None:

@@ -1,41 +1,48 @@
 """One process per rank: the core's side.
 
-The engine core makes a `MpExecutor` over the addresses that the supervisor gave it. It does not start the
-rank processes (`python -m penstock.executor.worker`), the supervisor does; it only talks to them. Torch-free.
+The engine core makes a `MpExecutor` over the ends that the supervisor gave it. It does not start the rank
+processes (`python -m penstock.executor.worker`), the supervisor does; it only talks to them. Torch-free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 
-from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
-from penstock.config import LinkHandle
+from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
+from penstock.config import CoreEnds
 from penstock.executor.base import KVPlan, RankChannels
-from penstock.executor.plan_channel import ZmqChannel
+from penstock.executor.plan_channel import ZmqChannel, bind_address
 from penstock.pipeline.ring_channel import RingChannel
 
 LOAD_TIMEOUT_S = 3600.0  # a slow disk may take long; a rank that dies while loading is noticed at once
 
 
 class MpExecutor:
-    """Talks to rank processes over zmq.
+    """Talks to rank processes over zmq, for one epoch.
 
     Args:
-        plan_addresses: one per stage; bound here.
-        results: the ring that the last stage writes its results to.
+        ends: the sockets that the ranks connect to, and the ring that the last stage writes its results to.
+            The descriptors are closed once they are in use.
+        start: what the ranks are told once they have loaded, as for `RankChannels`.
         load_timeout_s: deadline of each half of the handshake.
     """
 
     def __init__(
-        self, plan_addresses: Sequence[str], results: LinkHandle, load_timeout_s: float = LOAD_TIMEOUT_S
+        self, ends: CoreEnds, start: AllocateKV | None = None, load_timeout_s: float = LOAD_TIMEOUT_S
     ) -> None:
         self._load_timeout_s = load_timeout_s
-        self._channels = [ZmqChannel.bind(address) for address in plan_addresses]
-        self._results = RingChannel(results, "results")
-        self._ranks = RankChannels(self._channels, self._wait, results=self._results)
+        self._channels = [ZmqChannel.bind(bind_address(fd)) for fd in ends.plan_fds]
+        self._results = RingChannel(ends.results, "results")
+        for fd in ends.results.fds:
+            os.close(fd)
+        start = start or AllocateKV(num_blocks=0, epoch=ends.epoch)
+        self._ranks = RankChannels(self._channels, self._wait, results=self._results, start=start)
 
     def start(self) -> KVPlan:
         return self._ranks.handshake(self._load_timeout_s)
+
+    def poll_start(self) -> KVPlan | None:
+        return self._ranks.poll_start()
 
     def submit(self, plan: ScheduledBatch) -> None:
         self._ranks.submit(plan)
@@ -53,6 +60,9 @@ class MpExecutor:
         return [self._results.fileno(), *(fd for channel in self._channels for fd in channel.filenos())]
 
     def shutdown(self) -> None:
+        self._ranks.shutdown()
+
+    def abandon(self) -> None:
         self._ranks.close()
 
     def _wait(self, timeout_s: float | None) -> None:

@@ -198,6 +198,16 @@ class _Inbox:
             self.changed.notify_all()
 
 
+def bind_address(fd: int) -> str:
+    """Of a listening socket whose descriptor this process has."""
+    return f"fd:{fd}"
+
+
+def connect_address(fd: int) -> str:
+    """Of a listening socket, by a handle (`O_PATH`) of its file, which stays open as long as it is needed."""
+    return f"ipc:///proc/self/fd/{fd}"
+
+
 def bind_socket(socket: zmq.Socket[bytes], address: str) -> None:
     """Bind to a zmq address, or take over the inherited listening descriptor of an address such as `fd:7`."""
     if address.startswith("fd:"):

@@ -1,15 +1,19 @@
-"""One rank from weights to the end of its stage loop.
+"""One rank from weights to the end of its last stage loop.
 
 `run_rank` is the whole life of a rank, the same in a process of its own (`executor.worker`) and in a thread
 (`executor.inprocess`); they differ in the channels and links that they pass in.
 
     load weights ─▶ RankLoaded ─▶ (AllocateKV) ─▶ allocate ─▶ RankReady ─▶ stage loop until Shutdown
+                        ▲                                                     │
+                        └──── new connections ◀── a neighbour or the core is gone: the epoch is over
+
+Weights and KV storage outlive an epoch; requests do not: the core sends them again.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,8 +30,8 @@ from penstock.batch import (
     encode,
 )
 from penstock.config import RankConfig
-from penstock.errors import PenstockError, ProtocolError
-from penstock.executor.child import Failed, Loaded, Progress, Ready, StatusEvent, failure
+from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
+from penstock.executor.child import Abandoned, Failed, Loaded, Progress, Ready, StatusEvent, failure
 from penstock.executor.loading import (
     LoadedRank,
     available_bytes,
@@ -49,6 +53,8 @@ from penstock.runner.kv_demand import KVDemand
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.phases import PhaseClock, StageReporter
 
+START_POLL_S = 0.2
+
 Report = Callable[[StatusEvent], None]
 
 
@@ -57,11 +63,13 @@ class RankConnections:
     """How a rank reaches the others.
 
     Attributes:
+        epoch: whose connections they are.
         plans: from the core, and what is told to it.
         results: last stage: of its steps, to the core.
         tokens: last stage: to each earlier stage, in order; any other: from the last stage.
         incoming: from the stage before; absent on the first stage.
         outgoing: to the next stage; absent on the last stage.
+        is_over: whether the epoch has ended; asked until it begins, when nobody is there who could be missed.
     """
 
     plans: MessageChannel
@@ -69,6 +77,8 @@ class RankConnections:
     tokens: Sequence[MessageChannel]
     incoming: Link | None
     outgoing: Link | None
+    epoch: int = 0
+    is_over: Callable[[], bool] = lambda: False
 
     def close(self) -> None:
         """Let all neighbours know that this rank has ended."""
@@ -77,48 +87,90 @@ class RankConnections:
                 end.close()
 
 
-def run_rank(config: RankConfig, connections: RankConnections, report: Report) -> Failed | None:
-    """Live the life of a rank. Whatever ends it, core and supervisor learn the cause before the neighbours
-    do.
+def run_rank(config: RankConfig, epochs: Iterable[RankConnections], report: Report) -> Failed | None:
+    """Live the life of a rank. Whatever ends an epoch, core and supervisor learn the cause before the
+    neighbours do.
 
     Args:
+        epochs: the connections of one epoch after the other; what is next may be waited for there.
         report: takes status events; must not block.
 
     Returns:
-        None after `Shutdown`, else the failure that was reported.
+        The failure that ended it and was reported; None after `Shutdown`, or when there is no other epoch.
     """
-    try:
-        with blaming(config.stage, "while starting"):
-            _serve(config, connections, report)
-        return None
-    except Exception as error:
-        failed = failure(error)
-        report(failed)
-        _tell_core(config.stage, failed, connections.plans)
-        return failed
-    finally:
-        connections.close()
+    rank = Rank(config, report)
+    for connections in epochs:
+        try:
+            with blaming(config.stage, "while starting"):
+                rank.serve(connections)
+            return None
+        except Exception as error:
+            failed = failure(error)
+            is_others = isinstance(error, LinkClosedError | WaitTimeoutError)
+            report(Abandoned(epoch=connections.epoch, error=failed.error) if is_others else failed)
+            _tell_core(config.stage, failed, connections.plans)
+            if not is_others:
+                return failed
+        finally:
+            connections.close()
+    return None
 
 
-def _serve(config: RankConfig, connections: RankConnections, report: Report) -> None:
-    loaded = load_rank(config, lambda done, total: report(Progress(done=done, total=total)))
-    message = _loaded_message(config, loaded)
-    report(Loaded(rank=message))
-    connections.plans.send(encode(message))
-    num_blocks = _await_allocation(connections.plans)
-    if num_blocks is None:
-        return
-    if transfers_head(config, loaded.spec):
-        _transfer_head(config, loaded, connections)
-    runner = build_runner(config, loaded.model, loaded.storage.allocate(num_blocks))
-    clock = PhaseClock(keeps_spans=True)
-    source = _choose_source(config, loaded, runner, connections, clock)
-    sink = _choose_sink(config, runner, connections, clock)
-    times = StageReporter(config.stage, clock, lambda told: _tell_times(told, connections.plans))
-    stage = Stage(config.stage, runner, source, sink, times)
-    report(Ready())
-    connections.plans.send(encode(RankReady(stage=config.stage)))
-    stage.run(plans_from(connections.plans, clock, is_last=config.is_last))
+class Rank:
+    """What outlives an epoch: the weights, and the KV storage with its runner.
+
+    Args:
+        report: as for `run_rank`.
+    """
+
+    def __init__(self, config: RankConfig, report: Report) -> None:
+        self._config = config
+        self._report = report
+        self._loaded: LoadedRank | None = None
+        self._message: RankLoaded | None = None
+        self._runner: ModelRunner | None = None
+
+    def serve(self, connections: RankConnections) -> None:
+        """One epoch, until the core says `Shutdown`."""
+        config, plans = self._config, connections.plans
+        loaded, message = self._load()
+        plans.send(encode(message))
+        start = _await_start(connections)
+        if start is None:
+            return
+        runner = self._runner_for(start.num_blocks, loaded, connections)
+        clock = PhaseClock(keeps_spans=True)
+        source = _choose_source(config, loaded, runner, connections, clock)
+        sink = _choose_sink(config, runner, connections, clock)
+        times = StageReporter(config.stage, clock, lambda told: _tell_times(told, plans))
+        stage = Stage(config.stage, runner, source, sink, times)
+        self._report(Ready(epoch=start.epoch))
+        plans.send(encode(RankReady(stage=config.stage)))
+        first = (start.epoch, start.first_step)
+        stage.run(plans_from(plans, clock, is_last=config.is_last, first=first))
+
+    def _load(self) -> tuple[LoadedRank, RankLoaded]:
+        """The weights, and what the core is told of them in every epoch."""
+        if self._loaded is None or self._message is None:
+            report = self._report
+            self._loaded = load_rank(
+                self._config, lambda done, total: report(Progress(done=done, total=total))
+            )
+            self._message = _loaded_message(self._config, self._loaded)
+            report(Loaded(rank=self._message))
+        return self._loaded, self._message
+
+    def _runner_for(self, num_blocks: int, loaded: LoadedRank, connections: RankConnections) -> ModelRunner:
+        """Over storage of so many blocks; they are as many in every epoch."""
+        if self._runner is None:
+            if transfers_head(self._config, loaded.spec):
+                _transfer_head(self._config, loaded, connections)
+            self._runner = build_runner(self._config, loaded.model, loaded.storage.allocate(num_blocks))
+            self._num_blocks = num_blocks
+        if num_blocks != self._num_blocks:
+            raise ProtocolError(f"the core wants {num_blocks} KV blocks where there are {self._num_blocks}.")
+        self._runner.reset()
+        return self._runner
 
 
 def _transfer_head(config: RankConfig, loaded: LoadedRank, connections: RankConnections) -> None:
@@ -155,16 +207,17 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
     )
 
 
-def _await_allocation(plans: MessageChannel) -> int | None:
-    """The number of blocks that the core has decided on; None when it shuts down instead."""
-    frame = plans.recv(None)  # without end: other ranks may load for as long as they need
-    assert frame is not None
+def _await_start(connections: RankConnections) -> AllocateKV | None:
+    """What the core has decided on; None when it shuts down instead."""
+    while (frame := connections.plans.recv(START_POLL_S)) is None:  # others may load as long as they need
+        if connections.is_over():
+            raise LinkClosedError(f"epoch {connections.epoch} was over before all stages had come.")
     message = decode_to_rank(frame)
     if isinstance(message, Shutdown):
         return None
     if not isinstance(message, AllocateKV):
         raise ProtocolError(f"expected AllocateKV from the core, found {type(message).__name__}.")
-    return message.num_blocks
+    return message
 
 
 def _choose_source(

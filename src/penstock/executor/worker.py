@@ -1,26 +1,30 @@
-"""A rank's process: `python -m penstock.executor.worker --config-fd N --status-fd M`.
+"""A rank's process: `python -m penstock.executor.worker --config-fd N --status-fd M --control-fd K`.
 
-Started by the supervisor, which passes the descriptors of the pipes, links and sockets. Sets up the process
-before torch is imported, opens the connections, and lets `executor.rank` do the rest. Exit code: 0 after a
-shutdown, else that of the error.
+Started by the supervisor, which passes the descriptors of links and sockets over the control socket, for each
+epoch anew. Sets up the process before torch is imported, opens the connections, and lets `executor.rank` do
+the rest. Exit code: 0 after a shutdown, else that of the error.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.config import LinkHandle, RankProcessConfig
+from penstock.config import LinkHandle, RankConfig, RankEnds, RankProcessConfig
 from penstock.errors import error_from_info
 from penstock.executor.child import (
     StatusWriter,
     bound_thread_pools,
     enter_child,
+    keep_saying_alive,
     leave,
     run_child,
 )
-from penstock.executor.plan_channel import ZmqChannel
+from penstock.executor.control import ControlReader, descriptors_of
+from penstock.executor.plan_channel import ZmqChannel, connect_address
 
 if TYPE_CHECKING:
     from penstock.executor.rank import RankConnections
@@ -29,36 +33,48 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
-    return run_child("penstock.executor.worker", arguments, RankProcessConfig, _run)
+    return run_child("penstock.executor.worker", arguments, RankProcessConfig, _run, more=["--control-fd"])
 
 
 def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     enter_child(f"penstock stage {config.rank.stage} tp 0", config.parent_pid)
     bound_thread_pools(config.rank.threads)
+    keep_saying_alive(status)
     # Here and not above: torch reads its environment when it is imported.
     from penstock.executor.rank import run_rank
 
-    failed = run_rank(config.rank, _connect(config), status.write)
+    control = ControlReader(options.control_fd)
+    failed = run_rank(config.rank, _epochs(config.rank, control), status.write)
     return 0 if failed is None else error_from_info(failed.error).exit_code
 
 
-def _connect(config: RankProcessConfig) -> RankConnections:
+def _epochs(rank: RankConfig, control: ControlReader) -> Iterator[RankConnections]:
+    """The connections of each epoch that the supervisor begins; waits for it. Ends with the supervisor."""
+    while isinstance(ends := control.receive(), RankEnds):
+        yield _connect(rank, ends, control.has_news)
+        for fd in descriptors_of(ends):
+            os.close(fd)
+        gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
+
+
+def _connect(rank: RankConfig, ends: RankEnds, is_over: Callable[[], bool]) -> RankConnections:
     from penstock.executor.rank import RankConnections
     from penstock.pipeline.ring_channel import RingChannel
 
-    rank = config.rank
     last = rank.num_stages - 1
     earlier = range(last) if rank.is_last else [rank.stage]
-    plans = ZmqChannel.connect(config.plan_address)
+    plans = ZmqChannel.connect(connect_address(ends.plan_fd))
     return RankConnections(
+        epoch=ends.epoch,
+        is_over=is_over,
         plans=plans,
-        results=plans if config.results is None else RingChannel(config.results, "results"),
+        results=plans if ends.results is None else RingChannel(ends.results, "results"),
         tokens=[
             RingChannel(handle, f"samples, stage {last} -> stage {stage}")
-            for stage, handle in zip(earlier, config.tokens, strict=True)
+            for stage, handle in zip(earlier, ends.tokens, strict=True)
         ],
-        incoming=_link(config.incoming, rank.stage - 1, rank.wait_timeout_s),
-        outgoing=_link(config.outgoing, rank.stage, rank.wait_timeout_s),
+        incoming=_link(ends.incoming, rank.stage - 1, rank.wait_timeout_s),
+        outgoing=_link(ends.outgoing, rank.stage, rank.wait_timeout_s),
     )
 
 

@@ -66,19 +66,24 @@ class Stage:
 
 
 def plans_from(
-    channel: MessageChannel, clock: PhaseClock = NOBODYS, *, is_last: bool = False
+    channel: MessageChannel,
+    clock: PhaseClock = NOBODYS,
+    *,
+    is_last: bool = False,
+    first: tuple[int, int] = (0, 0),
 ) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
 
     Args:
         clock: is told of the waiting, and why.
         is_last: of the stages; the others wait for it when the pipe is full.
+        first: epoch and step of the first plan.
 
     Raises:
         ProtocolError: a plan was lost, repeated or changed on the way.
         LinkClosedError: the core has gone.
     """
-    expected = (0, 0)  # epoch, step
+    expected = first  # epoch, step
     clock.begin(Phase.WAIT_PLAN)
     while (frame := channel.recv(None)) is not None:
         message = decode_to_rank(frame)

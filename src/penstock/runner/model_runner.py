@@ -40,6 +40,10 @@ class ModelRunner:
         self._sampling = SamplingRows(len(rows.request_ids))
         self._sampler = Sampler()
 
+    def reset(self) -> None:
+        """Forget all requests; what the KV storage holds is nobody's then."""
+        self.rows.reset()
+
     def admit(self, plan: ScheduledBatch) -> None:
         """Apply the plan's freed and new rows."""
         self.rows.apply(plan)

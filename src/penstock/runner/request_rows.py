@@ -72,6 +72,11 @@ class RequestRows:
     def max_blocks_per_row(self) -> int:
         return self.block_tables.shape[1]
 
+    def reset(self) -> None:
+        """No row is held, as at the start."""
+        self.generation[:] = _FREE
+        self.num_rejections = 0
+
     def apply(self, plan: ScheduledBatch) -> None:
         """The first two parts of a plan: freed rows, then new ones."""
         for row in plan.freed_rows:

@@ -48,6 +48,7 @@ class RequestState:
         prefill_len: tokens known when it was admitted; below it, it is prefilling.
         num_pending: ids sampled by steps in flight.
         last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
+        lost_at: outputs that it had when the pipe broke with it in a step last.
         queue_seconds: time from arrival to first admission; None before.
     """
 
@@ -65,6 +66,7 @@ class RequestState:
     prefill_len: int = 0
     num_pending: int = 0
     last_sampled_step: int = NO_STEP
+    lost_at: int = -1
     queue_seconds: float | None = None
 
     @property

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 
 from penstock.batch import ScheduledBatch, StepResult
 from penstock.config import SchedulerConfig
-from penstock.errors import ErrorInfo, InvalidRequestError, NumericalError, OverloadedError, UnavailableError
+from penstock.errors import (
+    ErrorInfo,
+    InvalidRequestError,
+    NumericalError,
+    OverloadedError,
+    QuarantinedError,
+    UnavailableError,
+)
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
 from penstock.scheduler.admission import Admission
@@ -100,6 +107,7 @@ class Scheduler:
         self._returned_step = NO_STEP  # the last step whose result has come
         self._consume_through = NO_STEP
         self._totals = _Totals()
+        self.num_requeued = 0  # requests that a loss has interrupted, counted once for each
 
     @property
     def max_len(self) -> int:
@@ -220,6 +228,34 @@ class Scheduler:
         self._issued.clear()
         return updates
 
+    def requeue(self) -> list[RequestUpdate]:
+        """The ranks have forgotten all rows and blocks, and no step in flight will return.
+
+        Whoever runs goes back to the head of the line, with the tokens that it has; but a request that was in
+        the steps in flight now and at the loss before, and has gained nothing between, may be the reason, and
+        ends with an error.
+        """
+        updates = []
+        in_flight = {row for issued in self._issued.values() for row in issued.rows}
+        for request in [running for running in self._queues.running if running.row in in_flight]:
+            if request.lost_at == request.num_outputs:
+                updates.append(self._fail(request, _quarantined(request)))
+            request.lost_at = request.num_outputs
+        self.num_requeued += len(self._queues.running)
+        while self._queues.running:
+            release(self._queues.running[-1], self._rows, self._allocator)
+            self._queues.preempt_youngest()
+        for request in self._queues:
+            request.num_pending, request.last_sampled_step = 0, NO_STEP
+        self._returned_step = max(self._issued, default=self._returned_step)
+        self._issued.clear()
+        self._rows.announce_freed()  # there is nobody to tell
+        return updates
+
+    def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
+        """End all that have run and wait to go on."""
+        return [self._fail(request, error) for request in list(self._queues.preempted)]
+
     def stats(self) -> SchedulerStats:
         queues = self._queues
         return SchedulerStats(
@@ -276,6 +312,13 @@ class Scheduler:
         if request.phase is Phase.RUNNING:
             release(request, self._rows, self._allocator)
         self._queues.remove(request)
+
+
+def _quarantined(request: RequestState) -> ErrorInfo:
+    return QuarantinedError(
+        f"a stage was lost twice while request {request.request_id} was in it, at output token "
+        f"{request.num_outputs}; it is not tried again."
+    ).info()
 
 
 def _numerical_error(request: RequestState, step_id: int) -> ErrorInfo:

@@ -24,6 +24,8 @@ from penstock.engine.reports import (
     LoadProgress,
     Notice,
     PartitionChosen,
+    Recovered,
+    StageLost,
     StageReady,
     event_line,
     megabytes,
@@ -103,7 +105,7 @@ class ServeReporter:
             self._announce(event)
         elif isinstance(event, StageReady):
             self._invocation.say(INDENT + event_line(event))
-        elif isinstance(event, Draining | Notice | PartitionChosen):
+        elif isinstance(event, Draining | Notice | PartitionChosen | Recovered | StageLost):
             self._invocation.say(event_line(event))
 
     def _announce(self, event: EngineReady) -> None:

@@ -108,6 +108,14 @@ class EngineSettings:
     pin_threads: Annotated[
         PinThreads, flag("bind CPU threads to cores", "--pin-threads", group="pipeline")
     ] = "auto"
+    heartbeat_limit: Annotated[
+        float,
+        flag(
+            "seconds without a sign of life after which a stage starts again",
+            "--heartbeat-limit",
+            group="pipeline",
+        ),
+    ] = 5.0
     step_timeout: Annotated[
         float | None, flag("seconds of one stage for one plan at most", "--step-timeout", group="pipeline")
     ] = None
@@ -168,6 +176,7 @@ class EngineSettings:
                 threads_per_rank=self.threads_per_rank,
                 device=self.device,
                 tied_head=self.tied_head,
+                heartbeat_limit_s=self.heartbeat_limit,
                 step_timeout_s=self.step_timeout,
                 kernels=self.kernels,
                 pin_threads=self.pin_threads,

@@ -134,11 +134,14 @@ class Metrics:
             ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("num_preemptions", "Requests preempted.", stats.num_preemptions),
+            ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),
             ("engine_steps", "Plans sent through the pipe.", stats.step_id),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._label], value)
             yield family
+        restarts = Counter({str(stage): count for stage, count in stats.stage_restarts.items()})
+        yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
         labels = ["model_name", "stage"]

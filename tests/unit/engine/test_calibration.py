@@ -103,7 +103,13 @@ class SimulatedPipe:
     def start(self) -> KVPlan:
         raise NotImplementedError
 
+    def poll_start(self) -> KVPlan | None:
+        raise NotImplementedError
+
     def shutdown(self) -> None:
+        raise NotImplementedError
+
+    def abandon(self) -> None:
         raise NotImplementedError
 
     def stage_times(self) -> list[StageTimes]:

@@ -25,7 +25,7 @@ from penstock.config import (
 from penstock.engine import client as client_module
 from penstock.engine.client import InprocessClient, ProcessClient
 from penstock.engine.ipc import AbortRequests, AddRequest, EngineFailed, Hello, StepUpdates, Welcome
-from penstock.engine.reports import Failed, LogReporter
+from penstock.engine.reports import Event, Failed, LogReporter, Recovered
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, WaitTimeoutError
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
@@ -64,8 +64,11 @@ class FakeSupervisor:
     def __init__(self) -> None:
         self.ended = False
 
-    def wait_until_ready(self, _reporter: object) -> str:
+    def wait_until_ready(self) -> str:
         return "fake"
+
+    def pass_on_news(self) -> None:
+        pass
 
     def first_cause(self, error: PenstockError) -> PenstockError:
         return error
@@ -80,7 +83,7 @@ class Rig:
         self.socket = FakeSocket(self.clock)
         self.supervisor = FakeSupervisor()
         monkeypatch.setattr(client_module, "ClientSocket", lambda _address: self.socket)
-        monkeypatch.setattr(client_module, "_SupervisorProcess", lambda _config: self.supervisor)
+        monkeypatch.setattr(client_module, "_SupervisorProcess", lambda _config, _reporter: self.supervisor)
 
     def client(self) -> ProcessClient:
         return ProcessClient(CONFIG, LogReporter(), clock=self.clock)
@@ -199,7 +202,7 @@ def test_a_supervisor_that_says_no_cause_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", FakeChild)
-    supervisor = client_module._SupervisorProcess(CONFIG)
+    supervisor = client_module._SupervisorProcess(CONFIG, LogReporter())
     os.write(supervisor._process.status_fd, said)
     noticed = StageLostError("noticed")
     assert supervisor.first_cause(noticed, timeout_s=0.01) is noticed
@@ -208,9 +211,25 @@ def test_a_supervisor_that_says_no_cause_is_not_waited_for(
 
 def test_the_supervisors_cause_goes_before_what_was_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", FakeChild)
-    supervisor = client_module._SupervisorProcess(CONFIG)
+    supervisor = client_module._SupervisorProcess(CONFIG, LogReporter())
     os.write(supervisor._process.status_fd, msgspec.json.encode(Failed(error=LOST, trace="")) + b"\n")
     assert supervisor.first_cause(StageLostError("noticed")).message == LOST.message
+    supervisor.end()
+
+
+def test_what_the_supervisor_says_while_it_serves_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", FakeChild)
+    told: list[Event] = []
+    reporter = LogReporter()
+    monkeypatch.setattr(reporter, "report", told.append)
+    supervisor = client_module._SupervisorProcess(CONFIG, reporter)
+    supervisor.pass_on_news()
+    events = [Recovered(epoch=1, seconds=1.0), Recovered(epoch=2, seconds=2.0), Failed(error=LOST)]
+    for event in events:
+        os.write(supervisor._process.status_fd, msgspec.json.encode(event) + b"\n")
+    supervisor.pass_on_news()
+    assert told == events
+    assert supervisor.first_cause(StageLostError("noticed")).message == LOST.message, "it has been heard"
     supervisor.end()
 
 

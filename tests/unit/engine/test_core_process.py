@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from fakes import CoreRig, oracle_tokens
-from penstock.config import CacheConfig, CoreConfig, ParallelConfig, SchedulerConfig
-from penstock.engine.control import ControlPipe, PipelineLost, Stop, read_control
+from fakes import CoreRig, FakeExecutor, oracle_tokens
+from penstock.batch import AllocateKV
+from penstock.config import CacheConfig, CoreConfig, CoreEnds, LinkHandle, ParallelConfig, SchedulerConfig
 from penstock.engine.core_process import CoreServer, build_core, prove_stages
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.ipc import (
@@ -23,45 +26,61 @@ from penstock.engine.ipc import (
     StepUpdates,
     Welcome,
 )
+from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PenstockError, StageLostError
 from penstock.executor.base import KVPlan
+from penstock.executor.child import Abandoned, Ready, StatusEvent
+from penstock.executor.control import ControlReader, ControlSocket, EpochLost, PipelineLost, Stop
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
+CAUSE = ErrorInfo(kind="StageLostError", message="stage 1 was killed by signal 9", stage=1)
 WELCOME = Welcome(num_blocks=64, block_size=4, max_model_len=64, stages=[])
 
 
 class ServedCore:
     """A core on fakes, run by a `CoreServer` in a thread, and one client of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, recovers: bool = False, lose_at: int | None = None) -> None:
         self.endpoint = Endpoint()
-        self.rig = CoreRig(num_stages=2, async_depth=1)
-        self.control = ControlPipe()
+        self.rig = CoreRig(num_stages=2, async_depth=1, recovers=recovers)
+        self.rig.executor.lose_at = lose_at
+        self.control = ControlSocket()
         sockets = CoreSocket(f"fd:{os.dup(self.endpoint.listen_fd)}")
         self.endpoint.close_listener()
+        self.reader = ControlReader(os.dup(self.control.child_fd))
+        self.joined: list[AllocateKV] = []
+        self.reported: queue.Queue[StatusEvent] = queue.Queue()
         self.server = CoreServer(
             self.rig.core,
+            self.rig.executor,
             sockets,
             WELCOME,
-            rank_fds=[],
-            control_fd=self.control.read_fd,
+            self.reader,
+            join=self._join,
+            report=self.reported.put,
             clock=self.rig.clock,
         )
+        self.control.close_child_end()
         self.error: PenstockError | None = None
         self.thread = threading.Thread(target=self._run, args=(sockets,))
         self.client = self.connect()
         self.thread.start()
 
+    def _join(self, ends: CoreEnds, start: AllocateKV) -> FakeExecutor:
+        self.joined.append(start)
+        return self.rig.make_executor(first_step=start.first_step)
+
     def connect(self) -> ClientSocket:
         return ClientSocket(self.endpoint.connect_address)
 
     def end(self) -> None:
-        self.control.stop()
+        self.control.send(Stop())
         self.thread.join(WAIT_S)
         assert not self.thread.is_alive()
         self.client.close()
         self.control.close()
+        self.reader.close()
         self.endpoint.close()
 
     def _run(self, sockets: CoreSocket) -> None:
@@ -161,7 +180,7 @@ def test_r1_the_loss_that_the_supervisor_tells_reaches_every_client(served: Serv
     served.client.send(Hello())
     receive(served.client)
     error = ErrorInfo(kind="StageLostError", message="stage 1 was killed", stage=1)
-    served.control.tell_loss(error)
+    served.control.send(PipelineLost(error))
     assert receive(served.client)[0] == EngineFailed(error)
     served.thread.join(WAIT_S)
     assert isinstance(served.error, StageLostError)
@@ -187,37 +206,69 @@ def test_the_supervisors_word_on_a_loss_goes_before_what_the_core_noticed(served
     receive(served.client)
     served.rig.executor.lose_stage(1, "it fell silent")
     served.client.send(AddRequest(request("a", max_tokens=4)))
-    cause = ErrorInfo(kind="StageLostError", message="stage 1 was killed by signal 9", stage=1)
-    served.control.tell_loss(cause)
+    served.control.send(PipelineLost(CAUSE))
     messages = receive(served.client)
-    assert messages[0] == EngineFailed(cause), "once for all requests, not once for each"
+    assert messages[0] == EngineFailed(CAUSE), "once for all requests, not once for each"
 
 
 def test_a_stop_lets_the_steps_in_flight_come_back(served: ServedCore) -> None:
     served.client.send(AddRequest(request("a", max_tokens=60)))
     receive(served.client)
-    served.control.stop()
+    served.control.send(Stop())
     served.thread.join(WAIT_S)
     assert served.error is None
     assert served.rig.core.num_inflight == 0
     assert served.rig.core.is_idle
 
 
-def test_the_end_of_the_supervisor_is_a_stop(served: ServedCore) -> None:
-    reader, writer = os.pipe()
-    os.close(writer)
-    assert read_control(reader) == Stop()
-    os.close(reader)
+def ends(epoch: int) -> CoreEnds:
+    fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
+    ring = LinkHandle(memory_fd=fds[0], data_fd=fds[1], space_fd=fds[2], frame_bytes=64, num_frames=1)
+    return CoreEnds(epoch=epoch, plan_fds=[], results=ring)
 
 
-def test_control_messages_survive_the_pipe() -> None:
-    control = ControlPipe()
-    error = ErrorInfo(kind="StageLostError", message="x", stage=0)
-    control.tell_loss(error)
-    assert read_control(control.read_fd) == PipelineLost(error)
-    control.close_read_end()
-    control.stop()  # the core has gone: harmless
-    control.close()
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[ServedCore]:
+    made = ServedCore(**options)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+@pytest.mark.parametrize("lose_at", range(1, 10, 2))
+def test_r4_clients_notice_nothing_of_another_epoch_but_a_pause(lose_at: int) -> None:
+    with serving(recovers=True, lose_at=lose_at) as served:
+        served.client.send(AddRequest(request("a", max_tokens=9)))
+        assert isinstance(served.reported.get(timeout=WAIT_S), Abandoned)
+        served.control.send(EpochLost(CAUSE))
+        served.control.send(ends(1))
+        assert served.reported.get(timeout=WAIT_S) == Ready(epoch=1)
+        params = request("a", max_tokens=9).sampling
+        expected, _ = oracle_tokens([5, 6, 7], params, seed=0, eos_token_ids=[1], max_len=64)
+        assert ids_of(collect(served.client, {"a"})["a"]) == expected
+        assert served.joined == [AllocateKV(num_blocks=64, epoch=1, first_step=lose_at + 1)]
+
+
+def test_r5_clients_hear_of_a_loss_and_of_its_end() -> None:
+    with serving(recovers=True) as served:
+        served.client.send(Hello())
+        receive(served.client)
+        served.control.send(EpochLost(CAUSE))
+        while next_stats(served.client).loss != CAUSE:
+            pass
+        served.control.send(ends(1))
+        while (stats := next_stats(served.client)).loss is not None:
+            pass
+        assert stats.epoch == 1
+
+
+def next_stats(client: ClientSocket) -> CoreStats:
+    while True:
+        assert client.wait(WAIT_S), "the core has said nothing"
+        for message in client.drain():
+            if isinstance(message, StepUpdates):
+                return message.stats
 
 
 def core_config() -> CoreConfig:

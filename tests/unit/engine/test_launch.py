@@ -14,7 +14,14 @@ from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConf
 from penstock.engine import launch
 from penstock.engine.launch import Host, LaunchPlan, resolve
 from penstock.engine.wiring import Wiring
-from penstock.errors import ModelConfigError, NotEnoughMemoryError, PartitionError, UsageError
+from penstock.errors import (
+    LinkClosedError,
+    ModelConfigError,
+    NotEnoughMemoryError,
+    PartitionError,
+    UsageError,
+)
+from penstock.executor.control import descriptors_of
 from penstock.pipeline.ring_memory import Ring
 
 HOST = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=0)
@@ -369,25 +376,26 @@ def three_stages(model: str) -> LaunchPlan:
 def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None:
     wiring = Wiring(three_stages)
     ends = [wiring.rank(stage) for stage in range(3)]
-    links = [{end.memory_fd for end in (e.config.incoming, e.config.outgoing) if end} for e in ends]
+    links = [{end.memory_fd for end in (e.incoming, e.outgoing) if end} for e in ends]
     assert links[0] & links[1]
     assert links[1] & links[2]
     assert not links[0] & links[2]
-    tokens = [[ring.memory_fd for ring in end.config.tokens] for end in ends]
+    tokens = [[ring.memory_fd for ring in end.tokens] for end in ends]
     assert tokens == [tokens[2][:1], tokens[2][1:], tokens[2]]
     assert len(set(tokens[2])) == 2
-    assert [end.config.results for end in ends] == [None, None, wiring.core().config.results]
-    assert ends[0].config.incoming is None
-    assert ends[2].config.outgoing is None
-    assert set(ends[0].inherit) & set(ends[2].inherit) == set(ends[0].config.tokens[0].fds)
-    assert len(wiring.core().inherit) == 7, "three plan channels, the clients, and the ring of results"
-    assert len({end.config.plan_address for end in ends}) == 3
+    assert [end.results for end in ends] == [None, None, wiring.core().results]
+    assert ends[0].incoming is None
+    assert ends[2].outgoing is None
+    own = [set(descriptors_of(end)) for end in ends]
+    assert own[0] & own[2] == set(ends[0].tokens[0].fds)
+    assert len(descriptors_of(wiring.core())) == 6, "three plan channels, and the ring of results"
+    assert len({end.plan_fd for end in ends}) == 3
     wiring.close()
 
 
 def test_the_ring_between_two_stages_is_one(three_stages: LaunchPlan) -> None:
     wiring = Wiring(three_stages)
-    sender, receiver = wiring.rank(0).config.outgoing, wiring.rank(1).config.incoming
+    sender, receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
     assert sender is not None
     assert receiver is not None
     writer, reader = Ring(sender, "a"), Ring(receiver, "b")
@@ -398,10 +406,27 @@ def test_the_ring_between_two_stages_is_one(three_stages: LaunchPlan) -> None:
     wiring.close()
 
 
+def test_who_waits_at_a_ring_of_an_epoch_that_is_over_stops(three_stages: LaunchPlan) -> None:
+    wiring = Wiring(three_stages, epoch=4)
+    assert {wiring.core().epoch, *(wiring.rank(stage).epoch for stage in range(3))} == {4}
+    sender, receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
+    assert sender is not None
+    assert receiver is not None
+    writer, reader = Ring(sender, "a"), Ring(receiver, "b")
+    wiring.end()
+    with pytest.raises(LinkClosedError):
+        reader.read(60.0, "step 0")
+    with pytest.raises(LinkClosedError):
+        writer.write(b"frame", 60.0, "step 0")
+    writer.close()
+    reader.close()
+
+
 def test_r6_no_descriptor_is_left_after_close(three_stages: LaunchPlan) -> None:
     before = len(os.listdir("/proc/self/fd"))
     wiring = Wiring(three_stages)
-    wiring.close_children_ends()
-    assert len(os.listdir("/proc/self/fd")) == before + 1, "the handle for new clients"
+    wiring.close_sockets()
+    assert len(os.listdir("/proc/self/fd")) == before + 15, "five rings, of which the supervisor can end each"
+    wiring.close()
     wiring.close()
     assert len(os.listdir("/proc/self/fd")) == before

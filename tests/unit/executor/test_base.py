@@ -88,6 +88,7 @@ def test_d9_all_stages_get_the_minimum_and_the_rest_is_reported(fixture: Fixture
     fixture.on_wait = answer
     plan = fixture.core.handshake(LONG)
     assert len(fixture.waits) == 1
+    assert fixture.core.poll_start() == plan
     assert plan.num_blocks == 60
     assert [rank.max_blocks for rank in plan.ranks] == [100, 60, 70]
     assert plan.stranded_bytes == [400, 0, 120]
@@ -177,8 +178,8 @@ def test_another_message_than_a_result_is_refused(fixture: Fixture) -> None:
 
 def test_closing_says_shutdown_to_those_that_are_left_and_may_be_repeated(fixture: Fixture) -> None:
     fixture.ranks[0].close()
-    fixture.core.close()
-    fixture.core.close()
+    fixture.core.shutdown()
+    fixture.core.shutdown()
     for rank in fixture.ranks[1:]:
         frame = rank.recv(0)
         assert frame is not None

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from penstock.batch import RankLoaded
-from penstock.config import LinkHandle, RankConfig, RankProcessConfig
+from penstock.config import RankConfig, RankProcessConfig
 from penstock.errors import CheckpointError, StageLostError, UsageError
 from penstock.executor.child import (
     Failed,
@@ -47,9 +47,6 @@ RANK = RankConfig(
 PROCESS = RankProcessConfig(
     rank=RANK,
     parent_pid=1,
-    plan_address="ipc://a",
-    tokens=[LinkHandle(memory_fd=6, data_fd=7, space_fd=8, frame_bytes=64, num_frames=2)],
-    outgoing=LinkHandle(memory_fd=3, data_fd=4, space_fd=5, frame_bytes=64, num_frames=1),
 )
 
 

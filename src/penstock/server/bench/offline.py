@@ -186,6 +186,7 @@ def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
         "prefill_chunk",
     )
     return {name: getattr(engine, name) for name in names} | {
+        "heartbeat_limit_s": engine.heartbeat_limit,
         "step_timeout_s": engine.step_timeout,
         "inter_token_target_ms": engine.inter_token_target,
     }

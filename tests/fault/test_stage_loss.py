@@ -1,0 +1,219 @@
+"""Stages of a running server are killed or stopped while they decode: streams pause, and go on (R2 to R6)."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from checkpoints import make_checkpoint
+from served import Served, wait_until
+
+NUM_TOKENS = 600  # half a second
+LAST_STEP = 64  # of those at which a stage is lost
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "Once upon a time", "temperature": 0},
+    {"prompt": "ROMEO:", "temperature": 0},
+    {"prompt": [5, 6, 7], "temperature": 1.0, "seed": 11},
+]
+
+
+class Server(Served):
+    """The demo model over some stages, and what each request yields while nobody disturbs it."""
+
+    def __init__(self, num_stages: int, *more: str) -> None:
+        self.num_stages = num_stages
+        super().__init__(
+            "demo", "--pp", str(num_stages), "--threads-per-rank", "1", "--dtype", "float32", *more
+        )
+
+    def __enter__(self) -> Server:
+        super().__enter__()
+        self.golden = [[*Stream(self, request)] for request in REQUESTS]
+        return self
+
+    def stage(self, stage: int) -> psutil.Process:
+        return named(self, f"penstock stage {stage} tp 0")
+
+    @property
+    def num_recoveries(self) -> int:
+        return len(re.findall(r"recovered in", self.output))
+
+
+def named(served: Served, title: str) -> psutil.Process:
+    return next(process for process in served.family() if title_of(process) == title)
+
+
+def title_of(process: psutil.Process) -> str:
+    """Its command line; empty when it has just ended."""
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:
+        return ""
+
+
+class StreamFailedError(Exception):
+    """The stream has ended with an error event."""
+
+
+class Stream:
+    """Ids of a completion, as they come; raises `StreamFailedError` at an error event."""
+
+    def __init__(self, served: Served, request: dict[str, Any]) -> None:
+        body = {"model": "demo", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
+        encoded = json.dumps(body | {"return_token_ids": True} | request).encode()
+        asked = urllib.request.Request(
+            served.url + "/v1/completions", encoded, {"content-type": "application/json"}
+        )
+        self._answer = urllib.request.urlopen(asked, timeout=60)
+
+    def __iter__(self) -> Iterator[int]:
+        with self._answer as lines:
+            for line in lines:
+                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                    continue
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise StreamFailedError(chunk["error"]["message"])
+                yield from chunk["choices"][0].get("token_ids") or []
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    with Server(request.param) as served:
+        yield served
+
+
+def disturb(server: Server, stage: int, after: int, number: int) -> None:
+    """Send a signal to a stage when the first stream has had so many tokens; all must be as ever."""
+    others = {index: server.stage(index).pid for index in range(server.num_stages) if index != stage}
+    victim, before = server.stage(stage), server.num_recoveries
+    streams = [iter(Stream(server, request)) for request in REQUESTS]
+    found = [[next(streams[0]) for _ in range(after)], [], []]
+    victim.send_signal(number)
+    for ids, stream in zip(found, streams, strict=True):
+        ids.extend(stream)
+    assert found == server.golden
+    wait_until(lambda: server.num_recoveries == before + 1, 30)
+    assert {index: server.stage(index).pid for index in others} == others, "only the lost one starts again"
+    assert server.stage(stage).pid != victim.pid
+    assert server.get("/health")
+
+
+_chosen = random.Random(20261121)
+
+
+@pytest.mark.parametrize("after", sorted(_chosen.sample(range(1, LAST_STEP), 4)))
+@pytest.mark.parametrize("stage", ["first", "last"])
+def test_r4_streams_go_on_when_a_stage_is_killed(server: Server, stage: str, after: int) -> None:
+    disturb(server, 0 if stage == "first" else server.num_stages - 1, after, signal.SIGKILL)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("after", range(1, LAST_STEP + 1))
+def test_r4_streams_go_on_whichever_stage_is_killed_at_whichever_step(server: Server, after: int) -> None:
+    for stage in range(server.num_stages):
+        disturb(server, stage, after, signal.SIGKILL)
+
+
+def test_r2_a_stopped_stage_counts_as_lost() -> None:
+    with Server(2, "--heartbeat-limit", "2") as served:
+        disturb(served, 1, 9, signal.SIGSTOP)
+        assert re.search(r"stage 1 \(pid \d+\) has given no sign of life for [2-9]\.\d s", served.output)
+
+
+def test_r5_not_ready_while_a_stage_is_lost_and_ready_when_a_token_has_come_through() -> None:
+    with Server(2) as served:
+        served.stage(1).kill()
+        wait_until(lambda: health(served)[0] == 503, 10)
+        code, body = health(served)
+        while code == 503:
+            assert (body["state"], body["stage"]) == ("not_ready", 1)
+            assert "stage 1" in body["reason"]
+            code, body = health(served)
+        assert body["state"] == "ready"
+        assert served.metric("penstock_epoch") == 1
+
+
+def health(served: Served) -> tuple[int, dict[str, Any]]:
+    try:
+        return 200, json.loads(served.get("/health"))
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def test_r11_a_signal_while_a_stage_is_lost_ends_the_server_in_order() -> None:
+    with Server(2) as served:
+        family = served.family()
+        served.stage(1).kill()
+        wait_until(lambda: "lost: stage 1" in served.output, 10)
+        family += served.family()
+        assert served.stop() == 0
+        assert not any(process.is_running() and process.status() != "zombie" for process in family)
+
+
+def test_r6_nothing_is_left_of_what_was_lost(server: Server) -> None:
+    def resources() -> dict[str, tuple[int, int]]:
+        """Descriptors and threads of each process but the API's, whose clients come and go."""
+        found = {title_of(process): (process.num_fds(), process.num_threads()) for process in server.family()}
+        del found["penstock api"]
+        return found
+
+    def lose_each() -> None:
+        for stage in range(server.num_stages):
+            disturb(server, stage, 3, signal.SIGKILL)
+
+    lose_each()  # whatever is made once has been made
+    before = resources()
+    lose_each()
+    lose_each()
+    assert resources() == before
+    assert server.metric("penstock_kv_cache_usage_perc") == 0
+
+
+def test_it_goes_on_trying_with_pauses_and_running_requests_end_with_the_cause(tmp_path: Path) -> None:
+    """The weights are away for a while."""
+    model = make_checkpoint(tmp_path / "model")
+    weights = model / "model.safetensors"
+    with Served(str(model), "--pp", "2", "--threads-per-rank", "1") as served:
+        stream = iter(Stream(served, {"model": model.name, "prompt": [5], "max_tokens": 250}))
+        next(stream)
+        weights.rename(tmp_path / "away")
+        named(served, "penstock stage 0 tp 0").kill()
+        with pytest.raises(StreamFailedError, match="Only the safetensors format is read"):
+            list(stream)
+        assert health(served)[0] == 503
+        (tmp_path / "away").rename(weights)
+        wait_until(lambda: "recovered in" in served.output, 60)
+        assert len(served.post("/v1/completions", prompt=[5], max_tokens=4, model=model.name)["choices"]) == 1
+        assert served.metric("penstock_stage_restarts_total") >= 4
+
+
+def test_both_stages_at_once_and_the_new_one_while_it_loads(server: Server) -> None:
+    before = server.num_recoveries
+    stream = iter(Stream(server, REQUESTS[0]))
+    found = [next(stream)]
+    victims = [server.stage(stage) for stage in range(server.num_stages)]
+    for victim in victims:
+        victim.kill()
+    wait_until(lambda: any_new(server, victims), 10)
+    any_new(server, victims)[0].kill()
+    found += stream
+    assert found == server.golden[0]
+    wait_until(lambda: server.num_recoveries == before + 1, 30)
+
+
+def any_new(server: Server, old: list[psutil.Process]) -> list[psutil.Process]:
+    """Stages that have been started in place of these."""
+    known = {process.pid for process in old}
+    stages = [process for process in server.family() if "penstock.executor.worker" in title_of(process)]
+    return [process for process in stages if process.pid not in known]
