@@ -10,8 +10,10 @@ Answers three questions of `scheduler.placement` from the costs of the stages (`
 - How large are chunks, if not held to the target? A prompt of N tokens in chunks of n passes P stages in
   (N / n + P - 1) (overhead + per_token n) seconds, which is least for
   n = sqrt(N overhead / ((P - 1) per_token)), or where the layers stop being bound by reading, if that is
-  more. Beside decodes their time is what a plan costs besides its prompts, in place of the overhead. Chunks
-  late in a long context are smaller, so that they take as long as the first (e7).
+  more. Larger chunks hardly take longer; small ones do, if reading is slower than it was measured: so the
+  largest that costs next to nothing is taken. Beside decodes their time is what a plan costs besides its
+  prompts, in place of the overhead, and nothing is added. Chunks late in a long context are smaller, so that
+  they take as long as the first (e7).
 
 Sizes of chunks then follow from measured times and differ from run to run. That changes no token where a
 number does not depend on what is computed together with it, which our kernels promise and torch does not.
@@ -30,6 +32,7 @@ _GRAIN = 4  # chunks that do not end a prompt are whole multiples of it
 _LENGTHEN = 1.5  # times its decodes' time, to which prompts may lengthen a plan whatever the target
 _MIN_GAIN = 0.05  # of the cycle, for which the number of micro-batches changes
 _LATE_CHUNK = 4  # a chunk late in the context has at least a quarter of the first one's tokens
+_SLACK = 0.03  # of the time of a prompt in chunks of the best size, that larger chunks may cost
 _NEGLIGIBLE_S = 1e-9
 
 
@@ -83,8 +86,9 @@ class Pacing:
         if costs is None:
             return None
         share = self._share(costs, backlog, decodes)
+        first = min(share, self._budget.chunk)
         seconds = [
-            self._seconds_beside(cost, decodes) if anybody_decodes else _multiplying(cost, 0, share)
+            self._seconds_beside(cost, decodes) if anybody_decodes else _multiplying(cost, 0, first)
             for cost in costs
         ]
         return TimedBudget(
@@ -104,10 +108,20 @@ class Pacing:
         return max(share, MIN_CHUNK)
 
     def _soonest(self, cost: StageCost, backlog: int, decodes: StepShape) -> int:
+        """Tokens of a chunk with which the backlog passes the pipe about as soon as it can."""
         per_token = max(cost.per_token, _NEGLIGIBLE_S)
         fixed_s = cost.seconds(decodes) if decodes.tokens else cost.overhead
-        best = math.sqrt(backlog * fixed_s / ((self._budget.num_stages - 1) * per_token))
-        return round(min(max(best, cost.read / per_token), backlog))
+        others = self._budget.num_stages - 1
+        best = max(math.sqrt(backlog * fixed_s / (others * per_token)), cost.read / per_token)
+        if decodes.tokens:
+            return round(min(best, backlog))
+        # Of (N / n + P - 1) (fixed + per_token n), N fixed / n + (P - 1) per_token n hangs on n.
+        once_s, each_s = backlog * fixed_s, others * per_token
+        varying_s = once_s / best + each_s * best
+        whole_s = varying_s + backlog * per_token + others * fixed_s
+        half = (varying_s + _SLACK * whole_s) / 2.0
+        largest = (half + math.sqrt(half * half - each_s * once_s)) / each_s
+        return round(min(largest, backlog))
 
     def _seconds_beside(self, cost: StageCost, decodes: StepShape) -> float:
         """What a stage may spend on prompts in a plan that somebody's next token waits for: what the target

@@ -135,6 +135,20 @@ def test_plans_in_flight_share_a_backlog_evenly() -> None:
     assert first.take(0, 200) == 0
 
 
+def test_a_lone_prompt_does_not_hang_on_how_fast_the_weights_were_read_when_that_was_measured() -> None:
+    """Chunks of 8 would be best by these costs, and take twice as long if reading takes twice as long."""
+    cost = StageCost(read=0.015, per_token=0.0019, overhead=0.0003)
+
+    def seconds(size: int, read: float) -> float:
+        return (512 / size + 1) * (cost.overhead + max(read, cost.per_token * size))
+
+    (chunk, *_) = sizes(pacing(taught(cost, cost)), 512)
+    best = min(seconds(size, cost.read) for size in range(8, 257))
+    assert seconds(chunk, cost.read) <= 1.035 * best
+    assert seconds(chunk, 2 * cost.read) <= 1.035 * best
+    assert seconds(8, 2 * cost.read) > 1.9 * best
+
+
 def test_without_a_target_a_burst_beside_decodes_does_not_empty_the_stages_behind() -> None:
     """Half of the backlog in one plan would let the second stage wait for it as long as it takes."""
     cost = StageCost(read=0.030, per_token=0.002, overhead=0.001)
