@@ -318,6 +318,7 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     server = CoreServer(core, executor, clients, welcome, control, report=status.write)
     stopping.pop_all()
     stopping.callback(server.shutdown)
+    del executor  # it is the server's, and goes with its epoch
     status.write(Ready())
     gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
     server.run()

@@ -7,18 +7,19 @@ clock here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from penstock.errors import ErrorInfo
 
 MAX_LOSSES = 3  # without a step between them; from then on with growing pauses, and running requests end
 MAX_RETRY_S = 60.0
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
+LOADING_LIMIT_S = 60.0  # for a stage that loads: importing a library may hold everything up
 
 
 class Losses:
     """Args:
-    heartbeat_limit_s: a ready stage that has said nothing for this long is lost.
+    heartbeat_limit_s: a stage that has said nothing for this long is lost.
     leave_s: so is one that has not left an epoch which is over for this long.
 
     Attributes:
@@ -37,6 +38,7 @@ class Losses:
         self._leave_by = math.inf
         self._retry_at = 0.0
         self._looked_at = math.inf
+        self._heard_from = -math.inf  # silence before it does not count
         self._num = 0  # since a step has crossed
         self._first_at = 0.0  # of those
 
@@ -79,17 +81,27 @@ class Losses:
         self._num, self._leave_by = 0, math.inf
         return now - self._first_at
 
-    def silent(self, heard_at: Mapping[int, float], now: float) -> dict[int, float]:
+    def silent(
+        self, heard_at: Mapping[int, float], now: float, loading: Set[int] = frozenset()
+    ) -> dict[int, float]:
         """Seconds of silence of each stage that has been silent too long.
 
         Args:
-            heard_at: when each stage that is ready was heard last.
+            heard_at: when each stage was heard last.
+            loading: those that are not ready yet.
         """
-        had_no_time = now - self._looked_at > LONG_LOOK_S
+        if now - self._looked_at > LONG_LOOK_S:
+            self._heard_from = now  # all may have stood still, and have had no time to speak since
         self._looked_at = now
-        if had_no_time:  # what they have said meanwhile may be on its way
-            return {}
-        return {stage: now - at for stage, at in heard_at.items() if now - at > self._heartbeat_limit_s}
+        silence_s = {stage: now - max(at, self._heard_from) for stage, at in heard_at.items()}
+        return {
+            stage: seconds
+            for stage, seconds in silence_s.items()
+            if seconds > self._limit_s(stage in loading)
+        }
+
+    def _limit_s(self, is_loading: bool) -> float:
+        return max(self._heartbeat_limit_s, LOADING_LIMIT_S) if is_loading else self._heartbeat_limit_s
 
     def hung(self, stages: set[int], now: float) -> set[int]:
         """Which of these have not left an epoch that is over for long; told once."""

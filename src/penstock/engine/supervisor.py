@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -235,7 +235,10 @@ class _RunningEngine:
             time.sleep(COMPANY_S)
             self._end_epoch({child for child in self._living_ranks() if child.exit_code is not None})
         if losses.is_due(time.monotonic()):
-            self._begin_epoch()
+            try:
+                self._begin_epoch()
+            except OSError as error:  # no memory, no descriptors: perhaps later
+                self._lose(PeerError(f"no new epoch could begin: {error}.").info(), ended=set())
 
     def _living_ranks(self) -> list[Child]:
         """Those that have not been buried."""
@@ -246,6 +249,9 @@ class _RunningEngine:
         deadline = time.monotonic() + CAUSE_GRACE_S
         while time.monotonic() < deadline:
             self._hear_all()
+            for child in self._living_ranks():
+                if child.failure is not None:  # it has said so, and is about to leave
+                    child.send_signal(signal.SIGKILL)
             ended = {child for child in self._family.children if child.exit_code is not None}
             if ended:
                 return ended
@@ -253,9 +259,13 @@ class _RunningEngine:
 
     def _end_epoch(self, ended: set[Child]) -> None:
         """Everybody leaves it; those that have ended are to be started again, at once at first."""
+        causes = self._losses.causes
+        self._lose(self._first_cause(min(ended, key=_stage_of)) if ended else first_cause(causes), ended)
+
+    def _lose(self, cause: ErrorInfo, ended: set[Child]) -> None:
         losses, epoch = self._losses, self._losses.epoch
-        cause = self._first_cause(min(ended, key=_stage_of)) if ended else first_cause(losses.causes)
-        lost = sorted(map(_stage_of, ended))
+        gone = {stage for stage, child in enumerate(self._ranks) if child not in self._control}
+        lost = sorted(gone | set(map(_stage_of, ended)))
         pause_s = losses.end(set(lost), time.monotonic())
         self._reporter.report(StageLost(error=cause, epoch=epoch, restarts=lost, retry_s=pause_s))
         self._control[self._core].send(EpochLost(cause, restarts=lost, is_final=losses.is_repeated))
@@ -281,10 +291,11 @@ class _RunningEngine:
         """Kill ranks that were stopped, or hang: they are then lost as any other."""
         now = time.monotonic()
         living = {_stage_of(child): child for child in self._living_ranks() if child.exit_code is None}
-        heard_at = {stage: child.heard_at for stage, child in living.items() if child in self._ready}
-        for stage, silence_s in self._losses.silent(heard_at, now).items():
+        ready = {stage for stage, child in living.items() if child in self._ready}
+        heard_at = {stage: child.heard_at for stage, child in living.items()}
+        for stage, silence_s in self._losses.silent(heard_at, now, set(living) - ready).items():
             _kill(living[stage], f"has given no sign of life for {silence_s:.1f} s")
-        for stage in self._losses.hung(set(living), now):
+        for stage in self._losses.hung(ready, now):
             _kill(living[stage], f"has not left epoch {self._losses.epoch - 1}")
 
     def _watch(self, timeout_s: float | None = None) -> set[Child]:
@@ -316,7 +327,8 @@ class _RunningEngine:
         for event in events:
             if isinstance(event, child_process.Ready):
                 self._ready.add(child)
-                if child is self._core and event.epoch == self._losses.epoch > 0:
+                is_present = event.epoch == self._losses.epoch and self._losses.missing is None
+                if child is self._core and is_present and event.epoch > 0:
                     seconds = self._losses.recovered(time.monotonic())
                     self._reporter.report(Recovered(epoch=event.epoch, seconds=seconds))
             elif isinstance(event, child_process.Abandoned):
@@ -336,25 +348,8 @@ class _RunningEngine:
                 )
 
     def _announce(self) -> None:
-        kernels = dict.fromkeys(rank.kernels for rank in self._loaded.values())
-        texts = [*self._plan.notes, *(f"kernels: {found}" for found in kernels)]
-        if len({found.startswith("none") for found in kernels}) > 1:
-            texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
-        for text in texts:
-            self._reporter.report(Notice(text=text))
-        num_blocks = min((rank.max_blocks for rank in self._loaded.values()), default=0)
-        for child, config in zip(self._ranks, self._plan.ranks, strict=True):
-            loaded = self._loaded[config.stage]
-            self._reporter.report(
-                StageReady(
-                    stage=config.stage,
-                    pid=child.pid,
-                    parts=stage_parts(config.stage, config.num_stages, config.start_layer, config.end_layer),
-                    tensor_bytes=loaded.tensor_bytes,
-                    num_blocks=num_blocks,
-                    stranded_bytes=(loaded.max_blocks - num_blocks) * loaded.block_bytes,
-                )
-            )
+        for event in _what_is_there(self._plan, self._loaded, [child.pid for child in self._ranks]):
+            self._reporter.report(event)
         seconds = time.monotonic() - self._started
         self._reporter.report(EngineReady(address=self._front.address(self._client), seconds=seconds))
 
@@ -405,13 +400,13 @@ class _RunningEngine:
         """What explains the end of this child: its own words, or those of a rank that brought it down."""
         if ended.stage is None or not _is_cause(ended):
             self._wait_for_cause()
-        guilty = [child for child in (*self._ranks, ended) if _explains(child)]
+        guilty = [child for child in (*self._living_ranks(), ended) if _explains(child)]
         return first_cause([child.failure or _describe(child) for child in guilty or [ended]])
 
     def _wait_for_cause(self) -> None:
         """Give the ranks a moment to say why."""
         deadline = time.monotonic() + CAUSE_GRACE_S
-        while not any(map(_is_cause, self._ranks)) and time.monotonic() < deadline:
+        while not any(map(_is_cause, self._living_ranks())) and time.monotonic() < deadline:
             self._hear_all()
 
     def _let_go(self, children: Sequence[Child], timeout_s: float) -> None:
@@ -424,6 +419,29 @@ class _RunningEngine:
         time.sleep(POLL_S)
         for child in self._family.children:
             self._hear(child)
+
+
+def _what_is_there(
+    plan: LaunchPlan, loaded: Mapping[int, RankLoaded], pids: Sequence[int]
+) -> Iterator[Notice | StageReady]:
+    """What was decided, and a line for each stage, once all have loaded."""
+    kernels = dict.fromkeys(rank.kernels for rank in loaded.values())
+    texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
+    on_cpu = [rank.kernels for stage, rank in loaded.items() if plan.ranks[stage].device_type == "cpu"]
+    if len({found.startswith("none") for found in on_cpu}) > 1:
+        texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
+    yield from (Notice(text=text) for text in texts)
+    num_blocks = min((rank.max_blocks for rank in loaded.values()), default=0)
+    for pid, config in zip(pids, plan.ranks, strict=True):
+        rank = loaded[config.stage]
+        yield StageReady(
+            stage=config.stage,
+            pid=pid,
+            parts=stage_parts(config.stage, config.num_stages, config.start_layer, config.end_layer),
+            tensor_bytes=rank.tensor_bytes,
+            num_blocks=num_blocks,
+            stranded_bytes=(rank.max_blocks - num_blocks) * rank.block_bytes,
+        )
 
 
 def _replacement(rank: RankConfig, loaded: Iterable[RankLoaded]) -> RankConfig:

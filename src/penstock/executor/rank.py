@@ -113,6 +113,7 @@ def run_rank(config: RankConfig, epochs: Iterable[RankConnections], report: Repo
                 return failed
         finally:
             connections.close()
+        del connections  # and with them the memory of the epoch, while the next one is waited for
     return None
 
 

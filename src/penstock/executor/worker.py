@@ -51,10 +51,17 @@ def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
 def _epochs(rank: RankConfig, control: ControlReader) -> Iterator[RankConnections]:
     """The connections of each epoch that the supervisor begins; waits for it. Ends with the supervisor."""
     while isinstance(ends := control.receive(), RankEnds):
+        if control.has_news():  # that epoch is over before it has begun here
+            _close(ends)
+            continue
         yield _connect(rank, ends, control.has_news)
-        for fd in descriptors_of(ends):
-            os.close(fd)
+        _close(ends)
         gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
+
+
+def _close(ends: RankEnds) -> None:
+    for fd in descriptors_of(ends):
+        os.close(fd)
 
 
 def _connect(rank: RankConfig, ends: RankEnds, is_over: Callable[[], bool]) -> RankConnections:

@@ -64,7 +64,16 @@ def test_r2_who_says_nothing_for_longer_than_the_limit_is_silent(losses: Losses)
 def test_who_could_not_be_heard_is_not_silent(losses: Losses) -> None:
     losses.silent({}, 0.0)
     assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0) == {}, "it was the supervisor that slept"
-    assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 6.0) == {0: 2 * LONG_LOOK_S + 6.0}
+    assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.1) == {}, "nor has anybody had time to speak since"
+    for second in range(1, 6):
+        assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0 + second) == {}
+    assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 11.0) == {0: 6.0}
+
+
+def test_r2_who_loads_may_be_silent_for_longer_but_not_for_ever(losses: Losses) -> None:
+    for second in range(61):
+        assert losses.silent({0: 0.0}, float(second), loading={0}) == {}
+    assert losses.silent({0: 0.0}, 61.0, loading={0}) == {0: 61.0}
 
 
 def test_who_does_not_leave_an_epoch_that_is_over_hangs(losses: Losses) -> None:
