@@ -1,0 +1,93 @@
+"""How long running requests pause when a stage is killed (R3), and whether their tokens stay the same (R4).
+
+    python benchmarks/recovery_time.py [MODEL] [--stages 2] [--requests 8] [--rounds 5]
+
+An engine of several processes decodes some requests; in the middle one stage is killed, each in turn. The
+pause is the longest time without a token of any request after the kill; what was on its way still comes. It
+should be at most 3 s longer than the first start, from nothing to ready. All ids are compared with those of
+an undisturbed run. Prints Markdown for docs/perf-log.md; exit code 1 if the bar is missed or an id differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+from peers.report import format_samples, markdown
+
+from penstock import LLM, SamplingParams
+from penstock.request import GenerationRequest
+
+BAR_S = 3.0
+OUTPUT, KILL_AFTER = 192, 32  # tokens of a request
+POLL_S = 0.05
+
+Ids = dict[str, list[int]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("model", nargs="?", default="demo")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    began = time.perf_counter()
+    with LLM(options.model, pipeline_parallel_size=options.stages, threads_per_rank=1) as llm:
+        start_s = time.perf_counter() - began
+        golden, _ = decode(llm, options.requests, None)
+        pauses: dict[int, list[float]] = {stage: [] for stage in range(options.stages)}
+        same = True
+        for _ in range(options.rounds):
+            for stage, found in pauses.items():
+                ids, pause_s = decode(llm, options.requests, stage)
+                same &= ids == golden
+                found.append(pause_s)
+    fine = same and max(map(statistics.median, pauses.values())) <= start_s + BAR_S
+    print(f"first start {start_s:.1f} s; ids {'are the same' if same else 'DIFFER'}\n")
+    print(
+        markdown(
+            ["stage killed", "pause, s"], [[str(stage), format_samples(p)] for stage, p in pauses.items()]
+        )
+    )
+    print(f"\nbar: {start_s + BAR_S:.1f} s: {'met' if fine else 'missed'}")
+    return 0 if fine else 1
+
+
+def decode(llm: LLM, num_requests: int, victim: int | None) -> tuple[Ids, float]:
+    """Ids of all requests, and the longest time without one after the kill of a stage, in seconds."""
+    client = llm._client  # `generate` does not tell when a token came
+    sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
+    ids: Ids = {str(number): [] for number in range(num_requests)}
+    for number, name in enumerate(ids):
+        client.add(GenerationRequest(request_id=name, prompt_token_ids=[5 + number] * 16, sampling=sampling))
+    pause_s, before, is_killed = 0.0, 0.0, False
+    while min(map(len, ids.values())) < OUTPUT:
+        updates = client.poll(POLL_S)
+        for update in updates:
+            ids[update.request_id] += update.token_ids
+        now = time.perf_counter()
+        if is_killed and updates:
+            pause_s, before = max(pause_s, now - before), now
+        elif victim is not None and not is_killed and min(map(len, ids.values())) >= KILL_AFTER:
+            stage(victim).kill()
+            is_killed, before = True, now
+    return ids, pause_s
+
+
+def stage(number: int) -> psutil.Process:
+    return next(p for p in children() if p.cmdline()[0].startswith(f"penstock stage {number} "))
+
+
+def children() -> Iterator[psutil.Process]:
+    for process in psutil.Process().children(recursive=True):
+        if process.status() != psutil.STATUS_ZOMBIE and process.cmdline():
+            yield process
+
+
+if __name__ == "__main__":
+    sys.exit(main())
