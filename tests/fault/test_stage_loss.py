@@ -161,6 +161,19 @@ def test_r11_a_signal_while_a_stage_is_lost_ends_the_server_in_order() -> None:
         assert not any(process.is_running() and process.status() != "zombie" for process in family)
 
 
+def test_r4_r11_a_stage_that_is_lost_while_the_server_drains_is_started_again() -> None:
+    with Server(2) as served:
+        stream = iter(Stream(served, REQUESTS[0]))
+        found = [next(stream)]
+        served.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in served.output, 10)
+        served.stage(1).kill()
+        found += stream
+        assert found == served.golden[0]
+        assert served.process.wait(30) == 0
+        assert "recovered" in served.output
+
+
 def test_r6_nothing_is_left_of_what_was_lost(server: Server) -> None:
     def resources() -> dict[str, tuple[int, int]]:
         """Descriptors and threads of each process but the API's, whose clients come and go."""

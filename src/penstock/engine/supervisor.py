@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 import msgspec
 
@@ -224,14 +224,14 @@ class _RunningEngine:
             self._control[child].send(self._wiring.rank(stage))
         self._wiring.close_sockets()
 
-    def _serve_on(self) -> None:
-        """Wait for what comes next, and mend the pipe if it is broken."""
+    def _serve_on(self, leaving: Set[Child] = frozenset()) -> Set[Child]:
+        """Wait for what comes next, and mend the pipe if it is broken; who of `leaving` has ended."""
         ended, losses = self._watch(TICK_S), self._losses
         self._end_the_lifeless()
         if losses.causes and not ended:
             ended = self._await_culprit()
-        self._raise_if_any(ended - set(self._ranks))
-        if ended or losses.causes:
+        self._raise_if_any(ended - set(self._ranks) - leaving)
+        if ended - leaving or losses.causes:
             time.sleep(COMPANY_S)
             self._end_epoch({child for child in self._living_ranks() if child.exit_code is not None})
         if losses.is_due(time.monotonic()):
@@ -239,6 +239,7 @@ class _RunningEngine:
                 self._begin_epoch()
             except OSError as error:  # no memory, no descriptors: perhaps later
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), ended=set())
+        return ended & leaving
 
     def _living_ranks(self) -> list[Child]:
         """Those that have not been buried."""
@@ -360,7 +361,11 @@ class _RunningEngine:
                 self._reporter.report(Draining(seconds=self._front.drain_s))
                 for child in self._fronts:
                     child.send_signal(signal.SIGTERM)
-                self._await_end(self._fronts, self._front.drain_s + FRONT_GRACE_S)
+                fronts, deadline = set(self._fronts), time.monotonic() + self._front.drain_s + FRONT_GRACE_S
+                while fronts and time.monotonic() < deadline:
+                    for child in self._serve_on(fronts):
+                        fronts.discard(child)
+                        self._family.reap(child)
                 for child, control in self._control.items():
                     control.send(Stop())
                     if child in set(self._ranks) - self._ready:
