@@ -89,10 +89,10 @@ class NoFront:
     def open(self) -> None:
         pass
 
-    def start(self, family: object, plan: object, wiring: object) -> Sequence[Any]:
-        return []
+    def start(self, family: object, plan: object, client: object) -> None:
+        pass
 
-    def address(self, wiring: object) -> str:
+    def address(self, client: object) -> str:
         return "nowhere"
 
     def close(self) -> None:

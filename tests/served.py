@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -93,6 +94,29 @@ class Served:
     def _read(self) -> None:
         assert self.process.stdout is not None
         self.lines.extend(iter(self.process.stdout.readline, ""))
+
+
+def is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def title_of(process: psutil.Process) -> str:
+    """Its command line; empty when it has just ended."""
+    try:
+        return " ".join(process.cmdline()).strip()
+    except psutil.Error:
+        return ""
 
 
 def wait_until(condition: Callable[[], object], limit_s: float) -> None:

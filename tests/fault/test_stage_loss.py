@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from checkpoints import make_checkpoint
-from served import Served, wait_until
+from served import Served, is_alive, title_of, wait_until
 
 NUM_TOKENS = 600  # half a second
 LAST_STEP = 64  # of those at which a stage is lost
@@ -51,14 +51,6 @@ class Server(Served):
 
 def named(served: Served, title: str) -> psutil.Process:
     return next(process for process in served.family() if title_of(process) == title)
-
-
-def title_of(process: psutil.Process) -> str:
-    """Its command line; empty when it has just ended."""
-    try:
-        return " ".join(process.cmdline()).strip()
-    except psutil.Error:
-        return ""
 
 
 class StreamFailedError(Exception):
@@ -158,7 +150,7 @@ def test_r11_a_signal_while_a_stage_is_lost_ends_the_server_in_order() -> None:
         wait_until(lambda: "lost: stage 1" in served.output, 10)
         family += served.family()
         assert served.stop() == 0
-        assert not any(process.is_running() and process.status() != "zombie" for process in family)
+        assert not any(map(is_alive, family))
 
 
 def test_r4_r11_a_stage_that_is_lost_while_the_server_drains_is_started_again() -> None:

@@ -28,6 +28,7 @@ from checkpoints import make_checkpoint, random_tensors, tensor_shapes, write_we
 from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.errors import CheckpointError, UnsupportedModelError
+from served import is_alive, is_free, title_of
 
 PATIENCE_S = 60.0  # a bound for hangs, never waited for
 SUPERVISE = """
@@ -123,13 +124,6 @@ def new_children() -> Callable[[], list[psutil.Process]]:
     return lambda: [p for p in psutil.Process().children(recursive=True) if p not in before]
 
 
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def wait_until(condition: Callable[[], bool], what: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
@@ -141,12 +135,8 @@ def wait_until_gone(family: list[psutil.Process]) -> None:
     wait_until(lambda: not any(map(is_alive, family)), f"{[p for p in family if is_alive(p)]} to end")
 
 
-def title(process: psutil.Process) -> str:
-    return " ".join(process.cmdline()).strip()
-
-
 def by_title(family: list[psutil.Process], words: str) -> psutil.Process:
-    (found,) = [process for process in family if words in title(process)]
+    (found,) = [process for process in family if words in title_of(process)]
     return found
 
 
@@ -199,7 +189,7 @@ def complete(server: Process, max_tokens: int) -> list[int]:
 
 def test_g1_r11_the_process_table_and_an_orderly_end(server: Process) -> None:
     family = server.family()
-    titles = sorted(title(process) for process in family[1:])
+    titles = sorted(title_of(process) for process in family[1:])
     assert titles[-3:] == ["penstock core", "penstock stage 0 tp 0", "penstock stage 1 tp 0"]
     assert len(family) == 5, "supervisor, API process, core, two stages"
     stage_lines = [line for line in server.lines if line.startswith("stage ") and " pid " in line]
@@ -221,7 +211,7 @@ def test_g1_r11_the_process_table_and_an_orderly_end(server: Process) -> None:
 
 def test_only_ranks_hold_torch(lasting_server: Process) -> None:
     with_torch = {
-        title(process)
+        title_of(process)
         for process in lasting_server.family()
         if "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
     }
@@ -280,14 +270,6 @@ def test_r7_kill_9_of_the_supervisor_leaves_nothing(server: Process) -> None:
     wait_until(lambda: is_free(port), "the port to be free: a process that ends closes its files at the last")
 
 
-def is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
-
-
 def test_r7_kill_9_of_the_supervisor_while_loading_leaves_nothing(
     start: Callable[..., Process], model: Path
 ) -> None:
@@ -301,7 +283,7 @@ def test_r7_kill_9_of_the_supervisor_while_loading_leaves_nothing(
 @pytest.mark.parametrize("victim", ["core", "API process"])
 def test_r1_a_killed_child_ends_the_server_with_the_cause(server: Process, victim: str) -> None:
     family = server.family()
-    children = {title(process): process for process in family[1:]}
+    children = {title_of(process): process for process in family[1:]}
     for known in ("penstock core", "penstock stage 0 tp 0", "penstock stage 1 tp 0"):
         children[known.removeprefix("penstock ").removesuffix(" tp 0")] = children.pop(known)
     child = children.pop(victim, None) or next(

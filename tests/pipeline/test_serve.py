@@ -18,7 +18,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from paths import shared_data
-from served import Served, named_leftovers, wait_until
+from served import Served, is_alive, is_free, named_leftovers, title_of, wait_until
 
 DEMO = ("demo", "--pp", "2", "--threads-per-rank", "1", "--dtype", "float32")
 
@@ -30,7 +30,7 @@ def demo() -> Iterator[Served]:
 
 
 def titles(served: Served) -> dict[str, psutil.Process]:
-    return {" ".join(process.cmdline()).strip(): process for process in served.family()}
+    return {title_of(process): process for process in served.family()}
 
 
 def test_g1_processes_have_names_and_only_stages_have_torch(demo: Served) -> None:
@@ -137,7 +137,7 @@ def test_r7_nothing_is_left_behind(number: int) -> None:
         assert named_leftovers() == before  # nothing has a name while it runs, either
         code = served.stop(number)
         assert code == (-signal.SIGKILL if number == signal.SIGKILL else 0)
-        wait_until(lambda: not any(p.is_running() and p.status() != "zombie" for p in family), 10)
+        wait_until(lambda: not any(map(is_alive, family)), 10)
         # A process is a zombie as soon as its first thread has ended; the last one closes the port.
         wait_until(lambda: is_free(int(served.url.rsplit(":", 1)[1])), 10)
     assert named_leftovers() == before
@@ -158,14 +158,6 @@ def test_r2_a_lost_core_ends_streams_with_a_typed_error() -> None:
             list(stream)
         assert served.process.wait(30) == 5
         assert "SIGKILL" in served.output
-
-
-def is_free(port: int) -> bool:
-    try:
-        socket.create_server(("127.0.0.1", port)).close()
-    except OSError:
-        return False
-    return True
 
 
 def start_and_fail(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -246,22 +246,20 @@ class _SupervisorProcess:
 
     def wait_until_ready(self) -> str:
         """Address of the core. Raises the first cause when the engine cannot be started."""
-        while True:
-            events = self._read_events(time.monotonic() + START_TIMEOUT_S)
-            for event in events:
-                self._reporter.report(event)
+        while not self._has_ended:
+            for event in self._hear(time.monotonic() + START_TIMEOUT_S):
                 if isinstance(event, Failed):
                     raise _error_of(event)
                 if isinstance(event, EngineReady):
                     return event.address
-            if not events:
-                code = self._process.wait()
-                raise StageLostError(f"the supervisor ended with code {code} before the engine was ready.")
+        code = self._process.wait()
+        raise StageLostError(f"the supervisor ended with code {code} before the engine was ready.")
 
     def pass_on_news(self) -> None:
         """Report what it has said since it was ready, without waiting."""
-        while not self._has_ended and select.select([self._status_fd], [], [], 0)[0]:
-            self._hear(time.monotonic() + CAUSE_TIMEOUT_S)
+        with contextlib.suppress(WaitTimeoutError):
+            while not self._has_ended:
+                self._hear(time.monotonic())
 
     def first_cause(self, error: PenstockError, timeout_s: float = CAUSE_TIMEOUT_S) -> PenstockError:
         """What the supervisor gives as the cause of a loss, or `error` if it does not say in this time."""
@@ -271,13 +269,15 @@ class _SupervisorProcess:
                 self._hear(deadline)
         return error if self._failed is None else _error_of(self._failed)
 
-    def _hear(self, deadline: float) -> None:
+    def _hear(self, deadline: float) -> list[Event]:
+        """Report the next events; none means that it has ended. Raises `WaitTimeoutError` at the deadline."""
         events = self._read_events(deadline)
         self._has_ended = not events
         for event in events:
             self._reporter.report(event)
             if isinstance(event, Failed) and self._failed is None:
                 self._failed = event
+        return events
 
     def end(self) -> None:
         """Cut the lifeline and wait for the end. May be called twice."""

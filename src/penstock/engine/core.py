@@ -9,7 +9,8 @@ its own, starts nothing, and reads only the injected clock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -80,6 +81,7 @@ class EngineCore:
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
         self._failure: ErrorInfo | None = None
         self._loss: ErrorInfo | None = None
+        self._restarts: Counter[int] = Counter()  # of each stage
         self._late = {"starved": True}  # why the next plan is not issued now: fields of `ScheduledBatch`
 
     @property
@@ -156,16 +158,20 @@ class EngineCore:
                 updates += self.fail(error.info())
         return updates
 
-    def lose_epoch(self, error: ErrorInfo, *, is_final: bool = False) -> list[RequestUpdate]:
+    def lose_epoch(
+        self, error: ErrorInfo, *, restarts: Sequence[int] = (), is_final: bool = False
+    ) -> list[RequestUpdate]:
         """Give up the steps in flight, `error` being the cause; requests keep their tokens and wait.
 
         Args:
+            restarts: stages that start again.
             is_final: it may be long until there is a pipe again: who has started ends with the error.
 
         Returns:
             The last update of each request that ends.
         """
         self._loss = error
+        self._restarts.update(restarts)
         updates: list[RequestUpdate] = []
         if self._executor is not None:
             self._executor.abandon()
@@ -214,6 +220,7 @@ class EngineCore:
             stall_limit_s=self.stall_limit_s(),
             epoch=self._epoch,
             loss=self._loss,
+            stage_restarts=dict(self._restarts),
             recovered_requests=self._scheduler.num_requeued,
             generated_tokens=scheduler.generated_tokens,
             prompt_tokens=scheduler.prompt_tokens,

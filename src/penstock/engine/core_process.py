@@ -12,11 +12,8 @@ import os
 import select
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-
-import msgspec
 
 from penstock.batch import AllocateKV
 from penstock.config import CoreConfig, CoreEnds, CoreProcessConfig
@@ -35,7 +32,6 @@ from penstock.engine.ipc import (
     Trace,
     Welcome,
 )
-from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PenstockError, error_from_info
 from penstock.executor.base import Executor, KVPlan
 from penstock.executor.child import Abandoned, Ready, StatusEvent, StatusWriter, enter_child, run_child
@@ -126,11 +122,10 @@ class CoreServer:
         self._control = control
         self._join = join
         self._report = report
-        self._executor: Executor | None = executor  # None between two epochs
         self._epoch = 0
         self._told_loss: ErrorInfo | None = None
-        self._restarts: Counter[int] = Counter()  # of each stage
         self._clock = clock
+        self._use(executor)
         self._owners: dict[str, bytes] = {}  # client of each live request
         self._known: set[bytes] = set()
         self._last_beat = clock()
@@ -138,7 +133,7 @@ class CoreServer:
     def run(self) -> None:
         """Raises the first cause when the pipeline is lost; returns when told to stop."""
         while True:
-            ready = self._clients.wait(self._sources(), self._patience())
+            ready = self._clients.wait(self._sources, self._patience())
             if self._control.fileno() in ready and not self._obey(self._control.receive()):
                 return
             for client, request in self._clients.drain():
@@ -154,9 +149,11 @@ class CoreServer:
         if self._executor is not None:
             self._executor.shutdown()
 
-    def _sources(self) -> list[int]:
-        rank_fds = [] if self._executor is None else self._executor.wait_fds()
-        return [*rank_fds, self._control.fileno()]
+    def _use(self, executor: Executor | None) -> None:
+        """Talk to the ranks over this one; None between two epochs."""
+        self._executor = executor
+        rank_fds = [] if executor is None else executor.wait_fds()
+        self._sources = [*rank_fds, self._control.fileno()]
 
     def _obey(self, message: ControlMessage) -> bool:
         """Whether to go on."""
@@ -173,11 +170,11 @@ class CoreServer:
 
     def _lose(self, lost: EpochLost) -> None:
         """The supervisor knows the first cause, whatever the core has noticed."""
-        self._restarts.update(lost.restarts)
         if self._executor is not None and not self._core.has_pipe:
             self._executor.abandon()  # not all ranks had come
-        updates = self._core.lose_epoch(lost.error, is_final=lost.is_final)
-        self._executor, self._told_loss = None, lost.error
+        updates = self._core.lose_epoch(lost.error, restarts=lost.restarts, is_final=lost.is_final)
+        self._told_loss = lost.error
+        self._use(None)
         self._send_updates(updates)
         self._beat()
 
@@ -185,7 +182,8 @@ class CoreServer:
         """The ranks come to these ends; `_join_ranks` waits for them."""
         _, first_step = self._core.steps_in_flight
         start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
-        self._epoch, self._executor = ends.epoch, self._join(ends, start)
+        self._epoch = ends.epoch
+        self._use(self._join(ends, start))
         gc.collect()  # the executor of the epoch before, and the memory of its ring
 
     def _join_ranks(self) -> None:
@@ -198,7 +196,7 @@ class CoreServer:
         except PenstockError as error:  # a rank that cannot load says why
             self._executor.abandon()
             self._core.lose_epoch(error.info())
-            self._executor = None
+            self._use(None)
 
     def _tell_supervisor(self) -> None:
         """Of a loss that it may not know of, and of its end."""
@@ -208,12 +206,9 @@ class CoreServer:
             if loss is None:
                 self._report(Ready(epoch=self._epoch))
             else:
-                self._executor = None
+                self._use(None)
                 self._report(Abandoned(epoch=self._epoch, error=loss))
             self._beat()
-
-    def _stats(self) -> CoreStats:
-        return msgspec.structs.replace(self._core.stats(), stage_restarts=dict(self._restarts))
 
     def _patience(self) -> float:
         now = self._clock()
@@ -265,7 +260,7 @@ class CoreServer:
             self._core.add_request(request)
             self._owners[request.request_id] = client
         except PenstockError as error:
-            self._clients.send(client, StepUpdates([refusal(request, error)], self._stats()))
+            self._clients.send(client, StepUpdates([refusal(request, error)], self._core.stats()))
 
     def _send_updates(self, updates: list[RequestUpdate]) -> None:
         by_client: dict[bytes, list[RequestUpdate]] = {}
@@ -276,13 +271,13 @@ class CoreServer:
                 by_client.setdefault(client, []).append(update)
                 if update.finish_reason is not None:
                     del owners[update.request_id]
-        stats = self._stats()
+        stats = self._core.stats()
         for client, own_updates in by_client.items():
             self._clients.send(client, StepUpdates(own_updates, stats))
 
     def _beat(self) -> None:
         self._last_beat = self._clock()
-        self._send_all(StepUpdates([], self._stats()))
+        self._send_all(StepUpdates([], self._core.stats()))
 
     def _fail(self, error: ErrorInfo) -> None:
         self._send_all(EngineFailed(error))

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from penstock.config import ApiProcessConfig, EngineConfig, ServerConfig
 from penstock.engine import listening
-from penstock.engine.children import Child, Family, spawn
+from penstock.engine.children import Family, spawn
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.launch import LaunchPlan
 from penstock.executor.child import encode_config
@@ -26,7 +26,7 @@ class Front(Protocol):
         """Claim what can be refused, before anything is loaded."""
         ...
 
-    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> Sequence[Child]:
+    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> None:
         """Start its processes, if any."""
         ...
 
@@ -64,7 +64,7 @@ class HttpFront:
     def open(self) -> None:
         self._listener = listening.listen(self._server)
 
-    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> Sequence[Child]:
+    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> None:
         assert self._listener is not None
         config = ApiProcessConfig(
             server=self._server,
@@ -82,9 +82,7 @@ class HttpFront:
         )
         inherit = [config.listen_fd, client.handle_fd]
         encoded = encode_config(config)
-        return [
-            family.add(spawn("penstock.server.api_process", encoded, name="API process", inherit=inherit))
-        ]
+        family.add(spawn("penstock.server.api_process", encoded, name="API process", inherit=inherit))
 
     def address(self, client: Endpoint) -> str:
         assert self._listener is not None
@@ -122,8 +120,8 @@ class CallerFront:
     def open(self) -> None:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
-    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> Sequence[Child]:
-        return []
+    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> None:
+        """None: they are there already."""
 
     def address(self, client: Endpoint) -> str:
         return client.connect_address_from_outside()

@@ -29,7 +29,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 import msgspec
 
@@ -247,16 +247,15 @@ class _RunningEngine:
 
     def _await_culprit(self) -> set[Child]:
         """A child has left the epoch because of another: that one may be about to end."""
-        deadline = time.monotonic() + CAUSE_GRACE_S
-        while time.monotonic() < deadline:
-            self._hear_all()
+
+        def ended() -> set[Child]:
             for child in self._living_ranks():
                 if child.failure is not None:  # it has said so, and is about to leave
                     child.send_signal(signal.SIGKILL)
-            ended = {child for child in self._family.children if child.exit_code is not None}
-            if ended:
-                return ended
-        return set()
+            return {child for child in self._family.children if child.exit_code is not None}
+
+        self._hear_until(ended, CAUSE_GRACE_S)
+        return ended()
 
     def _end_epoch(self, ended: set[Child]) -> None:
         """Everybody leaves it; those that have ended are to be started again, at once at first."""
@@ -410,20 +409,19 @@ class _RunningEngine:
 
     def _wait_for_cause(self) -> None:
         """Give the ranks a moment to say why."""
-        deadline = time.monotonic() + CAUSE_GRACE_S
-        while not any(map(_is_cause, self._living_ranks())) and time.monotonic() < deadline:
-            self._hear_all()
+        self._hear_until(lambda: any(map(_is_cause, self._living_ranks())), CAUSE_GRACE_S)
 
     def _let_go(self, children: Sequence[Child], timeout_s: float) -> None:
-        """Hear everybody until these have ended; for this long at most."""
-        deadline = time.monotonic() + timeout_s
-        while any(child.exit_code is None for child in children) and time.monotonic() < deadline:
-            self._hear_all()
+        """Give these a moment to end."""
+        self._hear_until(lambda: all(child.exit_code is not None for child in children), timeout_s)
 
-    def _hear_all(self) -> None:
-        time.sleep(POLL_S)
-        for child in self._family.children:
-            self._hear(child)
+    def _hear_until(self, condition: Callable[[], object], timeout_s: float) -> None:
+        """Hear everybody until the condition holds; for this long at most."""
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            for child in self._family.children:
+                self._hear(child)
 
 
 def _what_is_there(

@@ -6,13 +6,12 @@ processes (`python -m penstock.executor.worker`), the supervisor does; it only t
 
 from __future__ import annotations
 
-import os
-
 from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
 from penstock.config import CoreEnds
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel, bind_address
 from penstock.pipeline.ring_channel import RingChannel
+from penstock.pipeline.ring_memory import close_handle
 
 LOAD_TIMEOUT_S = 3600.0  # a slow disk may take long; a rank that dies while loading is noticed at once
 
@@ -33,8 +32,7 @@ class MpExecutor:
         self._load_timeout_s = load_timeout_s
         self._channels = [ZmqChannel.bind(bind_address(fd)) for fd in ends.plan_fds]
         self._results = RingChannel(ends.results, "results")
-        for fd in ends.results.fds:
-            os.close(fd)
+        close_handle(ends.results)
         start = start or AllocateKV(num_blocks=0, epoch=ends.epoch)
         self._ranks = RankChannels(self._channels, self._wait, results=self._results, start=start)
 

@@ -127,8 +127,7 @@ class Rank:
     def __init__(self, config: RankConfig, report: Report) -> None:
         self._config = config
         self._report = report
-        self._loaded: LoadedRank | None = None
-        self._message: RankLoaded | None = None
+        self._loaded: tuple[LoadedRank, RankLoaded] | None = None
         self._runner: ModelRunner | None = None
 
     def serve(self, connections: RankConnections) -> None:
@@ -152,14 +151,13 @@ class Rank:
 
     def _load(self) -> tuple[LoadedRank, RankLoaded]:
         """The weights, and what the core is told of them in every epoch."""
-        if self._loaded is None or self._message is None:
+        if self._loaded is None:
             report = self._report
-            self._loaded = load_rank(
-                self._config, lambda done, total: report(Progress(done=done, total=total))
-            )
-            self._message = _loaded_message(self._config, self._loaded)
-            report(Loaded(rank=self._message))
-        return self._loaded, self._message
+            loaded = load_rank(self._config, lambda done, total: report(Progress(done=done, total=total)))
+            message = _loaded_message(self._config, loaded)
+            report(Loaded(rank=message))
+            self._loaded = loaded, message
+        return self._loaded
 
     def _runner_for(self, num_blocks: int, loaded: LoadedRank, connections: RankConnections) -> ModelRunner:
         """Over storage of so many blocks; they are as many in every epoch."""

@@ -26,7 +26,7 @@ from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import StepShape
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.plan_draft import PlanDraft
-from penstock.scheduler.preemption import choose_victim, release
+from penstock.scheduler.preemption import choose_victim, preempt_youngest
 from penstock.scheduler.queues import Phase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 
@@ -126,8 +126,7 @@ class Placement:
         return blocks
 
     def _preempt_youngest(self) -> None:
-        release(self._queues.running[-1], self._rows, self._allocator)
-        self._queues.preempt_youngest()
+        preempt_youngest(self._queues, self._rows, self._allocator)
         self.num_preemptions += 1
 
     def _prompt_budget(self, draft: PlanDraft, anybody_decodes: bool, backlog: int) -> PromptBudget:

@@ -12,7 +12,7 @@ first in line, prefilling prompt and output again (row D10). Why nothing liveloc
 from __future__ import annotations
 
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.scheduler.queues import RequestState
+from penstock.scheduler.queues import RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 
 
@@ -26,6 +26,12 @@ def choose_victim(running: list[RequestState], needy: RequestState, step_id: int
     if youngest is needy or youngest.last_sampled_step == step_id:
         return None
     return youngest
+
+
+def preempt_youngest(queues: RequestQueues, rows: RowPool, allocator: BlockAllocator) -> None:
+    """The youngest running request loses its row and its blocks, and is the first in line."""
+    release(queues.running[-1], rows, allocator)
+    queues.preempt_youngest()
 
 
 def release(request: RequestState, rows: RowPool, allocator: BlockAllocator) -> None:

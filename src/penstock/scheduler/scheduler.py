@@ -31,7 +31,7 @@ from penstock.scheduler.invariants import check_consistency
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_draft import PlanDraft
-from penstock.scheduler.preemption import release
+from penstock.scheduler.preemption import preempt_youngest, release
 from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stopping import finish_reason
@@ -243,8 +243,7 @@ class Scheduler:
             request.lost_at = request.num_outputs
         self.num_requeued += len(self._queues.running)
         while self._queues.running:
-            release(self._queues.running[-1], self._rows, self._allocator)
-            self._queues.preempt_youngest()
+            preempt_youngest(self._queues, self._rows, self._allocator)
         for request in self._queues:
             request.num_pending, request.last_sampled_step = 0, NO_STEP
         self._returned_step = max(self._issued, default=self._returned_step)
