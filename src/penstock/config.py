@@ -387,16 +387,31 @@ class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_address: str  # zmq ROUTER; the core binds
 
 
+class Restarts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often processes were started again."""
+
+    stages: list[int] = []  # [num_stages]
+    core: int = 0
+
+
+NO_RESTARTS = Restarts()
+
+
 class CoreEnds(msgspec.Struct, frozen=True, kw_only=True, tag="core_ends"):
     """Where the core meets the ranks in one epoch. Descriptors are the receiver's own."""
 
     epoch: int
     plan_fds: list[int]  # listening sockets, one per stage
     results: LinkHandle  # from the last stage
+    restarts: Restarts = Restarts()  # up to this epoch
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the API process reads from its config pipe. The listening socket comes as `listen_fd`."""
+    """What the API process reads from its config pipe. The listening socket comes as `listen_fd`.
+
+    Attributes:
+        hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
+    """
 
     server: ServerConfig
     parent_pid: int
@@ -410,3 +425,4 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_waiting_requests: int
     num_stages: int
+    hold_s: float = 0.0

@@ -2,81 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from checkpoints import make_checkpoint
+from disturbed import REQUESTS, Server, Stream, StreamFailedError, health, named
 from served import Served, is_alive, title_of, wait_until
 
-NUM_TOKENS = 600  # half a second
 LAST_STEP = 64  # of those at which a stage is lost
-REQUESTS: list[dict[str, Any]] = [
-    {"prompt": "Once upon a time", "temperature": 0},
-    {"prompt": "ROMEO:", "temperature": 0},
-    {"prompt": [5, 6, 7], "temperature": 1.0, "seed": 11},
-]
-
-
-class Server(Served):
-    """The demo model over some stages, and what each request yields while nobody disturbs it."""
-
-    def __init__(self, num_stages: int, *more: str) -> None:
-        self.num_stages = num_stages
-        super().__init__(
-            "demo", "--pp", str(num_stages), "--threads-per-rank", "1", "--dtype", "float32", *more
-        )
-
-    def __enter__(self) -> Server:
-        super().__enter__()
-        self.golden = [[*Stream(self, request)] for request in REQUESTS]
-        return self
-
-    def stage(self, stage: int) -> psutil.Process:
-        return named(self, f"penstock stage {stage} tp 0")
-
-    @property
-    def num_recoveries(self) -> int:
-        return len(re.findall(r"recovered in", self.output))
-
-
-def named(served: Served, title: str) -> psutil.Process:
-    return next(process for process in served.family() if title_of(process) == title)
-
-
-class StreamFailedError(Exception):
-    """The stream has ended with an error event."""
-
-
-class Stream:
-    """Ids of a completion, as they come; raises `StreamFailedError` at an error event."""
-
-    def __init__(self, served: Served, request: dict[str, Any]) -> None:
-        body = {"model": "demo", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
-        encoded = json.dumps(body | {"return_token_ids": True} | request).encode()
-        asked = urllib.request.Request(
-            served.url + "/v1/completions", encoded, {"content-type": "application/json"}
-        )
-        self._answer = urllib.request.urlopen(asked, timeout=60)
-
-    def __iter__(self) -> Iterator[int]:
-        with self._answer as lines:
-            for line in lines:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    raise StreamFailedError(chunk["error"]["message"])
-                yield from chunk["choices"][0].get("token_ids") or []
 
 
 @pytest.fixture(scope="module", params=[2, 3])
@@ -134,13 +73,6 @@ def test_r5_not_ready_while_a_stage_is_lost_and_ready_when_a_token_has_come_thro
             code, body = health(served)
         assert body["state"] == "ready"
         assert served.metric("penstock_epoch") == 1
-
-
-def health(served: Served) -> tuple[int, dict[str, Any]]:
-    try:
-        return 200, json.loads(served.get("/health"))
-    except urllib.error.HTTPError as error:
-        return error.code, json.load(error)
 
 
 def test_r11_a_signal_while_a_stage_is_lost_ends_the_server_in_order() -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.batch import StageSpans
+from penstock.config import Restarts
 from penstock.engine.outputs import OutputAssembler, TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import AbortedError, OverloadedError, PenstockError
@@ -161,7 +162,7 @@ def stats(**changes: Any) -> CoreStats:
     return CoreStats(
         **(
             values
-            | {"num_blocks": 100, "free_blocks": 75, "stage_times": [], "loss": None, "stage_restarts": {}}
+            | {"num_blocks": 100, "free_blocks": 75, "stage_times": [], "loss": None, "restarts": Restarts()}
             | changes
         )
     )

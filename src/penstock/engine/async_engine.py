@@ -2,7 +2,8 @@
 
 One zmq client, read by the event loop; each step's message is decoded once and its updates go to the streams
 they belong to. What came between two `next` calls of a slow reader is merged, so a stream never holds more
-than its own request's output. Detokenising and stop strings are `engine.outputs`'; HTTP is the server's.
+than its own request's output. When the core is lost, streams pause; the next core is asked for the rest of
+each. Detokenising and stop strings are `engine.outputs`'; HTTP is the server's.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ import msgspec
 from penstock.batch import StageSpans
 from penstock.config import ApiProcessConfig
 from penstock.engine.ipc import (
+    AWAY_S,
     HEARTBEAT_S,
     SILENCE_S,
     AbortRequests,
     AddRequest,
     ClientSocket,
     ClientToCore,
-    EngineFailed,
+    CoreGone,
     GetTrace,
     Hello,
     StepUpdates,
     Trace,
     Welcome,
 )
+from penstock.engine.live_requests import LiveRequests
 from penstock.engine.outputs import OutputAssembler, TextDelta, merge_deltas, output_assembler
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.stats import CoreStats
@@ -186,6 +189,7 @@ class AsyncEngine:
         self._limits = RequestLimits(max_model_len=info.max_model_len, vocab_size=info.vocab_size)
         self._max_alive = info.max_num_seqs + info.max_waiting_requests
         self._streams: dict[str, RequestStream] = {}
+        self._live = LiveRequests()
         self._socket = ClientSocket(client_address)
         self._health = _Health(info.stale_after_s, clock, wall_clock)
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -193,23 +197,14 @@ class AsyncEngine:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
-        """Wait until the pipeline stands.
-
-        Raises:
-            PenstockError: it never will; the error is the first cause.
-            WaitTimeoutError: not within `timeout_s`.
-        """
+        """Wait until the pipeline stands. Raises `WaitTimeoutError` when it does not within `timeout_s`."""
         loop = asyncio.get_running_loop()
         self._welcome = loop.create_future()
-        for fd in self._socket.filenos():
-            loop.add_reader(fd, self._read)
-        self._send(Hello())
+        self._greet(loop)
         try:
-            welcome = await asyncio.wait_for(self._welcome, timeout_s)
+            await asyncio.wait_for(self._welcome, timeout_s)
         except TimeoutError as error:
             raise WaitTimeoutError(f"the engine core did not answer in {timeout_s} s.") from error
-        self._limits = msgspec.structs.replace(self._limits, max_model_len=welcome.max_model_len)
-        self._health.heard_from_core()
         self._watch(loop)
 
     @property
@@ -223,7 +218,7 @@ class AsyncEngine:
         Raises:
             InvalidRequestError: the request is out of bounds; names the field.
             OverloadedError: too many requests are alive.
-            PeerError, UnavailableError: the engine is lost, or not there yet.
+            UnavailableError: the core is not there yet, or another one is to come.
         """
         self._health.require_core()
         if len(self._streams) >= self._max_alive:
@@ -241,6 +236,7 @@ class AsyncEngine:
         request = GenerationRequest(
             request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling
         )
+        self._live.add(request)
         self._send(AddRequest(request))
         return stream
 
@@ -248,7 +244,7 @@ class AsyncEngine:
         return self._health.status()
 
     async def trace(self) -> list[StageSpans]:
-        """What each stage did in the last seconds. Raises the first cause when the engine is lost."""
+        """What each stage did in the last seconds. Raises `PenstockError` when there is no core."""
         self._health.require_core()
         answer: asyncio.Future[list[StageSpans]] = asyncio.get_running_loop().create_future()
         self._traces.append(answer)
@@ -259,15 +255,14 @@ class AsyncEngine:
             raise WaitTimeoutError(f"the engine core gave no trace in {SILENCE_S:g} s.") from error
 
     def check_core(self) -> None:
-        """End the streams of a core that has been silent for too long; it may come back for new ones.
+        """End the streams of a core that has been silent or away for too long; it may come back for new ones.
 
         Called every second by the event loop.
         """
         self._read()  # it may be this process that was stopped: what came meanwhile counts
-        silence_s = self._health.silence_s()
-        if silence_s >= SILENCE_S and self._streams:
-            error = WaitTimeoutError(f"the engine core has said nothing for {silence_s:.0f} s.")
-            self._send(AbortRequests(list(self._streams)))
+        error = self._health.gave_up()
+        if error is not None and self._streams:
+            self._send(AbortRequests(self._live.ids))
             self._fail_all(error.info())
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -279,14 +274,22 @@ class AsyncEngine:
         if self._timer is not None:
             self._timer.cancel()
         if self._welcome is not None:
-            loop = self._welcome.get_loop()
-            for fd in self._socket.filenos():
-                loop.remove_reader(fd)
+            self._unwatch(self._welcome.get_loop())
         self._socket.close()
         self._fail_all(ErrorInfo(kind="UnavailableError", message="the engine client was closed."))
 
+    def _greet(self, loop: asyncio.AbstractEventLoop) -> None:
+        for fd in self._socket.filenos():
+            loop.add_reader(fd, self._read)
+        self._send(Hello())
+
+    def _unwatch(self, loop: asyncio.AbstractEventLoop) -> None:
+        for fd in self._socket.filenos():
+            loop.remove_reader(fd)
+
     def _abort(self, request_id: str) -> None:
-        if self._streams.pop(request_id, None) is not None and self._health.failure is None:
+        del self._streams[request_id]
+        if self._live.forget(request_id):
             self._send(AbortRequests([request_id]))
 
     def _send(self, message: ClientToCore) -> None:
@@ -303,12 +306,13 @@ class AsyncEngine:
                 self._welcomed(message)
             elif isinstance(message, Trace):
                 self._answer_trace(message.spans)
-            elif isinstance(message, EngineFailed):
-                self._lost(message.error)
+            elif isinstance(message, CoreGone):
+                self._core_gone()
 
     def _deliver(self, updates: list[RequestUpdate]) -> None:
-        streams = self._streams
+        streams, live = self._streams, self._live
         for update in updates:
+            live.note(update)
             stream = streams.get(update.request_id)
             if stream is not None and stream.receive(update):
                 streams.pop(update.request_id, None)
@@ -320,24 +324,39 @@ class AsyncEngine:
             answer.set_result(spans)
 
     def _welcomed(self, message: Welcome) -> None:
+        """A core is there, the first one or another: it is asked for what is not done."""
+        self._limits = msgspec.structs.replace(self._limits, max_model_len=message.max_model_len)
+        self._health.heard_from_core()
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(message)
+        for request in self._live.again():
+            self._send(request)
 
-    def _lost(self, error: ErrorInfo) -> None:
-        if self._health.failure is not None:
-            return
-        self._health.fail(error)
-        if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_exception(error_from_info(error))
-        self._fail_all(error)
+    def _core_gone(self) -> None:
+        self._health.core_gone()
+        self._deliver(self._live.core_lost())
+        self._fail_traces(_CORE_AWAY.info())
+        loop = asyncio.get_running_loop()
+        self._unwatch(loop)
+        self._socket.reconnect()
+        self._greet(loop)
 
     def _fail_all(self, error: ErrorInfo) -> None:
-        streams, self._streams = self._streams, {}
+        streams, self._streams, self._live = self._streams, {}, LiveRequests()
         for stream in streams.values():
             stream.fail(error_from_info(error))
-        for answer in self._traces:
+        self._fail_traces(error)
+
+    def _fail_traces(self, error: ErrorInfo) -> None:
+        traces, self._traces = self._traces, deque()
+        for answer in traces:
             if not answer.done():
                 answer.set_exception(error_from_info(error))
+
+
+_CORE_AWAY = UnavailableError(
+    "the engine core went away; another one starts.", remedy="Try again in a second."
+)
 
 
 class _Health:
@@ -354,31 +373,41 @@ class _Health:
         self._clock = clock
         self._wall_clock = wall_clock
         self._heard_at: float | None = None
+        self._gone_at: float | None = None  # when the core went; None while it is there, and before the first
         self._stats: CoreStats | None = None
         self._was_ready = False
         self._since = wall_clock()
-        self.failure: ErrorInfo | None = None
 
     def heard_from_core(self) -> None:
-        self._heard_at = self._clock()
+        self._heard_at, self._gone_at = self._clock(), None
 
     def beat(self, stats: CoreStats) -> None:
         self._heard_at = self._clock()
         self._stats = stats
 
-    def fail(self, error: ErrorInfo) -> None:
-        self.failure = error
+    def core_gone(self) -> None:
+        if self._gone_at is None and self._heard_at is not None:
+            self._gone_at, self._stats = self._clock(), None
 
     def silence_s(self) -> float:
-        """Seconds since the core was last heard; 0 before the first word and after the last."""
-        if self._heard_at is None or self.failure is not None:
-            return 0.0
-        return self._clock() - self._heard_at
+        """Seconds since the core was last heard; 0 before the first word."""
+        return 0.0 if self._heard_at is None else self._clock() - self._heard_at
+
+    def gave_up(self) -> PenstockError | None:
+        """Why nobody should go on waiting for the core, if so."""
+        if self._gone_at is not None:
+            away_s = self._clock() - self._gone_at
+            if away_s < AWAY_S:
+                return None
+            return UnavailableError(f"the engine core has been away for {away_s:.0f} s.")
+        if self.silence_s() < SILENCE_S:
+            return None
+        return WaitTimeoutError(f"the engine core has said nothing for {self.silence_s():.0f} s.")
 
     def require_core(self) -> None:
         """Raise the error that a new request must get, if any."""
-        if self.failure is not None:
-            raise error_from_info(self.failure)
+        if self._gone_at is not None:
+            raise error_from_info(_CORE_AWAY.info())
         if self._heard_at is None:
             raise UnavailableError("the engine is still loading.", remedy="Try again in some seconds.")
 
@@ -387,13 +416,13 @@ class _Health:
         ready = not reason
         if ready != self._was_ready:
             self._was_ready, self._since = ready, self._wall_clock()
-        cause = self.failure or (self._stats.loss if self._stats is not None else None)
+        cause = self._stats.loss if self._stats is not None else None
         stage = cause.stage if cause is not None else None
         return EngineStatus(ready=ready, stage=stage, reason=reason, since=self._since, stats=self._stats)
 
     def _reason(self) -> str:
-        if self.failure is not None:
-            return self.failure.message
+        if self._gone_at is not None:
+            return _CORE_AWAY.message
         if self._heard_at is None:
             return "the engine is loading"
         if self.silence_s() > self._stale_after_s:

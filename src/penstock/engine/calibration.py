@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, seal
 from penstock.config import CoreConfig, ParallelConfig
 from penstock.engine.cost_learning import CostLearner
@@ -54,13 +56,14 @@ class _Case:
 
 
 def calibrate(
-    executor: Executor, config: CoreConfig, kv_plan: KVPlan, clock: Callable[[], float]
+    executor: Executor, config: CoreConfig, kv_plan: KVPlan, clock: Callable[[], float], *, epoch: int = 0
 ) -> Calibration:
     """Measure, where plans may be sized by time: where no rank's numbers depend on the size of a plan.
 
     Args:
         executor: has been started; no plan has been submitted yet.
         clock: monotonic seconds.
+        epoch: that the executor was started for.
 
     Raises:
         StageLostError, WaitTimeoutError: a stage failed, or did not answer.
@@ -68,7 +71,7 @@ def calibrate(
     if not all(rank.is_invariant for rank in kv_plan.ranks):
         return Calibration.none(config.parallel)
     asked = config.parallel.async_depth
-    trials = _Trials(executor, config, clock)
+    trials = _Trials(executor, config, clock, epoch)
     ends_at = clock() + BUDGET_S
     depths = (0, 1) if asked == "auto" else (asked,)
     seconds: dict[int, list[float]] = {depth: [] for depth in depths}
@@ -110,13 +113,16 @@ def _best_depth(seconds: dict[int, list[float]]) -> int:
 class _Trials:
     """Made-up plans, in order, through an executor that nobody else uses."""
 
-    def __init__(self, executor: Executor, config: CoreConfig, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, executor: Executor, config: CoreConfig, clock: Callable[[], float], epoch: int
+    ) -> None:
         self.costs = CostLearner(CostModel(config.parallel.pipeline_parallel_size))
         self.num_stages = config.parallel.pipeline_parallel_size
         self.next_step = 0
         self._executor = executor
         self._config = config
         self._clock = clock
+        self._epoch = epoch
         self._rows: list[int] = []  # held by the plan before
         self._num_back = 0
         self._came_at: list[float] = []
@@ -202,7 +208,7 @@ class _Trials:
         )
 
     def _submit(self, plan: ScheduledBatch) -> None:
-        self._executor.submit(seal(plan))
+        self._executor.submit(seal(msgspec.structs.replace(plan, epoch=self._epoch)))
         self.next_step += 1
 
     def _await(self, num_back: int) -> None:

@@ -14,10 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from penstock.errors import ErrorInfo
-from penstock.executor.child import Failed, StatusEvent, decode_status
+from penstock.errors import ErrorInfo, StageLostError
+from penstock.executor.base import first_cause
+from penstock.executor.child import Failed, Ready, StatusEvent, decode_status
+
+CAUSE_GRACE_S = 0.5  # for the stage behind another one's end to say why
+POLL_S = 0.01
 
 
 class Child:
@@ -27,6 +31,8 @@ class Child:
         name: for messages, such as "stage 1".
         stage: its stage, or None.
         failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
+        has_spoken: it has set itself up.
+        is_ready: it has served.
         heard_at: monotonic seconds of its last word.
         status_ended: it has closed its status pipe, which is then readable for ever.
     """
@@ -38,6 +44,8 @@ class Child:
         self.stage = stage
         self.failure: ErrorInfo | None = None
         self.trace = ""
+        self.has_spoken = False
+        self.is_ready = False
         self.pidfd = os.pidfd_open(process.pid)
         self.status_fd = status_fd
         self.status_ended = False
@@ -63,6 +71,8 @@ class Child:
         for event in events:
             if isinstance(event, Failed) and self.failure is None:
                 self.failure, self.trace = event.error, event.trace
+            self.is_ready |= isinstance(event, Ready)
+        self.has_spoken |= bool(events)
         return events
 
     def send_signal(self, number: int) -> None:
@@ -70,12 +80,36 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
-    def end(self) -> str:
-        """How it ended, in words."""
+    def kill(self, reason: str) -> None:
+        """End it, as it cannot be asked to."""
+        if self.failure is None:
+            self.failure = self._lost(f"{reason}, and was killed")
+        self.send_signal(signal.SIGKILL)
+
+    def end(self) -> ErrorInfo:
+        """Why it has ended: its own words, or how."""
+        if self.failure is not None:
+            return self.failure
         code = self._process.wait()
         if code >= 0:
-            return f"ended with code {code}"
-        return f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            return self._lost(f"ended with code {code}")
+        return self._lost(f"was killed by signal {-code} ({signal.Signals(-code).name})")
+
+    @property
+    def has_failed(self) -> bool:
+        """It has not merely left."""
+        return self.failure is not None or bool(self.exit_code)
+
+    @property
+    def is_cause(self) -> bool:
+        """It has failed by itself, and not because another one has."""
+        if self.failure is not None:
+            some_failure = ErrorInfo(kind="PenstockError", message="")  # goes before what is a consequence
+            return first_cause([self.failure, some_failure]) is self.failure
+        return (self.exit_code or 0) < 0
+
+    def _lost(self, how: str) -> ErrorInfo:
+        return StageLostError(f"{self.name} (pid {self.pid}) {how}.", stage=self.stage).info()
 
     def close(self) -> None:
         """Reap it; it must have ended."""
@@ -133,9 +167,14 @@ def spawn(
 
 
 class Family:
-    """All children, and one place to wait for anything that happens to them or to other descriptors."""
+    """All children, and one place to wait for anything that happens to them or to other descriptors.
 
-    def __init__(self) -> None:
+    Args:
+        take: is given each event of a child, when it is heard.
+    """
+
+    def __init__(self, take: Callable[[Child, StatusEvent], None]) -> None:
+        self._take = take
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
 
@@ -167,7 +206,35 @@ class Family:
                 children.add(key.data)
         return children, descriptors
 
-    def silence(self, child: Child) -> None:
+    def hear(self, child: Child) -> None:
+        """Take what it has said."""
+        events = child.read_status()
+        if child.status_ended:
+            self._silence(child)
+        for event in events:
+            self._take(child, event)
+
+    def hear_until(self, condition: Callable[[], object], timeout_s: float) -> None:
+        """Hear everybody until the condition holds; for this long at most."""
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            for child in self.children:
+                self.hear(child)
+
+    def first_cause(self, ended: Child) -> ErrorInfo:
+        """What explains the end of this child: its own words, or those of a stage that brought it down."""
+        if not ended.is_cause or (ended.stage is None and ended.failure is not None):
+            self.hear_until(lambda: any(stage.is_cause for stage in self._stages), CAUSE_GRACE_S)
+        guilty = [child for child in self._children if child.has_failed]
+        guilty = [child for child in guilty if child is ended or child.stage is not None]
+        return first_cause([child.end() for child in guilty or [ended]])
+
+    @property
+    def _stages(self) -> list[Child]:
+        return [child for child in self._children if child.stage is not None]
+
+    def _silence(self, child: Child) -> None:
         """Stop listening to a status pipe that has reached its end."""
         with contextlib.suppress(KeyError):
             self._selector.unregister(child.status_fd)
@@ -175,7 +242,7 @@ class Family:
     def reap(self, child: Child) -> None:
         """Take out a child that has ended."""
         self._selector.unregister(child.pidfd)
-        self.silence(child)
+        self._silence(child)
         child.close()
         self._children.remove(child)
 

@@ -20,17 +20,19 @@ import msgspec
 from penstock.config import EngineConfig
 from penstock.engine.core_process import build_core, prove_stages, refusal
 from penstock.engine.ipc import (
+    AWAY_S,
     SILENCE_S,
     AbortRequests,
     AddRequest,
     ClientSocket,
+    CoreGone,
     CoreToClient,
-    EngineFailed,
     Hello,
     StepUpdates,
     Welcome,
 )
 from penstock.engine.launch import LaunchPlan
+from penstock.engine.live_requests import LiveRequests
 from penstock.engine.reports import EngineReady, Event, Failed, Reporter
 from penstock.engine.stats import CoreStats
 from penstock.engine.supervisor import CallerConfig
@@ -145,8 +147,9 @@ class ProcessClient:
             raise
         self._stats: CoreStats | None = None
         self._updates: list[RequestUpdate] = []
-        self._pending: set[str] = set()
+        self._live = LiveRequests()
         self._failure: PenstockError | None = None
+        self._is_away = False  # the core; another one is to come
         self._heard_at = clock()
         try:
             self.max_model_len = self._say_hello().max_model_len
@@ -157,21 +160,24 @@ class ProcessClient:
     def add(self, request: GenerationRequest) -> None:
         """As in the protocol; raises the first cause once the engine is lost."""
         self._require_engine()
+        self._live.add(request)
         self._socket.send(AddRequest(request))
-        self._pending.add(request.request_id)
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        self._pending.difference_update(request_ids)
+        for request_id in request_ids:
+            self._live.forget(request_id)
         if self._failure is None:
             self._socket.send(AbortRequests(list(request_ids)))
 
     def poll(self, timeout_s: float) -> list[RequestUpdate]:
         self._require_engine()
         self._supervisor.pass_on_news()
+        if self._supervisor.has_ended:
+            self._lose(StageLostError("the supervisor of the engine has ended."))
         if self._socket.wait(min(timeout_s, SILENCE_S)):
             for message in self._socket.drain():
                 self._take(message)
-        elif self._pending:
+        elif len(self._live):
             self._require_word()
         updates, self._updates = self._updates, []
         return updates
@@ -194,19 +200,30 @@ class ProcessClient:
                     return message
         raise WaitTimeoutError(f"the engine core did not answer in {START_TIMEOUT_S:g} s.")
 
-    def _take(self, message: CoreToClient) -> None:
+    def _take(self, message: CoreToClient | CoreGone) -> None:
         self._heard_at = self._clock()
         if isinstance(message, StepUpdates):
             self._stats = message.stats
-            self._updates += message.updates
-            self._pending -= {update.request_id for update in message.updates if update.finish_reason}
-        elif isinstance(message, EngineFailed):
-            self._lose(error_from_info(message.error))
+            self._deliver(message.updates)
+        elif isinstance(message, CoreGone):
+            self._deliver(self._live.core_lost())
+            self._socket.reconnect()
+            self._socket.send(Hello())
+            self._is_away = True
+        elif isinstance(message, Welcome):
+            self._is_away = False
+            for request in self._live.again():  # of another core
+                self._socket.send(request)
+
+    def _deliver(self, updates: Sequence[RequestUpdate]) -> None:
+        self._updates += updates
+        for update in updates:
+            self._live.note(update)
 
     def _require_word(self) -> None:
         """Raise once the core, which sends at least its heartbeats, has been silent for too long."""
-        silent_s = self._clock() - self._heard_at
-        if silent_s >= SILENCE_S and not self._socket.wait(CONFIRM_S):
+        silent_s, limit_s = self._clock() - self._heard_at, AWAY_S if self._is_away else SILENCE_S
+        if silent_s >= limit_s and not self._socket.wait(CONFIRM_S):
             self._lose(WaitTimeoutError(f"the engine core has said nothing for {silent_s:.0f} s."))
 
     def _lose(self, error: PenstockError) -> None:
@@ -242,11 +259,11 @@ class _SupervisorProcess:
         os.write(self._lifeline, msgspec.json.encode(message) + b"\n")
         self._partial = b""
         self._failed: Failed | None = None
-        self._has_ended = False  # it will say nothing more
+        self.has_ended = False  # it will say nothing more
 
     def wait_until_ready(self) -> str:
         """Address of the core. Raises the first cause when the engine cannot be started."""
-        while not self._has_ended:
+        while not self.has_ended:
             for event in self._hear(time.monotonic() + START_TIMEOUT_S):
                 if isinstance(event, Failed):
                     raise _error_of(event)
@@ -258,21 +275,21 @@ class _SupervisorProcess:
     def pass_on_news(self) -> None:
         """Report what it has said since it was ready, without waiting."""
         with contextlib.suppress(WaitTimeoutError):
-            while not self._has_ended:
+            while not self.has_ended:
                 self._hear(time.monotonic())
 
     def first_cause(self, error: PenstockError, timeout_s: float = CAUSE_TIMEOUT_S) -> PenstockError:
         """What the supervisor gives as the cause of a loss, or `error` if it does not say in this time."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(WaitTimeoutError):
-            while self._failed is None and not self._has_ended:
+            while self._failed is None and not self.has_ended:
                 self._hear(deadline)
         return error if self._failed is None else _error_of(self._failed)
 
     def _hear(self, deadline: float) -> list[Event]:
         """Report the next events; none means that it has ended. Raises `WaitTimeoutError` at the deadline."""
         events = self._read_events(deadline)
-        self._has_ended = not events
+        self.has_ended = not events
         for event in events:
             self._reporter.report(event)
             if isinstance(event, Failed) and self._failed is None:

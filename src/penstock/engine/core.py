@@ -9,14 +9,13 @@ its own, starts nothing, and reads only the injected clock.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from penstock.batch import ScheduledBatch, StageSpans, StepResult, seal
-from penstock.config import ParallelConfig
+from penstock.config import NO_RESTARTS, ParallelConfig, Restarts
 from penstock.engine.calibration import Calibration
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, error_from_info
@@ -50,6 +49,8 @@ class EngineCore:
         calibration: where steps begin, how many plans are issued ahead, and what goes on learning.
         recovers: somebody will join a broken pipe again (`enter_epoch`); else its loss is the end.
         stall_timeout_s: the pipeline is lost when plans are in flight and nothing has come for this long.
+        epoch: that the executor was started for.
+        restarts: of all processes before that epoch.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class EngineCore:
         calibration: Calibration | None = None,
         recovers: bool = False,
         stall_timeout_s: float = math.inf,
+        epoch: int = 0,
+        restarts: Restarts = NO_RESTARTS,
     ) -> None:
         calibration = calibration or Calibration.none(parallel)
         self._costs = calibration.costs
@@ -77,11 +80,11 @@ class EngineCore:
             num_stages=parallel.pipeline_parallel_size,
             first_step=calibration.next_step,
         )
-        self._epoch = 0
+        self._epoch = epoch
+        self._restarts = restarts
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
         self._failure: ErrorInfo | None = None
         self._loss: ErrorInfo | None = None
-        self._restarts: Counter[int] = Counter()  # of each stage
         self._late = {"starved": True}  # why the next plan is not issued now: fields of `ScheduledBatch`
 
     @property
@@ -93,6 +96,11 @@ class EngineCore:
     def loss(self) -> ErrorInfo | None:
         """Why the pipe is broken; until a step has crossed it again. Requests wait meanwhile."""
         return self._loss
+
+    @property
+    def epoch(self) -> int:
+        """The present one, or between two the one that is over."""
+        return self._epoch
 
     @property
     def has_pipe(self) -> bool:
@@ -116,8 +124,8 @@ class EngineCore:
         """
         return self._inflight.oldest_step, self._inflight.next_step
 
-    def add_request(self, request: GenerationRequest) -> None:
-        """Queue a request; the next `step` may run it.
+    def add_request(self, request: GenerationRequest, output_ids: Sequence[int] = ()) -> None:
+        """Queue a request; the next `step` may run it, on from the outputs that another core gave it.
 
         Raises:
             InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add` says.
@@ -125,7 +133,7 @@ class EngineCore:
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
-        self._scheduler.add(request)
+        self._scheduler.add(request, output_ids)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; no update of it follows (row D13). False: there is none."""
@@ -158,20 +166,16 @@ class EngineCore:
                 updates += self.fail(error.info())
         return updates
 
-    def lose_epoch(
-        self, error: ErrorInfo, *, restarts: Sequence[int] = (), is_final: bool = False
-    ) -> list[RequestUpdate]:
+    def lose_epoch(self, error: ErrorInfo, *, is_final: bool = False) -> list[RequestUpdate]:
         """Give up the steps in flight, `error` being the cause; requests keep their tokens and wait.
 
         Args:
-            restarts: stages that start again.
             is_final: it may be long until there is a pipe again: who has started ends with the error.
 
         Returns:
             The last update of each request that ends.
         """
         self._loss = error
-        self._restarts.update(restarts)
         updates: list[RequestUpdate] = []
         if self._executor is not None:
             self._executor.abandon()
@@ -182,14 +186,15 @@ class EngineCore:
             updates += self._scheduler.fail_started(error)
         return updates
 
-    def enter_epoch(self, epoch: int, executor: Executor) -> None:
+    def enter_epoch(self, epoch: int, executor: Executor, restarts: Restarts = NO_RESTARTS) -> None:
         """Go on over a pipe that was joined again; the probe that proves it is due at once.
 
         Args:
             executor: has been started, for plans from `steps_in_flight[1]` of this epoch.
+            restarts: up to this epoch.
         """
         assert self._executor is None, "the epoch before is not over"
-        self._epoch, self._executor = epoch, executor
+        self._epoch, self._executor, self._restarts = epoch, executor, restarts
         self._last_result_at = self._clock() - PROBE_INTERVAL_S
 
     def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
@@ -220,7 +225,7 @@ class EngineCore:
             stall_limit_s=self.stall_limit_s(),
             epoch=self._epoch,
             loss=self._loss,
-            stage_restarts=dict(self._restarts),
+            restarts=self._restarts,
             recovered_requests=self._scheduler.num_requeued,
             generated_tokens=scheduler.generated_tokens,
             prompt_tokens=scheduler.prompt_tokens,

@@ -9,14 +9,13 @@ from __future__ import annotations
 import gc
 import math
 import os
-import select
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from penstock.batch import AllocateKV
-from penstock.config import CoreConfig, CoreEnds, CoreProcessConfig
+from penstock.config import NO_RESTARTS, CoreConfig, CoreEnds, CoreProcessConfig, Restarts
 from penstock.engine.calibration import calibrate
 from penstock.engine.core import EngineCore
 from penstock.engine.ipc import (
@@ -26,7 +25,6 @@ from penstock.engine.ipc import (
     ClientToCore,
     CoreSocket,
     CoreToClient,
-    EngineFailed,
     GetTrace,
     StepUpdates,
     Trace,
@@ -34,8 +32,16 @@ from penstock.engine.ipc import (
 )
 from penstock.errors import ErrorInfo, PenstockError, error_from_info
 from penstock.executor.base import Executor, KVPlan
-from penstock.executor.child import Abandoned, Ready, StatusEvent, StatusWriter, enter_child, run_child
-from penstock.executor.control import ControlMessage, ControlReader, EpochLost, PipelineLost, Stop
+from penstock.executor.child import (
+    Abandoned,
+    Ready,
+    StatusEvent,
+    StatusWriter,
+    enter_child,
+    keep_saying_alive,
+    run_child,
+)
+from penstock.executor.control import ControlMessage, ControlReader, EpochLost
 from penstock.executor.mp import MpExecutor
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -43,7 +49,6 @@ from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
 ABANDON_S = 2.0
-CAUSE_WAIT_S = 1.0  # longer than the supervisor takes to hear the ranks (`supervisor.CAUSE_GRACE_S`)
 POLL_S = 0.1
 
 
@@ -54,9 +59,11 @@ def build_core(
     clock: Callable[[], float],
     *,
     recovers: bool = False,
+    epoch: int = 0,
+    restarts: Restarts = NO_RESTARTS,
 ) -> tuple[EngineCore, Scheduler]:
     """Scheduler and core over an executor that has been started; measures the stages."""
-    calibration = calibrate(executor, config, kv_plan, clock)
+    calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
     scheduler = Scheduler(
         config.scheduler,
         BlockAllocator(BlockPool(kv_plan.num_blocks), config.cache.block_size),
@@ -75,6 +82,8 @@ def build_core(
         calibration=calibration,
         recovers=recovers,
         stall_timeout_s=config.stall_timeout_s,
+        epoch=epoch,
+        restarts=restarts,
     )
     return core, scheduler
 
@@ -94,9 +103,10 @@ def prove_stages(core: EngineCore) -> None:
 
 
 class CoreServer:
-    """Serves the clients of one core until the supervisor says stop or the pipeline is lost.
+    """Serves the clients of one core, which recovers, until the supervisor says stop.
 
     Args:
+        core: in the epoch of its executor.
         executor: that of the core.
         welcome: what a client is told when it says hello.
         control: from the supervisor.
@@ -122,7 +132,8 @@ class CoreServer:
         self._control = control
         self._join = join
         self._report = report
-        self._epoch = 0
+        self._epoch = core.epoch
+        self._restarts = NO_RESTARTS
         self._told_loss: ErrorInfo | None = None
         self._clock = clock
         self._use(executor)
@@ -131,7 +142,7 @@ class CoreServer:
         self._last_beat = clock()
 
     def run(self) -> None:
-        """Raises the first cause when the pipeline is lost; returns when told to stop."""
+        """Returns when told to stop."""
         while True:
             ready = self._clients.wait(self._sources, self._patience())
             if self._control.fileno() in ready and not self._obey(self._control.receive()):
@@ -140,8 +151,6 @@ class CoreServer:
                 self._take(client, request)
             self._join_ranks()
             self._advance()
-            if self._core.failure is not None:
-                self._fail(self._cause(self._core.failure))
             self._tell_supervisor()
 
     def shutdown(self) -> None:
@@ -157,9 +166,7 @@ class CoreServer:
 
     def _obey(self, message: ControlMessage) -> bool:
         """Whether to go on."""
-        if isinstance(message, PipelineLost):
-            self._fail(message.error)
-        elif isinstance(message, EpochLost):
+        if isinstance(message, EpochLost):
             self._lose(message)
         elif isinstance(message, CoreEnds):
             self._begin_epoch(message)
@@ -172,7 +179,7 @@ class CoreServer:
         """The supervisor knows the first cause, whatever the core has noticed."""
         if self._executor is not None and not self._core.has_pipe:
             self._executor.abandon()  # not all ranks had come
-        updates = self._core.lose_epoch(lost.error, restarts=lost.restarts, is_final=lost.is_final)
+        updates = self._core.lose_epoch(lost.error, is_final=lost.is_final)
         self._told_loss = lost.error
         self._use(None)
         self._send_updates(updates)
@@ -182,7 +189,7 @@ class CoreServer:
         """The ranks come to these ends; `_join_ranks` waits for them."""
         _, first_step = self._core.steps_in_flight
         start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
-        self._epoch = ends.epoch
+        self._epoch, self._restarts = ends.epoch, ends.restarts
         self._use(self._join(ends, start))
         gc.collect()  # the executor of the epoch before, and the memory of its ring
 
@@ -192,7 +199,7 @@ class CoreServer:
             return
         try:
             if self._executor.poll_start() is not None:
-                self._core.enter_epoch(self._epoch, self._executor)
+                self._core.enter_epoch(self._epoch, self._executor, self._restarts)
         except PenstockError as error:  # a rank that cannot load says why
             self._executor.abandon()
             self._core.lose_epoch(error.info())
@@ -219,8 +226,6 @@ class CoreServer:
         while True:
             before = self._core.steps_in_flight
             updates = self._core.step()
-            if self._core.failure is not None:
-                return  # clients are told once, with the cause, instead of once per request
             if updates:
                 self._send_updates(updates)
             elif self._core.steps_in_flight == before:
@@ -228,39 +233,34 @@ class CoreServer:
         if self._clock() - self._last_beat >= HEARTBEAT_S:
             self._beat()
 
-    def _cause(self, noticed: ErrorInfo) -> ErrorInfo:
-        """The supervisor's word on a loss that the core noticed: it sees how a rank ended. Waits briefly."""
-        readable, _, _ = select.select([self._control], [], [], CAUSE_WAIT_S)
-        message = self._control.receive() if readable else Stop()
-        return message.error if isinstance(message, PipelineLost) else noticed
-
     def _abandon(self) -> None:
         """End what still runs, and let the steps in flight come back, so that no rank sends to nobody."""
         for request_id in self._owners:
             self._core.abort(request_id)
         deadline = self._clock() + ABANDON_S
-        while self._core.num_inflight and self._core.failure is None and self._clock() < deadline:
+        while self._core.num_inflight and self._clock() < deadline:
             self._core.step(timeout_s=POLL_S)
 
     def _take(self, client: bytes, message: ClientToCore) -> None:
         if isinstance(message, AddRequest):
-            self._add(client, message.request)
+            self._add(client, message)
         elif isinstance(message, AbortRequests):
             for request_id in message.request_ids:
                 self._core.abort(request_id)
                 self._owners.pop(request_id, None)
         elif isinstance(message, GetTrace):
-            self._clients.send(client, Trace(self._core.spans()))
+            self._send(client, Trace(self._core.spans()))
         else:
             self._known.add(client)
-            self._clients.send(client, self._welcome)
+            self._send(client, self._welcome)
+            self._send(client, StepUpdates([], self._core.stats()))
 
-    def _add(self, client: bytes, request: GenerationRequest) -> None:
+    def _add(self, client: bytes, message: AddRequest) -> None:
         try:
-            self._core.add_request(request)
-            self._owners[request.request_id] = client
+            self._core.add_request(message.request, message.output_ids)
+            self._owners[message.request.request_id] = client
         except PenstockError as error:
-            self._clients.send(client, StepUpdates([refusal(request, error)], self._core.stats()))
+            self._send(client, StepUpdates([refusal(message.request, error)], self._core.stats()))
 
     def _send_updates(self, updates: list[RequestUpdate]) -> None:
         by_client: dict[bytes, list[RequestUpdate]] = {}
@@ -273,23 +273,29 @@ class CoreServer:
                     del owners[update.request_id]
         stats = self._core.stats()
         for client, own_updates in by_client.items():
-            self._clients.send(client, StepUpdates(own_updates, stats))
+            self._send(client, StepUpdates(own_updates, stats))
 
     def _beat(self) -> None:
         self._last_beat = self._clock()
         self._send_all(StepUpdates([], self._core.stats()))
 
-    def _fail(self, error: ErrorInfo) -> None:
-        self._send_all(EngineFailed(error))
-        raise error_from_info(error)
-
     def _send_all(self, message: CoreToClient) -> None:
-        for client in self._known:
-            self._clients.send(client, message)
+        for client in list(self._known):
+            self._send(client, message)
+
+    def _send(self, client: bytes, message: CoreToClient) -> None:
+        """A client that has gone cannot abort what it asked for (row R13)."""
+        if self._clients.send(client, message):
+            return
+        self._known.discard(client)
+        for request_id in [mine for mine, owner in self._owners.items() if owner == client]:
+            self._core.abort(request_id)
+            del self._owners[request_id]
 
 
 def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> int:
     enter_child("penstock core", config.parent_pid)
+    keep_saying_alive(status)
     if config.core.cpus:
         os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
@@ -301,8 +307,16 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     executor = MpExecutor(ends)
     stopping = closing.enter_context(ExitStack())
     stopping.callback(executor.shutdown)
-    kv_plan = _start(executor, clients)
-    core, scheduler = build_core(config.core, executor, kv_plan, time.monotonic, recovers=True)
+    kv_plan = executor.start()
+    core, scheduler = build_core(
+        config.core,
+        executor,
+        kv_plan,
+        time.monotonic,
+        recovers=True,
+        epoch=ends.epoch,
+        restarts=ends.restarts,
+    )
     welcome = Welcome(
         num_blocks=kv_plan.num_blocks,
         block_size=config.core.cache.block_size,
@@ -314,20 +328,10 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     stopping.pop_all()
     stopping.callback(server.shutdown)
     del executor  # it is the server's, and goes with its epoch
-    status.write(Ready())
+    status.write(Ready(epoch=ends.epoch))
     gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
     server.run()
     return 0
-
-
-def _start(executor: Executor, clients: CoreSocket) -> KVPlan:
-    """The handshake with the ranks; clients that wait already hear of its failure."""
-    try:
-        return executor.start()
-    except PenstockError as error:
-        for client, _ in clients.drain():
-            clients.send(client, EngineFailed(error.info()))
-        raise
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,6 +18,8 @@ from penstock.engine.endpoints import Endpoint
 from penstock.engine.launch import LaunchPlan
 from penstock.executor.child import encode_config
 
+HOLD_S = 5.0  # for a connection that comes while another API process starts
+
 
 class Front(Protocol):
     """What the supervisor asks of either."""
@@ -27,7 +29,7 @@ class Front(Protocol):
         ...
 
     def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> None:
-        """Start its processes, if any."""
+        """Start its process, if any; the next one when it was lost."""
         ...
 
     def address(self, client: Endpoint) -> str:
@@ -48,9 +50,10 @@ class Front(Protocol):
 
 
 class HttpFront:
-    """The API process. Its listening socket is bound here and inherited."""
+    """The API process. Its listening socket is bound here and inherited, by the next one too."""
 
     lifeline_fds: Sequence[int] = ()
+    _hold_s = 0.0  # of the first, which has an engine to wait for that loads
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._engine = engine
@@ -79,7 +82,9 @@ class HttpFront:
             max_num_seqs=plan.core.scheduler.max_num_seqs,
             max_waiting_requests=plan.core.scheduler.max_waiting_requests,
             num_stages=plan.num_stages,
+            hold_s=self._hold_s,
         )
+        self._hold_s = HOLD_S
         inherit = [config.listen_fd, client.handle_fd]
         encoded = encode_config(config)
         family.add(spawn("penstock.server.api_process", encoded, name="API process", inherit=inherit))

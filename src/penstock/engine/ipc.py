@@ -19,12 +19,13 @@ import zmq
 
 from penstock.batch import RankLoaded, StageSpans
 from penstock.engine.stats import CoreStats
-from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError
+from penstock.errors import LinkClosedError, ProtocolError
 from penstock.executor.plan_channel import bind_socket
 from penstock.request import GenerationRequest, RequestUpdate
 
 HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
 SILENCE_S = 10 * HEARTBEAT_S  # after which a client with requests under way gives the core up
+AWAY_S = 60.0  # as long as it waits for another core when one has gone
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -32,7 +33,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
+    """A request, and what another core has generated for it before that core was lost."""
+
     request: GenerationRequest
+    output_ids: list[int] = []
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -65,12 +69,6 @@ class StepUpdates(msgspec.Struct, frozen=True, tag="updates"):
     stats: CoreStats
 
 
-class EngineFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """The pipeline is lost; the core ends. `error` is the first cause."""
-
-    error: ErrorInfo
-
-
 class Trace(msgspec.Struct, frozen=True, tag="trace"):
     """What each stage did in the last seconds, by stage and time."""
 
@@ -78,7 +76,12 @@ class Trace(msgspec.Struct, frozen=True, tag="trace"):
 
 
 ClientToCore = Hello | AddRequest | AbortRequests | GetTrace
-CoreToClient = Welcome | StepUpdates | Trace | EngineFailed
+CoreToClient = Welcome | StepUpdates | Trace
+
+
+class CoreGone:
+    """In place of a message: the core has ended. Another one may come to the same address."""
+
 
 _encoder = msgspec.msgpack.Encoder()
 _to_core: msgspec.msgpack.Decoder[ClientToCore] = msgspec.msgpack.Decoder(ClientToCore)
@@ -114,6 +117,7 @@ class CoreSocket(_Endpoint):
     def __init__(self, address: str) -> None:
         super().__init__(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 500)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to nobody is not noticed
         bind_socket(self._socket, address)
 
     def wait(self, others: Sequence[int], timeout_s: float) -> set[int]:
@@ -139,18 +143,34 @@ class CoreSocket(_Endpoint):
                 return received
             received.append((client, _decode_to_core(frame)))
 
-    def send(self, client: bytes, message: CoreToClient) -> None:
-        """Send to a client; one that has gone away gets nothing."""
-        self._socket.send_multipart((client, _encoder.encode(message)))
+    def send(self, client: bytes, message: CoreToClient) -> bool:
+        """Whether the client is still there to get it."""
+        try:
+            self._socket.send_multipart((client, _encoder.encode(message)))
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
 
 
 class ClientSocket(_Endpoint):
-    """A client's end. When the core goes away without a word, an `EngineFailed` of its own is received."""
+    """A client's end. When the core goes away a `CoreGone` is received; `reconnect` waits for another."""
 
     def __init__(self, address: str) -> None:
+        self._address = address
+        self._connect()
+
+    def _connect(self) -> None:
         super().__init__(zmq.DEALER)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.connect(address)
+        self._socket.connect(self._address)
+
+    def reconnect(self) -> None:
+        """To the core that comes to the same address. What was sent and not read is lost, and so is what the
+        core before has sent; descriptors change."""
+        self.close()
+        self._connect()
 
     def filenos(self) -> list[int]:
         """Readable when something *may* have come; edge-triggered: drain after each event and each send."""
@@ -169,15 +189,15 @@ class ClientSocket(_Endpoint):
             raise LinkClosedError("the engine's client is closed.")
         self._socket.send(_encoder.encode(message))
 
-    def drain(self) -> list[CoreToClient]:
+    def drain(self) -> list[CoreToClient | CoreGone]:
         """All messages that have come."""
-        received: list[CoreToClient] = []
+        received: list[CoreToClient | CoreGone] = []
         if self._socket.closed:
             return received
         lost = self._is_lost()  # first, so that what the core sent before its end is received before it
         while (frame := _receive_now(self._socket)) is not None:
             received.append(_decode_to_client(frame))
-        return [*received, EngineFailed(_CORE_LOST)] if lost else received
+        return [*received, CoreGone()] if lost else received
 
     def wait(self, timeout_s: float) -> bool:
         """Whether something has come, after at most this time."""
@@ -197,9 +217,6 @@ class ClientSocket(_Endpoint):
         while not self._monitor.closed and _receive_now(self._monitor) is not None:
             lost = True
         return lost
-
-
-_CORE_LOST = ErrorInfo(kind="StageLostError", message="the engine core went away.", code="stage_lost")
 
 
 def _descriptor(socket: zmq.Socket[bytes]) -> int:

@@ -15,8 +15,8 @@ import msgspec
 
 from penstock.config import MeasureConfig
 from penstock.engine.children import Child, Family, spawn
-from penstock.errors import StageLostError, WaitTimeoutError, error_from_info
-from penstock.executor.child import Measured, Ready, encode_config
+from penstock.errors import WaitTimeoutError, error_from_info
+from penstock.executor.child import Measured, StatusEvent, encode_config
 from penstock.planner.stage_costs import StageCosts
 
 TIMEOUT_S = 900.0  # to load and to measure; a rank that dies is noticed at once
@@ -35,7 +35,7 @@ def measure(configs: Sequence[MeasureConfig]) -> list[StageCosts]:
         held = stack.enter_context(os.fdopen(held_fd, "wb"))
         fleet = stack.enter_context(contextlib.closing(_Fleet()))
         children = [fleet.start(config, start_fd) for config in configs]
-        while len(fleet.ready) < len(children):
+        while not all(child.is_ready for child in children):
             fleet.hear()
         held.close()  # the end of the pipe, which all are waiting for
         while len(fleet.costs) < len(children):
@@ -47,15 +47,13 @@ class _Fleet:
     """The measuring processes.
 
     Attributes:
-        ready: those that wait for the start.
         costs: of those that are done.
     """
 
     def __init__(self) -> None:
-        self.ready: set[Child] = set()
         self.costs: dict[Child, StageCosts] = {}
         self._deadline = time.monotonic() + TIMEOUT_S
-        self._family = Family()
+        self._family = Family(self._take)
 
     def start(self, config: MeasureConfig, start_fd: int) -> Child:
         config = msgspec.structs.replace(config, parent_pid=os.getpid(), start_fd=start_fd)
@@ -77,23 +75,18 @@ class _Fleet:
         if not news and remaining <= 0:
             raise WaitTimeoutError(f"the stages could not be measured in {TIMEOUT_S:g} s.")
         for child in news:
-            self._take(child)
+            has_ended = child.exit_code is not None  # first: then all that it said is in the pipe
+            self._family.hear(child)
+            if has_ended:
+                self._bury(child)
 
-    def _take(self, child: Child) -> None:
-        has_ended = child.exit_code is not None  # first: then all that it said is in the pipe
-        for event in child.read_status():
-            if isinstance(event, Ready):
-                self.ready.add(child)
-            elif isinstance(event, Measured):
-                self.costs[child] = msgspec.json.decode(event.costs, type=StageCosts)
-        if child.status_ended:
-            self._family.silence(child)
-        if not has_ended:
-            return
-        if child.failure is not None:
-            raise error_from_info(child.failure)
-        if child not in self.costs:
-            raise StageLostError(f"{child.name} (pid {child.pid}) {child.end()}.", stage=child.stage)
+    def _take(self, child: Child, event: StatusEvent) -> None:
+        if isinstance(event, Measured):
+            self.costs[child] = msgspec.json.decode(event.costs, type=StageCosts)
+
+    def _bury(self, child: Child) -> None:
+        if child.failure is not None or child not in self.costs:
+            raise error_from_info(child.end())
         self._family.reap(child)
 
     def close(self) -> None:

@@ -89,19 +89,38 @@ class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
     Attributes:
         epoch: that has ended.
         restarts: stages that are started again.
+        restarts_core: so is the engine core.
         retry_s: after this time.
+        others: what else was said of those that have ended.
+        trace: of those that had no words for it.
     """
 
     error: ErrorInfo
     epoch: int
     restarts: list[int]
+    restarts_core: bool = False
     retry_s: float = 0.0
+    others: list[str] = []
+    trace: str = ""
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
     """A step has crossed the new pipe; `seconds` since the loss was noticed."""
 
     epoch: int
+    seconds: float
+
+
+class FrontLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_lost"):
+    """The API process has ended, and is started again after `retry_s`; connections are reset."""
+
+    error: ErrorInfo
+    retry_s: float = 0.0
+
+
+class FrontRecovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_recovered"):
+    """The API process answers again; `seconds` since the loss was noticed."""
+
     seconds: float
 
 
@@ -127,6 +146,8 @@ Event = (
     | EngineReady
     | StageLost
     | Recovered
+    | FrontLost
+    | FrontRecovered
     | Draining
     | Failed
 )
@@ -191,11 +212,17 @@ def event_line(event: Event) -> str:
         case EngineReady():
             return f"ready in {event.seconds:.1f} s   {event.address}"
         case StageLost():
-            again = "".join(f", stage {stage} starts again" for stage in event.restarts)
-            pause = f" in {event.retry_s:.0f} s" if event.retry_s else ""
-            return f"lost: {event.error.message} Epoch {event.epoch} is over{again}{pause}"
+            names = ["the core"] * event.restarts_core + [f"stage {stage}" for stage in event.restarts]
+            again = "".join(f", {name} starts again" for name in names)
+            words = " ".join([event.error.message, *event.others])
+            told = f"lost: {words} Epoch {event.epoch} is over{again}{_pause(event.retry_s)}"
+            return f"{told}\n{event.trace}".rstrip()
         case Recovered():
             return f"recovered in {event.seconds:.1f} s   epoch {event.epoch}"
+        case FrontLost():
+            return f"lost: {event.error.message} It starts again{_pause(event.retry_s)}"
+        case FrontRecovered():
+            return f"recovered in {event.seconds:.1f} s   API process"
         case Draining():
             return f"draining: running requests have {event.seconds:g} s; a second signal ends at once"
         case Failed():
@@ -206,6 +233,10 @@ def event_line(event: Event) -> str:
 
 def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB"
+
+
+def _pause(seconds: float) -> str:
+    return f" in {seconds:.0f} s" if seconds else ""
 
 
 def _stranded(count: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.batch import StageTimes
+from penstock.config import Restarts
 from penstock.errors import ErrorInfo
 
 
@@ -25,7 +26,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     stall_limit_s: float  # beyond it the pipe is not ready: seconds, more for a plan of many tokens
     epoch: int
     loss: ErrorInfo | None = None  # why the pipe is broken, until a step has crossed it again
-    stage_restarts: dict[int, int] = {}  # by stage, of those that were started again
+    restarts: Restarts = Restarts()
     recovered_requests: int = 0  # that a lost stage has interrupted, counted once for each loss
     generated_tokens: int
     prompt_tokens: int  # of requests that have yielded their first token

@@ -30,22 +30,14 @@ class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
     """The pipe is broken and will be joined again: give up the steps in flight, and wait for new ends.
 
     Attributes:
-        restarts: stages that start again.
         is_final: not soon: running requests end with the error.
     """
 
     error: ErrorInfo
-    restarts: list[int] = []
     is_final: bool = False
 
 
-class PipelineLost(msgspec.Struct, frozen=True, tag="lost"):
-    """Tell the clients, and leave."""
-
-    error: ErrorInfo
-
-
-ControlMessage = Stop | EpochLost | PipelineLost | RankEnds | CoreEnds
+ControlMessage = Stop | EpochLost | RankEnds | CoreEnds
 
 
 class ControlSocket:

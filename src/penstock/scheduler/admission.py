@@ -39,8 +39,8 @@ class Admission:
         self.max_len = min(max_model_len, allocator.capacity_tokens + 1)
         self._max_model_len = max_model_len
 
-    def receive(self, request: GenerationRequest, now: float) -> RequestState:
-        """The state of a new request.
+    def receive(self, request: GenerationRequest, now: float, output_ids: Sequence[int] = ()) -> RequestState:
+        """The state of a new request, or of one that had these outputs before the core was lost.
 
         Raises:
             InvalidRequestError: it could never yield a token: prompt empty or too long, or no token wanted.
@@ -58,7 +58,7 @@ class Admission:
             max_len=self.max_len if wanted is None else min(self.max_len, prompt_len + wanted),
             stop_ids=self._stop_ids(request.sampling),
             sampling=self._row_sampling(request.sampling, arrival),
-            token_ids=list(request.prompt_token_ids),
+            token_ids=[*request.prompt_token_ids, *output_ids],
         )
 
     def may_start(self, request: RequestState, num_running: int) -> bool:

@@ -131,8 +131,8 @@ class Scheduler:
     def has_requests(self) -> bool:
         return len(self._queues) > 0
 
-    def add(self, request: GenerationRequest) -> None:
-        """Queue a request.
+    def add(self, request: GenerationRequest, output_ids: Sequence[int] = ()) -> None:
+        """Queue a request, which may have had these outputs before: it goes on after them.
 
         Raises:
             InvalidRequestError: it can never yield a token here, or its id is in use.
@@ -148,7 +148,7 @@ class Scheduler:
                 f"{limit} requests wait already, which is the limit.",
                 remedy="Try again later, or raise --max-waiting-requests.",
             )
-        self._queues.add(self._admission.receive(request, self._clock()))
+        self._queues.add(self._admission.receive(request, self._clock(), output_ids))
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.

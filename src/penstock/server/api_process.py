@@ -23,7 +23,7 @@ import uvloop
 
 from penstock.config import ApiProcessConfig
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
-from penstock.executor.child import Ready, StatusWriter, enter_child, run_child
+from penstock.executor.child import Ready, StatusWriter, enter_child, keep_saying_alive, run_child
 from penstock.models.registry import load_spec
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
@@ -118,7 +118,9 @@ async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
     tokenizer = load_tokenizer(Path(config.model_path))
     engine = AsyncEngine(config.client_address, tokenizer, EngineInfo.from_config(config))
     model = served_model(config, tokenizer)
-    app = create_app(engine, config.server, model, on_ready=lambda: status.write(Ready()))
+    app = create_app(
+        engine, config.server, model, on_ready=lambda: status.write(Ready()), hold_s=config.hold_s
+    )
     limits = ConnectionLimits(max_connections=allow_connections(config.server.max_connections))
     server = HttpServer(app, limits, config.server.drain_s)
     loop = asyncio.get_running_loop()
@@ -136,6 +138,7 @@ def main(arguments: list[str]) -> int:
 
 def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     enter_child("penstock api", config.parent_pid)
+    keep_saying_alive(status)
     uvloop.run(serve(config, status))
     return 0
 

@@ -76,6 +76,7 @@ def create_app(
     limits: Limits | None = None,
     log: RequestLog | None = None,
     on_ready: Callable[[], None] = _nothing,
+    hold_s: float = 0.0,
     clock: Clock = time.monotonic,
 ) -> App:
     """The whole front over an engine.
@@ -83,6 +84,7 @@ def create_app(
     Args:
         limits, log: default to what the model and config imply.
         on_ready: called once, when the engine has answered.
+        hold_s: nothing is answered before, for this long at most.
         clock: monotonic seconds.
     """
     limits = limits or Limits.for_context(model.max_model_len)
@@ -97,7 +99,7 @@ def create_app(
         log=log,
         clock=clock,
     )
-    routes = _fastapi(_lifespan(context, workers, on_ready))
+    routes = _fastapi(_lifespan(context, workers, on_ready, hold_s))
     _add_generation_routes(routes, GenerationRoute(model, context, limits, workers))
     _add_plain_routes(routes, model, context)
     _describe_bodies(routes)
@@ -193,15 +195,14 @@ def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationCo
 
 
 def _lifespan(
-    context: GenerationContext, workers: TextWorkers, on_ready: Callable[[], None]
+    context: GenerationContext, workers: TextWorkers, on_ready: Callable[[], None], hold_s: float
 ) -> Callable[[Any], Any]:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Any) -> AsyncIterator[None]:
-        tasks = [
-            asyncio.create_task(context.keep_alive.run()),
-            asyncio.create_task(_connect(context, on_ready)),
-        ]
+        connecting = asyncio.create_task(_connect(context, on_ready))
+        tasks = [asyncio.create_task(context.keep_alive.run()), connecting]
         try:
+            await asyncio.wait({connecting}, timeout=hold_s)
             yield
         finally:
             for task in tasks:

@@ -17,15 +17,10 @@ import msgspec
 from penstock import __version__
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.reports import (
-    Draining,
     EngineReady,
     Event,
     Failed,
     LoadProgress,
-    Notice,
-    PartitionChosen,
-    Recovered,
-    StageLost,
     StageReady,
     event_line,
     megabytes,
@@ -105,8 +100,8 @@ class ServeReporter:
             self._announce(event)
         elif isinstance(event, StageReady):
             self._invocation.say(INDENT + event_line(event))
-        elif isinstance(event, Draining | Notice | PartitionChosen | Recovered | StageLost):
-            self._invocation.say(event_line(event))
+        elif line := event_line(event):
+            self._invocation.say(line)
 
     def _announce(self, event: EngineReady) -> None:
         ready = self._invocation.style.paint(f"ready in {event.seconds:.1f} s", "green")

@@ -135,12 +135,13 @@ class Metrics:
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
             ("num_preemptions", "Requests preempted.", stats.num_preemptions),
             ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),
+            ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),
             ("engine_steps", "Plans sent through the pipe.", stats.step_id),
         ):
             family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
             family.add_metric([self._label], value)
             yield family
-        restarts = Counter({str(stage): count for stage, count in stats.stage_restarts.items()})
+        restarts = Counter({str(stage): count for stage, count in enumerate(stats.restarts.stages)})
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:

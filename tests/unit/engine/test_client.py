@@ -24,7 +24,7 @@ from penstock.config import (
 )
 from penstock.engine import client as client_module
 from penstock.engine.client import InprocessClient, ProcessClient
-from penstock.engine.ipc import AbortRequests, AddRequest, EngineFailed, Hello, StepUpdates, Welcome
+from penstock.engine.ipc import AbortRequests, AddRequest, CoreGone, Hello, StepUpdates, Welcome
 from penstock.engine.reports import Event, Failed, LogReporter, Recovered
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, WaitTimeoutError
@@ -56,6 +56,9 @@ class FakeSocket:
         self.inbox.clear()
         return messages
 
+    def reconnect(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -63,6 +66,7 @@ class FakeSocket:
 class FakeSupervisor:
     def __init__(self) -> None:
         self.ended = False
+        self.has_ended = False
 
     def wait_until_ready(self) -> str:
         return "fake"
@@ -111,7 +115,7 @@ def _poll_for(client: ProcessClient, seconds: float) -> None:
 def test_r1_a_lost_engine_is_remembered(rig: Rig) -> None:
     client = rig.client()
     client.add(_request())
-    rig.socket.inbox.append(EngineFailed(LOST))
+    rig.supervisor.has_ended = True
     with pytest.raises(StageLostError) as first:
         client.poll(0.1)
     client.abort(["a"])
@@ -120,6 +124,35 @@ def test_r1_a_lost_engine_is_remembered(rig: Rig) -> None:
             call()
         assert again.value is first.value
     assert [type(message) for message in rig.socket.sent] == [Hello, AddRequest]
+
+
+def test_r4_requests_go_on_with_another_core(rig: Rig) -> None:
+    client = rig.client()
+    for name in "abc":
+        client.add(_request(name))
+    rig.socket.inbox += [
+        _beat(
+            RequestUpdate(request_id="a", token_ids=[4, 5]),
+            RequestUpdate(request_id="b", token_ids=[6], finish_reason="stop"),
+        ),
+        CoreGone(),
+    ]
+    assert len(client.poll(0.1)) == 2
+    for _ in range(59):
+        assert client.poll(1.0) == []
+    client.abort(["c"])
+    rig.socket.sent.clear()
+    rig.socket.inbox.append(WELCOME)
+    assert client.poll(0.1) == []
+    assert rig.socket.sent == [AddRequest(_request("a"), [4, 5])]
+
+
+def test_r4_it_waits_a_minute_for_another_core(rig: Rig) -> None:
+    client = rig.client()
+    client.add(_request())
+    rig.socket.inbox.append(CoreGone())
+    with pytest.raises(WaitTimeoutError, match="said nothing for 60 s"):
+        _poll_for(client, 60.3)
 
 
 def test_a_core_that_is_silent_for_ten_heartbeats_is_lost(rig: Rig) -> None:

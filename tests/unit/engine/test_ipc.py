@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,8 +14,8 @@ from penstock.engine.ipc import (
     AbortRequests,
     AddRequest,
     ClientSocket,
+    CoreGone,
     CoreSocket,
-    EngineFailed,
     Hello,
     StepUpdates,
     Welcome,
@@ -69,7 +70,6 @@ MESSAGES = [
         ],
         STATS,
     ),
-    EngineFailed(ErrorInfo(kind="StageLostError", message="gone", stage=1)),
 ]
 
 
@@ -102,7 +102,7 @@ def test_both_directions_carry_every_message_unchanged(pair: tuple[CoreSocket, C
     request = GenerationRequest(
         request_id="r", prompt_token_ids=[1, 2], sampling=SamplingParams(stop=["x"], seed=-5)
     )
-    for sent in (Hello(), AddRequest(request), AbortRequests(["r", "s"])):
+    for sent in (Hello(), AddRequest(request), AddRequest(request, [7, 8]), AbortRequests(["r", "s"])):
         client.send(sent)
         sender, received = hear(core)
         assert received == sent
@@ -116,9 +116,9 @@ def test_answers_go_to_the_client_that_asked(pair: tuple[CoreSocket, ClientSocke
     first.send(Hello())
     first_id, _ = hear(core)
     core.send(first_id, MESSAGES[0])
-    core.send(b"unknown", MESSAGES[1])  # one that has gone: dropped
-    core.send(first_id, MESSAGES[3])
-    assert receive(first, 2) == [MESSAGES[0], MESSAGES[3]]
+    assert not core.send(b"unknown", MESSAGES[1])
+    core.send(first_id, MESSAGES[1])
+    assert receive(first, 2) == [MESSAGES[0], MESSAGES[1]]
 
 
 def test_a_burst_is_not_dropped(pair: tuple[CoreSocket, ClientSocket]) -> None:
@@ -142,12 +142,41 @@ def test_r1_the_end_of_the_core_is_received_after_its_last_words(
     core.send(sender, MESSAGES[1])
     core.close()
     received: list[object] = []
-    while not any(isinstance(message, EngineFailed) for message in received):
+    while not any(isinstance(message, CoreGone) for message in received):
         assert client.wait(WAIT_S)
         received += client.drain()
     assert received[0] == MESSAGES[1]
-    assert isinstance(received[-1], EngineFailed)
-    assert received[-1].error.kind == "StageLostError"
+    assert isinstance(received[-1], CoreGone)
+
+
+def test_r4_a_client_reaches_the_next_core_at_the_same_address() -> None:
+    endpoint = Endpoint()
+    first, client = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}"), ClientSocket(endpoint.connect_address)
+    client.send(Hello())
+    hear(first)
+    first.close()
+    assert isinstance(receive(client)[-1], CoreGone)
+    client.send(AbortRequests(["lost with the connection"]))
+    client.reconnect()
+    client.send(Hello())  # before the other core is there
+    second = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}")
+    sender, received = hear(second)
+    assert received == Hello()
+    second.send(sender, MESSAGES[0])
+    assert receive(client) == [MESSAGES[0]]
+    for end in (client, second, endpoint):
+        end.close()
+
+
+def test_r13_the_core_notices_that_a_client_has_gone(pair: tuple[CoreSocket, ClientSocket]) -> None:
+    core, client = pair
+    client.send(Hello())
+    sender, _ = hear(core)
+    assert core.send(sender, MESSAGES[0])
+    client.close()
+    deadline = time.monotonic() + WAIT_S
+    while core.send(sender, MESSAGES[0]):
+        assert time.monotonic() < deadline
 
 
 def test_waiting_tells_which_other_descriptors_are_ready(pair: tuple[CoreSocket, ClientSocket]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.losses import LONG_LOOK_S, MAX_LOSSES, MAX_RETRY_S, Losses
+from penstock.engine.losses import CORE, LONG_LOOK_S, MAX_LOSSES, MAX_RETRY_S, Heartbeats, Losses
 from penstock.errors import ErrorInfo
 
 CAUSE = ErrorInfo(kind="LinkClosedError", message="stage 0 has gone.")
@@ -12,7 +12,12 @@ CAUSE = ErrorInfo(kind="LinkClosedError", message="stage 0 has gone.")
 
 @pytest.fixture
 def losses() -> Losses:
-    return Losses(heartbeat_limit_s=5.0, leave_s=60.0)
+    return Losses(leave_s=60.0)
+
+
+@pytest.fixture
+def heartbeats() -> Heartbeats:
+    return Heartbeats(limit_s=5.0)
 
 
 def test_the_next_epoch_begins_at_once_and_later_with_growing_pauses(losses: Losses) -> None:
@@ -37,10 +42,10 @@ def test_a_step_that_crosses_ends_the_count_and_tells_the_time_since_the_first(l
     assert losses.end({0}, 50.0) == 0.0
 
 
-def test_stages_that_are_lost_one_after_the_other_start_together(losses: Losses) -> None:
+def test_members_that_are_lost_one_after_the_other_start_together(losses: Losses) -> None:
     losses.end({2}, 0.0)
-    losses.end({0}, 0.0)
-    assert losses.begin() == [0, 2]
+    losses.end({0, CORE}, 0.0)
+    assert losses.begin() == [CORE, 0, 2]
 
 
 def test_only_who_leaves_the_present_epoch_ends_it(losses: Losses) -> None:
@@ -50,30 +55,30 @@ def test_only_who_leaves_the_present_epoch_ends_it(losses: Losses) -> None:
     losses.leave(0, CAUSE, 0)
     assert losses.causes == [], "it is over already"
     losses.begin()
-    losses.leave(0, CAUSE, None)
+    losses.leave(0, CAUSE, CORE)
     assert losses.causes == [], "late news of the epoch before"
-    losses.leave(1, CAUSE, None)
+    losses.leave(1, CAUSE, CORE)
     assert losses.causes == [CAUSE]
 
 
-def test_r2_who_says_nothing_for_longer_than_the_limit_is_silent(losses: Losses) -> None:
-    assert losses.silent({0: 10.0}, 10.0) == {}
-    assert losses.silent({0: 10.0, 1: 4.9}, 11.0) == {1: 6.1}
+def test_r2_who_says_nothing_for_longer_than_the_limit_is_silent(heartbeats: Heartbeats) -> None:
+    assert heartbeats.silent({0: 10.0}, 10.0) == {}
+    assert heartbeats.silent({0: 10.0, 1: 4.9}, 11.0) == {1: 6.1}
 
 
-def test_who_could_not_be_heard_is_not_silent(losses: Losses) -> None:
-    losses.silent({}, 0.0)
-    assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0) == {}, "it was the supervisor that slept"
-    assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.1) == {}, "nor has anybody had time to speak since"
+def test_who_could_not_be_heard_is_not_silent(heartbeats: Heartbeats) -> None:
+    heartbeats.silent({}, 0.0)
+    assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0) == {}, "it was the supervisor that slept"
+    assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.1) == {}, "nor has anybody had time to speak since"
     for second in range(1, 6):
-        assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0 + second) == {}
-    assert losses.silent({0: 0.0}, 2 * LONG_LOOK_S + 11.0) == {0: 6.0}
+        assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0 + second) == {}
+    assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 11.0) == {0: 6.0}
 
 
-def test_r2_who_loads_may_be_silent_for_longer_but_not_for_ever(losses: Losses) -> None:
+def test_r2_who_loads_may_be_silent_for_longer_but_not_for_ever(heartbeats: Heartbeats) -> None:
     for second in range(61):
-        assert losses.silent({0: 0.0}, float(second), loading={0}) == {}
-    assert losses.silent({0: 0.0}, 61.0, loading={0}) == {0: 61.0}
+        assert heartbeats.silent({0: 0.0}, float(second), loading={0}) == {}
+    assert heartbeats.silent({0: 0.0}, 61.0, loading={0}) == {0: 61.0}
 
 
 def test_who_does_not_leave_an_epoch_that_is_over_hangs(losses: Losses) -> None:

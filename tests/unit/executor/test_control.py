@@ -14,7 +14,6 @@ from penstock.executor.control import (
     ControlReader,
     ControlSocket,
     EpochLost,
-    PipelineLost,
     Stop,
     descriptors_of,
 )
@@ -44,7 +43,7 @@ def handle(base: int) -> LinkHandle:
     return LinkHandle(memory_fd=base, data_fd=base + 1, space_fd=base + 2, frame_bytes=64, num_frames=2)
 
 
-@pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR), PipelineLost(ERROR)])
+@pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR, is_final=True)])
 def test_messages_arrive_one_by_one(pair: Pair, message: ControlMessage) -> None:
     pair.socket.send(message)
     pair.socket.send(Stop())

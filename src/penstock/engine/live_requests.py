@@ -1,0 +1,72 @@
+"""What one client has asked of the core and not seen the end of: enough to ask another core the same.
+
+The core alone knows where a request is; what it needs to go on with one stands here too: the request, and the
+tokens that have come. Kept by both faces of the engine (`async_engine`, `client`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.engine.ipc import AddRequest
+from penstock.errors import QuarantinedError
+from penstock.request import GenerationRequest, RequestUpdate
+
+
+@dataclass(slots=True)
+class _Live:
+    request: GenerationRequest
+    output_ids: list[int] = field(default_factory=list)
+    lost_at: int = -1  # tokens that it had when a core was lost last
+
+
+class LiveRequests:
+    """In the order in which they were asked."""
+
+    def __init__(self) -> None:
+        self._live: dict[str, _Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._live)
+
+    def add(self, request: GenerationRequest) -> None:
+        self._live[request.request_id] = _Live(request)
+
+    def note(self, update: RequestUpdate) -> None:
+        """Tokens have come, or the end."""
+        live = self._live.get(update.request_id)
+        if live is None:
+            return
+        live.output_ids += update.token_ids
+        if update.finish_reason is not None:
+            del self._live[update.request_id]
+
+    def forget(self, request_id: str) -> bool:
+        """It was aborted; whether it was live."""
+        return self._live.pop(request_id, None) is not None
+
+    def core_lost(self) -> list[RequestUpdate]:
+        """The core is gone. Returns the end of those that were there when the core before was lost too, and
+        have gained no token between: they may be the reason."""
+        given_up = []
+        for request_id, live in list(self._live.items()):
+            if live.lost_at == len(live.output_ids):
+                del self._live[request_id]
+                error = QuarantinedError(
+                    f"the engine core was lost twice while request {request_id} was in it, at output token "
+                    f"{live.lost_at}; it is not tried again."
+                ).info()
+                given_up.append(RequestUpdate(request_id=request_id, finish_reason="error", error=error))
+            live.lost_at = len(live.output_ids)
+        return given_up
+
+    def again(self) -> list[AddRequest]:
+        """What to ask a new core."""
+        return [AddRequest(live.request, live.output_ids) for live in self._live.values()]

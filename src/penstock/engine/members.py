@@ -1,0 +1,273 @@
+"""Core and stages: the processes that meet in an epoch, and what happens when one of them is lost.
+
+    epoch e ──a member has ended, or left it──▶ between epochs ──due──▶ epoch e + 1 ──a step has crossed it
+                                                     ▲                      │
+                                                     └──────lost again──────┘
+
+The loss of a member ends the epoch: connections are closed, and all get new ones. Only what was lost is
+started again; the other stages keep their weights, and a core that lives keeps its requests. Where that fails
+again and again it is tried with growing pauses, and running requests end. Of its end a child need not say
+anything. Used by `engine.supervisor`, in its thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+
+import msgspec
+
+from penstock.batch import RankLoaded
+from penstock.config import CoreProcessConfig, RankConfig, RankProcessConfig, Restarts
+from penstock.engine.children import CAUSE_GRACE_S, Child, Family, spawn
+from penstock.engine.endpoints import Endpoint
+from penstock.engine.launch import LaunchPlan
+from penstock.engine.losses import CORE, Losses
+from penstock.engine.reports import (
+    LoadProgress,
+    Notice,
+    Recovered,
+    Reporter,
+    StageLoaded,
+    StageLost,
+    StageReady,
+    stage_parts,
+)
+from penstock.engine.wiring import Wiring
+from penstock.errors import ErrorInfo, PeerError
+from penstock.executor import child as child_process
+from penstock.executor.base import first_cause
+from penstock.executor.control import ControlSocket, EpochLost, Stop
+
+COMPANY_S = 0.05  # after a loss: what ends one member often ends others
+DUMP_S = 0.05  # for a child to print where its threads are
+
+
+class Members:
+    """The core and the stages of one engine.
+
+    Args:
+        family: gets them as children; its events about them come back by `take`.
+        client: where the core meets its clients.
+    """
+
+    def __init__(self, plan: LaunchPlan, family: Family, client: Endpoint, reporter: Reporter) -> None:
+        self._plan = plan
+        self._family = family
+        self._client = client
+        self._reporter = reporter
+        self._wiring = Wiring(plan)
+        self._children: dict[int, Child] = {}  # by place, those that have not been buried
+        self._control: dict[int, ControlSocket] = {}
+        self._loaded: dict[int, RankLoaded] = {}
+        self._restarts: Counter[int] = Counter()
+        self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
+
+    @property
+    def children(self) -> list[Child]:
+        """Those that have not been buried."""
+        return list(self._children.values())
+
+    def start(self) -> None:
+        """Stages first: they take longest."""
+        for place in (*range(self._plan.num_stages), CORE):
+            self._fill(place)
+        self._tell_ends()
+
+    def take(self, child: Child, event: child_process.StatusEvent) -> None:
+        """Hear what one of them says."""
+        if isinstance(event, child_process.Ready):
+            is_present = event.epoch == self._losses.epoch and self._losses.missing is None
+            if child.stage is None and is_present and event.epoch > 0:
+                seconds = self._losses.recovered(time.monotonic())
+                self._reporter.report(Recovered(epoch=event.epoch, seconds=seconds))
+        elif isinstance(event, child_process.Abandoned):
+            self._losses.leave(event.epoch, event.error, _place_of(child))
+        elif isinstance(event, child_process.Progress):
+            told = LoadProgress(stage=_place_of(child), done_bytes=event.done, total_bytes=event.total)
+            self._reporter.report(told)
+        elif isinstance(event, child_process.Loaded):
+            self._loaded[event.rank.stage] = event.rank
+            self._reporter.report(
+                StageLoaded(
+                    stage=event.rank.stage,
+                    pid=child.pid,
+                    bytes_read=event.rank.bytes_read,
+                    seconds=event.rank.load_seconds,
+                )
+            )
+
+    def mend(self, ended: Set[Child]) -> None:
+        """End the epoch if it is broken, and begin the next one when it is due.
+
+        Args:
+            ended: members that have ended.
+        """
+        losses = self._losses
+        if losses.causes and not ended:
+            self._await_culprit()
+        if ended or losses.causes:
+            time.sleep(COMPANY_S)
+            self._end_epoch()
+        if losses.is_due(time.monotonic()):
+            try:
+                self._begin_epoch()
+            except OSError as error:  # no memory, no descriptors: perhaps later
+                self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
+
+    def end_the_hung(self) -> None:
+        """Kill stages that do not leave an epoch which is over: they are then lost as any other."""
+        ready = {place for place, child in self._children.items() if place != CORE and child.is_ready}
+        for place in self._losses.hung(ready, time.monotonic()):
+            self.kill(self._children[place], f"has not left epoch {self._losses.epoch - 1}")
+
+    def kill(self, child: Child, reason: str) -> None:
+        """End a child that cannot be asked to; before, it and all members print where their threads are."""
+        for each in {*self.children, child}:
+            if each.has_spoken:  # and so has set itself up for the signal
+                each.send_signal(signal.SIGUSR1)
+                time.sleep(DUMP_S)  # one after the other, to be read
+        child.kill(reason)
+
+    def dismiss(self) -> None:
+        """Tell all to leave."""
+        for place, child in self._children.items():
+            self._control[place].send(Stop())
+            if not child.is_ready:
+                child.send_signal(signal.SIGKILL)  # it loads, and looks at nothing until it has
+
+    def close(self) -> None:
+        """Let go of all connections; the children are the family's."""
+        for control in self._control.values():
+            control.close()
+        self._wiring.close()
+
+    def what_is_there(self) -> Iterator[Notice | StageReady]:
+        """What was decided, and a line for each stage, once all have loaded."""
+        plan, loaded = self._plan, self._loaded
+        kernels = dict.fromkeys(rank.kernels for rank in loaded.values())
+        texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
+        on_cpu = [rank.kernels for stage, rank in loaded.items() if plan.ranks[stage].device_type == "cpu"]
+        if len({found.startswith("none") for found in on_cpu}) > 1:
+            texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
+        yield from (Notice(text=text) for text in texts)
+        num_blocks = min((rank.max_blocks for rank in loaded.values()), default=0)
+        for config in plan.ranks:
+            rank = loaded[config.stage]
+            yield StageReady(
+                stage=config.stage,
+                pid=self._children[config.stage].pid,
+                parts=stage_parts(config.stage, config.num_stages, config.start_layer, config.end_layer),
+                tensor_bytes=rank.tensor_bytes,
+                num_blocks=num_blocks,
+                stranded_bytes=(rank.max_blocks - num_blocks) * rank.block_bytes,
+            )
+
+    def _fill(self, place: int) -> None:
+        """Start the process of a place."""
+        if place == CORE:
+            core = CoreProcessConfig(
+                core=self._plan.core, parent_pid=os.getpid(), client_address=self._client.bind_address
+            )
+            self._spawn(CORE, "penstock.engine.core_process", core, "core", [self._client.listen_fd])
+            return
+        rank = self._plan.ranks[place]
+        if self._losses.epoch > 0:
+            rank = _replacement(rank, self._loaded.values())
+        config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
+        self._spawn(place, "penstock.executor.worker", config, f"stage {place}")
+
+    def _spawn(
+        self, place: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
+    ) -> None:
+        control = ControlSocket()
+        self._children[place] = self._family.add(
+            spawn(
+                module,
+                child_process.encode_config(config),
+                name=name,
+                stage=None if place == CORE else place,
+                inherit=[*inherit, control.child_fd],
+                arguments=["--control-fd", str(control.child_fd)],
+            )
+        )
+        control.close_child_end()
+        self._control[place] = control
+
+    def _tell_ends(self) -> None:
+        """All learn where they meet in this epoch."""
+        stages = range(self._plan.num_stages)
+        restarts = Restarts(stages=[self._restarts[stage] for stage in stages], core=self._restarts[CORE])
+        self._control[CORE].send(msgspec.structs.replace(self._wiring.core(), restarts=restarts))
+        for stage in stages:
+            self._control[stage].send(self._wiring.rank(stage))
+        self._wiring.close_sockets()
+
+    def _await_culprit(self) -> None:
+        """A member has left the epoch because of another: that one may be about to end."""
+
+        def has_ended() -> bool:
+            for child in self.children:
+                if child.failure is not None:  # it has said so, and is about to leave
+                    child.send_signal(signal.SIGKILL)
+            return any(child.exit_code is not None for child in self.children)
+
+        self._family.hear_until(has_ended, CAUSE_GRACE_S)
+
+    def _end_epoch(self) -> None:
+        """All leave it; those that have ended are to be started again, at once at first."""
+        ended = {place: child for place, child in self._children.items() if child.exit_code is not None}
+        for child in ended.values():
+            self._family.hear(child)
+        if ended:
+            self._lose(self._family.first_cause(ended[max(ended)]), ended)  # a stage before the core
+        else:
+            self._lose(first_cause(self._losses.causes), ended)
+
+    def _lose(self, cause: ErrorInfo, ended: Mapping[int, Child]) -> None:
+        losses, epoch = self._losses, self._losses.epoch
+        places = {CORE, *range(self._plan.num_stages)}
+        lost = (places - set(self._children)) | set(ended)
+        failures = [(child.end(), child.trace) for child in ended.values()]
+        pause_s = losses.end(lost, time.monotonic())
+        self._reporter.report(
+            StageLost(
+                error=cause,
+                others=[failure.message for failure, _ in failures if failure != cause],
+                trace="".join(trace for failure, trace in failures if failure.code == "internal_error"),
+                epoch=epoch,
+                restarts=sorted(lost - {CORE}),
+                restarts_core=CORE in lost,
+                retry_s=pause_s,
+            )
+        )
+        if CORE not in lost:
+            self._control[CORE].send(EpochLost(cause, is_final=losses.is_repeated))
+        self._wiring.end()
+        for place in ended:
+            self._bury(place)
+
+    def _begin_epoch(self) -> None:
+        """New processes for the places that are empty, and new connections for all."""
+        for place in self._losses.begin():
+            self._fill(place)
+            self._restarts[place] += 1
+        self._wiring = Wiring(self._plan, self._losses.epoch)
+        self._tell_ends()
+
+    def _bury(self, place: int) -> None:
+        self._control.pop(place).close()
+        self._family.reap(self._children.pop(place))
+
+
+def _replacement(rank: RankConfig, loaded: Iterable[RankLoaded]) -> RankConfig:
+    """As at the start, but for what the others have settled: they hold their KV cache, and their head."""
+    num_blocks = min(message.max_blocks for message in loaded)
+    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load")
+
+
+def _place_of(child: Child) -> int:
+    return CORE if child.stage is None else child.stage

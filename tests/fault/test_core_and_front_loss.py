@@ -1,0 +1,143 @@
+"""The core and the API process of a running server are killed or stopped: others come (R1 to R7)."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import random
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from disturbed import NUM_TOKENS, REQUESTS, Server, Stream, health, named
+from served import is_alive, title_of, wait_until
+
+CORE, API = "penstock core", "penstock api"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(2) as served:
+        yield served
+
+
+def pids(server: Server, *but: str) -> dict[str, int]:
+    """Of the children with titles, which a process has once it has set itself up."""
+    titles = {title_of(process): process.pid for process in server.family()}
+    return {title: pid for title, pid in titles.items() if title.startswith("penstock ") and title not in but}
+
+
+_chosen = random.Random(20261122)
+
+
+@pytest.mark.parametrize("after", sorted(_chosen.sample(range(1, 64), 3)))
+def test_r4_streams_go_on_when_the_core_is_killed(server: Server, after: int) -> None:
+    lose_core(server, after, signal.SIGKILL)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("after", range(1, 65))
+def test_r4_streams_go_on_whenever_the_core_is_killed(server: Server, after: int) -> None:
+    lose_core(server, after, signal.SIGKILL)
+
+
+def lose_core(server: Server, after: int, number: int) -> None:
+    others, before = pids(server, CORE), server.num_recoveries
+    streams = [iter(Stream(server, request)) for request in REQUESTS]
+    found = [[next(streams[0]) for _ in range(after)], [], []]
+    victim = named(server, CORE)
+    victim.send_signal(number)
+    for ids, stream in zip(found, streams, strict=True):
+        ids.extend(stream)
+    assert found == server.golden
+    wait_until(lambda: server.num_recoveries == before + 1, 30)
+    assert pids(server, CORE) == others, "stages keep their weights"
+    assert named(server, CORE).pid != victim.pid
+    assert f"core (pid {victim.pid})" in server.output
+    assert server.get("/health")
+
+
+def test_r2_a_stopped_core_counts_as_lost_and_all_say_where_they_are() -> None:
+    with Server(2, "--heartbeat-limit", "2") as served:
+        lose_core(served, 9, signal.SIGSTOP)
+        assert re.search(r"core \(pid \d+\) has given no sign of life for [2-9]\.\d s", served.output)
+        assert len(re.findall(r"^(?:Current thread|Thread) 0x", served.output, re.MULTILINE)) >= 2
+
+
+def test_r5_not_ready_while_there_is_no_core(server: Server) -> None:
+    before = server.metric("penstock_core_restarts_total")
+    named(server, CORE).kill()
+    wait_until(lambda: health(server)[0] == 503, 10)
+    code, body = health(server)
+    while code == 503:
+        assert (body["state"], body["reason"]) == (
+            "not_ready",
+            "the engine core went away; another one starts.",
+        )
+        code, body = health(server)
+    assert code == 200
+    assert server.metric("penstock_core_restarts_total") == before + 1
+
+
+def test_r4_the_core_and_a_stage_at_once(server: Server) -> None:
+    stream = iter(Stream(server, REQUESTS[2]))
+    found = [next(stream)]
+    for title in (CORE, "penstock stage 1 tp 0"):
+        named(server, title).kill()
+    found += stream
+    assert found == server.golden[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_r1_r13_another_api_process_takes_the_next_connection_and_orphans_end(number: int) -> None:
+    with Server(2, "--heartbeat-limit", "2") as server:
+        others = pids(server, API)
+        orphan = iter(Stream(server, REQUESTS[0]))
+        next(orphan)
+        victim = named(server, API)
+        victim.send_signal(number)
+        wait_until(lambda: not is_alive(victim), 30)
+        with contextlib.suppress(http.client.HTTPException, OSError):
+            assert len(list(orphan)) < NUM_TOKENS - 1, "it was cut"
+        assert [*Stream(server, REQUESTS[1])] == server.golden[1], "it waited in the socket that all inherit"
+        assert re.search(r"recovered in \d+\.\d s   API process", server.output)
+        assert pids(server, API) == others
+        wait_until(lambda: server.metric("penstock_num_requests_running") == 0, 10)
+        assert server.metric("penstock_kv_cache_usage_perc") == 0
+        family = server.family()
+        assert server.stop() == 0
+        assert not any(map(is_alive, family))
+
+
+def test_r11_a_core_that_is_lost_while_the_server_drains_is_started_again() -> None:
+    with Server(2) as server:
+        stream = iter(Stream(server, REQUESTS[0]))
+        found = [next(stream)]
+        server.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "draining" in server.output, 10)
+        named(server, CORE).kill()
+        found += stream
+        assert found == server.golden[0]
+        assert server.process.wait(30) == 0
+
+
+def test_r6_nothing_is_left_of_lost_cores_and_fronts(server: Server) -> None:
+    def resources() -> dict[str, tuple[int, int]]:
+        """Descriptors and threads of those that stay: the supervisor and the stages."""
+        found = {title_of(process): (process.num_fds(), process.num_threads()) for process in server.family()}
+        return {title: counts for title, counts in found.items() if title not in (CORE, API)}
+
+    def lose_each() -> None:
+        for title in (CORE, API):
+            before = server.num_recoveries
+            named(server, title).kill()
+            wait_until(lambda before=before: server.num_recoveries == before + 1, 30)
+        assert [*Stream(server, REQUESTS[0])] == server.golden[0]
+
+    lose_each()  # whatever is made once has been made
+    before = resources()
+    lose_each()
+    lose_each()
+    assert resources() == before
