@@ -6,6 +6,7 @@ values, also sent as JSON lines over the status pipe of a supervisor that an `LL
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -157,6 +158,17 @@ class Reporter(Protocol):
     """Takes events as they happen, on the supervisor's thread. Must not block."""
 
     def report(self, event: Event) -> None: ...
+
+
+class SteadyReporter:
+    """Gives events to another reporter; a full disk or a closed terminal must not stop the service (R16)."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def report(self, event: Event) -> None:
+        with contextlib.suppress(OSError):
+            self._reporter.report(event)
 
 
 class LogReporter:

@@ -45,6 +45,7 @@ from penstock.engine.reports import (
     FrontRecovered,
     PlainReporter,
     Reporter,
+    SteadyReporter,
 )
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
 from penstock.executor.child import Ready, StatusEvent
@@ -76,7 +77,7 @@ class Supervisor:
     def __init__(self, engine: EngineConfig, front: Front, reporter: Reporter | None = None) -> None:
         self._engine = engine
         self._front = front
-        self._reporter = reporter or PlainReporter()
+        self._reporter = SteadyReporter(reporter or PlainReporter())
 
     @classmethod
     def for_server(

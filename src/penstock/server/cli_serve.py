@@ -6,10 +6,12 @@ that made them. Decides nothing about processes itself.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import sys
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, TextIO
 
 from cyclopts import Parameter
 
@@ -56,7 +58,8 @@ def start(
     if front.log_format == "json":
         return run(engine_config, server_config, JsonReporter(invocation.stdout))
     reporter = ServeReporter(invocation, engine_config, server_config)
-    reporter.begin()
+    with contextlib.suppress(OSError):  # nothing of it is worth ending for
+        reporter.begin()
     return run(engine_config, server_config, reporter)
 
 
@@ -66,7 +69,18 @@ def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporte
 
     for name in ("PENSTOCK_API_KEY", PARTITION_ENV):  # both are in the configs now; children need neither
         os.environ.pop(name, None)
-    return Supervisor.for_server(engine, server, reporter).run()
+    code = Supervisor.for_server(engine, server, reporter).run()
+    for stream in (sys.stdout, sys.stderr):
+        _forget_unwritten(stream)
+    return code
+
+
+def _forget_unwritten(stream: TextIO) -> None:
+    """What a full disk did not take would else be tried again at exit, and change the exit code."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def with_environment_partition(engine: EngineSettings, invocation: Invocation) -> EngineSettings:
