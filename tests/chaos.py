@@ -373,6 +373,9 @@ def run(seed: int, seconds: float) -> Chaos:
         try:
             asyncio.run(chaos.run())
             wait_until(lambda: is_idle(served), 180)
+        except BaseException:
+            print(served.output[-4000:])
+            raise
         finally:
             print(f"seed {seed}: {dict(chaos.done)}")
             print(f"{dict(chaos.ledger.outcomes)}, {dict(chaos.ledger.details)}")

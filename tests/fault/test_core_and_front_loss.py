@@ -90,6 +90,18 @@ def test_r4_the_core_and_a_stage_at_once(server: Server) -> None:
     assert found == server.golden[2]
 
 
+def test_r4_a_stage_that_is_lost_while_another_core_starts(server: Server) -> None:
+    """That core waits for stages that will not come, until it hears that the epoch is over."""
+    stream = iter(Stream(server, REQUESTS[0]))
+    found = [next(stream)]
+    victim = named(server, CORE)
+    victim.kill()
+    wait_until(lambda: f"core (pid {victim.pid}) was killed" in server.output, 10)
+    named(server, "penstock stage 1 tp 0").kill()
+    found += stream
+    assert found == server.golden[0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_r1_r13_another_api_process_takes_the_next_connection_and_orphans_end(number: int) -> None:
     with Server(2, "--heartbeat-limit", "2") as server:

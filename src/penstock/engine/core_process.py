@@ -30,7 +30,7 @@ from penstock.engine.ipc import (
     Trace,
     Welcome,
 )
-from penstock.errors import ErrorInfo, PenstockError, error_from_info
+from penstock.errors import ErrorInfo, LinkClosedError, PenstockError, error_from_info
 from penstock.executor.base import Executor, KVPlan
 from penstock.executor.child import (
     Abandoned,
@@ -41,7 +41,7 @@ from penstock.executor.child import (
     keep_saying_alive,
     run_child,
 )
-from penstock.executor.control import ControlMessage, ControlReader, EpochLost
+from penstock.executor.control import ControlMessage, ControlReader, EpochLost, Stop
 from penstock.executor.mp import MpExecutor
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -301,13 +301,11 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
     control = ControlReader(control_fd)
-    ends = control.receive()
-    if not isinstance(ends, CoreEnds):
-        return 0
-    executor = MpExecutor(ends)
     stopping = closing.enter_context(ExitStack())
-    stopping.callback(executor.shutdown)
-    kv_plan = executor.start()
+    joined = _join_first(control, stopping)
+    if joined is None:
+        return 0
+    ends, executor, kv_plan = joined
     core, scheduler = build_core(
         config.core,
         executor,
@@ -332,6 +330,23 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
     server.run()
     return 0
+
+
+def _join_first(control: ControlReader, stopping: ExitStack) -> tuple[CoreEnds, MpExecutor, KVPlan] | None:
+    """The first epoch to which all ranks come, which ends with `stopping`; None when it is to stop.
+
+    Where another core was before, an epoch may be over before they have.
+    """
+    while not isinstance(message := control.receive(), Stop):
+        if isinstance(message, CoreEnds):
+            executor = MpExecutor(message)
+            stopping.callback(executor.shutdown)
+            try:
+                return message, executor, executor.start(control.has_news)
+            except LinkClosedError:
+                stopping.pop_all()
+                executor.abandon()
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

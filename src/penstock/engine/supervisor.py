@@ -48,7 +48,7 @@ from penstock.engine.reports import (
     SteadyReporter,
 )
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
-from penstock.executor.child import Ready, StatusEvent
+from penstock.executor.child import Ready, StatusEvent, show_threads_on_request
 
 FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error
 STOP_GRACE_S = 5.0  # for core and stages to leave after the front
@@ -315,6 +315,7 @@ def read_caller_config(fd: int) -> CallerConfig:
 
 def main() -> int:
     """Entry point of the supervisor that an `LLM` starts."""
+    show_threads_on_request()
     parser = argparse.ArgumentParser()
     parser.add_argument("--config-fd", type=int, required=True)
     parser.add_argument("--status-fd", type=int, required=True)

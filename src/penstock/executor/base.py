@@ -42,6 +42,7 @@ from penstock.pipeline.channel import MessageChannel
 TRACE_S = 10
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
+_LOOK_S = 0.1  # at most between two questions whether a handshake is over
 _CONSEQUENCES = {"LinkClosedError", "WaitTimeoutError"}  # what a rank sees when another one has failed
 
 
@@ -138,10 +139,16 @@ class RankChannels:
         self._spans: dict[int, deque[StageSpans]] = {}
         self._ended: set[int] = set()  # stages that have told their failure, or gone
 
-    def handshake(self, timeout_s: float) -> KVPlan:
-        """Loaded, allocate, ready: `poll_start` until it is done; each half has so much time."""
+    def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
+        """Loaded, allocate, ready: `poll_start` until it is done; each half has so much time.
+
+        Raises:
+            LinkClosedError: `is_over`, which is asked now and then: not all of them will come any more.
+        """
         deadline, were_loaded = self._clock() + timeout_s, False
         while (plan := self.poll_start()) is None:
+            if is_over():
+                raise LinkClosedError(f"epoch {self._start.epoch} was over before all stages had come.")
             if self._all_loaded and not were_loaded:
                 deadline, were_loaded = self._clock() + timeout_s, True
             self._wait_until(deadline, timeout_s)
@@ -269,7 +276,7 @@ class RankChannels:
             silent = ", ".join(f"stage {i}" for i in range(len(self._channels)) if i not in here)
             purpose = "to allocate its KV cache" if self._all_loaded else "to load its weights"
             raise WaitTimeoutError(f"waited {timeout_s:g} s for {silent} {purpose}.")
-        self._wait(remaining)
+        self._wait(min(remaining, _LOOK_S))
 
 
 def first_cause(failures: Sequence[ErrorInfo]) -> ErrorInfo:

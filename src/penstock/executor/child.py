@@ -178,9 +178,14 @@ def run_child(
 
 
 def enter_child(title: str, parent_pid: int) -> None:
-    """Name the process, make it die with its parent, and let a fatal signal print where every thread is."""
+    """Name the process, make it die with its parent, and let signals print where every thread is."""
     die_with_parent(parent_pid)
     setproctitle.setproctitle(title)
+    show_threads_on_request()
+
+
+def show_threads_on_request() -> None:
+    """Print where every thread is, on standard error, when SIGUSR1 or a fatal signal comes."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
 

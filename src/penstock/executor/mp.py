@@ -6,6 +6,8 @@ processes (`python -m penstock.executor.worker`), the supervisor does; it only t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
 from penstock.config import CoreEnds
 from penstock.executor.base import KVPlan, RankChannels
@@ -36,8 +38,8 @@ class MpExecutor:
         start = start or AllocateKV(num_blocks=0, epoch=ends.epoch)
         self._ranks = RankChannels(self._channels, self._wait, results=self._results, start=start)
 
-    def start(self) -> KVPlan:
-        return self._ranks.handshake(self._load_timeout_s)
+    def start(self, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
+        return self._ranks.handshake(self._load_timeout_s, is_over)
 
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()

@@ -66,9 +66,11 @@ def start(
 def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:
     """Serve in this thread until told to stop."""
     from penstock.engine.supervisor import Supervisor
+    from penstock.executor.child import show_threads_on_request
 
     for name in ("PENSTOCK_API_KEY", PARTITION_ENV):  # both are in the configs now; children need neither
         os.environ.pop(name, None)
+    show_threads_on_request()
     code = Supervisor.for_server(engine, server, reporter).run()
     for stream in (sys.stdout, sys.stderr):
         _forget_unwritten(stream)

@@ -74,6 +74,14 @@ def fixture() -> Fixture:
     return Fixture()
 
 
+def test_r4_a_handshake_ends_when_the_epoch_does(fixture: Fixture) -> None:
+    """A rank that died before it connected leaves no trace at the socket."""
+    fixture.loaded(0, 60)
+    with pytest.raises(LinkClosedError, match="epoch 0 was over before all stages had come"):
+        fixture.core.handshake(LONG, is_over=lambda: len(fixture.waits) > 3)
+    assert fixture.now < LONG / 2
+
+
 def test_d9_all_stages_get_the_minimum_and_the_rest_is_reported(fixture: Fixture) -> None:
     for stage, max_blocks in ((2, 70), (0, 100), (1, 60)):
         fixture.loaded(stage, max_blocks, block_bytes=10 + stage)
