@@ -19,12 +19,13 @@ from typing import Any
 
 import torch
 
-from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, decode_to_rank, encode, seal
+from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, decode_to_rank, encode
 from penstock.config import RankConfig
 from penstock.executor.compute_choice import load_kernels
 from penstock.executor.loading import build_model, build_runner
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.registry import load_spec
+from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.ports import EmbedSource, SampleSink
 from penstock.pipeline.stage import Stage
 from penstock.pipeline.token_return import TokenSender
@@ -138,6 +139,7 @@ def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleS
 
 def plan_frames(batch: int, options: argparse.Namespace) -> Iterator[bytes]:
     """A prefill of all rows, then decodes, each consuming the sample of the step before."""
+    log = DecisionLog()
     per_row = (options.context + options.steps + 64) // 32
     blocks = [list(range(row * per_row, (row + 1) * per_row)) for row in range(batch)]
     rows = list(range(batch))
@@ -147,7 +149,7 @@ def plan_frames(batch: int, options: argparse.Namespace) -> Iterator[bytes]:
         for row, prompt in zip(rows, prompts, strict=True)
     ]
     yield encode(
-        seal(
+        log.seal(
             ScheduledBatch(
                 step_id=0,
                 rows=rows,
@@ -171,7 +173,7 @@ def plan_frames(batch: int, options: argparse.Namespace) -> Iterator[bytes]:
             token_from=[step - 1] * batch,
             consume_through=step - 1,
         )
-        yield encode(seal(plan))
+        yield encode(log.seal(plan))
 
 
 if __name__ == "__main__":

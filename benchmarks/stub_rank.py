@@ -71,6 +71,7 @@ def answer(plan: ScheduledBatch) -> StepResult:
     return StepResult(
         step_id=plan.step_id,
         epoch=plan.epoch,
+        digest=plan.digest,
         token_ids=ids,
         num_rejected=[0] * len(ids),
         logprobs=[None] * len(ids),

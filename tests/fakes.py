@@ -27,7 +27,6 @@ from penstock.batch import (
     decode_to_core,
     decode_to_rank,
     encode,
-    plan_digest,
 )
 from penstock.config import ParallelConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
@@ -35,6 +34,7 @@ from penstock.errors import StageLostError
 from penstock.executor.base import KVPlan
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
+from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
@@ -113,7 +113,9 @@ def sample_of(cost: StageCost, shape: StepShape) -> StepSample:
 class RankReplica:
     """What every rank keeps, as one plain object: rows, block tables, KV slots, deferred token returns."""
 
-    def __init__(self, *, num_rows: int, num_blocks: int, block_size: int, first_step: int = 0) -> None:
+    def __init__(
+        self, *, num_rows: int, num_blocks: int, block_size: int, epoch: int = 0, first_step: int = 0
+    ) -> None:
         self.num_rows = num_rows
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -121,13 +123,14 @@ class RankReplica:
         self.generations: dict[int, int] = {}
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
         self.returns: dict[int, dict[int, tuple[int, int]]] = {}  # step -> row -> (generation, token id)
+        self.log = DecisionLog(epoch, first_step)
         self.first_step = self.next_step = first_step
         self.consumed = first_step - 1
 
     def run(self, plan: ScheduledBatch) -> list[int]:
         """Apply one plan; the sampled ids in plan order."""
         assert plan.step_id == self.next_step, "steps have no gaps"
-        assert plan.digest == plan_digest(plan) != 0, "the plan is sealed"
+        self.log.append(plan, lambda _: [])
         assert len(set(plan.rows)) == len(plan.rows), "a row is in the plan twice"
         self.next_step += 1
         self._apply_rows(plan)
@@ -222,14 +225,20 @@ class FakeExecutor:
         num_rows: int = 64,
         num_blocks: int = 64,
         block_size: int = 4,
+        epoch: int = 0,
         first_step: int = 0,
     ) -> None:
         self.depth = depth
         self.min_lag = num_stages if min_lag is None else min_lag
         self.latency = latency
         self.replica = RankReplica(
-            num_rows=num_rows, num_blocks=num_blocks, block_size=block_size, first_step=first_step
+            num_rows=num_rows,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            epoch=epoch,
+            first_step=first_step,
         )
+        self.log = DecisionLog(epoch, first_step)
         self.plans: list[ScheduledBatch] = []
         self.events: list[tuple[str, int]] = []  # ("submit" | "result", step id), as they happened
         self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
@@ -273,18 +282,19 @@ class FakeExecutor:
         """Nothing to wait for but `poll`."""
         return []
 
-    def submit(self, plan: ScheduledBatch) -> None:
+    def submit(self, plan: ScheduledBatch) -> int:
         if plan.step_id == self.lose_at:
             self.lose_stage(1, "killed")
         if self.lost is not None:
             raise self.lost
         assert len(self._due) < self.depth, "more plans in flight than the pipe is deep"
-        wire = decode_to_rank(encode(plan))
+        wire = decode_to_rank(encode(self.log.seal(plan)))
         assert isinstance(wire, ScheduledBatch)
         self._check_cadence(wire)
         self.plans.append(wire)
         self.events.append(("submit", wire.step_id))
         self._due.append(encode(self._result(wire, self.replica.run(wire))))
+        return wire.digest
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         if self.lost is not None:
@@ -330,6 +340,7 @@ class FakeExecutor:
         return StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
+            digest=plan.digest,
             token_ids=[[-1] if index in failed else [token] for index, token in enumerate(tokens)],
             num_rejected=[0] * len(tokens),
             logprobs=[
@@ -441,8 +452,9 @@ class CoreRig:
 
     def rejoin(self) -> None:
         """Ranks that know nothing take the place of those that were lost."""
-        self.executor = self.make_executor(first_step=self.core.steps_in_flight[1])
-        self.core.enter_epoch(self.core.stats().epoch + 1, self.executor)
+        epoch = self.core.stats().epoch + 1
+        self.executor = self.make_executor(epoch=epoch, first_step=self.core.steps_in_flight[1])
+        self.core.enter_epoch(epoch, self.executor)
 
     def run_until_idle(self, max_steps: int = 5000) -> None:
         """Step, waiting for results, until nothing is alive; fails when that takes too long."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from penstock.attention.metadata import AttentionMetadata, LayerKV
-from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, StepResult, seal
+from penstock.batch import KNOWN, NewRow, RowSampling, ScheduledBatch, StepResult
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.models.intermediate import IntermediateTensors
+from penstock.pipeline.decision_log import DecisionLog
 
 VOCAB = 97
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 0, 0, [], -1)
@@ -45,8 +46,8 @@ def make_plan(
     consume_through: int = -1,
     epoch: int = 0,
 ) -> ScheduledBatch:
-    """A sealed plan."""
-    return seal(
+    """A plan, sealed as the first of its epoch."""
+    return DecisionLog(epoch, step_id).seal(
         ScheduledBatch(
             step_id=step_id,
             epoch=epoch,

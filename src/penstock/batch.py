@@ -12,10 +12,11 @@ Lists that run "per row of the plan" are aligned with `ScheduledBatch.rows`. No 
 from __future__ import annotations
 
 import zlib
+from typing import TypeVar
 
 import msgspec
 
-from penstock.errors import ErrorInfo
+from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import TokenLogprobs
 
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
@@ -73,7 +74,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     starved: bool = False
     held: bool = False
     wants_times: bool = False  # ranks send `StageTimes` and `StageSpans` after it, due or not
-    digest: int = 0  # crc32 of the plan encoded with digest 0; frames of the step carry it
+    digest: int = 0  # of all plans of the epoch up to this one; whatever belongs to the step carries it
 
     @property
     def total_tokens(self) -> int:
@@ -100,6 +101,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
 
     step_id: int
     epoch: int = 0
+    digest: int = 0  # of the plan, and so of all that the last stage has applied
     token_ids: list[list[int]] = []
     num_rejected: list[int] = []
     logprobs: list[list[TokenLogprobs] | None] = []
@@ -172,6 +174,8 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 CoreToRank = ScheduledBatch | AllocateKV | Shutdown
 RankToCore = StepResult | StageTimes | StageSpans | RankLoaded | RankReady | RankFailed
 
+Message = TypeVar("Message")
+
 _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[CoreToRank] = msgspec.msgpack.Decoder(CoreToRank)
 _to_core: msgspec.msgpack.Decoder[RankToCore] = msgspec.msgpack.Decoder(RankToCore)
@@ -183,23 +187,31 @@ def encode(message: CoreToRank | RankToCore | SampledTokens) -> bytes:
 
 
 def decode_to_rank(frame: bytes) -> CoreToRank:
-    return _to_rank.decode(frame)
+    """Raises `ProtocolError` for bytes that are no such message, as all `decode_...` do."""
+    return _decode(_to_rank, frame, "from the core")
 
 
 def decode_to_core(frame: bytes) -> RankToCore:
-    return _to_core.decode(frame)
+    return _decode(_to_core, frame, "from a stage")
 
 
 def decode_sampled_tokens(frame: bytes) -> SampledTokens:
-    return _tokens.decode(frame)
+    return _decode(_tokens, frame, "with samples")
 
 
-def seal(plan: ScheduledBatch) -> ScheduledBatch:
-    """The plan with its digest filled in. Only the core seals."""
-    return msgspec.structs.replace(plan, digest=plan_digest(plan))
+def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, which: str) -> Message:
+    try:
+        return decoder.decode(frame)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"a message {which} cannot be read: {error}.") from error
 
 
-def plan_digest(plan: ScheduledBatch) -> int:
-    """crc32 of the plan's encoding with digest 0."""
+def seal(plan: ScheduledBatch, before: int = 0) -> ScheduledBatch:
+    """The plan with its digest filled in (`pipeline.decision_log`)."""
+    return msgspec.structs.replace(plan, digest=plan_digest(plan, before))
+
+
+def plan_digest(plan: ScheduledBatch, before: int = 0) -> int:
+    """crc32 of the plan's encoding with digest 0, carried on from the digest `before`."""
     bare = plan if plan.digest == 0 else msgspec.structs.replace(plan, digest=0)
-    return zlib.crc32(_encoder.encode(bare))
+    return zlib.crc32(_encoder.encode(bare), before)

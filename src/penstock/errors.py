@@ -31,6 +31,7 @@ Nothing here imports anything of ours.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import msgspec
@@ -244,6 +245,11 @@ def error_from_info(info: ErrorInfo) -> PenstockError:
         error, info.message, remedy=info.remedy, param=info.param, code=info.code, stage=info.stage
     )
     return error
+
+
+def concerned(requests: Sequence[str]) -> str:
+    """The end of a message about a step: whose it is; empty when nobody's."""
+    return f" Requests of the step: {', '.join(requests)}." if requests else ""
 
 
 def describe(error: BaseException) -> ErrorInfo:

@@ -25,7 +25,7 @@ from penstock.batch import (
     plan_digest,
     seal,
 )
-from penstock.errors import ErrorInfo
+from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import TokenLogprobs
 
 PLAN = ScheduledBatch(
@@ -130,12 +130,12 @@ def test_dr1_the_digest_covers_every_field() -> None:
     ],
 )
 def test_dr1_a_frame_that_is_no_message_is_refused(frame: bytes) -> None:
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(ProtocolError, match="from the core cannot be read"):
         decode_to_rank(frame)
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.binary(max_size=64))
 def test_dr1_random_bytes_never_pass_for_a_result(frame: bytes) -> None:
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(ProtocolError, match="from a stage cannot be read"):
         decode_to_core(frame)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, seal
+from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
 from penstock.config import CoreConfig, ParallelConfig
 from penstock.engine.cost_learning import CostLearner
 from penstock.errors import WaitTimeoutError
@@ -208,7 +208,7 @@ class _Trials:
         )
 
     def _submit(self, plan: ScheduledBatch) -> None:
-        self._executor.submit(seal(msgspec.structs.replace(plan, epoch=self._epoch)))
+        self._executor.submit(msgspec.structs.replace(plan, epoch=self._epoch))
         self.next_step += 1
 
     def _await(self, num_back: int) -> None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import msgspec
 
-from penstock.batch import ScheduledBatch, StageSpans, StepResult, seal
+from penstock.batch import ScheduledBatch, StageSpans, StepResult
 from penstock.config import NO_RESTARTS, ParallelConfig, Restarts
 from penstock.engine.calibration import Calibration
 from penstock.engine.stats import CoreStats
-from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, error_from_info
+from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, concerned, error_from_info
 from penstock.executor.base import Executor
 from penstock.pipeline.inflight import InflightQueue
 from penstock.request import GenerationRequest, RequestUpdate
@@ -30,12 +30,14 @@ STALL_BASE_S = 5.0
 STALL_PER_TOKEN_S = 0.05
 
 
-class StepInFlight(NamedTuple):
+@dataclass(slots=True)
+class StepInFlight:
     """A plan on its way through the stages."""
 
     plan: ScheduledBatch
     num_sampled: int
     submitted_at: float  # clock seconds
+    digest: int = 0  # as sealed
 
 
 class EngineCore:
@@ -264,7 +266,8 @@ class EngineCore:
         stalled_s = self.stalled_s()
         if stalled_s > self._stall_timeout_s:
             raise WaitTimeoutError(
-                f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s.",
+                f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s."
+                f"{self._concerned()}",
                 remedy="Raise --step-timeout if the model is that slow.",
             )
 
@@ -291,14 +294,26 @@ class EngineCore:
         if len(self._inflight) == 0 or result.step_id != due:
             raise ProtocolError(
                 f"the result of step {result.step_id} came, but step {due} is due "
-                f"({len(self._inflight)} in flight)."
+                f"({len(self._inflight)} in flight).{self._concerned()}",
+                stage=self._last_stage,
             )
-        expected = self._inflight.oldest()
-        if result.epoch != self._epoch or len(result.token_ids) != expected.num_sampled:
+        step = self._inflight.oldest()
+        expected = (self._epoch, step.digest, step.num_sampled)
+        found = (result.epoch, result.digest, len(result.token_ids))
+        if found != expected:
             raise ProtocolError(
-                f"the result of step {result.step_id} has epoch {result.epoch} and {len(result.token_ids)} "
-                f"rows; expected epoch {self._epoch} and {expected.num_sampled} rows."
+                f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
+                f"{found}.{self._concerned()}",
+                stage=self._last_stage,
             )
+
+    @property
+    def _last_stage(self) -> int:
+        return self._inflight.num_stages - 1
+
+    def _concerned(self) -> str:
+        """Whose the oldest step in flight is, for a message."""
+        return concerned(self._scheduler.requests_of(self._inflight.oldest_step))
 
     def _fill(self) -> None:
         while len(self._inflight) < self._scheduler.useful_depth + self._async_depth:
@@ -317,9 +332,10 @@ class EngineCore:
 
     def _submit(self, plan: ScheduledBatch) -> None:
         assert self._executor is not None
-        plan = seal(msgspec.structs.replace(plan, epoch=self._epoch, **self._late))
+        plan = msgspec.structs.replace(plan, epoch=self._epoch, **self._late)
         self._late = {}
         if self._costs is not None:
             self._costs.submitted(plan, alone=self._scheduler.is_one_alone)
-        self._inflight.push(StepInFlight(plan, plan.need_sampled.count(True), self._clock()))
-        self._executor.submit(plan)
+        step = StepInFlight(plan, plan.need_sampled.count(True), self._clock())
+        self._inflight.push(step)
+        step.digest = self._executor.submit(plan)

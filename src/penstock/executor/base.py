@@ -37,7 +37,8 @@ from penstock.errors import (
     WaitTimeoutError,
     error_from_info,
 )
-from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.channel import MessageChannel, send_of_step
+from penstock.pipeline.decision_log import DecisionLog
 
 TRACE_S = 10
 _GONE = "rank_gone"
@@ -72,8 +73,12 @@ class Executor(Protocol):
         """As `start`, without waiting: None while it is not done. Call it until it is."""
         ...
 
-    def submit(self, plan: ScheduledBatch) -> None:
-        """Send a sealed plan to every rank. Does not wait for it."""
+    def submit(self, plan: ScheduledBatch) -> int:
+        """Seal a plan as the next of the decision log, and send it to every rank. Does not wait for it.
+
+        Returns:
+            Its digest, which its result must bear too.
+        """
         ...
 
     def poll(self, timeout_s: float) -> list[StepResult]:
@@ -128,6 +133,7 @@ class RankChannels:
         start: AllocateKV | None = None,
     ) -> None:
         self._start = start or AllocateKV(num_blocks=0)
+        self._log = DecisionLog(self._start.epoch, self._start.first_step)
         self._loaded: dict[int, RankLoaded] = {}  # by stage
         self._ready: set[int] = set()
         self._channels = list(channels)
@@ -179,11 +185,19 @@ class RankChannels:
         if not self._start.num_blocks:
             num_blocks = min(rank.max_blocks for rank in self._loaded.values())
             self._start = msgspec.structs.replace(self._start, num_blocks=num_blocks)
-        self._send_all(encode(self._start))
+        frame = encode(self._start)
+        for channel in self._channels:
+            with contextlib.suppress(LinkClosedError):
+                channel.send(frame)
 
-    def submit(self, plan: ScheduledBatch) -> None:
+    def submit(self, plan: ScheduledBatch) -> int:
         """Encode once, send to every rank. That a rank has gone is told by `poll`, with the cause."""
-        self._send_all(encode(plan))
+        sealed = self._log.seal(plan)
+        frame = encode(sealed)
+        for channel in self._channels:
+            with contextlib.suppress(LinkClosedError):
+                send_of_step(channel, frame, "the plan", plan.step_id)
+        return sealed.digest
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         """Results that have come, those before a failure first; see `Executor.poll`."""
@@ -216,11 +230,6 @@ class RankChannels:
             channel.close()
         if self._results is not None:
             self._results.close()
-
-    def _send_all(self, frame: bytes) -> None:
-        for channel in self._channels:
-            with contextlib.suppress(LinkClosedError):
-                channel.send(frame)
 
     def _drain(self) -> list[RankToCore]:
         """What the ranks have sent. Reports of time are put aside, and so are failures: what was sent before
@@ -261,6 +270,9 @@ class RankChannels:
         except LinkClosedError:
             if stage not in self._ended:
                 yield _gone(stage)
+        except ProtocolError as error:
+            error.stage = stage
+            raise
 
     def _first_cause(self) -> ErrorInfo:
         """The failure to report; a rank that misses its neighbour may speak before the culprit does."""

@@ -53,8 +53,8 @@ class InprocessExecutor:
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
 
-    def submit(self, plan: ScheduledBatch) -> None:
-        self._ranks.submit(plan)
+    def submit(self, plan: ScheduledBatch) -> int:
+        return self._ranks.submit(plan)
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll(timeout_s)
@@ -89,7 +89,8 @@ def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChanne
         )
         for config in configs[:-1]
     ]
-    token_pairs = [QueueChannel.pair() for _ in links]
+    last = len(links)
+    token_pairs = [QueueChannel.pair(f"samples, stage {last} -> stage {stage}") for stage in range(last)]
     tokens = [[end] for _, end in token_pairs] + [[end for end, _ in token_pairs]]
     return [
         RankConnections(

@@ -32,7 +32,10 @@ class MpExecutor:
         self, ends: CoreEnds, start: AllocateKV | None = None, load_timeout_s: float = LOAD_TIMEOUT_S
     ) -> None:
         self._load_timeout_s = load_timeout_s
-        self._channels = [ZmqChannel.bind(bind_address(fd)) for fd in ends.plan_fds]
+        self._channels = [
+            ZmqChannel.bind(bind_address(fd), f"core - stage {stage}")
+            for stage, fd in enumerate(ends.plan_fds)
+        ]
         self._results = RingChannel(ends.results, "results")
         close_handle(ends.results)
         start = start or AllocateKV(num_blocks=0, epoch=ends.epoch)
@@ -44,8 +47,8 @@ class MpExecutor:
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
 
-    def submit(self, plan: ScheduledBatch) -> None:
-        self._ranks.submit(plan)
+    def submit(self, plan: ScheduledBatch) -> int:
+        return self._ranks.submit(plan)
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll(timeout_s)

@@ -28,8 +28,8 @@ class ZmqChannel:
     Belongs to one thread. Notices through the socket's monitor that the other end has gone, even by kill -9.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
+    def __init__(self, address: str, name: str = "") -> None:
+        self._name = name or address
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, _LINGER_MS)
@@ -42,9 +42,13 @@ class ZmqChannel:
         self._peer_gone = False
 
     @classmethod
-    def bind(cls, address: str) -> ZmqChannel:
-        """The side that owns the address; raises `PortInUseError` if it cannot be had."""
-        channel = cls(address)
+    def bind(cls, address: str, name: str = "") -> ZmqChannel:
+        """The side that owns the address; raises `PortInUseError` if it cannot be had.
+
+        Args:
+            name: for messages, such as "core - stage 1".
+        """
+        channel = cls(address, name)
         try:
             bind_socket(channel._socket, address)
         except zmq.ZMQError as error:
@@ -53,9 +57,9 @@ class ZmqChannel:
         return channel
 
     @classmethod
-    def connect(cls, address: str) -> ZmqChannel:
+    def connect(cls, address: str, name: str = "") -> ZmqChannel:
         """The other side; may come first."""
-        channel = cls(address)
+        channel = cls(address, name)
         channel._socket.connect(address)
         return channel
 
@@ -105,12 +109,12 @@ class ZmqChannel:
         self._check_open()
         if not ready:
             raise WaitTimeoutError(
-                f"channel {self._address}: the other end took no message for {timeout_s:g} s."
+                f"channel {self._name}: the other end took no message for {timeout_s:g} s."
             )
 
     def _check_open(self) -> None:
         if self._peer_gone or self._socket.closed:
-            raise LinkClosedError(f"channel {self._address}: the other end has gone.")
+            raise LinkClosedError(f"channel {self._name}: the other end has gone.")
 
     def close(self) -> None:
         """See `MessageChannel.close`; blocks at most `_LINGER_MS` for what is still to be delivered."""
@@ -135,16 +139,20 @@ class QueueChannel:
         self._outbox = outbox
 
     @classmethod
-    def pair(cls) -> tuple[QueueChannel, QueueChannel]:
-        """The two ends of one channel."""
-        (mine,), (theirs,) = cls.star(1)
+    def pair(cls, name: str = "in memory") -> tuple[QueueChannel, QueueChannel]:
+        """The two ends of one channel; `name` is for messages."""
+        (mine,), (theirs,) = cls._between([name])
         return mine, theirs
 
     @classmethod
     def star(cls, count: int) -> tuple[list[QueueChannel], list[QueueChannel]]:
-        """`count` channels whose first ends can be waited for together (`wait_any`)."""
+        """Channels from the core to `count` stages; its ends can be waited for together (`wait_any`)."""
+        return cls._between([f"core - stage {stage}" for stage in range(count)])
+
+    @classmethod
+    def _between(cls, names: Sequence[str]) -> tuple[list[QueueChannel], list[QueueChannel]]:
         shared = threading.Condition()
-        inboxes = [(_Inbox(shared), _Inbox(threading.Condition())) for _ in range(count)]
+        inboxes = [(_Inbox(shared, name), _Inbox(threading.Condition(), name)) for name in names]
         return [cls(a, b) for a, b in inboxes], [cls(b, a) for a, b in inboxes]
 
     @staticmethod
@@ -168,8 +176,9 @@ class QueueChannel:
 class _Inbox:
     """A queue that one side fills and the other empties."""
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: threading.Condition, name: str) -> None:
         self.changed = changed
+        self._name = name
         self._frames: deque[bytes] = deque()
         self._closed = False
 
@@ -179,8 +188,7 @@ class _Inbox:
 
     def put(self, frame: bytes) -> None:
         with self.changed:
-            if self._closed:
-                raise LinkClosedError("the other end of the channel has gone.")
+            self._check(not self._closed)
             self._frames.append(frame)
             self.changed.notify_all()
 
@@ -188,14 +196,17 @@ class _Inbox:
         with self.changed:
             if not self.changed.wait_for(lambda: self.is_ready, timeout_s):
                 return None
-            if not self._frames:
-                raise LinkClosedError("the other end of the channel has gone.")
+            self._check(bool(self._frames))
             return self._frames.popleft()
 
     def close(self) -> None:
         with self.changed:
             self._closed = True
             self.changed.notify_all()
+
+    def _check(self, goes_on: bool) -> None:
+        if not goes_on:
+            raise LinkClosedError(f"channel {self._name}: the other end has gone.")
 
 
 def bind_address(fd: int) -> str:

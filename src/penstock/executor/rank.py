@@ -44,6 +44,7 @@ from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.matrix import PLAIN, Matrix
 from penstock.models.decoder import EMBEDDING
 from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.link import Link
 from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink, Sink, Source
 from penstock.pipeline.stage import Stage, blaming, plans_from
@@ -146,8 +147,11 @@ class Rank:
         stage = Stage(config.stage, runner, source, sink, times)
         self._report(Ready(epoch=start.epoch))
         plans.send(encode(RankReady(stage=config.stage)))
-        first = (start.epoch, start.first_step)
-        stage.run(plans_from(plans, clock, is_last=config.is_last, first=first))
+        log = DecisionLog(start.epoch, start.first_step)
+        with blaming(config.stage, "while it waited for a plan"):
+            stage.run(
+                plans_from(plans, clock, is_last=config.is_last, log=log, names_of=runner.rows.names_of)
+            )
 
     def _load(self) -> tuple[LoadedRank, RankLoaded]:
         """The weights, and what the core is told of them in every epoch."""

@@ -70,7 +70,7 @@ def _connect(rank: RankConfig, ends: RankEnds, is_over: Callable[[], bool]) -> R
 
     last = rank.num_stages - 1
     earlier = range(last) if rank.is_last else [rank.stage]
-    plans = ZmqChannel.connect(connect_address(ends.plan_fd))
+    plans = ZmqChannel.connect(connect_address(ends.plan_fd), f"core - stage {rank.stage}")
     return RankConnections(
         epoch=ends.epoch,
         is_over=is_over,

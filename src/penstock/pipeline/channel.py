@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from penstock.errors import LinkClosedError, WaitTimeoutError
+
 SEND_TIMEOUT_S = 60.0
 
 
@@ -40,3 +42,11 @@ class MessageChannel(Protocol):
     def close(self) -> None:
         """Let the other end know that nothing follows. Messages sent before are still delivered."""
         ...
+
+
+def send_of_step(channel: MessageChannel, frame: bytes, what: str, step_id: int) -> None:
+    """Send what belongs to a step; the errors of `MessageChannel.send` then say so."""
+    try:
+        channel.send(frame)
+    except (LinkClosedError, WaitTimeoutError) as error:
+        raise type(error)(f"{error.message} It was to take {what} of step {step_id}.") from error

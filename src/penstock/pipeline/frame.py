@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
-from penstock.errors import ProtocolError
+from penstock.errors import ProtocolError, concerned
 
 ALIGNMENT = 64  # of the header and of every tensor in a frame: one cache line
 NUM_CARRIED = 2  # hidden_states and residual
@@ -31,7 +31,7 @@ class FrameKind(IntEnum):
     """What a frame carries."""
 
     HIDDEN = 1  # hidden_states and residual, both [num_tokens, width]
-    WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan
+    WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; the step is their number
 
 
 _KINDS = {kind.value for kind in FrameKind}
@@ -90,6 +90,12 @@ class FrameHeader:
             digest=digest,
         )
 
+    @property
+    def purpose(self) -> str:
+        """What a wait for the frame waits for."""
+        is_hidden = self.kind is FrameKind.HIDDEN
+        return f"the hidden states of step {self.step_id}" if is_hidden else f"weight block {self.step_id}"
+
     def differences(self, found: FrameHeader) -> list[str]:
         """The fields in which `found` is not what this header promised, as text."""
         return [
@@ -101,12 +107,27 @@ class FrameHeader:
 
 def check_header(expected: FrameHeader, found: FrameHeader, link: str, requests: Sequence[str]) -> None:
     """Raise `ProtocolError` naming link, step and requests if the frame is not the one of this step."""
-    if found == expected:
+    if found != expected:
+        raise _not_of_this_step(expected, "; ".join(expected.differences(found)), link, requests)
+
+
+def check_packed(
+    expected: FrameHeader, found: bytes | memoryview, link: str, requests: Sequence[str]
+) -> None:
+    """As `check_header`, for a header as it stands in front of a frame."""
+    if found == expected.pack():
         return
-    concerned = f" Requests of the step: {', '.join(requests)}." if requests else ""
-    raise ProtocolError(
+    try:
+        unpacked = FrameHeader.unpack(found)
+    except ProtocolError as error:
+        raise _not_of_this_step(expected, error.message.rstrip("."), link, requests) from error
+    check_header(expected, unpacked, link, requests)
+
+
+def _not_of_this_step(expected: FrameHeader, why: str, link: str, requests: Sequence[str]) -> ProtocolError:
+    return ProtocolError(
         f"link {link} delivered a frame that is not the one of step {expected.step_id}: "
-        f"{'; '.join(expected.differences(found))}.{concerned}"
+        f"{why}.{concerned(requests)}"
     )
 
 

@@ -25,7 +25,7 @@ from penstock.config import LinkHandle
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.kernels.views import KeptViews
 from penstock.models.intermediate import IntermediateTensors
-from penstock.pipeline.frame import ALIGNMENT, FrameHeader, check_header, padded
+from penstock.pipeline.frame import ALIGNMENT, FrameHeader, check_header, check_packed, padded
 from penstock.pipeline.ring_memory import Ring
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
@@ -167,7 +167,7 @@ class SharedMemoryLink(_Carrier):
     def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_size(header, tensors, self._ring.frame_bytes)
         ring, before = self._ring, clock.begin(Phase.WAIT_NEXT)
-        index = ring.reserve(self._timeout_s, f"the hidden states of step {header.step_id}")
+        index = ring.reserve(self._timeout_s, header.purpose)
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
         self._frames[begin : begin + ALIGNMENT] = header.pack()
@@ -185,12 +185,11 @@ class SharedMemoryLink(_Carrier):
     ) -> None:
         _check_size(header, out, self._ring.frame_bytes)
         ring, before = self._ring, clock.begin(Phase.WAIT_PREV)
-        index = ring.take(self._timeout_s, f"the hidden states of step {header.step_id}")
+        index = ring.take(self._timeout_s, header.purpose)
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
         found = self._frames[begin : begin + ALIGNMENT]
-        if found != header.pack():
-            check_header(header, FrameHeader.unpack(found), ring.name, requests)
+        check_packed(header, found, ring.name, requests)
         if header.num_tokens:
             for tensor, place in zip(out, self._places_of(index, header, out), strict=True):
                 tensor.copy_(place)
@@ -232,7 +231,7 @@ class MemoryLink(_Carrier):
 
     def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_shapes(header, tensors)
-        purpose = f"room for the hidden states of step {header.step_id}"
+        purpose = f"room for {header.purpose}"
         before = clock.begin(Phase.WAIT_NEXT)
         with self._changed:
             self._wait(lambda: self._closed or len(self._frames) < self._num_frames, purpose)
@@ -251,7 +250,7 @@ class MemoryLink(_Carrier):
         self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
     ) -> None:
         _check_shapes(header, out)
-        purpose = f"the hidden states of step {header.step_id}"
+        purpose = header.purpose
         before = clock.begin(Phase.WAIT_PREV)
         with self._changed:
             self._wait(lambda: bool(self._frames) or self._closed, purpose)

@@ -19,7 +19,7 @@ import torch
 from penstock.batch import ScheduledBatch, encode
 from penstock.kernels.views import KeptViews
 from penstock.models.intermediate import IntermediateTensors
-from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.channel import MessageChannel, send_of_step
 from penstock.pipeline.frame import FrameHeader, FrameKind
 from penstock.pipeline.link import AsyncIntermediateTensors, Link
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
@@ -144,7 +144,7 @@ class SampleSink:
         result = self._runner.sample(tensors, batch)
         self._clock.begin(before)
         self._tokens.send(batch.plan, result)
-        self._results.send(encode(result))
+        send_of_step(self._results, encode(result), "the result", result.step_id)
 
 
 def _header(batch: ForwardBatch, tensor: torch.Tensor) -> FrameHeader:

@@ -10,14 +10,15 @@ the loop; whoever runs it reports the error and ends the rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from penstock.batch import ScheduledBatch, Shutdown, decode_to_rank, plan_digest
-from penstock.errors import PenstockError, ProtocolError, StageLostError
+from penstock.batch import ScheduledBatch, Shutdown, decode_to_rank
+from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostError
 from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.ports import Sink, Source
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
@@ -70,29 +71,26 @@ def plans_from(
     clock: PhaseClock = NOBODYS,
     *,
     is_last: bool = False,
-    first: tuple[int, int] = (0, 0),
+    log: DecisionLog | None = None,
+    names_of: Callable[[ScheduledBatch], Sequence[str]] = lambda plan: [],
 ) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
 
     Args:
         clock: is told of the waiting, and why.
         is_last: of the stages; the others wait for it when the pipe is full.
-        first: epoch and step of the first plan.
+        log: of the rank; it knows which plan comes first.
+        names_of: the requests of a plan, for errors.
 
     Raises:
-        ProtocolError: a plan was lost, repeated or changed on the way.
+        ProtocolError: a plan was lost, repeated or changed on the way, or the plans before were others than
+            the core's.
         LinkClosedError: the core has gone.
     """
-    expected = first  # epoch, step
+    log = log or DecisionLog()
     clock.begin(Phase.WAIT_PLAN)
-    while (frame := channel.recv(None)) is not None:
-        message = decode_to_rank(frame)
-        if isinstance(message, Shutdown):
-            return
-        if not isinstance(message, ScheduledBatch):
-            raise ProtocolError(f"expected the plan of step {expected[1]}, found {type(message).__name__}.")
-        _check_plan(message, expected)
-        expected = (message.epoch, message.step_id + 1)
+    while (message := _receive(channel, log.next_step)) is not None:
+        log.append(message, names_of)
         clock.begin(Phase.TAKE, was=_cause(message, is_last))
         yield message
         clock.begin(Phase.WAIT_PLAN)
@@ -105,12 +103,19 @@ def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
     return Phase.WAIT_NEXT if plan.held and not is_last else Phase.WAIT_PLAN
 
 
-def _check_plan(plan: ScheduledBatch, expected: tuple[int, int]) -> None:
-    found = (plan.epoch, plan.step_id)
-    if found != expected:
-        raise ProtocolError(f"expected the plan of (epoch, step) {expected}, found {found}.")
-    if plan_digest(plan) != plan.digest:
-        raise ProtocolError(f"the plan of step {plan.step_id} does not match its digest {plan.digest:#010x}.")
+def _receive(channel: MessageChannel, step_id: int) -> ScheduledBatch | None:
+    """The next plan; None when there are no more."""
+    due = f"the plan of step {step_id}"
+    try:
+        frame = channel.recv(None)
+        message = Shutdown() if frame is None else decode_to_rank(frame)
+    except PeerError as error:
+        raise type(error)(f"{error.message} It was due to bring {due}.") from error
+    if isinstance(message, ScheduledBatch):
+        return message
+    if not isinstance(message, Shutdown):
+        raise ProtocolError(f"expected {due}, found {type(message).__name__}.")
+    return None
 
 
 @contextmanager

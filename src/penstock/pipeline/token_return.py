@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.batch import SampledTokens, ScheduledBatch, StepResult, decode_sampled_tokens, encode
-from penstock.errors import ProtocolError, WaitTimeoutError
-from penstock.pipeline.channel import MessageChannel
+from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError, concerned
+from penstock.pipeline.channel import MessageChannel, send_of_step
 from penstock.runner.request_rows import RequestRows, RowSnapshot
 
 
@@ -45,7 +45,7 @@ class TokenSender:
             )
         )
         for channel in self._channels:
-            channel.send(frame)
+            send_of_step(channel, frame, "the samples", plan.step_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,18 +100,28 @@ class TokenReceiver:
             self._rows.post_update(pending.step_id, pending.rows, tokens.token_ids, tokens.num_rejected)
 
     def _receive(self, pending: PendingReturn) -> SampledTokens:
-        frame = self._channel.recv(self._timeout_s)
-        if frame is None:
-            raise WaitTimeoutError(
-                f"token return {self._name}: waited {self._timeout_s:g} s for the samples of step "
-                f"{pending.step_id}, and they did not come."
-            )
-        tokens = decode_sampled_tokens(frame)
+        tokens = self._read(pending)
         expected = (pending.epoch, pending.step_id, pending.digest, len(pending.rows))
         found = (tokens.epoch, tokens.step_id, tokens.digest, len(tokens.token_ids))
         if found != expected:
             raise ProtocolError(
-                f"token return {self._name}: expected (epoch, step, digest, rows) {expected}, found {found}. "
-                f"Requests of the step: {', '.join(pending.rows.request_ids)}."
+                f"token return {self._name}: expected (epoch, step, digest, rows) {expected}, found {found}."
+                f"{concerned(pending.rows.request_ids)}"
             )
         return tokens
+
+    def _read(self, pending: PendingReturn) -> SampledTokens:
+        what = f"the samples of step {pending.step_id}"
+        try:
+            if (frame := self._channel.recv(self._timeout_s)) is not None:
+                return decode_sampled_tokens(frame)
+        except LinkClosedError as error:
+            raise LinkClosedError(f"token return {self._name} was closed before {what}.") from error
+        except ProtocolError as error:
+            names = concerned(pending.rows.request_ids)
+            raise ProtocolError(
+                f"token return {self._name}, where {what} were due: {error.message}{names}"
+            ) from error
+        raise WaitTimeoutError(
+            f"token return {self._name}: waited {self._timeout_s:g} s for {what}, and they did not come."
+        )

@@ -70,13 +70,14 @@ class ModelRunner:
         """Sample the plan's need-sampled rows and write the ids to the row table. Last stage only."""
         plan = batch.plan
         if not len(batch.sampled):
-            return StepResult(step_id=plan.step_id, epoch=plan.epoch)
+            return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest)
         params = self._sampling.batch(batch.sampled.rows, batch.output_index)
         found = self._model.compute_candidates(tensors, batch.sample_indices, params.head)
         drawn = self._sampler.sample(found, params, batch.output_index)
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
+            digest=plan.digest,
             token_ids=[[token_id] for token_id in drawn.token_ids],
             num_rejected=[0] * len(drawn.token_ids),
             logprobs=[None if entry is None else [entry] for entry in drawn.logprobs],

@@ -114,6 +114,13 @@ class RequestRows:
         names = [self.request_ids[row] for row in rows.tolist()]
         return RowSnapshot(rows=rows, generations=self.generation[rows], request_ids=names)
 
+    def names_of(self, plan: ScheduledBatch) -> list[str]:
+        """The requests of a plan that may not be applied yet, and may be wrong: rows that are none are left
+        out."""
+        entering = {new.row: new.request_id for new in plan.new_rows}
+        known = dict(enumerate(self.request_ids)) | entering
+        return [known[row] for row in plan.rows if known.get(row)]
+
     def start_of(self, plan: ScheduledBatch) -> NDArray[np.int64]:
         """As `accepted_start_of`; raises `ProtocolError` if core and rank do not agree about a row."""
         rows, starts = np.array(plan.rows, dtype=np.int64), self.accepted_start_of(plan)

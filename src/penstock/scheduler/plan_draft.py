@@ -12,6 +12,7 @@ class PlanDraft:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
+        self.requests: list[RequestState] = []  # whose rows they are
         self.rows: list[int] = []
         self.num_tokens: list[int] = []
         self.start_positions: list[int] = []
@@ -37,6 +38,7 @@ class PlanDraft:
         self._add(request, num_tokens, blocks, yields_sample(end, request.prefill_len, request.max_len))
 
     def _add(self, request: RequestState, num_tokens: int, blocks: list[int], sampled: bool) -> None:
+        self.requests.append(request)
         self.rows.append(request.row)
         self.num_tokens.append(num_tokens)
         self.start_positions.append(request.num_scheduled)

@@ -200,6 +200,11 @@ class Scheduler:
         """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
         return self._issue(PlanDraft(step_id))
 
+    def requests_of(self, step_id: int) -> list[str]:
+        """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
+        issued = self._issued.get(step_id)
+        return [] if issued is None else [request.request_id for request in issued.requests]
+
     def update(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
         """Settle a step: append its tokens, end the requests that they end.
 

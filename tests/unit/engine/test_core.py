@@ -276,8 +276,9 @@ def test_the_loop_may_give_the_pipeline_up_itself() -> None:
     ("change", "message"),
     [
         ({"step_id": 1}, "the result of step 1 came, but step 0 is due (1 in flight)"),
-        ({"epoch": 3}, "has epoch 3 and 8 rows; expected epoch 0 and 8 rows"),
-        ({"token_ids": [[1]]}, "has epoch 0 and 1 rows; expected epoch 0 and 8 rows"),
+        ({"epoch": 3}, "the result of step 0: expected (epoch, digest, rows) (0, "),
+        ({"token_ids": [[1]]}, ", 1). Requests of the step: r0, r1, "),
+        ({"digest": 77}, "found (0, 77, 8). Requests of the step: r0, r1, "),
     ],
 )
 def test_dr1_a_result_that_is_not_ours_ends_the_epoch(change: dict[str, object], message: str) -> None:

@@ -76,7 +76,7 @@ class ServedCore:
 
     def _join(self, ends: CoreEnds, start: AllocateKV) -> FakeExecutor:
         self.joined.append(start)
-        return self.rig.make_executor(first_step=start.first_step)
+        return self.rig.make_executor(epoch=start.epoch, first_step=start.first_step)
 
     def connect(self) -> ClientSocket:
         return ClientSocket(self.endpoint.connect_address)

@@ -12,6 +12,7 @@ from penstock.batch import (
     RankFailed,
     RankLoaded,
     RankReady,
+    ScheduledBatch,
     Shutdown,
     StageSpans,
     StageTimes,
@@ -29,6 +30,7 @@ from penstock.errors import (
 )
 from penstock.executor.base import TRACE_S, RankChannels, first_cause
 from penstock.executor.plan_channel import QueueChannel
+from penstock.pipeline.decision_log import DecisionLog
 
 LONG = 30.0
 
@@ -123,6 +125,26 @@ def test_a_plan_reaches_every_rank_as_the_same_bytes(fixture: Fixture) -> None:
     fixture.core.submit(plan)
     frames = [rank.recv(0) for rank in fixture.ranks]
     assert frames == [encode(plan)] * 3
+
+
+def test_d4_r14_each_plan_is_sealed_as_the_next_of_the_log(fixture: Fixture) -> None:
+    log = DecisionLog()
+    for step in range(5):
+        digest = fixture.core.submit(ScheduledBatch(step_id=step, freed_rows=[step]))
+        for rank in fixture.ranks:
+            frame = rank.recv(0)
+            assert frame is not None
+            plan = decode_to_rank(frame)
+            assert isinstance(plan, ScheduledBatch)
+            assert plan.digest == digest
+        log.append(plan, lambda _: [])
+
+
+def test_bytes_that_are_no_message_name_the_stage_that_sent_them(fixture: Fixture) -> None:
+    fixture.ranks[1].send(b"\xc1")
+    with pytest.raises(ProtocolError, match="cannot be read") as caught:
+        fixture.core.poll(0.0)
+    assert caught.value.stage == 1
 
 
 def test_results_come_in_order_and_poll_waits_only_when_there_are_none(fixture: Fixture) -> None:

@@ -27,10 +27,11 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
 
     def make() -> Pair:
         if request.param == "memory":
-            pair: Pair = QueueChannel.pair()
+            pair: Pair = QueueChannel.pair("core - stage 7")
         else:
             address = f"ipc://{tmp_path}/{len(opened)}"
-            pair = (ZmqChannel.bind(address), ZmqChannel.connect(address))
+            name = "core - stage 7"
+            pair = (ZmqChannel.bind(address, name), ZmqChannel.connect(address, name))
         opened.extend(pair)
         return pair
 
@@ -58,7 +59,7 @@ def test_a_close_is_noticed_after_the_last_message(connect: Callable[[], Pair]) 
     rank.close()
     assert core.recv(LONG) == b"last words"
     for timeout_s in (None, LONG, 0):
-        with pytest.raises(LinkClosedError):
+        with pytest.raises(LinkClosedError, match="core - stage 7"):
             core.recv(timeout_s)
 
 

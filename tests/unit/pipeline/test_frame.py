@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.errors import ProtocolError
-from penstock.pipeline.frame import ALIGNMENT, FrameHeader, FrameKind, check_header, frame_bytes
+from penstock.pipeline.frame import ALIGNMENT, FrameHeader, FrameKind, check_header, check_packed, frame_bytes
 
 HEADER = FrameHeader(
     epoch=3,
@@ -62,6 +62,17 @@ def test_d1_garbage_is_refused(offset: int, value: bytes) -> None:
     packed[offset : offset + 1] = value
     with pytest.raises(ProtocolError):
         FrameHeader.unpack(bytes(packed))
+    names = rf"link a -> b .*step {HEADER.step_id}: frame .*\. Requests of the step: req-a\."
+    with pytest.raises(ProtocolError, match=names):
+        check_packed(HEADER, bytes(packed), "a -> b", ["req-a"])
+
+
+@pytest.mark.parametrize("bit", range(8 * 36))
+def test_d1_no_flipped_bit_of_a_header_goes_unnoticed(bit: int) -> None:
+    packed = bytearray(HEADER.pack())
+    packed[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(ProtocolError, match=rf"step {HEADER.step_id}"):
+        check_packed(HEADER, bytes(packed), "a -> b", [])
 
 
 def test_i8_a_frame_holds_header_hidden_states_and_residual() -> None:

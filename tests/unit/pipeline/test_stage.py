@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Protocol
@@ -23,10 +24,18 @@ from hand_core import (
     make_plan,
     new_row,
 )
-from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode, seal
-from penstock.errors import LinkClosedError, NumericalError, ProtocolError, StageLostError, WaitTimeoutError
+from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.errors import (
+    LinkClosedError,
+    NumericalError,
+    PeerError,
+    ProtocolError,
+    StageLostError,
+    WaitTimeoutError,
+)
 from penstock.executor.plan_channel import QueueChannel
 from penstock.models.intermediate import IntermediateTensors
+from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.frame import frame_bytes
 from penstock.pipeline.link import Link, MemoryLink, SharedMemoryLink
 from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink
@@ -59,6 +68,7 @@ class Pipe:
         models: Sequence[ArithmeticModel] | None = None,
     ) -> None:
         self.num_stages = num_stages
+        self.log = DecisionLog()
         models = models or [ArithmeticModel() for _ in range(num_stages)]
         self.core_ends, rank_ends = QueueChannel.star(num_stages)
         links = [self._link(carrier, s, num_frames, timeout_s) for s in range(num_stages - 1)]
@@ -95,7 +105,8 @@ class Pipe:
     ) -> Callable[[], None]:
         def live() -> None:
             try:
-                stage.run(plans_from(plans, clock, is_last=stage is self.stages[-1]))
+                names_of = stage._runner.rows.names_of
+                stage.run(plans_from(plans, clock, is_last=stage is self.stages[-1], names_of=names_of))
             finally:
                 for end in ends:
                     end.close()
@@ -124,8 +135,9 @@ class Pipe:
         return ModelRunner(model, arithmetic_kv(NUM_BLOCKS, BLOCK), rows, buffers)
 
     def submit(self, plan: ScheduledBatch) -> None:
+        frame = encode(self.log.seal(plan))
         for channel in self.core_ends:
-            channel.send(encode(plan))
+            channel.send(frame)
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         frame = self.core_ends[-1].recv(timeout_s)
@@ -213,7 +225,7 @@ def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:
     pipe = Pipe(3, models=[Watched(stage) for stage in range(3)])
     for step in range(2):
         pipe.submit(make_plan(step))
-        assert pipe.poll(20.0) == [StepResult(step_id=step)]
+        assert pipe.poll(20.0) == [StepResult(step_id=step, digest=pipe.log.digest)]
     pipe.shutdown()
     assert seen == [(0, 0), (1, 0), (2, 0)] * 2
 
@@ -222,7 +234,7 @@ def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:
 @pytest.mark.parametrize("carrier", ["memory", "ring"])
 def test_d6_every_stage_says_where_its_time_went(carrier: str, why: dict[str, bool]) -> None:
     pipe = Pipe(3, carrier=carrier)
-    pipe.submit(seal(ScheduledBatch(step_id=0, **why)))
+    pipe.submit(ScheduledBatch(step_id=0, **why))
     pipe.poll(20.0)
     pipe.shutdown()
     visited = []
@@ -335,23 +347,65 @@ def test_a_stage_that_hears_nothing_from_its_neighbour_says_so() -> None:
 
 def test_dr1_a_lost_repeated_changed_or_foreign_message_is_refused() -> None:
     plan = make_plan(0)
+    changed = ScheduledBatch(step_id=0, freed_rows=[1], digest=plan.digest)
     wrong = {
-        "lost": ([make_plan(1)], r"\(0, 0\), found \(0, 1\)"),
-        "repeated": ([plan, plan], r"\(0, 1\), found \(0, 0\)"),
-        "changed": ([ScheduledBatch(step_id=0, freed_rows=[1], digest=plan.digest)], "digest"),
-        "foreign": ([AllocateKV(num_blocks=3)], "AllocateKV"),
+        "lost": ([encode(make_plan(1))], r"\(0, 0\), found \(0, 1\)"),
+        "repeated": ([encode(plan), encode(plan)], r"\(0, 1\), found \(0, 0\)"),
+        "changed": ([encode(changed)], "step 0 does not carry on.*digest"),
+        "foreign": ([encode(AllocateKV(num_blocks=3))], "the plan of step 0, found AllocateKV"),
+        "broken": ([encode(plan)[:-1]], "from the core cannot be read.*the plan of step 0"),
     }
-    for messages, complaint in wrong.values():
+    for frames, complaint in wrong.values():
         core, rank = QueueChannel.pair()
-        for message in messages:
-            core.send(encode(message))
+        for frame in frames:
+            core.send(frame)
         with pytest.raises(ProtocolError, match=complaint):
             list(plans_from(rank))
 
 
+def test_d4_a_stage_that_another_plan_reached_is_caught_in_that_very_step() -> None:
+    """The other plan is sealed as the core would have sealed it: only the neighbours can tell."""
+    pipe = Pipe(3)
+    pipe.submit(make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[new_row(0, [5], name="who")]))
+    pipe.poll(20.0)
+    other = DecisionLog()
+    other.digest, other.next_step = pipe.log.digest, 1
+    parts = [Part(row=0, start=1, blocks=[], token_from=0)]
+    pipe.core_ends[1].send(encode(other.seal(make_plan(1, parts, freed_rows=[3]))))
+    frame = encode(pipe.log.seal(make_plan(1, parts)))
+    for channel in (pipe.core_ends[0], pipe.core_ends[2]):
+        channel.send(frame)
+    pipe.core_ends[0].send(encode(Shutdown()))
+    with pytest.raises(PeerError):
+        pipe.crew.join()
+    (found,) = [error for error in pipe.crew.errors if isinstance(error, ProtocolError)]
+    assert re.search(r"stage 0 -> stage 1 .*of step 1: digest.*Requests of the step: who", found.message)
+    assert found.stage == 1
+
+
+def test_d4_a_stage_with_another_past_refuses_a_plan_that_all_others_take() -> None:
+    pipe = Pipe(1)
+    enter = new_row(0, [5], name="who")
+    pipe.core_ends[0].send(encode(make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[enter])))
+    pipe.poll(20.0)
+    pipe.log.seal(make_plan(0))
+    pipe.submit(make_plan(1, [Part(row=0, start=1, token_from=0)]))
+    with pytest.raises(ProtocolError, match=r"plan of step 1 does not carry on.*Requests of the step: who"):
+        pipe.crew.join()
+
+
+def test_the_end_of_the_core_names_the_plan_that_was_due() -> None:
+    core, rank = QueueChannel.pair("core - stage 3")
+    core.send(encode(make_plan(0)))
+    core.close()
+    with pytest.raises(LinkClosedError, match=r"core - stage 3.*has gone.*plan of step 1"):
+        list(plans_from(rank))
+
+
 def test_plans_end_at_the_shutdown_and_with_the_core() -> None:
     core, rank = QueueChannel.pair()
-    for message in (make_plan(0), make_plan(1), Shutdown()):
+    log = DecisionLog()
+    for message in (log.seal(make_plan(0)), log.seal(make_plan(1)), Shutdown()):
         core.send(encode(message))
     assert [plan.step_id for plan in plans_from(rank)] == [0, 1]
     core, rank = QueueChannel.pair()

@@ -184,8 +184,23 @@ def test_a_dead_last_stage_is_a_typed_error() -> None:
     ends = Ends()
     ends.expect(entering(4, 0))
     ends.last.close()
-    with pytest.raises(LinkClosedError):
+    with pytest.raises(LinkClosedError, match=r"stage 3 -> stage 0 was closed before the samples of step 4"):
         ends.receiver.consume(4)
+
+
+def test_dr1_bytes_that_are_no_samples_are_refused_with_path_step_and_requests() -> None:
+    ends = Ends()
+    ends.expect(entering(4, 0))
+    ends.last.send(b"\xc1")
+    with pytest.raises(ProtocolError, match=r"stage 3 -> stage 0.*samples of step 4.*request-0-0"):
+        ends.receiver.consume(4)
+
+
+def test_samples_that_cannot_be_sent_say_whither_and_of_which_step() -> None:
+    last, early = QueueChannel.pair("samples, stage 1 -> stage 0")
+    early.close()
+    with pytest.raises(LinkClosedError, match=r"stage 1 -> stage 0.*the samples of step 4"):
+        TokenSender([last]).send(entering(4, 0), StepResult(step_id=4, token_ids=[[1]], num_rejected=[0]))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fakes import CoreRig, RankReplica
-from penstock.batch import KNOWN, ScheduledBatch, seal
+from penstock.batch import KNOWN, ScheduledBatch
 from penstock.config import SchedulerConfig
 from penstock.errors import InvalidRequestError, OverloadedError, StageLostError
 
@@ -639,11 +639,3 @@ def test_check_invariants_sees_a_damaged_request(field: str, value: int, message
     setattr(rig.scheduler._queues.running[0], field, value)
     with pytest.raises(AssertionError, match=message):
         rig.scheduler.check_invariants()
-
-
-def test_plans_are_sealed_pure_data() -> None:
-    rig = CoreRig()
-    rig.add("r", 3, max_tokens=2, ignore_eos=True)
-    rig.run_until_idle()
-    for plan in rig.plans:
-        assert plan == seal(plan)

@@ -1,0 +1,70 @@
+"""The decision log: the plans of one epoch, in order, and the chain of digests that holds them together.
+
+The digest of a plan is the crc32 of its encoding, carried on from the digest of the plan before; that of the
+first one from a value that names the epoch. A digest stands for all that was decided since the epoch began:
+
+    epoch, first step ──▶ digest 0 ──▶ digest 1 ──▶ digest 2 ──▶ …
+                            plan 0       plan 1       plan 2
+
+`executor.base` seals the plans of the core with it. Every rank (`pipeline.stage`) carries on a log of its own
+from the plans that it applies, and compares. Headers of frames, token returns and results bear the digest
+too, so that two parties whose histories differ find it out in the first step in which they meet (row d4).
+Knows no requests and no tensors, and keeps no plans. No torch here.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+
+from penstock.batch import ScheduledBatch, plan_digest, seal
+from penstock.errors import ProtocolError, concerned
+
+
+class DecisionLog:
+    """The log as one party has seen it.
+
+    Args:
+        epoch, first_step: of the first plan.
+
+    Attributes:
+        epoch: that of all its plans.
+        next_step: of the plan that comes next.
+        digest: of all plans so far.
+    """
+
+    def __init__(self, epoch: int = 0, first_step: int = 0) -> None:
+        self.epoch = epoch
+        self.next_step = first_step
+        self.digest = zlib.crc32(f"epoch {epoch} from step {first_step}".encode())
+
+    def seal(self, plan: ScheduledBatch) -> ScheduledBatch:
+        """The plan with its digest filled in, as the next of the log. Only the core's side seals."""
+        sealed = seal(plan, self.digest)
+        self._carry_on(sealed)
+        return sealed
+
+    def append(self, plan: ScheduledBatch, names_of: Callable[[ScheduledBatch], Sequence[str]]) -> None:
+        """Take a plan that has come as the next of the log.
+
+        Args:
+            names_of: the requests of a plan, for the error.
+
+        Raises:
+            ProtocolError: a plan was lost or repeated, or this one or another before it is not the core's.
+        """
+        expected, found = (self.epoch, self.next_step), (plan.epoch, plan.step_id)
+        if found != expected:
+            raise ProtocolError(
+                f"expected the plan of (epoch, step) {expected}, found {found}.{concerned(names_of(plan))}"
+            )
+        digest = plan_digest(plan, self.digest)
+        if digest != plan.digest:
+            raise ProtocolError(
+                f"the plan of step {plan.step_id} does not carry on the log of this stage: digest expected "
+                f"{digest:#010x}, found {plan.digest:#010x}.{concerned(names_of(plan))}"
+            )
+        self._carry_on(plan)
+
+    def _carry_on(self, sealed: ScheduledBatch) -> None:
+        self.next_step, self.digest = sealed.step_id + 1, sealed.digest
