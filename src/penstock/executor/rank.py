@@ -139,7 +139,9 @@ class Rank:
         start = _await_start(connections)
         if start is None:
             return
-        runner = self._runner_for(start.num_blocks, loaded, connections)
+        if transfers_head(config, loaded.spec):
+            _transfer_head(config, loaded, connections, has_it=self._runner is not None)
+        runner = self._runner_for(start.num_blocks, loaded)
         clock = PhaseClock(keeps_spans=True)
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, runner, connections, clock)
@@ -163,11 +165,9 @@ class Rank:
             self._loaded = loaded, message
         return self._loaded
 
-    def _runner_for(self, num_blocks: int, loaded: LoadedRank, connections: RankConnections) -> ModelRunner:
+    def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
         """Over storage of so many blocks; they are as many in every epoch."""
         if self._runner is None:
-            if transfers_head(self._config, loaded.spec):
-                _transfer_head(self._config, loaded, connections)
             self._runner = build_runner(self._config, loaded.model, loaded.storage.allocate(num_blocks))
             self._num_blocks = num_blocks
         if num_blocks != self._num_blocks:
@@ -176,17 +176,21 @@ class Rank:
         return self._runner
 
 
-def _transfer_head(config: RankConfig, loaded: LoadedRank, connections: RankConnections) -> None:
-    """Once all ranks have loaded, so that nobody waits for another's disk."""
+def _transfer_head(
+    config: RankConfig, loaded: LoadedRank, connections: RankConnections, *, has_it: bool
+) -> None:
+    """Once all ranks have loaded, so that nobody waits for another's disk. In every epoch: a rank cannot know
+    whether the last one has started anew; if it has the head still, it takes what comes and forgets it."""
     spec = loaded.spec
     weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=dtype_of(config), device=loaded.device)
     embedding = loaded.model.get_submodule(EMBEDDING)
     matrix = embedding.weight if isinstance(embedding, VocabEmbedding) else None
     if isinstance(matrix, Tensor):
         weight = matrix.data
-    packed = matrix if isinstance(matrix, Matrix) else None
+    packed = matrix if isinstance(matrix, Matrix) and not has_it else None
     transfer_tied_head(
         weight,
+        epoch=connections.epoch,
         incoming=connections.incoming,
         outgoing=connections.outgoing,
         block_rows=config.max_num_batched_tokens,

@@ -1,8 +1,8 @@
 """A tied head by transfer: the first stage's embedding goes down the pipe to the last (rows S2, A14).
 
 The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
-Transfer is for a last stage whose host has not got that file. `executor.rank` calls it once, when all ranks
-have loaded and before the first plan; it uses the links of the pipe and nothing else.
+Transfer is for a last stage whose host has not got that file. `executor.rank` calls it in each epoch, when
+all ranks have loaded and before the first plan; it uses the links of the pipe and nothing else.
 
     first: sends its rows      middle: passes each block on      last: fills its own rows
 """
@@ -21,6 +21,7 @@ from penstock.pipeline.link import Link
 def transfer_tied_head(
     weight: Tensor,
     *,
+    epoch: int,
     incoming: Link | None,
     outgoing: Link | None,
     block_rows: int,
@@ -31,6 +32,7 @@ def transfer_tied_head(
     Args:
         weight: [vocab, hidden]; read on the first stage, filled on the last. A middle stage, which does not
             keep it, gives only its shape (`relay_weight`).
+        epoch: of the links.
         incoming, outgoing: the stage's links; absent at the ends of the pipe.
         block_rows: rows of one frame; a frame of the link holds as many tokens.
         keep: takes (first row, rows) on a last stage that holds them in a form of its own; `weight`
@@ -42,7 +44,7 @@ def transfer_tied_head(
         block = weight[first : first + block_rows]
         if weight.stride(0) == 0:
             block = torch.empty(block.shape, dtype=block.dtype, device=block.device)
-        header = _header(number, block)
+        header = _header(epoch, number, block)
         if incoming is not None:
             incoming.recv(header, [block]).wait()
         if outgoing is not None:
@@ -56,9 +58,9 @@ def relay_weight(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, devic
     return torch.empty((1, hidden_size), dtype=dtype, device=device).expand(vocab_size, hidden_size)
 
 
-def _header(number: int, block: Tensor) -> FrameHeader:
+def _header(epoch: int, number: int, block: Tensor) -> FrameHeader:
     return FrameHeader(
-        epoch=0,
+        epoch=epoch,
         step_id=number,
         kind=FrameKind.WEIGHT,
         num_tokens=len(block),

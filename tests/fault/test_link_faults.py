@@ -1,0 +1,305 @@
+"""Links that lose, repeat, exchange, change and hold up frames, close and throw, under load (R14, d1, d4).
+
+Whatever happens, every wait ends, every request gets the tokens of an undisturbed run or ends with a typed
+error after a right beginning, the pipe works again, and nothing is left. A run that fails says its seed; the
+faults follow from it.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from checkpoints import make_checkpoint
+from faulty_links import Faults, Kind, is_plan
+from faulty_pipe import TYPED, Chains, FaultyPipe, check_told
+from penstock.batch import ScheduledBatch, decode_to_rank, encode, plan_digest
+from penstock.config import RankConfig
+from penstock.executor import rank as rank_module
+from penstock.executor.child import Failed
+from penstock.executor.loading import LoadedRank, load_rank
+from penstock.executor.rank import RankConnections
+from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.decision_log import DecisionLog
+from penstock.request import SamplingParams
+from rank_configs import make_rank_configs
+
+WAIT_S = 0.06  # of every wait at a link; long enough for a step, short enough for many lost frames
+ALIVE = 6  # requests at any time, of which four have a row
+RATE = 1 / 40  # of frames, over the number of stages: three or four in a step of each
+Layout = tuple[int, str, int]  # stages, carrier of the hidden states, async depth
+LAYOUTS: list[Layout] = [(2, "memory", 0), (3, "shared memory", 1), (3, "memory", 0), (2, "shared memory", 1)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, tied=True)
+
+
+@pytest.fixture(autouse=True)
+def weights_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that starts again takes the weights that it had: reading them is not what is tested here."""
+    loaded: dict[tuple[int, int], LoadedRank] = {}
+
+    def load(config: RankConfig, progress: object) -> LoadedRank:
+        key = (config.num_stages, config.stage)
+        if key not in loaded:
+            loaded[key] = load_rank(config, lambda done, total: None)
+        return loaded[key]
+
+    monkeypatch.setattr(rank_module, "load_rank", load)
+
+
+@pytest.fixture
+def chains(monkeypatch: pytest.MonkeyPatch) -> Chains:
+    made = Chains()
+    monkeypatch.setattr(rank_module, "DecisionLog", made.log_class())
+    return made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = threading.active_count(), num_descriptors()
+    yield
+    gc.collect()  # rings and views of their frames hold each other
+    assert (threading.active_count(), num_descriptors()) == before
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def workload() -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of all lengths, greedy and seeded."""
+    chosen = random.Random(5)
+    requests = []
+    for index in range(12):
+        prompt = [chosen.randrange(3, 96) for _ in range(chosen.choice([1, 3, 9, 17, 40]))]
+        params = SamplingParams(
+            temperature=float(index % 2),
+            seed=index,
+            max_tokens=chosen.randint(3, 14),
+            ignore_eos=index % 3 > 0,
+        )
+        requests.append((prompt, params))
+    return requests
+
+
+REQUESTS = workload()
+
+
+def configs(model: Path, num_stages: int, async_depth: int = 0) -> list[RankConfig]:
+    return make_rank_configs(model, num_stages, async_depth, wait_timeout_s=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def golden(model: Path) -> list[list[int]]:
+    """What each request yields while nobody disturbs it."""
+    pipe = FaultyPipe(make_rank_configs(model, 1), Faults(0, 0.0), Chains())
+    for index, (prompt, params) in enumerate(REQUESTS):
+        pipe.add(str(index), prompt, params)
+    pipe.run_until_idle()
+    pipe.close()
+    return [pipe.tokens(str(index)) for index in range(len(REQUESTS))]
+
+
+class Load:
+    """Requests one after the other, and what became of them."""
+
+    def __init__(self, pipe: FaultyPipe, expected: Sequence[Sequence[int]]) -> None:
+        self.num_good = self.num_failed = 0
+        self._pipe = pipe
+        self._expected = expected
+        self._alive: dict[str, int] = {}
+        self._count = 0
+
+    def step(self, *, refill: bool = True) -> None:
+        while refill and len(self._alive) < ALIVE:
+            name, index = f"request-{self._count}", self._count % len(REQUESTS)
+            self._pipe.add(name, *REQUESTS[index])
+            self._alive[name] = index
+            self._count += 1
+        self._pipe.step()
+        for name in list(self._alive):
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        expected = self._expected[self._alive[name]]
+        found, end = self._pipe.tokens(name), self._pipe.end_of(name)
+        assert found == expected[: len(found)], f"{name} has wrong tokens"
+        if end is None:
+            return
+        del self._alive[name]
+        self._pipe.updates.pop(name)
+        if end.finish_reason == "error":
+            self.num_failed += 1
+            assert end.error is not None
+            assert end.error.code == "quarantined", end
+        else:
+            self.num_good += 1
+            assert found == expected
+
+    @property
+    def is_done(self) -> bool:
+        return not self._alive
+
+
+def run_under_faults(
+    model: Path, golden: list[list[int]], chains: Chains, *, seed: int, num_faults: int, layout: Layout
+) -> None:
+    num_stages, carrier, async_depth = layout
+    faults = Faults(seed, RATE / num_stages, limit=num_faults)
+    pipe = FaultyPipe(
+        configs(model, num_stages, async_depth), faults, chains, carrier=carrier, async_depth=async_depth
+    )
+    load = Load(pipe, golden)
+    try:
+        while not faults.is_over:
+            load.step()
+        while not load.is_done:
+            load.step(refill=False)
+        pipe.run_until_idle()
+        chains.check()
+        for told in pipe.ranks.told:
+            check_told(told)
+        assert {loss.kind for loss in pipe.losses} <= TYPED
+        assert pipe.allocator.num_free_blocks == pipe.allocator.num_blocks
+        assert load.num_good > load.num_failed, "hardly any request came through"
+        assert {fault.kind for fault in faults.happened} == set(Kind)
+    except BaseException as error:
+        error.add_note(f"layout {layout}, {faults}")
+        raise
+    finally:
+        pipe.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_r14_d1_a_hundred_faults_under_load(
+    model: Path, golden: list[list[int]], chains: Chains, layout: Layout
+) -> None:
+    run_under_faults(model, golden, chains, seed=14, num_faults=100, layout=layout)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_r14_d1_ten_thousand_faults_under_load(
+    model: Path, golden: list[list[int]], chains: Chains, layout: Layout, seed: int
+) -> None:
+    run_under_faults(model, golden, chains, seed=seed, num_faults=1250, layout=layout)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_r14_whatever_is_delayed_all_stages_have_one_history(
+    model: Path, golden: list[list[int]], chains: Chains, layout: Layout, seed: int
+) -> None:
+    num_stages, carrier, async_depth = layout
+    faults = Faults(seed, 0.4, kinds=[Kind.DELAY], limit=600)
+    patient = make_rank_configs(model, num_stages, async_depth)
+    pipe = FaultyPipe(patient, faults, chains, carrier=carrier, async_depth=async_depth)
+    load = Load(pipe, golden)
+    while not faults.is_over:
+        load.step()
+        chains.check()
+    while not load.is_done:
+        load.step(refill=False)
+    pipe.run_until_idle()
+    pipe.close()
+    chains.check()
+    assert {len(digests) for digests in chains.of_ranks.values()} == {num_stages}
+    assert chains.of_ranks.keys() == chains.of_core.keys()
+    assert (load.num_failed, pipe.losses, pipe.ranks.told) == (0, [], [])
+
+
+class DivergingChannel:
+    """Brings another plan than the core's in one step of the first epoch.
+
+    Args:
+        is_sealed: the other plan is sealed as the core would have done it, so that its receiver cannot tell.
+    """
+
+    def __init__(self, inner: MessageChannel, step_id: int, *, is_sealed: bool) -> None:
+        self._inner = inner
+        self._step_id = step_id
+        self._is_sealed = is_sealed
+        self._before = DecisionLog().digest
+        self.send, self.close = inner.send, inner.close
+
+    def recv(self, timeout_s: float | None) -> bytes | None:
+        frame = self._inner.recv(timeout_s)
+        if frame is None or not is_plan(frame):
+            return frame
+        plan = decode_to_rank(frame)
+        assert isinstance(plan, ScheduledBatch)
+        if plan.step_id == self._step_id:
+            changed = msgspec.structs.replace(plan, held=not plan.held, digest=0)
+            digest = plan_digest(changed, self._before) if self._is_sealed else plan.digest
+            frame = encode(msgspec.structs.replace(changed, digest=digest))
+        self._before = plan.digest
+        return frame
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize(("num_stages", "diverging"), [(1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (3, 2)])
+def test_r14_who_diverges_is_caught_in_that_very_step(
+    model: Path, golden: list[list[int]], chains: Chains, num_stages: int, diverging: int, is_sealed: bool
+) -> None:
+    step_id = 11
+
+    def wrap(epoch: int, stage: int, ends: RankConnections) -> RankConnections:
+        if (epoch, stage) != (0, diverging):
+            return ends
+        return replace(ends, plans=DivergingChannel(ends.plans, step_id, is_sealed=is_sealed))
+
+    pipe = FaultyPipe(make_rank_configs(model, num_stages), Faults(0, 0.0), chains, wrap=wrap)
+    load = Load(pipe, golden)
+    while not pipe.losses:
+        load.step()
+    while not load.is_done:
+        load.step(refill=False)
+    pipe.run_until_idle()
+    pipe.close()
+    assert load.num_failed == 0
+    assert len(pipe.losses) == 1
+    errors = [*pipe.losses, *(told.error for told in pipe.ranks.told)]
+    says_so = rf"step {step_id}\b.*digest.*Requests of the step: request-\d"
+    (caught,) = [e for e in errors if e.kind == "ProtocolError" and re.search(says_so, e.message)]
+    # A later stage has a frame to compare with; the first is found out by the second, or by the core.
+    assert caught.stage == (diverging or min(1, num_stages - 1) if is_sealed else diverging)
+    histories = {step: set(digests) for step, digests in chains.of_ranks.items() if step[1] < step_id}
+    assert all(digests == {chains.of_core[step]} for step, digests in histories.items())
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("num_stages", [2, 3])
+def test_r4_s2_a_tied_head_that_comes_down_the_pipe_does_so_in_every_epoch(
+    model: Path,
+    golden: list[list[int]],
+    chains: Chains,
+    monkeypatch: pytest.MonkeyPatch,
+    num_stages: int,
+    kernels: str,
+) -> None:
+    """Whichever stage has started anew, and has no head or nobody to send it to."""
+    monkeypatch.setattr(rank_module, "load_rank", load_rank)
+    ranks = make_rank_configs(model, num_stages, tied_head="transfer", kernels=kernels)
+    faults = Faults(1, 0.05, kinds=[Kind.THROW], limit=6)
+    pipe = FaultyPipe(ranks, faults, chains)
+    load = Load(pipe, golden)
+    while not faults.is_over:
+        load.step()
+    while not load.is_done:
+        load.step(refill=False)
+    pipe.run_until_idle()
+    pipe.close()
+    assert {told.error.stage for told in pipe.ranks.told if isinstance(told, Failed)} >= {0, num_stages - 1}
+    assert load.num_good > 0
