@@ -89,11 +89,14 @@ def measure(model: Path, batch: int, options: argparse.Namespace) -> tuple[list[
     steps: list[float] = []
     outside: list[float] = []
 
+    log = DecisionLog()
+
     def timed() -> Iterator[ScheduledBatch]:
         for number, frame in enumerate(plan_frames(batch, options)):
             began, inside = time.perf_counter(), library.seconds
             message = decode_to_rank(frame)
             assert isinstance(message, ScheduledBatch)
+            log.append(message, lambda plan: [])
             yield message
             if number > 3:
                 steps.append(time.perf_counter() - began)

@@ -174,7 +174,7 @@ def run_under_faults(
             check_told(told)
         assert {loss.kind for loss in pipe.losses} <= TYPED
         assert pipe.allocator.num_free_blocks == pipe.allocator.num_blocks
-        assert load.num_good > load.num_failed, "hardly any request came through"
+        assert load.num_good > num_faults / 10, "hardly any request came through"
         assert {fault.kind for fault in faults.happened} == set(Kind)
     except BaseException as error:
         error.add_note(f"layout {layout}, {faults}")

@@ -169,7 +169,7 @@ def test_r2_a_step_that_never_returns_ends_every_request_in_time() -> None:
     assert update.finish_reason == "error"
     assert update.error is not None
     assert update.error.kind == "WaitTimeoutError"
-    assert "step 0 has been in the stages for 30 s" in update.error.message
+    assert "step 0 has been in the stages for 30 s. Requests of the step: a." in update.error.message
     assert rig.core.failure == update.error
 
 

@@ -237,12 +237,12 @@ def serving(**options: Any) -> Iterator[ServedCore]:
 @pytest.mark.parametrize("lose_at", range(1, 10, 2))
 def test_r4_clients_notice_nothing_of_another_epoch_but_a_pause(lose_at: int) -> None:
     with serving(lose_at=lose_at) as served:
-        served.client.send(AddRequest(request("a", max_tokens=9)))
+        served.client.send(AddRequest(request("a", max_tokens=10)))
         assert isinstance(served.reported.get(timeout=WAIT_S), Abandoned)
         served.control.send(EpochLost(CAUSE))
         served.control.send(ends(1))
         assert served.reported.get(timeout=WAIT_S) == Ready(epoch=1)
-        params = request("a", max_tokens=9).sampling
+        params = request("a", max_tokens=10).sampling
         expected, _ = oracle_tokens([5, 6, 7], params, seed=0, eos_token_ids=[1], max_len=64)
         assert ids_of(collect(served.client, {"a"})["a"]) == expected
         assert served.joined == [AllocateKV(num_blocks=64, epoch=1, first_step=lose_at + 1)]
