@@ -89,10 +89,8 @@ class EpochExecutor:
         return self._ranks.handshake(GUARD_S)
 
     def submit(self, plan: ScheduledBatch) -> int:
-        # Before it is sent: a rank may be faster than this thread.
-        step = (plan.epoch, plan.step_id)
-        self._chains.of_core[step] = self._ranks.submit(plan)
-        return self._chains.of_core[step]
+        digest = self._chains.of_core[plan.epoch, plan.step_id] = self._ranks.submit(plan)
+        return digest
 
     def poll(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll(timeout_s)
