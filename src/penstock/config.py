@@ -24,12 +24,25 @@ PinThreads = Literal["auto", "on", "off"]
 
 Value = TypeVar("Value")
 
+# What one request may ask of the engine; `Limits` may only lower them.
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_STRING_BYTES = 256
+MAX_STOP_TOKEN_IDS = 64
+
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 def _at_least(name: str, value: int, low: int) -> None:
     if value < low:
         raise UsageError(f"{name} is {value}; it must be at least {low}.", param=name, code="out_of_range")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise UsageError(
+            f"{name} is {value}; it must be between {low} and {high}.", param=name, code="out_of_range"
+        )
 
 
 def _whole_numbers(given: int | str) -> list[int]:
@@ -198,6 +211,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_num_batched_tokens: tokens of one plan at most.
         prefill_chunk: prompt tokens of one request in one plan at most.
         max_waiting_requests: requests that may wait; one more is answered 429.
+        max_waiting_tokens: tokens that all waiting requests together may have to prefill, before one more is
+            answered 429; None allows 8 times what the KV pool holds.
         queue_timeout_s: a request that has waited this long is answered 503.
         micro_batches: that the decoding requests are split into; `auto` chooses from 1 to P by the time of a
             cycle, where times are known, else P.
@@ -209,6 +224,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_batched_tokens: int = 2048
     prefill_chunk: int = 512
     max_waiting_requests: int = 1024
+    max_waiting_tokens: int | None = None
     queue_timeout_s: float = 60.0
     micro_batches: int | Literal["auto"] = "auto"
     inter_token_target_ms: float = 100.0
@@ -221,6 +237,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_waiting_requests",
         ):
             _at_least(name, getattr(self, name), 1)
+        if self.max_waiting_tokens is not None:
+            _at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
         if self.micro_batches != "auto":
             _at_least("micro_batches", self.micro_batches, 1)
         if not 0 < self.inter_token_target_ms < math.inf:
@@ -232,6 +250,76 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of what one request may carry; what is beyond them is answered 413 (the body) or 400.
+
+    Attributes:
+        max_body_bytes: None allows 2 MiB and 8 bytes for each token of context.
+        max_prompt_bytes: of text in one prompt or conversation; None allows 16 for each token of context.
+        max_json_depth: brackets within brackets.
+        max_messages: of a conversation.
+        max_prompts: of one completions request.
+        max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids: no more than what
+            `SamplingParams` takes, which is the default.
+    """
+
+    max_body_bytes: int | None = None
+    max_prompt_bytes: int | None = None
+    max_json_depth: int = 64
+    max_messages: int = 4096
+    max_prompts: int = 256
+    max_logprobs: int = MAX_LOGPROBS
+    max_stop_strings: int = MAX_STOP_STRINGS
+    max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
+    max_stop_token_ids: int = MAX_STOP_TOKEN_IDS
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_prompt_bytes", "max_json_depth", "max_messages", "max_prompts"):
+            value = getattr(self, name)
+            if value is not None:
+                _at_least(name, value, 1)
+        _between("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
+        _between("max_stop_strings", self.max_stop_strings, 0, MAX_STOP_STRINGS)
+        _between("max_stop_string_bytes", self.max_stop_string_bytes, 1, MAX_STOP_STRING_BYTES)
+        _between("max_stop_token_ids", self.max_stop_token_ids, 0, MAX_STOP_TOKEN_IDS)
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of connections, and of one of them; times in seconds.
+
+    Attributes:
+        max_connections: open at once; one more is answered 503.
+        max_request_line: bytes, else 414.
+        max_header_bytes, max_headers: else 431.
+        header_timeout_s: from the first byte of a head (or the connect) to its end.
+        body_timeout_s: without a byte of a body that is not complete.
+        keep_alive_timeout_s: between two requests.
+        write_timeout_s: in which the client takes nothing of what is written.
+        max_discarded_bytes: of a body whose request was already answered.
+        max_pipelined: requests that wait behind one another.
+    """
+
+    max_connections: int = 4096
+    max_request_line: int = 8 << 10
+    max_header_bytes: int = 16 << 10
+    max_headers: int = 64
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 75.0
+    keep_alive_timeout_s: float = 75.0
+    write_timeout_s: float = 60.0
+    max_discarded_bytes: int = 64 << 20
+    max_pipelined: int = 16
+
+    def __post_init__(self) -> None:
+        for name, value in msgspec.structs.asdict(self).items():
+            if not name.endswith("_s"):
+                _at_least(name, value, 1)
+            elif not 0 < value < math.inf:
+                raise UsageError(
+                    f"{name} is {value}; it must be above 0 seconds.", param=name, code="out_of_range"
+                )
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP front. Keys are never logged nor shown."""
 
@@ -241,7 +329,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str | None = None
     insecure: bool = False  # allow a non-loopback address without a key
     drain_s: float = 30.0
-    max_connections: int = 4096
+    limits: Limits = Limits()
+    connections: ConnectionLimits = ConnectionLimits()
     log_format: Literal["text", "json"] = "text"
 
 

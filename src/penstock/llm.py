@@ -47,6 +47,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 Prompt = str | Mapping[str, Any]
 POLL_S = 1.0
 _MAX_WAITING = 1 << 31  # here the caller is the queue: it may hold any number, for any time
+_MAX_WAITING_TOKENS = 1 << 62
 _MAX_WAIT_S = 1e12
 NO_INTER_TOKEN_TARGET_MS = 1e9
 
@@ -149,6 +150,7 @@ class LLM:
                 "max_num_batched_tokens": max_num_batched_tokens,
                 "prefill_chunk": prefill_chunk,
                 "max_waiting_requests": _MAX_WAITING,
+                "max_waiting_tokens": _MAX_WAITING_TOKENS,
                 "queue_timeout_s": _MAX_WAIT_S,
                 "micro_batches": micro_batches,
                 "inter_token_target_ms": inter_token_target_ms,

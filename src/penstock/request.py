@@ -12,14 +12,10 @@ from typing import Literal
 
 import msgspec
 
+from penstock.config import MAX_LOGPROBS, MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from penstock.errors import ErrorInfo, InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-
-MAX_LOGPROBS = 20
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_BYTES = 256
-MAX_STOP_TOKEN_IDS = 64
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

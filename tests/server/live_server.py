@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 import uvloop
 from fake_engine import FakeEngine, fake_model
 
-from penstock.config import ServerConfig
+from penstock.config import ConnectionLimits, Limits, ServerConfig
 from penstock.server.api_process import HttpServer
 from penstock.server.app import App, create_app
-from penstock.server.http_protocol import ConnectionLimits
 from penstock.server.request_log import RequestLog
 
 T = TypeVar("T")
@@ -34,10 +33,11 @@ class LiveServer:
         config: ServerConfig | None = None,
         model: Any = None,
         connections: ConnectionLimits | None = None,
+        limits: Limits | None = None,
         **options: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
-        self.config = config or ServerConfig(drain_s=5.0)
+        self.config = config or ServerConfig(drain_s=5.0, limits=limits or Limits())
         self.log = io.StringIO()
         self.app: App
         self.server: HttpServer

@@ -13,8 +13,8 @@ import pytest
 from fake_engine import FakeEngine
 from live_server import LiveServer, post_bytes
 
+from penstock.config import ConnectionLimits
 from penstock.server.api_process import allow_connections
-from penstock.server.http_protocol import ConnectionLimits
 
 TEXT = "/v1/completions"
 
@@ -68,7 +68,7 @@ def test_heads_just_within_the_bounds_are_served(live: LiveServer) -> None:
 @pytest.fixture
 def hasty() -> Iterator[LiveServer]:
     """A server whose patience is a fraction of a second."""
-    limits = ConnectionLimits(header_time_s=0.15, body_idle_s=0.15, write_stall_s=0.15)
+    limits = ConnectionLimits(header_timeout_s=0.15, body_timeout_s=0.15, write_timeout_s=0.15)
     with LiveServer(connections=limits) as server:
         yield server
 
@@ -107,7 +107,7 @@ def test_headers_that_drip_get_no_more_time(hasty: LiveServer) -> None:
 
 
 def test_reader_that_takes_nothing_is_closed_and_its_sequence_cancelled() -> None:
-    limits = ConnectionLimits(write_stall_s=0.2)
+    limits = ConnectionLimits(write_timeout_s=0.2)
     engine = FakeEngine(max_model_len=2_000_000)
     with LiveServer(engine, connections=limits) as live:
         live.call(lambda: setattr(engine, "max_model_len", 2_000_000))
@@ -170,7 +170,7 @@ def test_ten_thousand_connections_change_no_other_answer() -> None:
     allow_connections(wanted + limit)  # client sockets and server sockets are in this one process
     engine = FakeEngine(hold_after=1)
     crowd: list[socket.socket] = []
-    with LiveServer(engine, connections=ConnectionLimits(max_connections=limit, header_time_s=60)) as live:
+    with LiveServer(engine, connections=ConnectionLimits(max_connections=limit, header_timeout_s=60)) as live:
         try:
             running = live.connect()
             running.sendall(post_bytes(TEXT, {"prompt": "steady", "stream": True}))

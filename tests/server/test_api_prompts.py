@@ -11,8 +11,8 @@ import pytest
 from fake_engine import ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
 
+from penstock.config import Limits
 from penstock.errors import InvalidRequestError
-from penstock.server.limits import Limits
 from penstock.server.prompts import PromptReader
 from penstock.server.text_workers import TextWorkers
 
@@ -44,7 +44,7 @@ def workers() -> Iterator[CountedWorkers]:
 
 
 def _reader(codec: WatchedCodec, workers: TextWorkers) -> PromptReader:
-    return PromptReader(fake_model(codec=codec), Limits.for_context(4096), workers)
+    return PromptReader(fake_model(codec=codec), Limits(), 16 * 4096, workers)
 
 
 def test_many_short_prompts_are_one_long_piece_of_work_off_the_loop(workers: CountedWorkers) -> None:

@@ -13,8 +13,9 @@ from fake_engine import BOS, VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
 
 from paths import shared_data
+from penstock.config import Limits
 from penstock.errors import OverloadedError
-from penstock.server.limits import Limits, parse_json
+from penstock.server.limits import parse_json
 from penstock.server.text_workers import TextWorkers
 
 TEXT = "/v1/completions"

@@ -36,6 +36,8 @@ from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestStat
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stopping import finish_reason
 
+POOLS_IN_QUEUE = 8  # as many tokens as fill the KV pool so often may wait
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerStats:
@@ -131,24 +133,40 @@ class Scheduler:
     def has_requests(self) -> bool:
         return len(self._queues) > 0
 
-    def add(self, request: GenerationRequest, output_ids: Sequence[int] = ()) -> None:
-        """Queue a request, which may have had these outputs before: it goes on after them.
+    def add(self, request: GenerationRequest, output_ids: Sequence[int] | None = None) -> None:
+        """Queue a request.
+
+        Args:
+            output_ids: what another core gave it, for one that was admitted there: it goes on after them, and
+                no bound on the queue holds for it.
 
         Raises:
             InvalidRequestError: it can never yield a token here, or its id is in use.
-            OverloadedError: `max_waiting_requests` wait already.
+            OverloadedError: as many requests, or tokens, wait already as may.
         """
         if request.request_id in self._queues:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use.", param="request_id", code="duplicate_id"
             )
+        if output_ids is None:
+            self._refuse_overload(len(request.prompt_token_ids))
+        self._queues.add(self._admission.receive(request, self._clock(), output_ids or ()))
+
+    def _refuse_overload(self, num_tokens: int) -> None:
         limit = self._config.max_waiting_requests
         if len(self._queues.waiting) >= limit:
             raise OverloadedError(
                 f"{limit} requests wait already, which is the limit.",
                 remedy="Try again later, or raise --max-waiting-requests.",
             )
-        self._queues.add(self._admission.receive(request, self._clock(), output_ids))
+        waiting = self._queues.backlog_tokens
+        limit = self._config.max_waiting_tokens or POOLS_IN_QUEUE * self._allocator.capacity_tokens
+        if waiting and waiting + num_tokens > limit:
+            raise OverloadedError(
+                f"{waiting} tokens of other requests wait already; with the {num_tokens} of this one there "
+                f"would be more than the limit of {limit}.",
+                remedy="Try again later, or raise --max-waiting-tokens.",
+            )
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.

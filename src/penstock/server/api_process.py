@@ -20,18 +20,18 @@ from pathlib import Path
 
 import uvicorn
 import uvloop
+from msgspec import structs
 
-from penstock.config import ApiProcessConfig
+from penstock.config import ApiProcessConfig, ConnectionLimits
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
 from penstock.executor.child import Ready, StatusWriter, enter_child, keep_saying_alive, run_child
 from penstock.models.registry import load_spec
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
-from penstock.server.http_protocol import ConnectionLimits, with_limits
+from penstock.server.http_protocol import with_limits
 from penstock.tokenizer.chat_template import load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
-IDLE_CONNECTION_S = 75
 CLOSE_S = 2  # for answers that were ended to reach their clients; less than the supervisor waits
 _OTHER_DESCRIPTORS = 64  # beside client connections
 
@@ -82,7 +82,7 @@ def uvicorn_config(app: App, limits: ConnectionLimits) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        timeout_keep_alive=IDLE_CONNECTION_S,
+        timeout_keep_alive=limits.keep_alive_timeout_s,  # type: ignore[arg-type]  # it goes to `call_later` alone
         timeout_graceful_shutdown=CLOSE_S,
     )
 
@@ -121,7 +121,8 @@ async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
     app = create_app(
         engine, config.server, model, on_ready=lambda: status.write(Ready()), hold_s=config.hold_s
     )
-    limits = ConnectionLimits(max_connections=allow_connections(config.server.max_connections))
+    wanted = config.server.connections
+    limits = structs.replace(wanted, max_connections=allow_connections(wanted.max_connections))
     server = HttpServer(app, limits, config.server.drain_s)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -35,7 +35,6 @@ from penstock.server.generation_route import GenerationRoute
 from penstock.server.health import HealthRoute
 from penstock.server.keep_alive import Clock, KeepAlive
 from penstock.server.lifecycle import Lifecycle
-from penstock.server.limits import Limits
 from penstock.server.metrics import Metrics
 from penstock.server.models import ModelsRoute
 from penstock.server.openai_types import ChatRequest, CompletionRequest, GenerateRequest
@@ -73,7 +72,6 @@ def create_app(
     config: ServerConfig,
     model: ServedModel,
     *,
-    limits: Limits | None = None,
     log: RequestLog | None = None,
     on_ready: Callable[[], None] = _nothing,
     hold_s: float = 0.0,
@@ -82,12 +80,11 @@ def create_app(
     """The whole front over an engine.
 
     Args:
-        limits, log: default to what the model and config imply.
+        log: defaults to what the config implies.
         on_ready: called once, when the engine has answered.
         hold_s: nothing is answered before, for this long at most.
         clock: monotonic seconds.
     """
-    limits = limits or Limits.for_context(model.max_model_len)
     log = log or RequestLog(config.log_format)
     workers = TextWorkers()
     metrics = Metrics(model, engine)
@@ -100,7 +97,7 @@ def create_app(
         clock=clock,
     )
     routes = _fastapi(_lifespan(context, workers, on_ready, hold_s))
-    _add_generation_routes(routes, GenerationRoute(model, context, limits, workers))
+    _add_generation_routes(routes, GenerationRoute(model, context, config.limits, workers))
     _add_plain_routes(routes, model, context)
     _describe_bodies(routes)
     gate = Gate(

@@ -36,7 +36,7 @@ class ChatRoute:
         body = await route.read(request)
         chat = convert(body, ChatRequest)
         route.check_common(chat)
-        sampling = chat_sampling(chat, route.model)
+        sampling = chat_sampling(chat, route.model, route.limits)
         prompt = await route.prompts.chat(chat.messages)
         fitted = fit_to_context(
             sampling, len(prompt), route.max_model_len, default=None, prompt_field="messages"

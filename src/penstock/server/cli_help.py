@@ -65,6 +65,8 @@ $PENSTOCK_CACHE_DIR or ~/.cache/penstock. `penstock doctor` says which kernels r
 GROUPS: Mapping[str, str] = {"bench": BENCH_HELP, "kernels": KERNELS_HELP}
 """The commands that have commands of their own, each with its help."""
 
+_PAGES_IN_A_ROW = 6
+
 
 @dataclass(frozen=True, slots=True)
 class CommandHelp:
@@ -205,7 +207,8 @@ def _foot(about: CommandHelp, flags: Sequence[Argument], groups: Sequence[str], 
     if about.common and not topic:
         pages = [f"`--help {group}`" for group in groups]
         lines.append(f"`--help all` for the other {rest}, or by part:")
-        lines.append(", ".join(pages) + ".")
+        rows = [", ".join(pages[i : i + _PAGES_IN_A_ROW]) for i in range(0, len(pages), _PAGES_IN_A_ROW)]
+        lines += [f"{row}," for row in rows[:-1]] + [f"{rows[-1]}."]
     return lines
 
 

@@ -141,7 +141,7 @@ def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
         f"penstock {__version__}   model {one_line(engine.model.model)}   dtype {engine.model.dtype}   "
         f"stages {stages} x tp 1",
         f"{INDENT}{key}   queue {engine.scheduler.max_waiting_requests}   "
-        f"connections {server.max_connections}   drain {server.drain_s:g} s",
+        f"connections {server.connections.max_connections}   drain {server.drain_s:g} s",
     ]
 
 

@@ -19,6 +19,7 @@ from penstock import __version__
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.reports import Reporter
 from penstock.errors import UsageError
+from penstock.server.cli_limits import LimitSettings
 from penstock.server.cli_report import JsonReporter, ServeReporter
 from penstock.server.cli_settings import PARTITION_ENV, EngineSettings, FrontSettings, ProgramSettings
 from penstock.server.cli_sources import config_as_toml
@@ -26,7 +27,7 @@ from penstock.server.cli_terminal import Invocation
 
 Run = Callable[[EngineConfig, ServerConfig, Reporter], int]
 
-_ENGINE, _FRONT, _PROGRAM = EngineSettings(), FrontSettings(), ProgramSettings()
+_ENGINE, _FRONT, _LIMITS, _PROGRAM = EngineSettings(), FrontSettings(), LimitSettings(), ProgramSettings()
 
 
 def serve(
@@ -35,26 +36,34 @@ def serve(
     *,
     engine: EngineSettings = _ENGINE,
     front: FrontSettings = _FRONT,
+    limits: LimitSettings = _LIMITS,
     program: ProgramSettings = _PROGRAM,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """The command. Returns when the server has ended."""
     settings = with_environment_partition(engine, invocation)
     if program.print_config:
-        invocation.stdout.write(config_as_toml((settings, front), model, invocation.origins, __version__))
+        shown = (settings, front, limits)
+        invocation.stdout.write(config_as_toml(shown, model, invocation.origins, __version__))
         return 0
-    return start(model, settings, front, invocation, run_supervisor)
+    return start(model, settings, front, limits, invocation, run_supervisor)
 
 
 def start(
-    model: str | None, engine: EngineSettings, front: FrontSettings, invocation: Invocation, run: Run
+    model: str | None,
+    engine: EngineSettings,
+    front: FrontSettings,
+    limits: LimitSettings,
+    invocation: Invocation,
+    run: Run,
 ) -> int:
     """Check the settings, make the reporter and run until the end."""
     if not model:
         raise UsageError(
             "no model is given.", remedy="Use `penstock serve MODEL`; `penstock serve demo` needs no files."
         )
-    engine_config, server_config = engine.engine_config(model), front.server_config()
+    engine_config = engine.engine_config(model)
+    server_config = front.server_config(limits.request_limits(), limits.connection_limits())
     if front.log_format == "json":
         return run(engine_config, server_config, JsonReporter(invocation.stdout))
     reporter = ServeReporter(invocation, engine_config, server_config)

@@ -14,8 +14,10 @@ from cyclopts import Parameter
 
 from penstock.config import (
     CacheConfig,
+    ConnectionLimits,
     DType,
     EngineConfig,
+    Limits,
     ModelConfig,
     ParallelConfig,
     PinThreads,
@@ -139,6 +141,10 @@ class EngineSettings:
     max_waiting_requests: Annotated[
         int, flag("waiting requests before a 429", "--max-waiting-requests", group="scheduler")
     ] = 1024
+    max_waiting_tokens: Annotated[
+        int | None,
+        flag("of waiting prompts before a 429; else 8 KV pools", "--max-waiting-tokens", group="scheduler"),
+    ] = None
     queue_timeout: Annotated[
         float, flag("seconds a request may wait before a 503", "--queue-timeout", group="scheduler")
     ] = 60.0
@@ -189,6 +195,7 @@ class EngineSettings:
                 max_num_batched_tokens=self.max_num_batched_tokens,
                 prefill_chunk=self.prefill_chunk,
                 max_waiting_requests=self.max_waiting_requests,
+                max_waiting_tokens=self.max_waiting_tokens,
                 queue_timeout_s=self.queue_timeout,
                 micro_batches=self.micro_batches,
                 inter_token_target_ms=self.inter_token_target,
@@ -220,12 +227,11 @@ class FrontSettings:
     drain_seconds: Annotated[
         float, flag("time for running work after SIGTERM", "--drain-seconds", group="server")
     ] = 30.0
-    max_connections: Annotated[int, flag("open connections", "--max-connections", group="server")] = 4096
     log_format: Annotated[
         Literal["text", "json"], flag("of the log on standard error", "--log-format", group="server")
     ] = "text"
 
-    def server_config(self) -> ServerConfig:
+    def server_config(self, limits: Limits, connections: ConnectionLimits) -> ServerConfig:
         """For the HTTP front, with the keys read. Raises `UsageError`."""
         self._check_server()
         return ServerConfig(
@@ -235,7 +241,8 @@ class FrontSettings:
             served_model_name=self.served_model_name,
             insecure=self.insecure,
             drain_s=self.drain_seconds,
-            max_connections=self.max_connections,
+            limits=limits,
+            connections=connections,
             log_format=self.log_format,
         )
 
@@ -247,10 +254,6 @@ class FrontSettings:
         if not 0 <= self.drain_seconds < float("inf"):
             raise UsageError(
                 f"drain_seconds is {self.drain_seconds}; it must be at least 0.", param="drain_seconds"
-            )
-        if self.max_connections < 1:
-            raise UsageError(
-                f"max_connections is {self.max_connections}; it must be at least 1.", param="max_connections"
             )
         if any(not key.strip() for key in self.api_key):
             raise UsageError("--api-key is empty.", param="--api-key", remedy="Use --api-key-file PATH.")

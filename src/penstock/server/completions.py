@@ -35,7 +35,7 @@ class CompletionsRoute:
         body = await route.read(request)
         asked = convert(body, CompletionRequest)
         route.check_common(asked)
-        sampling = completion_sampling(asked, route.model)
+        sampling = completion_sampling(asked, route.model, route.limits)
         limit = route.max_model_len
         sequences = [
             Sequence(

@@ -9,6 +9,7 @@ from typing import Any
 
 from starlette.requests import Request
 
+from penstock.config import Limits
 from penstock.engine.outputs import TextDelta
 from penstock.errors import InvalidRequestError, NotFoundError
 from penstock.server.engine_port import ServedModel
@@ -23,7 +24,7 @@ from penstock.server.generation import (
     require_ready,
 )
 from penstock.server.lifecycle import Interruptible
-from penstock.server.limits import Limits, read_json
+from penstock.server.limits import ByteLimits, read_json
 from penstock.server.openai_types import GenerateRequest, Usage
 from penstock.server.prompts import PromptReader
 from penstock.server.request_record import record_of
@@ -56,9 +57,10 @@ class GenerationRoute:
         self, model: ServedModel, context: GenerationContext, limits: Limits, workers: TextWorkers
     ) -> None:
         self.model = model
-        self.prompts = PromptReader(model, limits, workers)
+        self.limits = limits
+        self._bytes = ByteLimits.resolve(limits, model.max_model_len)
+        self.prompts = PromptReader(model, limits, self._bytes.max_prompt, workers)
         self._context = context
-        self._limits = limits
         self._workers = workers
 
     @property
@@ -86,7 +88,7 @@ class GenerationRoute:
 
     async def read(self, request: Request) -> dict[str, Any]:
         """The body of an accepted request."""
-        return await read_json(request, self._limits, self._workers)
+        return await read_json(request, self._bytes.max_body, self.limits.max_json_depth, self._workers)
 
     def check_common(self, asked: GenerateRequest) -> None:
         """Raise `NotFoundError` for a model that is not served here, before any work on the prompt."""

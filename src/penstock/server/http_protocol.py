@@ -1,8 +1,8 @@
 """One TCP connection: uvicorn's httptools protocol with bounds on size, time and number.
 
-| bound | answer |
+| bound (default of `config.ConnectionLimits`) | answer |
 | --- | --- |
-| connections | 503 and close |
+| 4,096 connections | 503 and close |
 | request line 8 KiB | 414 and close |
 | headers 16 KiB, 64 of them | 431 and close |
 | header time 10 s from the first byte (or the connect) | close |
@@ -15,7 +15,6 @@ Refusals carry an OpenAI error object. Given to uvicorn by `api_process`; knows 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -24,22 +23,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from penstock.config import ConnectionLimits
 from penstock.server.errors import RETRY_AFTER_S, ErrorBody, ErrorObject
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConnectionLimits:
-    """Bounds of the module's table; times in seconds."""
-
-    max_connections: int = 4096
-    max_request_line: int = 8 << 10
-    max_header_bytes: int = 16 << 10
-    max_headers: int = 64
-    header_time_s: float = 10.0
-    body_idle_s: float = 75.0
-    write_stall_s: float = 60.0
-    max_discarded_bytes: int = 64 << 20  # of a body whose request was already answered
-    max_pipelined: int = 16
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -72,7 +57,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if len(self.connections) > self.limits.max_connections:
             self._refuse(503, f"more than {self.limits.max_connections} connections are open")
             return
-        self._arm(self.limits.header_time_s)
+        self._arm(self.limits.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -85,7 +70,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._in_head:
             self._head_bytes += len(data)
             if self._timer is None:
-                self._arm(self.limits.header_time_s)
+                self._arm(self.limits.header_timeout_s)
         elif self._in_body:
             self._note_body(len(data))
         super().data_received(data)
@@ -95,7 +80,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refuse(self._refusal, _REASONS[self._refusal])
 
     def _note_body(self, size: int) -> None:
-        self._arm(self.limits.body_idle_s)
+        self._arm(self.limits.body_timeout_s)
         if self.cycle is not None and self.cycle.response_complete:
             self._discarded_bytes += size
             if self._discarded_bytes > self.limits.max_discarded_bytes:
@@ -133,7 +118,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             return  # before any route sees it
         self._in_body = True
         self._discarded_bytes = 0
-        self._arm(self.limits.body_idle_s)
+        self._arm(self.limits.body_timeout_s)
         super().on_headers_complete()
         if len(self.pipeline) > self.limits.max_pipelined:
             self.transport.abort()
@@ -205,7 +190,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def _watch_writes(self, waiting: int) -> None:
-        self._stall_timer = self.loop.call_later(self.limits.write_stall_s, self._check_writes, waiting)
+        self._stall_timer = self.loop.call_later(self.limits.write_timeout_s, self._check_writes, waiting)
 
     def _check_writes(self, waiting_before: int) -> None:
         waiting = self.transport.get_write_buffer_size()

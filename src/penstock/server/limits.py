@@ -1,9 +1,10 @@
-"""Limits of what a client may send (each with the status it is answered with), and the reading of bodies.
+"""How much a client may send, for the model that is served, and the reading of bodies.
 
 Endpoints call `read_json`. A body is refused with 413 by its declared length before a byte of it is read, and
 by its true length while it is read. JSON is taken strictly: UTF-8 without a byte order mark, one value, no
 NaN, no lone surrogates, at most `max_json_depth` levels. Of a key given twice the last value counts.
-Limits on request lines, headers, connections and time are `http_protocol`'s.
+`config.Limits` says what each bound means; those of request lines, headers, connections and time are
+`http_protocol`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from penstock.config import Limits
 from penstock.errors import AbortedError, InvalidRequestError, TooLargeError
 from penstock.server.text_workers import TextWorkers
 
@@ -23,30 +25,30 @@ _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bounds of a request. `max_prompt_bytes` lets through whatever could fit at 16 bytes a token."""
+class ByteLimits:
+    """The bounds that follow from the model's context where nothing else is said."""
 
-    max_body_bytes: int
-    max_prompt_bytes: int
-    max_json_depth: int = 64
-    max_messages: int = 4096
-    max_prompts: int = 256
+    max_body: int
+    max_prompt: int  # lets through whatever could fit at 16 bytes a token
 
     @classmethod
-    def for_context(cls, max_model_len: int) -> Limits:
-        return cls(max_body_bytes=(2 << 20) + 8 * max_model_len, max_prompt_bytes=16 * max_model_len)
+    def resolve(cls, limits: Limits, max_model_len: int) -> ByteLimits:
+        return cls(
+            max_body=limits.max_body_bytes or (2 << 20) + 8 * max_model_len,
+            max_prompt=limits.max_prompt_bytes or 16 * max_model_len,
+        )
 
 
-async def read_json(request: Request, limits: Limits, workers: TextWorkers) -> dict[str, Any]:
+async def read_json(request: Request, max_bytes: int, max_depth: int, workers: TextWorkers) -> dict[str, Any]:
     """The request's body as a JSON object.
 
     Raises:
-        TooLargeError: longer than `max_body_bytes`.
+        TooLargeError: longer than `max_bytes`.
         InvalidRequestError: not JSON, not an object, or too deep.
         AbortedError: the client left before it had sent all.
     """
-    body = await _read_body(request, limits.max_body_bytes)
-    value = await workers.run(len(body), parse_json, body, limits.max_json_depth)
+    body = await _read_body(request, max_bytes)
+    value = await workers.run(len(body), parse_json, body, max_depth)
     if not isinstance(value, dict):
         raise _bad_json(f"the body must be a JSON object, got {_json_name(value)}")
     return value
@@ -102,11 +104,15 @@ def _bad_json(detail: str) -> InvalidRequestError:
 
 
 def _too_deep(limit: int) -> InvalidRequestError:
-    return InvalidRequestError(f"The request body nests deeper than {limit} levels.", code="json_too_deep")
+    return InvalidRequestError(
+        f"The request body nests deeper than {limit} levels.",
+        remedy="Send flatter JSON, or start the server with a larger --max-json-depth.",
+        code="json_too_deep",
+    )
 
 
 def _too_large(size: int, limit: int) -> TooLargeError:
     return TooLargeError(
         f"The request body has at least {size} bytes; the limit is {limit} bytes.",
-        remedy="Send a shorter prompt or fewer prompts in one request.",
+        remedy="Send a shorter prompt or fewer prompts in one request, or raise --max-body-bytes.",
     )

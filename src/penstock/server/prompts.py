@@ -7,13 +7,15 @@ against the vocabulary.
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
+from penstock.config import Limits
 from penstock.errors import InvalidRequestError
 from penstock.server.engine_port import ServedModel
-from penstock.server.limits import Limits
 from penstock.server.openai_types import ChatMessage, ContentPart
 from penstock.server.text_workers import TextWorkers
+
+_MESSAGE_BYTES = 64  # of text that take a template about as long as one more message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -23,9 +25,12 @@ Prompt = str | list[str | int | list[int]]
 class PromptReader:
     """Called by the routes; one for the whole server."""
 
-    def __init__(self, model: ServedModel, limits: Limits, workers: TextWorkers) -> None:
+    def __init__(
+        self, model: ServedModel, limits: Limits, max_prompt_bytes: int, workers: TextWorkers
+    ) -> None:
         self._model = model
         self._limits = limits
+        self._max_bytes = max_prompt_bytes
         self._workers = workers
 
     async def completions(self, prompt: Prompt) -> list[list[int]]:
@@ -34,6 +39,7 @@ class PromptReader:
         if not 1 <= len(prompts) <= self._limits.max_prompts:
             raise InvalidRequestError(
                 f"prompt must hold 1 to {self._limits.max_prompts} prompts, got {len(prompts)}.",
+                remedy="Send them in several requests." if prompts else "Give a text or token ids.",
                 param="prompt",
                 code="out_of_range",
             )
@@ -48,13 +54,15 @@ class PromptReader:
         if not 1 <= len(messages) <= self._limits.max_messages:
             raise InvalidRequestError(
                 f"messages must hold 1 to {self._limits.max_messages} messages, got {len(messages)}.",
+                remedy="Leave out the oldest." if messages else "Give at least one.",
                 param="messages",
                 code="out_of_range",
             )
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        size = sum(_num_bytes(message["content"]) for message in plain)
+        size = sum(_num_bytes(message["content"]) + _num_bytes(message.get("name", "")) for message in plain)
         self._refuse_long(size, "messages")
-        ids = await self._workers.run(size, self._model.codec.encode_chat, plain)
+        work = size + _MESSAGE_BYTES * len(plain)
+        ids = await self._workers.run(work, self._model.codec.encode_chat, plain)
         return _not_empty(ids, "messages")
 
     def _all_token_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
@@ -68,11 +76,11 @@ class PromptReader:
         return prompt
 
     def _refuse_long(self, size: int, param: str) -> None:
-        if size > self._limits.max_prompt_bytes:
+        if size > self._max_bytes:
             raise InvalidRequestError(
-                f"{param} has {size} bytes of text, more than {self._limits.max_prompt_bytes}, which is 16 "
-                f"for each of the model's {self._model.max_model_len} tokens of context.",
-                remedy="Shorten it.",
+                f"{param} has {size} bytes of text, more than the {self._max_bytes} that are read for the "
+                f"model's {self._model.max_model_len} tokens of context.",
+                remedy="Shorten it, or raise --max-prompt-bytes.",
                 param=param,
                 code="context_length_exceeded",
             )
@@ -103,7 +111,7 @@ def _as_list(prompt: Prompt) -> list[str | list[int]]:
     return [cast("list[int]", prompt)] if int in kinds else cast("list[str | list[int]]", prompt)
 
 
-def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
+def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:
     """A message as a template sees it: role and text."""
     where = f"messages[{index}]"
     if message.role not in ROLES:

@@ -6,8 +6,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.config import Limits
 from penstock.errors import InvalidRequestError
-from penstock.request import MAX_LOGPROBS, SamplingParams
+from penstock.request import SamplingParams
 from penstock.server.engine_port import ServedModel
 from penstock.server.openai_types import ChatRequest, CompletionRequest, GenerateRequest
 
@@ -15,16 +16,45 @@ DEFAULT_COMPLETION_TOKENS = 16
 _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p")
 
 
-def chat_sampling(request: ChatRequest, model: ServedModel) -> SamplingParams:
+def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> SamplingParams:
     """Sampling of a chat request; `max_tokens` None fills the context. Raises `InvalidRequestError`."""
     limit = request.max_completion_tokens
     if limit is None:
         limit = request.max_tokens
-    return _validated(request, model, max_tokens=limit, logprobs=_chat_logprobs(request))
+    sampling = _validated(
+        request, model, max_tokens=limit, logprobs=_chat_logprobs(request, limits.max_logprobs)
+    )
+    return _within(sampling, limits)
 
 
-def completion_sampling(request: CompletionRequest, model: ServedModel) -> SamplingParams:
-    return _validated(request, model, max_tokens=request.max_tokens, logprobs=request.logprobs)
+def completion_sampling(request: CompletionRequest, model: ServedModel, limits: Limits) -> SamplingParams:
+    sampling = _validated(request, model, max_tokens=request.max_tokens, logprobs=request.logprobs)
+    return _within(sampling, limits)
+
+
+def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
+    """The sampling, unless it asks for more than this server allows."""
+    stops = sampling.stop_strings
+    longest = max((len(text.encode()) for text in stops), default=0)
+    for param, what, value, most in (
+        ("logprobs", "logprobs", sampling.logprobs or 0, limits.max_logprobs),
+        ("stop", "the number of stop strings", len(stops), limits.max_stop_strings),
+        ("stop", "the length of a stop string in bytes", longest, limits.max_stop_string_bytes),
+        (
+            "stop_token_ids",
+            "the number of stop_token_ids",
+            len(sampling.stop_token_ids),
+            limits.max_stop_token_ids,
+        ),
+    ):
+        if value > most:
+            raise InvalidRequestError(
+                f"{what} is {value}; this server allows {most}.",
+                remedy="Ask for fewer.",
+                param=param,
+                code="out_of_range",
+            )
+    return sampling
 
 
 def _validated(
@@ -46,12 +76,12 @@ def _validated(
     return sampling
 
 
-def _chat_logprobs(request: ChatRequest) -> int | None:
+def _chat_logprobs(request: ChatRequest, most: int) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
     if request.top_logprobs:
         raise InvalidRequestError(
-            f"top_logprobs must be between 0 and {MAX_LOGPROBS} and needs logprobs: true.",
+            f"top_logprobs must be between 0 and {most} and needs logprobs: true.",
             param="top_logprobs",
         )
     return None

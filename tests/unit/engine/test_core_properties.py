@@ -39,6 +39,7 @@ RIGS = st.fixed_dictionaries(
             SchedulerConfig,
             max_num_seqs=st.integers(1, 6),
             max_num_batched_tokens=st.sampled_from([1, 2, 3, 5, 8, 24, 100]),
+            max_waiting_tokens=st.just(1 << 20),
             prefill_chunk=st.sampled_from([1, 2, 3, 7, 64]),
             micro_batches=st.sampled_from(["auto", "auto", 1, 2, 9]),
         ),
@@ -174,6 +175,7 @@ def random_rig(random: Random) -> dict[str, Any]:
             max_num_seqs=random.choice([1, 2, 4, 8]),
             max_num_batched_tokens=random.choice([1, 2, 4, 8, 16, 100]),
             prefill_chunk=random.choice([1, 2, 3, 7, 64]),
+            max_waiting_tokens=1 << 20,  # pools are small here: nobody is to be refused
         ),
         "costs": random.choice(COSTS),
     }

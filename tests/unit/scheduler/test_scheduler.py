@@ -515,6 +515,27 @@ def test_a_full_queue_is_refused_with_429() -> None:
     assert caught.value.http_status == 429
 
 
+def test_r8_a_queue_that_is_full_of_tokens_is_refused_with_429() -> None:
+    rig = CoreRig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting_tokens=20))
+    rig.add("runs", 3)
+    rig.step()
+    rig.add("alone it may be longer than the limit", 21)
+    with pytest.raises(OverloadedError, match=r"21 tokens .* with the 1 of .* limit of 20") as caught:
+        rig.add("one too many", 1)
+    assert caught.value.http_status == 429
+    assert "--max-waiting-tokens" in caught.value.remedy
+
+
+def test_r8_eight_pools_of_tokens_may_wait_where_nothing_else_is_said() -> None:
+    rig = CoreRig(num_blocks=4, block_size=4, scheduler=SchedulerConfig(max_num_seqs=1))
+    rig.add("runs", 3)
+    rig.step()
+    for index in range(8):
+        rig.add(f"r{index}", 16)
+    with pytest.raises(OverloadedError, match=r"128 tokens .* limit of 128"):
+        rig.add("one too many", 1)
+
+
 def test_a_request_that_waits_too_long_ends_with_503() -> None:
     config = SchedulerConfig(max_num_seqs=1, queue_timeout_s=10.0)
     rig = CoreRig(latency=None, scheduler=config)

@@ -11,11 +11,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config import EngineConfig, ServerConfig
+from penstock.config import ConnectionLimits, EngineConfig, Limits, ServerConfig
 from penstock.engine.reports import Reporter
 from penstock.errors import UsageError
 from penstock.server import cli_serve
 from penstock.server.cli import run
+from penstock.server.cli_limits import LimitSettings
 from penstock.server.cli_report import JsonReporter, ServeReporter
 from penstock.server.cli_settings import EngineSettings, FrontSettings, read_keys
 from penstock.server.cli_terminal import Invocation
@@ -155,7 +156,12 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --pa
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
---host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22 --max-connections 23
+--max-waiting-tokens 30
+--host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22
+--max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
+--max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
+--max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
+--header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42
 """
 
 
@@ -187,6 +193,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_num_batched_tokens": 17,
             "prefill_chunk": 18,
             "max_waiting_requests": 19,
+            "max_waiting_tokens": 30,
             "queue_timeout_s": 20.0,
             "micro_batches": 2,
             "inter_token_target_ms": 250.0,
@@ -200,7 +207,29 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "served_model_name": "s",
         "insecure": True,
         "drain_s": 22.0,
-        "max_connections": 23,
+        "limits": {
+            "max_body_bytes": 31,
+            "max_prompt_bytes": 32,
+            "max_json_depth": 33,
+            "max_messages": 34,
+            "max_prompts": 35,
+            "max_logprobs": 5,
+            "max_stop_strings": 6,
+            "max_stop_string_bytes": 7,
+            "max_stop_token_ids": 8,
+        },
+        "connections": {
+            "max_connections": 23,
+            "max_request_line": 36,
+            "max_header_bytes": 37,
+            "max_headers": 38,
+            "header_timeout_s": 39.0,
+            "body_timeout_s": 40.0,
+            "keep_alive_timeout_s": 41.0,
+            "write_timeout_s": 42.0,
+            "max_discarded_bytes": 64 << 20,
+            "max_pipelined": 16,
+        },
         "log_format": "json",
     }
     assert isinstance(reporter, JsonReporter)
@@ -247,12 +276,36 @@ def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
     assert read_keys(None) == []
 
 
-@pytest.mark.parametrize(
-    "bad", [{"port": -1}, {"drain_seconds": float("nan")}, {"max_connections": 0}, {"api_key": (" ",)}]
-)
+@pytest.mark.parametrize("bad", [{"port": -1}, {"drain_seconds": float("nan")}, {"api_key": (" ",)}])
 def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        FrontSettings(**bad).server_config()
+        FrontSettings(**bad).server_config(Limits(), ConnectionLimits())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_connections": 0},
+        {"max_headers": -1},
+        {"header_timeout": 0.0},
+        {"write_timeout": math.inf},
+        {"keep_alive_timeout": math.nan},
+        {"max_body_bytes": 0},
+        {"max_json_depth": 0},
+        {"max_prompts": 0},
+        {"max_logprobs": 21},
+        {"max_stop_strings": 17},
+        {"max_stop_string_bytes": 0},
+        {"max_stop_token_ids": -1},
+    ],
+)
+def test_bad_limits_are_refused_and_named(bad: dict[str, Any]) -> None:
+    settings = LimitSettings(**bad)
+    with pytest.raises(UsageError, match="must be") as raised:
+        (settings.request_limits(), settings.connection_limits())
+    assert raised.value.code == "out_of_range"
+    (flag,) = bad
+    assert (raised.value.param or "").removesuffix("_s") == flag.removesuffix("_s")
 
 
 @pytest.mark.parametrize("bad", [{"queue_timeout": 0.0}, {"queue_timeout": math.inf}, {"max_num_seqs": 0}])

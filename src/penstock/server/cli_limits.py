@@ -1,0 +1,99 @@
+"""The settings of `penstock serve` that bound what clients may do: sizes, counts and times.
+
+Read by `cli_help` and `cli_sources` as `cli_settings` is; `cli_serve` turns them into the limits of a
+`ServerConfig`, which check the values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.config import ConnectionLimits, Limits
+from penstock.server.cli_settings import flag
+
+_REQUEST, _CONNECTION = Limits(), ConnectionLimits()
+
+
+def _limit(name: str, help_text: str) -> Parameter:
+    return flag(help_text, name, group="limits")
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitSettings:
+    """What clients may do at most."""
+
+    max_body_bytes: Annotated[
+        int | None, _limit("--max-body-bytes", "of a request; else 2 MiB + 8 per token of context")
+    ] = None
+    max_prompt_bytes: Annotated[
+        int | None, _limit("--max-prompt-bytes", "of text in a prompt; else 16 per token of context")
+    ] = None
+    max_json_depth: Annotated[int, _limit("--max-json-depth", "brackets within brackets")] = (
+        _REQUEST.max_json_depth
+    )
+    max_messages: Annotated[int, _limit("--max-messages", "of a conversation")] = _REQUEST.max_messages
+    max_prompts: Annotated[int, _limit("--max-prompts", "of one completions request")] = _REQUEST.max_prompts
+    max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
+        _REQUEST.max_logprobs
+    )
+    max_stop_strings: Annotated[int, _limit("--max-stop-strings", "of a request")] = _REQUEST.max_stop_strings
+    max_stop_string_bytes: Annotated[int, _limit("--max-stop-string-bytes", "of each of them")] = (
+        _REQUEST.max_stop_string_bytes
+    )
+    max_stop_token_ids: Annotated[int, _limit("--max-stop-token-ids", "of a request")] = (
+        _REQUEST.max_stop_token_ids
+    )
+
+    max_connections: Annotated[int, _limit("--max-connections", "open connections")] = (
+        _CONNECTION.max_connections
+    )
+    max_request_line: Annotated[int, _limit("--max-request-line", "bytes of method, path and version")] = (
+        _CONNECTION.max_request_line
+    )
+    max_header_bytes: Annotated[int, _limit("--max-header-bytes", "of all headers of a request")] = (
+        _CONNECTION.max_header_bytes
+    )
+    max_headers: Annotated[int, _limit("--max-headers", "of a request")] = _CONNECTION.max_headers
+    header_timeout: Annotated[float, _limit("--header-timeout", "seconds for a whole head")] = (
+        _CONNECTION.header_timeout_s
+    )
+    body_timeout: Annotated[float, _limit("--body-timeout", "seconds without a byte of a body")] = (
+        _CONNECTION.body_timeout_s
+    )
+    keep_alive_timeout: Annotated[float, _limit("--keep-alive-timeout", "seconds between two requests")] = (
+        _CONNECTION.keep_alive_timeout_s
+    )
+    write_timeout: Annotated[float, _limit("--write-timeout", "seconds in which a client takes nothing")] = (
+        _CONNECTION.write_timeout_s
+    )
+
+    def request_limits(self) -> Limits:
+        """For the routes. Raises `UsageError` naming a setting that is out of range."""
+        return Limits(
+            max_body_bytes=self.max_body_bytes,
+            max_prompt_bytes=self.max_prompt_bytes,
+            max_json_depth=self.max_json_depth,
+            max_messages=self.max_messages,
+            max_prompts=self.max_prompts,
+            max_logprobs=self.max_logprobs,
+            max_stop_strings=self.max_stop_strings,
+            max_stop_string_bytes=self.max_stop_string_bytes,
+            max_stop_token_ids=self.max_stop_token_ids,
+        )
+
+    def connection_limits(self) -> ConnectionLimits:
+        """For the connections. Raises `UsageError` naming a setting that is out of range."""
+        return ConnectionLimits(
+            max_connections=self.max_connections,
+            max_request_line=self.max_request_line,
+            max_header_bytes=self.max_header_bytes,
+            max_headers=self.max_headers,
+            header_timeout_s=self.header_timeout,
+            body_timeout_s=self.body_timeout,
+            keep_alive_timeout_s=self.keep_alive_timeout,
+            write_timeout_s=self.write_timeout,
+        )
