@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -23,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from penstock import __version__
 from penstock.config import ServerConfig
 from penstock.errors import PenstockError
+from penstock.server import openapi
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
 from penstock.server.chat import ChatRoute
 from penstock.server.completions import CompletionsRoute
@@ -37,7 +37,12 @@ from penstock.server.keep_alive import Clock, KeepAlive
 from penstock.server.lifecycle import Lifecycle
 from penstock.server.metrics import Metrics
 from penstock.server.models import ModelsRoute
-from penstock.server.openai_types import ChatRequest, CompletionRequest, GenerateRequest
+from penstock.server.openai_types import (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+)
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import record_of
 from penstock.server.text_workers import TextWorkers
@@ -99,7 +104,7 @@ def create_app(
     routes = _fastapi(_lifespan(context, workers, on_ready, hold_s))
     _add_generation_routes(routes, GenerationRoute(model, context, config.limits, workers))
     _add_plain_routes(routes, model, context)
-    _describe_bodies(routes)
+    openapi.complete(routes, model, config.limits, asks_for_key=bool(config.api_keys))
     gate = Gate(
         routes,
         keys=ApiKeys(config.api_keys),
@@ -146,9 +151,19 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
     chat = ChatRoute(route)
     completions = CompletionsRoute(route)
-    for path, endpoint, body_type, name in (
-        ("/v1/chat/completions", chat.create, ChatRequest, "create_chat_completion"),
-        ("/v1/completions", completions.create, CompletionRequest, "create_completion"),
+    for path, endpoint, name, described in (
+        (
+            "/v1/chat/completions",
+            chat.create,
+            "create_chat_completion",
+            openapi.generation_route(ChatRequest, ChatResponse),
+        ),
+        (
+            "/v1/completions",
+            completions.create,
+            "create_completion",
+            openapi.generation_route(CompletionRequest, CompletionResponse),
+        ),
     ):
         routes.add_api_route(
             path,
@@ -156,21 +171,8 @@ def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
             methods=["POST"],
             name=name,
             response_class=Response,
-            openapi_extra=_body_reference(body_type),
+            **described,
         )
-
-
-def _body_reference(body_type: type[GenerateRequest]) -> dict[str, Any]:
-    schema = {"$ref": f"#/components/schemas/{body_type.__name__}"}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _describe_bodies(routes: FastAPI) -> None:
-    """Add the request types, which are no types of the framework, to its OpenAPI document."""
-    _, definitions = msgspec.json.schema_components(
-        [ChatRequest, CompletionRequest], ref_template="#/components/schemas/{name}"
-    )
-    routes.openapi().setdefault("components", {}).setdefault("schemas", {}).update(definitions)
 
 
 def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationContext) -> None:
@@ -186,7 +188,14 @@ def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationCo
         ("/version", health.version, "version"),
         ("/debug/trace", DebugRoute(context.engine).trace, "trace"),
     ):
-        routes.add_api_route(path, endpoint, methods=["GET"], response_class=Response, name=name)
+        routes.add_api_route(
+            path,
+            endpoint,
+            methods=["GET"],
+            response_class=Response,
+            name=name,
+            **openapi.plain_route(path),
+        )
         if path in OPEN_PATHS:  # probes may ask for the head alone
             routes.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
 

@@ -16,7 +16,7 @@ from penstock.server.openai_types import (
     ChatChoice,
     ChatLogprobs,
     ChatRequest,
-    GenerateResponse,
+    ChatResponse,
     Usage,
 )
 from penstock.server.sampling import chat_sampling, fit_to_context
@@ -49,7 +49,7 @@ def chat_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:
     """A whole answer."""
     choices = [_choice(answer, index, outcome) for index, outcome in enumerate(outcomes)]
     prompt = choices[0].prompt_token_ids
-    response = GenerateResponse(
+    response = ChatResponse(
         id=answer.form.response_id,
         object="chat.completion",
         created=answer.form.created,

@@ -15,7 +15,7 @@ from penstock.server.openai_types import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
-    GenerateResponse,
+    CompletionResponse,
     Usage,
 )
 from penstock.server.sampling import DEFAULT_COMPLETION_TOKENS, completion_sampling, fit_to_context
@@ -49,7 +49,7 @@ class CompletionsRoute:
 
 def completion_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:
     """A whole answer."""
-    response = GenerateResponse(
+    response = CompletionResponse(
         id=answer.form.response_id,
         object="text_completion",
         created=answer.form.created,

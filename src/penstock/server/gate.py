@@ -16,7 +16,11 @@ from penstock.server.metrics import Metrics
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import REQUEST_ID_HEADER, RequestRecord, open_record
 
-_SAFETY_HEADERS = [(b"x-content-type-options", b"nosniff"), (b"cache-control", b"no-store")]
+_SAFETY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+]
 
 
 class Gate:

@@ -30,6 +30,10 @@ class Health(msgspec.Struct, frozen=True, kw_only=True):
     since: float | None = None
 
 
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+
+
 class HealthRoute:
     def __init__(
         self,
@@ -56,7 +60,7 @@ class HealthRoute:
         return _respond(Health(state="stuck", reason="the event loop was blocked for seconds"))
 
     async def version(self) -> Response:
-        return json_response(msgspec.json.encode({"version": __version__}))
+        return json_response(msgspec.json.encode(Version(version=__version__)))
 
     async def metrics(self) -> Response:
         """Prometheus text."""

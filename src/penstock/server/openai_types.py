@@ -129,14 +129,24 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-class GenerateResponse(msgspec.Struct, frozen=True, kw_only=True):
+class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
+    """What every answer begins with."""
+
     id: str
     object: str
     created: int
     model: str
-    choices: list[ChatChoice] | list[CompletionChoice]
+
+
+class ChatResponse(ResponseHead, frozen=True, kw_only=True):
+    choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionResponse(ResponseHead, frozen=True, kw_only=True):
+    choices: list[CompletionChoice]
+    usage: Usage
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,160 @@
+"""What `/openapi.json` says of requests and answers, true to the types that read and write them.
+
+The framework knows paths and methods only: bodies are read and written by msgspec. Called by `app`, with each
+route and once at the end. Bounds are told as far as a schema can; those that depend on two fields, or on the
+length of a text in tokens, are told by the error alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from penstock.config import Limits
+from penstock.server.access import OPEN_PATHS
+from penstock.server.engine_port import ServedModel
+from penstock.server.errors import ErrorBody
+from penstock.server.health import Health, Version
+from penstock.server.openai_types import (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ModelCard,
+    ModelList,
+)
+from penstock.server.prompts import ROLES
+
+_TYPES = (
+    ChatRequest,
+    ChatResponse,
+    CompletionRequest,
+    CompletionResponse,
+    ErrorBody,
+    Health,
+    ModelCard,
+    ModelList,
+    Version,
+)
+_ANY_ROUTE = (401, 403, 500)
+_GENERATION = (400, 404, 413, 429, 503)
+_REASONS = {
+    400: "A field, or the body, is wrong; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    403: "The Host or Origin is not one that this server answers to.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    429: "Too much work waits; try again after Retry-After seconds.",
+    500: "Failed by a fault of the server; the log has more under the request's id.",
+    503: "The pipe is not ready, or the server shuts down; try again after Retry-After seconds.",
+}
+_SCHEME = "key"
+
+Schema = dict[str, Any]
+
+
+def _content(media_type: str, schema: Schema) -> Schema:
+    return {"content": {media_type: {"schema": schema}}}
+
+
+def _reference(of: type[msgspec.Struct]) -> Schema:
+    return {"$ref": f"#/components/schemas/{of.__name__}"}
+
+
+def _answers(ok: Schema, errors: Iterable[int]) -> dict[int | str, Schema]:
+    refused: dict[int | str, Schema] = {
+        status: {"description": _REASONS[status], **_content("application/json", _reference(ErrorBody))}
+        for status in (*_ANY_ROUTE, *errors)
+    }
+    return {200: {"description": "Done.", **ok}} | refused
+
+
+def generation_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
+    """Arguments of `add_api_route` that describe a generating route."""
+    ok = _content("application/json", _reference(answer))
+    ok["content"]["text/event-stream"] = {}
+    body = {"required": True, **_content("application/json", _reference(request))}
+    return {"responses": _answers(ok, _GENERATION), "openapi_extra": {"requestBody": body}}
+
+
+def plain_route(path: str) -> dict[str, Any]:
+    """Arguments of `add_api_route` that describe a route without a body."""
+    if path in OPEN_PATHS:
+        health = _content("application/json", _reference(Health))
+        answers = {200: {"description": "Yes.", **health}, 503: {"description": "No.", **health}}
+        return {"responses": _answers({}, ()) | answers}
+    shape = _ANSWERS.get(path, _content("application/json", {"type": "object"}))
+    errors = {"/v1/models/{model_id:path}": (404,), "/debug/trace": (503,)}.get(path, ())
+    return {"responses": _answers(shape, errors)}
+
+
+_ANSWERS: Mapping[str, Schema] = {
+    "/v1/models": _content("application/json", _reference(ModelList)),
+    "/v1/models/{model_id:path}": _content("application/json", _reference(ModelCard)),
+    "/version": _content("application/json", _reference(Version)),
+    "/metrics": _content("text/plain", {"type": "string"}),
+}
+
+
+def complete(routes: FastAPI, model: ServedModel, limits: Limits, *, asks_for_key: bool) -> None:
+    """Add the types, their bounds and the key to the framework's document, which is made once."""
+    document = routes.openapi()
+    _, definitions = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
+    for name, bounds in _bounds(model, limits).items():
+        _bound(definitions[name]["properties"], bounds)
+    for operations in document["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)  # the framework's own word for what is 400 here
+    components: Schema = {"schemas": definitions}
+    if asks_for_key:
+        components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{_SCHEME: []}]
+        for path in OPEN_PATHS:
+            document["paths"][path]["get"]["security"] = []
+    document["components"] = components
+
+
+def _bound(properties: Schema, bounds: Mapping[str, Mapping[str, Schema]]) -> None:
+    """Put the bounds of a field at the variant of its type that they belong to."""
+    for field, by_type in bounds.items():
+        variants = properties[field].get("anyOf", [properties[field]])
+        for variant in variants:
+            variant.update(by_type.get(variant.get("type", ""), {}))
+
+
+def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str, Schema]]]:
+    ids = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
+    stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_string_bytes}
+    logprobs = {"integer": {"minimum": 0, "maximum": limits.max_logprobs}}
+    tokens = {"integer": {"minimum": 1, "maximum": model.max_model_len}}
+    common: dict[str, dict[str, Schema]] = {
+        "temperature": {"number": {"minimum": 0, "maximum": 2}},
+        "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
+        "min_p": {"number": {"minimum": 0, "maximum": 1}},
+        "top_k": {"integer": {"minimum": -1, "maximum": model.vocab_size}},
+        "seed": {"integer": {"minimum": -(2**63), "maximum": 2**63 - 1}},
+        "max_tokens": tokens,
+        "min_tokens": {"integer": {"minimum": 0, "maximum": model.max_model_len}},
+        "stop": {"string": stop, "array": {"maxItems": limits.max_stop_strings, "items": stop}},
+        "stop_token_ids": {"array": {"maxItems": limits.max_stop_token_ids, "items": ids}},
+    }
+    prompts = {"minItems": 1, "items": _prompt_item(ids)}
+    messages = {"minItems": 1, "maxItems": limits.max_messages}
+    return {
+        "CompletionRequest": {**common, "prompt": {"array": prompts}, "logprobs": logprobs},
+        "ChatRequest": {
+            **common,
+            "messages": {"array": messages},
+            "max_completion_tokens": tokens,
+            "top_logprobs": logprobs,
+        },
+        "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
+        "ContentPart": {"type": {"string": {"enum": ["text"]}}},
+    }
+
+
+def _prompt_item(ids: Schema) -> Schema:
+    return {"anyOf": [{"type": "string"}, ids, {"type": "array", "minItems": 1, "items": ids}]}
