@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tarfile
 import threading
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 from fake_engine import BOS, VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
 
-from paths import shared_data
 from penstock.config import Limits
 from penstock.errors import OverloadedError
 from penstock.server.limits import parse_json
@@ -269,31 +267,11 @@ def test_worker_threads_have_a_bounded_queue() -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        b"",
-        b"null",
-        b"3",
-        b"[]",
-        b'"prompt"',
-        b'{"prompt": "a"',
-        b'{"prompt": "a"} x',
-        b'{"prompt": NaN}',
-        b'{"prompt": "a", "temperature": Infinity}',
-        b'{"prompt": "a", "temperature": 1e400}',
-        b'{"prompt": "\\ud800"}',
-        b'\xef\xbb\xbf{"prompt": "a"}',
-        b'{"prompt": "a\x00b"}',
-        b'{"prompt": "\xff"}',
-        '{"prompt": "a"}'.encode("utf-16"),
-        b'{"prompt": "a", "x": ' + b"[" * 64 + b"]" * 64 + b"}",
-        b'{"x":' * 100_000,
-        b'{"prompt": "a", "seed": ' + b"9" * 100_000 + b"}",
-    ],
+    "body", [b"", b"null", b"3", b"[]", b'"prompt"', b'{"prompt": "a"', b'{"prompt": "\xff"}']
 )
 def test_bodies_that_are_no_proper_json_object_are_400(live: LiveServer, body: bytes) -> None:
     error = _refused(live, TEXT, body)
-    assert error["type"] == "invalid_request_error"
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
 
 
 def test_json_depth_is_counted_exactly_and_not_within_strings() -> None:
@@ -305,35 +283,3 @@ def test_json_depth_is_counted_exactly_and_not_within_strings() -> None:
             else:
                 with pytest.raises(ValueError, match="64 levels"):
                     parse_json(text.encode(), 64)
-
-
-def test_json_suite_as_bodies_never_breaks_the_server(live: LiveServer) -> None:
-    with tarfile.open(shared_data("conformance", "json_parsing_suite.tar.gz")) as suite:
-        files = {m.name.rpartition("/")[2]: suite.extractfile(m) for m in suite if m.name.endswith(".json")}
-        bodies = {name: file.read() for name, file in files.items() if file is not None}
-    assert len(bodies) > 300
-    for name, body in bodies.items():
-        status, answer = live.post(TEXT, body)
-        assert status == 400, name  # valid JSON too: none of it is a request
-        refused_as_json = answer["error"]["code"] in ("invalid_json", "json_too_deep")
-        if name.startswith("n_"):
-            assert refused_as_json, name
-        wrapped = b'{"prompt": "a", "x": ' + body + b"}"
-        if name.startswith("y_"):
-            assert live.request("POST", TEXT, wrapped)[0].status == 200, name
-
-
-def test_naughty_strings_come_back_as_they_went_in(live: LiveServer) -> None:
-    strings = json.loads(shared_data("conformance", "blns.json").read_text("utf-8"))
-    assert len(strings) > 400
-    for text in strings:
-        status, answer = live.post(TEXT, {"prompt": text, "max_tokens": 2000, "user": text})
-        assert status == 200
-        assert answer["choices"][0]["text"] == text
-        chat = {"messages": [{"role": "user", "content": text}], "stream": True, "model": "fake"}
-        response, raw = live.request("POST", CHAT, chat, {"x-request-id": "a"})
-        assert response.status == 200
-        chunks = [json.loads(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: {")]
-        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == f"user: {text}\n"
-    for text in strings:
-        assert live.post(TEXT, {"prompt": "a", "model": text})[0] == (200 if text == "" else 404)

@@ -106,7 +106,8 @@ def _invalid(message: str) -> InvalidRequestError:
         param = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
     param = path or None
-    return InvalidRequestError(f"{path}: {text}" if path else text, param=param, code="invalid_type")
+    code = "out_of_range" if text == "Number out of range" else "invalid_type"
+    return InvalidRequestError(f"{path}: {text}" if path else text, param=param, code=code)
 
 
 def unknown_fields(body: Mapping[str, Any], request_type: type[GenerateRequest]) -> list[str]:
