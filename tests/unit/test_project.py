@@ -171,33 +171,69 @@ def test_no_file_or_class_is_named_for_a_heap() -> None:
 # --- what bytes from outside may never reach ------------------------------------------------------
 
 
+PICKLERS = {"pickle", "_pickle", "marshal", "shelve", "cloudpickle", "dill", "joblib", "jsonpickle"}
+RUNS_CODE = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}
+# Each of these pickles what crosses a file, a socket or a process, whoever's method it is.
+PICKLING_METHODS = {
+    *("send_pyobj", "recv_pyobj", "ProcessPoolExecutor"),
+    *("send_object_list", "recv_object_list", "broadcast_object_list", "scatter_object_list"),
+    *("all_gather_object", "gather_object"),
+}
+
+
 def dangerous_calls(path: Path) -> Iterator[str]:
     """Calls that run code or unpickle: on our wires and in our loaders there are none."""
     for node in ast.walk(tree_of(path)):
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
-        shell = any(k.arg == "shell" and ast.unparse(k.value) != "False" for k in node.keywords)
-        plain = called in {"eval", "exec", "__import__", "os.system", "os.popen", "torch.load", "torch.save"}
-        if plain or shell or called.split(".")[0] in {"pickle", "marshal", "shelve", "cloudpickle", "dill"}:
+        plain = called in RUNS_CODE | {"torch.load", "torch.save", "torch.jit.load"}
+        method = called.rpartition(".")[2] in PICKLING_METHODS
+        if plain or method or any(map(allows_code, node.keywords)) or called.split(".")[0] in PICKLERS:
             yield f"{shown(path)}:{node.lineno} {called}"
 
 
-def test_no_pickle_no_eval_no_shell_in_the_source() -> None:
+def allows_code(keyword: ast.keyword) -> bool:
+    wanted = {"shell", "allow_pickle", "trust_remote_code"}
+    return keyword.arg in wanted and ast.unparse(keyword.value) != "False"
+
+
+def test_rule_1_no_pickle_no_eval_no_shell_in_the_source() -> None:
+    """CVE-2024-50050, CVE-2025-32444, CVE-2026-26210 and their like."""
     assert [call for path in MODULES for call in dangerous_calls(path)] == []
+
+
+def test_rule_1_nothing_that_pickles_is_imported() -> None:
+    banned = PICKLERS | {"multiprocessing"}  # its queues, pipes and managers pickle
+    found = [
+        (shown(path), name)
+        for path in MODULES
+        for name in imported_names(tree_of(path))
+        if name.split(".")[0] in banned or name == "torch.multiprocessing"
+    ]
+    assert found == []
+
+
+def test_rule_6_code_that_a_model_brings_can_not_be_asked_for() -> None:
+    """CVE-2026-22807: there is no such flag, argument or field."""
+    assert [shown(path) for path in MODULES if "trust_remote_code" in path.read_text("utf-8")] == []
 
 
 def test_dangerous_calls_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[__name__], "REPOSITORY", tmp_path)
     path = tmp_path / "bad.py"
     path.write_text(
-        "eval('1')\ntorch.load(f)\npickle.loads(b)\nrun(c, shell=True)\nmodel.eval()\n", encoding="utf-8"
+        "eval('1')\ntorch.load(f)\npickle.loads(b)\nrun(c, shell=True)\nsocket.recv_pyobj()\n"
+        "np.load(f, allow_pickle=True)\nmodel.eval()\nre.compile(p)\nnp.load(f, allow_pickle=False)\n",
+        encoding="utf-8",
     )
     assert [call.split()[0] for call in dangerous_calls(path)] == [
         "bad.py:1",
         "bad.py:2",
         "bad.py:3",
         "bad.py:4",
+        "bad.py:5",
+        "bad.py:6",
     ]
 
 

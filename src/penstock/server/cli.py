@@ -7,14 +7,16 @@ Called by the console script. Commands live in modules of their own, which are i
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from cyclopts import App, CycloptsError
 
 from penstock import __version__
 from penstock.errors import UsageError
 from penstock.server.cli_help import COMMANDS, GROUPS, ROOT_HELP, help_screen
+from penstock.server.cli_settings import KEY_ENV
 from penstock.server.cli_sources import SettingSources, nearest
 from penstock.server.cli_terminal import Invocation, report_error
 
@@ -52,16 +54,20 @@ def build_app(invocation: Invocation) -> App:
 
 def main() -> int:
     """Entry point of the console script."""
-    hide_keys(sys.argv[1:])
+    hide_keys(sys.argv[1:], os.environ)
     return run(sys.argv[1:], Invocation.of_process())
 
 
-def hide_keys(argv: Sequence[str]) -> None:
-    """Take a key that was given as a flag out of the process arguments, which everybody can read."""
-    if any(word.split("=")[0].replace("_", "-") == "--api-key" for word in argv):
+def hide_keys(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Take a key out of what `/proc` shows of this process: its arguments and its first environment.
+
+    Setting the title overwrites both; `os.environ` has copies of its own.
+    """
+    in_arguments = any(word.split("=")[0].replace("_", "-") == "--api-key" for word in argv)
+    if in_arguments or KEY_ENV in environ:
         import setproctitle
 
-        setproctitle.setproctitle(" ".join(["penstock", *argv[:1]]))
+        setproctitle.setproctitle(" ".join(["penstock", *(argv[:1] if in_arguments else argv)]))
 
 
 def run(argv: Sequence[str], invocation: Invocation) -> int:

@@ -21,7 +21,13 @@ from penstock.engine.reports import Reporter
 from penstock.errors import UsageError
 from penstock.server.cli_limits import LimitSettings
 from penstock.server.cli_report import JsonReporter, ServeReporter
-from penstock.server.cli_settings import PARTITION_ENV, EngineSettings, FrontSettings, ProgramSettings
+from penstock.server.cli_settings import (
+    KEY_ENV,
+    PARTITION_ENV,
+    EngineSettings,
+    FrontSettings,
+    ProgramSettings,
+)
 from penstock.server.cli_sources import config_as_toml
 from penstock.server.cli_terminal import Invocation
 
@@ -77,7 +83,7 @@ def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporte
     from penstock.engine.supervisor import Supervisor
     from penstock.executor.child import show_threads_on_request
 
-    for name in ("PENSTOCK_API_KEY", PARTITION_ENV):  # both are in the configs now; children need neither
+    for name in (KEY_ENV, PARTITION_ENV):  # both are in the configs now; children need neither
         os.environ.pop(name, None)
     show_threads_on_request()
     code = Supervisor.for_server(engine, server, reporter).run()

@@ -31,6 +31,7 @@ from penstock.errors import UsageError
 ENV_PREFIX = "PENSTOCK_"
 SECRET_SETTINGS = frozenset({"api-key"})
 SERVED_ENV = "PENSTOCK_MODEL_NAME"  # for clients; PENSTOCK_MODEL is the server's directory
+KEY_ENV = "PENSTOCK_API_KEY"
 PARTITION_ENV = "PENSTOCK_PP_LAYER_PARTITION"
 
 

@@ -245,11 +245,13 @@ def test_printable_keeps_readable_text() -> None:
     assert printable("\x1b[31mred\x07") == "\\x1b[31mred\\x07"
 
 
-def test_a_key_flag_leaves_the_process_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_key_leaves_what_can_be_read_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     titles: list[str] = []
     monkeypatch.setattr("setproctitle.setproctitle", titles.append)
-    hide_keys(["serve", "demo", "--api-key-file", "k", "--port", "1"])
+    hide_keys(["serve", "demo", "--api-key-file", "k", "--port", "1"], {})
     assert titles == []
-    hide_keys(["serve", "demo", "--api-key", "s3cret"])
-    hide_keys(["serve", "demo", "--api_key=s3cret"])
+    hide_keys(["serve", "demo", "--api-key", "s3cret"], {})
+    hide_keys(["serve", "demo", "--api_key=s3cret"], {"PENSTOCK_API_KEY": "other"})
     assert titles == ["penstock serve", "penstock serve"]
+    hide_keys(["serve", "demo", "--port", "1"], {"PENSTOCK_API_KEY": "s3cret"})
+    assert titles[2:] == ["penstock serve demo --port 1"]  # a title overwrites the first environment too
