@@ -294,7 +294,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
         header_timeout_s: from the first byte of a head (or the connect) to its end.
         body_timeout_s: without a byte of a body that is not complete.
         keep_alive_timeout_s: between two requests.
-        write_timeout_s: in which the client takes nothing of what is written.
+        write_timeout_s: in which the client takes nothing of what is written, or gives no sign of life.
+        min_body_rate: bytes a second that a body must come at from its `body_timeout_s`-th second on.
         max_discarded_bytes: of a body whose request was already answered.
         max_pipelined: requests that wait behind one another.
     """
@@ -307,6 +308,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout_s: float = 75.0
     keep_alive_timeout_s: float = 75.0
     write_timeout_s: float = 60.0
+    min_body_rate: int = 1024
     max_discarded_bytes: int = 64 << 20
     max_pipelined: int = 16
 

@@ -20,7 +20,8 @@ from fake_engine import EOS
 from paths import shared_data
 from penstock.config import ApiProcessConfig, ServerConfig
 from penstock.executor.child import Failed, decode_status
-from penstock.server.api_process import allow_connections
+from penstock.server.api_process import allow_connections, notice_lost_clients
+from served import wait_until
 
 MODULES = """
 import sys
@@ -75,6 +76,31 @@ def _get(port: int, path: str) -> tuple[int, bytes]:
         return response.status, response.read()
 
 
+def _wait_until_probed(port: int) -> None:
+    """Until the system asks for signs of life on the server's side of an idle connection."""
+    connection = HTTPConnection("127.0.0.1", port, timeout=20)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health/live")
+        connection.getresponse().read()
+        wait_until(lambda: _timers_of_connections(port) == {"02"}, 20)  # the kind of timer: keepalive
+
+
+def _timers_of_connections(port: int) -> set[str]:
+    with open("/proc/net/tcp") as table:
+        rows = [line.split() for line in table.readlines()[1:]]
+    return {row[5].partition(":")[0] for row in rows if row[1].endswith(f":{port:04X}") and row[3] == "01"}
+
+
+def test_accepted_sockets_notice_lost_clients() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        notice_lost_clients(listener, 60.0)
+        with socket.create_connection(listener.getsockname()), listener.accept()[0] as accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            found = [accepted.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names]
+            assert found == [30, 8, 4, 60_000]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_the_process_with_code_0(tmp_path: Path, number: signal.Signals) -> None:
     model = shared_data("models", "stories260K")
@@ -88,6 +114,7 @@ def test_signal_ends_the_process_with_code_0(tmp_path: Path, number: signal.Sign
             assert (status, json.loads(body)["state"]) == (503, "not_ready")
             assert _get(port, "/health/live")[0] == 200
             assert _get(port, "/v1/models")[0] == 200
+            _wait_until_probed(port)
             with open(f"/proc/{process.pid}/cmdline", "rb") as title:
                 assert title.read().startswith(b"penstock api")
             with open(f"/proc/{process.pid}/maps") as maps:

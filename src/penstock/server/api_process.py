@@ -98,6 +98,22 @@ def allow_connections(wanted: int) -> int:
     return max(1, min(wanted, needed - _OTHER_DESCRIPTORS))
 
 
+def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
+    """Have the system end connections whose other side has vanished without a word, such as a host without
+    power: neither their reads nor, while an answer is computed, writes would ever fail. The sockets that the
+    listener accepts inherit it.
+    """
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", silence_s / 2),
+        ("TCP_KEEPINTVL", silence_s / 8),
+        ("TCP_KEEPCNT", 4),
+        ("TCP_USER_TIMEOUT", silence_s * 1000),  # milliseconds that sent data may stay without an answer
+    ):
+        if hasattr(socket, name):
+            listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, round(value)))
+
+
 def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
     """The model's text side and its sampling defaults, from its directory."""
     directory = Path(config.model_path)
@@ -127,8 +143,10 @@ async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
+    listener = socket.socket(fileno=config.listen_fd)
+    notice_lost_clients(listener, limits.write_timeout_s)
     try:
-        await server.serve(sockets=[socket.socket(fileno=config.listen_fd)])
+        await server.serve(sockets=[listener])
     finally:
         engine.close()
 

@@ -70,6 +70,9 @@ class LimitSettings:
     write_timeout: Annotated[float, _limit("--write-timeout", "seconds in which a client takes nothing")] = (
         _CONNECTION.write_timeout_s
     )
+    min_body_rate: Annotated[int, _limit("--min-body-rate", "bytes a second of a long body")] = (
+        _CONNECTION.min_body_rate
+    )
 
     def request_limits(self) -> Limits:
         """For the routes. Raises `UsageError` naming a setting that is out of range."""
@@ -96,4 +99,5 @@ class LimitSettings:
             body_timeout_s=self.body_timeout,
             keep_alive_timeout_s=self.keep_alive_timeout,
             write_timeout_s=self.write_timeout,
+            min_body_rate=self.min_body_rate,
         )

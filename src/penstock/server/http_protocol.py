@@ -6,7 +6,8 @@
 | request line 8 KiB | 414 and close |
 | headers 16 KiB, 64 of them | 431 and close |
 | header time 10 s from the first byte (or the connect) | close |
-| 75 s without progress in a body, 75 s idle between requests | close |
+| 75 s without a byte of a body, or less than 1 KiB/s of it; 75 s idle between requests | close |
+| bytes around a body (chunk extensions, trailers): 16 KiB and 16 for each of its own | 400, 431 and close |
 | 60 s in which a client takes nothing of what is written | close |
 
 Refusals carry an OpenAI error object. Given to uvicorn by `api_process`; knows nothing of routes.
@@ -46,6 +47,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_body = False
         self._head_bytes = 0  # received since the head began, upper bound
         self._header_bytes = 0
+        self._body_began = 0.0  # loop time
+        self._body_bytes = 0  # without what stands around them
+        self._received_bytes = 0  # since the body began, all of them
         self._discarded_bytes = 0
         self._refusal = 0  # status of a refusal that is due
         self._is_refused = False
@@ -76,15 +80,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         if self._in_head:
             self._check_unfinished_head()
+        elif self._in_body:
+            self._check_unfinished_body()
         if self._refusal and not self._is_refused:
             self._refuse(self._refusal, _REASONS[self._refusal])
 
     def _note_body(self, size: int) -> None:
-        self._arm(self.limits.body_timeout_s)
+        self._received_bytes += size
+        patience = self.limits.body_timeout_s
+        spare = self._received_bytes / self.limits.min_body_rate - (self.loop.time() - self._body_began)
+        self._arm(patience + min(0.0, spare))
         if self.cycle is not None and self.cycle.response_complete:
             self._discarded_bytes += size
             if self._discarded_bytes > self.limits.max_discarded_bytes:
                 self.transport.abort()
+
+    def _check_unfinished_body(self) -> None:
+        """Extensions of chunks are swallowed by the parser, and no bound of bodies counts them."""
+        around = self._received_bytes - self._body_bytes
+        if around > self.limits.max_header_bytes + _BYTES_AROUND_ONE * self._body_bytes:
+            self.send_400_response("there are too many bytes around those of the body")
 
     def _check_unfinished_head(self) -> None:
         """The parser keeps an unfinished header to itself, so what has come is counted here."""
@@ -105,7 +120,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._refusal = 414
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if self._in_head:  # else a trailer: it must not pass for what was checked before the body
+            super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + 4
         too_long = self._header_bytes > self.limits.max_header_bytes
         if too_long or len(self.headers) > self.limits.max_headers:
@@ -117,7 +133,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._refusal:
             return  # before any route sees it
         self._in_body = True
-        self._discarded_bytes = 0
+        self._body_began = self.loop.time()
+        self._body_bytes = self._received_bytes = self._discarded_bytes = 0
         self._arm(self.limits.body_timeout_s)
         super().on_headers_complete()
         if len(self.pipeline) > self.limits.max_pipelined:
@@ -126,6 +143,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.flow.resume_reading()  # a client that left must be noticed
 
     def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
         if not self._refusal:
             super().on_body(body)
 
@@ -206,6 +224,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 _LINGER_S = 2.0
+_BYTES_AROUND_ONE = 16  # of a body in chunks of one byte: its size and two line ends, with room for more
 _REASONS = {
     414: "the request line is too long",
     431: "the headers are too many or too long",

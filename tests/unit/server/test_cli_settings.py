@@ -161,7 +161,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --pa
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
---header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42
+--header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
 """
 
 
@@ -227,6 +227,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "body_timeout_s": 40.0,
             "keep_alive_timeout_s": 41.0,
             "write_timeout_s": 42.0,
+            "min_body_rate": 43,
             "max_discarded_bytes": 64 << 20,
             "max_pipelined": 16,
         },

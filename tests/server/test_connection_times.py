@@ -1,0 +1,295 @@
+"""Times and rates of one connection, by a clock that the test turns; the defaults of `ConnectionLimits`.
+
+The protocol object is driven as an event loop would drive it, without a socket. `test_api_connections` has
+the same bounds with real sockets.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from penstock.config import ConnectionLimits
+from penstock.server.http_protocol import LimitedHttpProtocol, with_limits
+
+LIMITS = ConnectionLimits()
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+
+
+class HandLoop:
+    """What the protocol uses of an event loop; time passes by `advance`."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._timers: list[tuple[float, int, Timer]] = []
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay: float, work: Callable[..., None], *arguments: Any) -> Timer:
+        timer = Timer(work, arguments)
+        heapq.heappush(self._timers, (self.now + delay, id(timer), timer))
+        return timer
+
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self._timers and self._timers[0][0] <= end:
+            self.now, _, timer = heapq.heappop(self._timers)
+            timer.run()
+        self.now = end
+
+    def create_task(self, work: Coroutine[Any, Any, None]) -> Timer:
+        work.close()  # what the routes do with a request is not asked here
+        return Timer(lambda: None, ())
+
+
+class Timer:
+    """Also stands for a task."""
+
+    def __init__(self, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self._work, self._arguments = work, arguments
+        self._is_cancelled = False
+
+    def cancel(self) -> None:
+        self._is_cancelled = True
+
+    def add_done_callback(self, _work: Callable[..., None]) -> None:
+        pass
+
+    def run(self) -> None:
+        if not self._is_cancelled:
+            self._work(*self._arguments)
+
+
+class HandTransport:
+    """Attributes:
+    waiting: bytes that the client has not taken.
+    """
+
+    def __init__(self) -> None:
+        self.end = ""
+        self.written = b""
+        self.waiting = 0
+
+    def get_extra_info(self, _name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return bool(self.end)
+
+    def abort(self) -> None:
+        self.end = self.end or "abort"
+
+    def close(self) -> None:
+        self.end = self.end or "close"
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def write_eof(self) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return self.waiting
+
+
+class Connection:
+    """One connection and its clock."""
+
+    def __init__(self, limits: ConnectionLimits = LIMITS) -> None:
+        self.loop = HandLoop()
+        self.transport = HandTransport()
+        config = Config(_no_app, timeout_keep_alive=limits.keep_alive_timeout_s)  # type: ignore[arg-type]
+        config.load()
+        self.protocol: LimitedHttpProtocol = with_limits(limits)(config, ServerState(), {}, self.loop)  # type: ignore[arg-type]
+        self.protocol.connection_made(self.transport)  # type: ignore[arg-type]
+
+    def send(self, data: bytes) -> None:
+        self.protocol.data_received(data)
+
+    def answer(self) -> None:
+        """As the route would: the answer is complete."""
+        self.protocol.cycle.response_complete = True
+        self.protocol.on_response_complete()
+
+    def seconds_until_end(self, limit: float = 1e6) -> float:
+        began = self.loop.now
+        while not self.transport.end and self.loop.now - began < limit:
+            self.loop.advance(1.0)
+        return self.loop.now - began
+
+
+async def _no_app(scope: Any, receive: Any, send: Any) -> None: ...
+
+
+@pytest.mark.parametrize("start", [b"", b"G", HEAD[:-1]])
+def test_a_head_has_ten_seconds(start: bytes) -> None:
+    connection = Connection()
+    if start:
+        connection.send(start)
+    connection.loop.advance(LIMITS.header_timeout_s - 0.1)
+    assert connection.transport.end == ""
+    connection.loop.advance(0.2)
+    assert connection.transport.end == "abort"
+
+
+def test_a_head_that_drips_has_no_more() -> None:
+    connection = Connection()
+    for byte in HEAD[:9]:
+        connection.send(bytes([byte]))
+        connection.loop.advance(1.0)
+    assert connection.transport.end == ""
+    connection.send(HEAD[9:10])
+    connection.loop.advance(1.0)
+    assert connection.transport.end == "abort"
+
+
+def test_the_next_head_has_its_own_ten_seconds_from_its_first_byte() -> None:
+    connection = Connection()
+    connection.send(HEAD)
+    connection.answer()
+    connection.loop.advance(LIMITS.keep_alive_timeout_s - 1)
+    connection.send(HEAD[:5])
+    connection.loop.advance(LIMITS.header_timeout_s - 0.1)
+    assert connection.transport.end == ""
+    connection.loop.advance(0.2)
+    assert connection.transport.end == "abort"
+
+
+def test_an_idle_connection_is_closed_after_75_seconds_and_a_busy_one_is_not() -> None:
+    idle, busy = Connection(), Connection()
+    for connection in (idle, busy):
+        connection.send(HEAD)
+    busy.loop.advance(100_000)
+    assert busy.transport.end == ""  # its answer takes long
+    idle.answer()
+    idle.loop.advance(LIMITS.keep_alive_timeout_s - 0.1)
+    assert idle.transport.end == ""
+    idle.loop.advance(0.2)
+    assert idle.transport.end == "close"
+
+
+def test_a_body_that_stops_is_given_up() -> None:
+    connection = Connection()
+    connection.send(POST + b"Content-Length: 1000\r\n\r\n{")
+    connection.loop.advance(LIMITS.body_timeout_s - 0.1)
+    assert connection.transport.end == ""
+    connection.loop.advance(0.2)
+    assert connection.transport.end == "abort"
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 10000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
+def test_a_body_that_drips_ends_though_it_never_stops(head: bytes) -> None:
+    """One byte a second would keep a connection for months; the whole must come at the least rate."""
+    connection = Connection()
+    connection.send(POST + head)
+    piece = b"x" if b"Length" in head else b"1\r\nx\r\n"
+    for _ in range(int(LIMITS.body_timeout_s) + 1):
+        assert connection.transport.end == ""
+        connection.send(piece)
+        connection.loop.advance(1.0)
+    assert connection.transport.end == "abort"
+
+
+def test_a_body_at_the_least_rate_is_taken_however_long_it_is() -> None:
+    connection = Connection()
+    connection.send(POST + b"Content-Length: 2000000\r\n\r\n")
+    for _ in range(1900):
+        connection.send(b"x" * LIMITS.min_body_rate)
+        connection.loop.advance(1.0)
+    assert connection.transport.end == ""
+
+
+def test_a_reader_that_takes_nothing_is_given_up_and_a_slow_one_is_not() -> None:
+    stuck, slow = Connection(), Connection()
+    for connection in (stuck, slow):
+        connection.send(HEAD)
+        connection.transport.waiting = 100_000
+        connection.protocol.pause_writing()
+    for _ in range(100):
+        slow.transport.waiting -= 1
+        slow.loop.advance(LIMITS.write_timeout_s - 1)
+    assert slow.transport.end == ""
+    stuck.loop.advance(LIMITS.write_timeout_s + 0.1)
+    assert stuck.transport.end == "abort"
+    slow.protocol.resume_writing()
+    slow.loop.advance(1000)
+    assert slow.transport.end == ""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"1;" + b"x" * 60_000,
+        b"1;x\r\n" * 1 + b"a\r\n" + (b"1;" + b"y" * 200 + b"\r\na\r\n") * 500,
+        b"0" * 60_000 + b"1\r\na\r\n",
+    ],
+)
+def test_bytes_around_a_body_are_bounded(body: bytes) -> None:
+    """CVE-2024-22019: extensions of chunks are no body, so that no bound of bodies counts them."""
+    connection = Connection()
+    connection.send(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+    for at in range(0, len(body), 4096):
+        if not connection.transport.end and not connection.transport.written:
+            connection.send(body[at : at + 4096])
+    assert connection.transport.written.startswith(b"HTTP/1.1 400")
+    assert b"bad_http" in connection.transport.written
+
+
+def test_small_chunks_are_a_body_as_any_other() -> None:
+    connection = Connection()
+    connection.send(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+    for _ in range(20_000):
+        connection.send(b"1\r\nx\r\n")
+    assert (connection.transport.end, connection.transport.written) == ("", b"")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        POST + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked, identity\r\n\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        POST + b"Content-Length: -1\r\n\r\n",
+        POST + b"Content-Length: 99999999999999999999999\r\n\r\n",
+        POST + b"Content-Length : 5\r\n\r\nhello",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n folded: x\r\n\r\n",
+        b"GET /health HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"CONNECT localhost:443 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHo\x00st: localhost\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x00" * 100,
+    ],
+)
+def test_http_that_two_readers_could_take_in_two_ways_is_refused(head: bytes) -> None:
+    connection = Connection()
+    connection.send(head)
+    assert connection.transport.written.startswith(b"HTTP/1.1 400"), connection.transport.written
+
+
+def test_more_pipelined_requests_than_allowed_end_the_connection() -> None:
+    connection = Connection()
+    connection.send(HEAD * (LIMITS.max_pipelined + 1))
+    assert connection.transport.end == ""
+    connection.send(HEAD)
+    assert connection.transport.end == "abort"
+
+
+def test_trailers_are_no_headers() -> None:
+    connection = Connection()
+    connection.send(
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nAuthorization: Bearer x\r\nOrigin: http://a\r\n\r\n"
+    )
+    names = [name for name, _ in connection.protocol.scope["headers"]]
+    assert names == [b"host", b"transfer-encoding"]
+    assert connection.transport.end == ""
