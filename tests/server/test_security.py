@@ -115,6 +115,14 @@ def test_rule_4_of_two_keys_in_one_request_the_first_counts(locked: LiveServer) 
             assert connection.recv(12).split()[1] == status
 
 
+def test_rule_4_a_key_behind_the_body_opens_nothing(locked: LiveServer) -> None:
+    """Fields after a chunked body are no headers, though the same parser reads them."""
+    body = f"Transfer-Encoding: chunked\r\n\r\n0\r\nAuthorization: Bearer {KEYS[0]}\r\n\r\n"
+    with locked.connect() as connection:
+        connection.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{body}".encode())
+        assert connection.recv(12).split()[1] == b"401"
+
+
 def test_rule_4_keys_are_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """CVE-2025-59425: every key is compared, whole, whichever fits."""
     compared = []
