@@ -226,6 +226,18 @@ def test_r8_parts_that_are_not_text_are_refused(live: LiveServer, part: dict[str
     assert answer["error"]["code"] == "unsupported_content"
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_r8_no_output_is_promised_that_the_context_cannot_hold(live: LiveServer, path: str) -> None:
+    """`min_tokens` alone asks for output too: it is not cut in silence."""
+    base = {"prompt": [1] * 90} if path == TEXT else {"messages": [user("x" * 83)]}  # BOS, "user: " and "\n"
+    status, answer = live.post(path, base | {"min_tokens": 4007})
+    assert (status, answer["error"]["param"]) == (400, "min_tokens")
+    assert "91 tokens" in answer["error"]["message"] or "90 tokens" in answer["error"]["message"]
+    assert "min_tokens 4007" in answer["error"]["message"]
+    assert live.post(path, base | {"min_tokens": 4005, "ignore_eos": True})[0] == 200
+    assert live.engine.added[-1][2].max_tokens >= 4005
+
+
 class WatchedCodec(ByteCodec):
     def __init__(self) -> None:
         self.threads: list[str] = []

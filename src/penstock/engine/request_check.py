@@ -25,15 +25,17 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
         self._check_prompt(prompt_token_ids)
 
     def check_length(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """Refuse what could not generate all of its `max_tokens`."""
-        wanted = sampling.max_tokens
-        if wanted is None or len(prompt_token_ids) + wanted <= self.max_model_len:
+        """Refuse what could not generate all of its `max_tokens`, or else all of its `min_tokens`."""
+        name, wanted = "max_tokens", sampling.max_tokens
+        if wanted is None:
+            name, wanted = "min_tokens", sampling.min_tokens
+        if len(prompt_token_ids) + wanted <= self.max_model_len:
             return
         raise InvalidRequestError(
-            f"the prompt has {len(prompt_token_ids)} tokens and max_tokens is {wanted}, together "
+            f"the prompt has {len(prompt_token_ids)} tokens and {name} is {wanted}, together "
             f"{len(prompt_token_ids) + wanted}; the limit is {self.max_model_len}.",
             remedy=f"Ask for at most {self.max_model_len - len(prompt_token_ids)} tokens.",
-            param="max_tokens",
+            param=name,
             code="context_length_exceeded",
         )
 

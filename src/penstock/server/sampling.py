@@ -99,23 +99,25 @@ def fit_to_context(
 
     Args:
         default: tokens to generate when the request names none; None fills the context. A default is
-            shortened to fit, a number that the client gave is not.
+            shortened to fit, a number that the client gave is not, of `min_tokens` neither.
 
     Raises:
         InvalidRequestError: prompt and output are longer than the context; names both numbers.
     """
     room = max_model_len - num_prompt_tokens
-    wanted = sampling.max_tokens
-    if wanted is None and room > 0:
-        wanted = room if default is None else min(default, room)
-        return msgspec.structs.replace(sampling, max_tokens=max(wanted, min(sampling.min_tokens, room)))
-    if wanted is not None and wanted <= room:
-        return sampling
-    output = f" and max_tokens {wanted}" if wanted is not None else ""
+    name, wanted = "max_tokens", sampling.max_tokens
+    if wanted is None:
+        name, wanted = "min_tokens", sampling.min_tokens
+    if room > 0 and wanted <= room:
+        if sampling.max_tokens is not None:
+            return sampling
+        most = room if default is None else max(min(default, room), wanted)
+        return msgspec.structs.replace(sampling, max_tokens=most)
+    output = f" and {name} {wanted}" if wanted else ""
     raise InvalidRequestError(
         f"The prompt has {num_prompt_tokens} tokens{output}, together more than the model's context of "
         f"{max_model_len} tokens.",
-        remedy="Shorten the prompt or lower max_tokens.",
-        param=prompt_field if room <= 0 else "max_tokens",
+        remedy=f"Shorten the prompt or lower {name}.",
+        param=prompt_field if room <= 0 else name,
         code="context_length_exceeded",
     )
