@@ -207,6 +207,21 @@ def test_a_body_at_the_least_rate_is_taken_however_long_it_is() -> None:
     assert connection.transport.end == ""
 
 
+def test_a_body_that_we_do_not_read_is_not_the_clients_delay() -> None:
+    """It waits behind the answer to the request before it, which takes as long as it takes."""
+    connection = Connection()
+    connection.send(HEAD + POST + b"Content-Length: 200000\r\n\r\n" + b"x" * 100_000)
+    connection.loop.advance(1000)
+    assert connection.transport.end == ""
+    connection.answer()
+    connection.send(b"x" * 50_000)
+    connection.loop.advance(1)
+    connection.protocol.flow.resume_reading()  # as the route does when it takes the body
+    assert connection.transport.end == ""
+    connection.loop.advance(LIMITS.body_timeout_s)
+    assert connection.transport.end == "abort"
+
+
 def test_a_reader_that_takes_nothing_is_given_up_and_a_slow_one_is_not() -> None:
     stuck, slow = Connection(), Connection()
     for connection in (stuck, slow):

@@ -195,7 +195,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _time_is_up(self) -> None:
         self._timer = None
-        self.transport.abort()
+        if self._in_body and self.flow.read_paused and not self._is_refused:  # it is we who do not read
+            self._body_began = self.loop.time() - self._received_bytes / self.limits.min_body_rate
+            self._arm(self.limits.body_timeout_s)
+        else:
+            self.transport.abort()
 
     # Slow readers
 
