@@ -126,8 +126,8 @@ class EngineCore:
         """
         return self._inflight.oldest_step, self._inflight.next_step
 
-    def add_request(self, request: GenerationRequest, output_ids: Sequence[int] = ()) -> None:
-        """Queue a request; the next `step` may run it, on from the outputs that another core gave it.
+    def add_request(self, request: GenerationRequest, output_ids: Sequence[int] | None = None) -> None:
+        """Queue a request; the next `step` may run it, on from the outputs of another core that had it.
 
         Raises:
             InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add` says.

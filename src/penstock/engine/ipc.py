@@ -33,10 +33,10 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
-    """A request, and what another core has generated for it before that core was lost."""
+    """A request; one that another core had before it was lost brings what that core has generated for it."""
 
     request: GenerationRequest
-    output_ids: list[int] = []
+    output_ids: list[int] | None = None
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

@@ -11,6 +11,7 @@ from fakes import CoreRig, RankReplica
 from penstock.batch import KNOWN, ScheduledBatch
 from penstock.config import SchedulerConfig
 from penstock.errors import InvalidRequestError, OverloadedError, StageLostError
+from penstock.request import GenerationRequest, SamplingParams
 
 
 def rows_of(rig: CoreRig, request_id: str) -> list[tuple[int, int, int, bool]]:
@@ -513,6 +514,11 @@ def test_a_full_queue_is_refused_with_429() -> None:
     with pytest.raises(OverloadedError, match="2 requests wait already") as caught:
         rig.add("one too many", 3)
     assert caught.value.http_status == 429
+    again = GenerationRequest(
+        request_id="again", prompt_token_ids=[3], sampling=SamplingParams(max_tokens=2, ignore_eos=True)
+    )
+    rig.core.add_request(again, output_ids=[])
+    assert rig.scheduler.stats().num_waiting == 3, "it was admitted by a core that is gone"
 
 
 def test_r8_a_queue_that_is_full_of_tokens_is_refused_with_429() -> None:
