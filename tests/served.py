@@ -26,11 +26,12 @@ class Served:
     """A running server. Use as a context manager; leaving kills whatever is left of it.
 
     Args:
-        arguments: after `penstock serve`; the port is chosen by the system.
+        arguments: after `penstock serve`.
+        port: 0 lets the system choose.
     """
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "penstock", "serve", *arguments, "--port", "0"]
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None, port: int = 0) -> None:
+        command = [sys.executable, "-m", "penstock", "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {})
         )

@@ -323,10 +323,15 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The HTTP front. Keys are never logged nor shown."""
+    """The HTTP front. Keys are never logged nor shown.
+
+    Attributes:
+        reuse_port: take the port over from a server that has the same, once everything is ready.
+    """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    reuse_port: bool = False
     api_keys: list[str] = []
     served_model_name: str | None = None
     insecure: bool = False  # allow a non-loopback address without a key

@@ -5,6 +5,7 @@ The supervisor is given one and treats both alike.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -53,11 +54,12 @@ class HttpFront:
     """The API process. Its listening socket is bound here and inherited, by the next one too."""
 
     lifeline_fds: Sequence[int] = ()
-    _hold_s = 0.0  # of the first, which has an engine to wait for that loads
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._engine = engine
         self._server = server
+        # The first has an engine to wait for that loads; it says so, unless another server has the port.
+        self._hold_s = math.inf if server.reuse_port else 0.0
         self._listener: socket.socket | None = None
 
     @property
@@ -84,7 +86,7 @@ class HttpFront:
             num_stages=plan.num_stages,
             hold_s=self._hold_s,
         )
-        self._hold_s = HOLD_S
+        self._hold_s = max(HOLD_S, self._hold_s)
         inherit = [config.listen_fd, client.handle_fd]
         encoded = encode_config(config)
         family.add(spawn("penstock.server.api_process", encoded, name="API process", inherit=inherit))

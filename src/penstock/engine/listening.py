@@ -2,14 +2,19 @@
 
 The supervisor binds it before anything is loaded, so that a busy port is known at once and the address is
 kept over a restart of the API process. Serves nothing itself.
+
+With `reuse_port` two servers may have the same port: the new one listens only when it is ready, and from then
+on the kernel gives it every new connection (`take_over`), so that the old one can be ended in peace.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import ipaddress
 import os
 import socket
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,10 +22,12 @@ from penstock.config import ServerConfig
 from penstock.errors import PortInUseError, UsageError
 
 BACKLOG = 2048
+_SO_ATTACH_REUSEPORT_CBPF = 51
+_BPF_RETURN, _SECOND = 0x06, 1
 
 
 def listen(config: ServerConfig) -> socket.socket:
-    """Bind and listen.
+    """Bind, and listen unless the port is to be taken over later.
 
     Raises:
         UsageError: the address does not exist, or is open to others and has no key; or a key is blank.
@@ -32,12 +39,27 @@ def listen(config: ServerConfig) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
+        if config.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
-        listener.listen(BACKLOG)
+        if not config.reuse_port:
+            listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
         raise _bind_error(config, error) from error
     return listener
+
+
+def take_over(listener: socket.socket) -> None:
+    """Have the kernel give all new connections of a shared port to this socket, which has begun to listen.
+
+    It is the second of its group as long as the server before it lives. A classic BPF program chooses the
+    second; where there is one alone, the kernel falls back to that one.
+    Source: socket(7), SO_ATTACH_REUSEPORT_CBPF.
+    """
+    program = ctypes.create_string_buffer(struct.pack("@HBBI", _BPF_RETURN, 0, 0, _SECOND))
+    pointer = struct.pack("@HP", 1, ctypes.addressof(program))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, pointer)
 
 
 def url(listener: socket.socket) -> str:

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import uvicorn
@@ -23,6 +23,7 @@ import uvloop
 from msgspec import structs
 
 from penstock.config import ApiProcessConfig, ConnectionLimits
+from penstock.engine import listening
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
 from penstock.executor.child import Ready, StatusWriter, enter_child, keep_saying_alive, run_child
 from penstock.models.registry import load_spec
@@ -43,19 +44,31 @@ class HttpServer(uvicorn.Server):
         app: what `create_app` made.
         limits: bounds of connections.
         drain_s: how long running answers may go on after the first signal.
+        on_listening: called once connections are taken.
     """
 
-    def __init__(self, app: App, limits: ConnectionLimits, drain_s: float) -> None:
+    def __init__(
+        self,
+        app: App,
+        limits: ConnectionLimits,
+        drain_s: float,
+        on_listening: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(uvicorn_config(app, limits))
         self._lifecycle = app.context.lifecycle
         self._log = app.context.log
         self._drain_s = drain_s
+        self._on_listening = on_listening
         self._drain: asyncio.Task[None] | None = None
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
         """Signals are this process's affair: `stop` is what they call."""
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
 
     def stop(self) -> None:
         """First call: drain, then end. Second call: end what runs at once."""
@@ -129,21 +142,39 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
     )
 
 
+class _Both:
+    """Does something when it has been told twice: the engine has answered, and connections are taken."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act = act
+        self._num = 0
+
+    def note(self) -> None:
+        self._num += 1
+        if self._num == 2:
+            self._act()
+
+
 async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
     """Serve on the inherited socket until told to stop."""
     tokenizer = load_tokenizer(Path(config.model_path))
     engine = AsyncEngine(config.client_address, tokenizer, EngineInfo.from_config(config))
     model = served_model(config, tokenizer)
-    app = create_app(
-        engine, config.server, model, on_ready=lambda: status.write(Ready()), hold_s=config.hold_s
-    )
+    listener = socket.socket(fileno=config.listen_fd)
+    ready = _Both(lambda: status.write(Ready()))
+    app = create_app(engine, config.server, model, on_ready=ready.note, hold_s=config.hold_s)
     wanted = config.server.connections
     limits = structs.replace(wanted, max_connections=allow_connections(wanted.max_connections))
-    server = HttpServer(app, limits, config.server.drain_s)
+
+    def on_listening() -> None:
+        if config.server.reuse_port:
+            listening.take_over(listener)
+        ready.note()
+
+    server = HttpServer(app, limits, config.server.drain_s, on_listening)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
-    listener = socket.socket(fileno=config.listen_fd)
     notice_lost_clients(listener, limits.write_timeout_s)
     try:
         await server.serve(sockets=[listener])

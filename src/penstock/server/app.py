@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -111,6 +112,7 @@ def create_app(
         hosts=HostPolicy(config.host),
         log=log,
         metrics=metrics,
+        lifecycle=context.lifecycle,
         clock=clock,
     )
     return App(routes, gate, context)
@@ -208,7 +210,7 @@ def _lifespan(
         connecting = asyncio.create_task(_connect(context, on_ready))
         tasks = [asyncio.create_task(context.keep_alive.run()), connecting]
         try:
-            await asyncio.wait({connecting}, timeout=hold_s)
+            await asyncio.wait({connecting}, timeout=None if math.isinf(hold_s) else hold_s)
             yield
         finally:
             for task in tasks:

@@ -212,6 +212,10 @@ class FrontSettings:
 
     host: Annotated[str, flag("address to listen on", "--host", group="server")] = "127.0.0.1"
     port: Annotated[int, flag("port to listen on", "--port", group="server")] = 8000
+    reuse_port: Annotated[
+        bool,
+        flag("take the port over from a server that has it", "--reuse-port", group="server"),
+    ] = False
     served_model_name: Annotated[
         str | None, flag("name that clients use", "--served-model-name", group="server")
     ] = None
@@ -238,6 +242,7 @@ class FrontSettings:
         return ServerConfig(
             host=self.host,
             port=self.port,
+            reuse_port=self.reuse_port,
             api_keys=[*self.api_key, *read_keys(self.api_key_file)],
             served_model_name=self.served_model_name,
             insecure=self.insecure,

@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.server.access import ApiKeys, HostPolicy
 from penstock.server.errors import error_response
 from penstock.server.keep_alive import Clock
+from penstock.server.lifecycle import Lifecycle
 from penstock.server.metrics import Metrics
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import REQUEST_ID_HEADER, RequestRecord, open_record
@@ -34,6 +35,7 @@ class Gate:
         hosts: HostPolicy,
         log: RequestLog,
         metrics: Metrics,
+        lifecycle: Lifecycle,
         clock: Clock,
     ) -> None:
         self._app = app
@@ -41,6 +43,7 @@ class Gate:
         self._hosts = hosts
         self._log = log
         self._metrics = metrics
+        self._lifecycle = lifecycle
         self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +62,8 @@ class Gate:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 _complete_head(message, record)
+                if self._lifecycle.is_draining:  # the next request may find another server
+                    message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:

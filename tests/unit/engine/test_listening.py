@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
@@ -92,3 +93,40 @@ def test_a_directory_is_served_under_its_last_part(tmp_path: Path, trail: str) -
 @pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-0.5B"])
 def test_a_name_is_served_as_it_is(name: str) -> None:
     assert served_name(name) == name
+
+
+def test_r12_the_second_server_on_a_port_gets_all_new_connections() -> None:
+    first = listening.listen(ServerConfig(port=0, reuse_port=True))
+    first.listen()
+    port = first.getsockname()[1]
+    second = listening.listen(ServerConfig(port=port, reuse_port=True))
+    with first, second:
+        assert count_accepted(first, port) == 20, "it does not listen before it is ready"
+        second.listen()
+        listening.take_over(second)
+        assert count_accepted(second, port) == 20
+        first.close()
+        assert count_accepted(second, port) == 20, "alone, it gets them as well"
+        third = listening.listen(ServerConfig(port=port, reuse_port=True))
+        with third:
+            third.listen()
+            listening.take_over(third)
+            assert count_accepted(third, port) == 20
+
+
+def count_accepted(listener: socket.socket, port: int) -> int:
+    """Of twenty new connections."""
+    listener.setblocking(False)
+    clients = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]
+    accepted = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            accepted.append(listener.accept()[0])
+    for connection in (*clients, *accepted):
+        connection.close()
+    return len(accepted)
+
+
+def test_a_port_that_is_shared_must_be_so_on_both_sides() -> None:
+    with listening.listen(ServerConfig(port=0)) as first, pytest.raises(PortInUseError):
+        listening.listen(ServerConfig(port=first.getsockname()[1], reuse_port=True))
