@@ -521,4 +521,5 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_waiting_requests: int
     num_stages: int
+    heartbeat_limit_s: float = 5.0
     hold_s: float = 0.0

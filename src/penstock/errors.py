@@ -247,9 +247,15 @@ def error_from_info(info: ErrorInfo) -> PenstockError:
     return error
 
 
+_MAX_NAMED = 8  # requests, in one message
+
+
 def concerned(requests: Sequence[str]) -> str:
-    """The end of a message about a step: whose it is; empty when nobody's."""
-    return f" Requests of the step: {', '.join(requests)}." if requests else ""
+    """The end of a message about a step: whose it is, the first of them by name; empty when nobody's."""
+    named, more = ", ".join(requests[:_MAX_NAMED]), len(requests) - _MAX_NAMED
+    if more > 0:
+        named += f" and {more} more"
+    return f" Requests of the step: {named}." if requests else ""
 
 
 def describe(error: BaseException) -> ErrorInfo:

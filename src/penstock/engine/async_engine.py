@@ -31,6 +31,7 @@ from penstock.engine.ipc import (
     StepUpdates,
     Trace,
     Welcome,
+    silence_limit_s,
 )
 from penstock.engine.live_requests import LiveRequests
 from penstock.engine.outputs import OutputAssembler, TextDelta, merge_deltas, output_assembler
@@ -56,6 +57,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
         stale_after_s: without a word from the core for this long (heartbeats included) it is not ready.
+        silence_limit_s: after it, its streams end.
     """
 
     max_model_len: int
@@ -63,6 +65,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int = 64
     max_waiting_requests: int = 1024
     stale_after_s: float = 5.0
+    silence_limit_s: float = SILENCE_S
 
     @classmethod
     def from_config(cls, config: ApiProcessConfig) -> EngineInfo:
@@ -71,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
             vocab_size=config.vocab_size,
             max_num_seqs=config.max_num_seqs,
             max_waiting_requests=config.max_waiting_requests,
+            silence_limit_s=silence_limit_s(config.heartbeat_limit_s),
         )
 
 
@@ -191,7 +195,7 @@ class AsyncEngine:
         self._streams: dict[str, RequestStream] = {}
         self._live = LiveRequests()
         self._socket = ClientSocket(client_address)
-        self._health = _Health(info.stale_after_s, clock, wall_clock)
+        self._health = _Health(info, clock, wall_clock)
         self._welcome: asyncio.Future[Welcome] | None = None
         self._traces: deque[asyncio.Future[list[StageSpans]]] = deque()  # asked for, oldest first
         self._timer: asyncio.TimerHandle | None = None
@@ -318,9 +322,10 @@ class AsyncEngine:
                 streams.pop(update.request_id, None)
 
     def _answer_trace(self, spans: list[StageSpans]) -> None:
-        """Answers come in the order of the questions; whoever asked may have given up."""
-        answer = self._traces.popleft()
-        if not answer.done():
+        """Answers come in the order of the questions; whoever asked may have given up, or been told that no
+        answer would come."""
+        answer = self._traces.popleft() if self._traces else None
+        if answer is not None and not answer.done():
             answer.set_result(spans)
 
     def _welcomed(self, message: Welcome) -> None:
@@ -366,10 +371,8 @@ class _Health:
     It probes every stage once a second when idle, so a stage that does not answer shows at once.
     """
 
-    def __init__(
-        self, stale_after_s: float, clock: Callable[[], float], wall_clock: Callable[[], float]
-    ) -> None:
-        self._stale_after_s = stale_after_s
+    def __init__(self, info: EngineInfo, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+        self._info = info
         self._clock = clock
         self._wall_clock = wall_clock
         self._heard_at: float | None = None
@@ -400,7 +403,7 @@ class _Health:
             if away_s < AWAY_S:
                 return None
             return UnavailableError(f"the engine core has been away for {away_s:.0f} s.")
-        if self.silence_s() < SILENCE_S:
+        if self.silence_s() < self._info.silence_limit_s:
             return None
         return WaitTimeoutError(f"the engine core has said nothing for {self.silence_s():.0f} s.")
 
@@ -425,7 +428,7 @@ class _Health:
             return _CORE_AWAY.message
         if self._heard_at is None:
             return "the engine is loading"
-        if self.silence_s() > self._stale_after_s:
+        if self.silence_s() > self._info.stale_after_s:
             return f"the engine core has been silent for {self.silence_s():.1f} s"
         if self._stats is not None and self._stats.loss is not None:
             return self._stats.loss.message

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from penstock.errors import ErrorInfo, StageLostError
 from penstock.executor.base import first_cause
@@ -142,28 +143,36 @@ def spawn(
         inherit: further descriptors that it keeps, under the same numbers.
         arguments: beside `--config-fd` and `--status-fd`.
     """
-    config_read, config_write = os.pipe()
-    status_read, status_write = os.pipe()
-    os.set_blocking(status_read, False)
-    command = [sys.executable, "-P", "-m", module, "--config-fd", str(config_read)]
-    command += ["--status-fd", str(status_write), *arguments]
-    try:
+    with ExitStack() as theirs, ExitStack() as ours:  # where descriptors run out, none of them is left
+        config_read, config_write = _pipe(theirs, ours)
+        status_read, status_write = _pipe(ours, theirs)
+        os.set_blocking(status_read, False)
+        command = [sys.executable, "-P", "-m", module, "--config-fd", str(config_read)]
+        command += ["--status-fd", str(status_write), *arguments]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             pass_fds=[config_read, status_write, *inherit],
             process_group=0,
         )
-    except BaseException:
-        os.close(config_write)
-        os.close(status_read)
-        raise
-    finally:
-        os.close(config_read)
-        os.close(status_write)
+        try:
+            child = Child(process, status_read, name, stage)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        ours.pop_all()
     with os.fdopen(config_write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
         pipe.write(config)
-    return Child(process, status_read, name, stage)
+    return child
+
+
+def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
+    """A pipe, each end of which is closed with its stack."""
+    reader, writer = os.pipe()
+    reading.callback(os.close, reader)
+    writing.callback(os.close, writer)
+    return reader, writer
 
 
 class Family:

@@ -30,6 +30,7 @@ from penstock.engine.ipc import (
     Hello,
     StepUpdates,
     Welcome,
+    silence_limit_s,
 )
 from penstock.engine.launch import LaunchPlan
 from penstock.engine.live_requests import LiveRequests
@@ -138,6 +139,7 @@ class ProcessClient:
         self, config: EngineConfig, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._clock = clock
+        self._silence_limit_s = silence_limit_s(config.parallel.heartbeat_limit_s)
         self._supervisor = _SupervisorProcess(config, reporter)
         try:
             address = self._supervisor.wait_until_ready()
@@ -160,8 +162,9 @@ class ProcessClient:
     def add(self, request: GenerationRequest) -> None:
         """As in the protocol; raises the first cause once the engine is lost."""
         self._require_engine()
-        self._live.add(request)
-        self._socket.send(AddRequest(request))
+        self._live.add(request, is_sent=not self._is_away)
+        if not self._is_away:
+            self._socket.send(AddRequest(request))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:
@@ -222,7 +225,7 @@ class ProcessClient:
 
     def _require_word(self) -> None:
         """Raise once the core, which sends at least its heartbeats, has been silent for too long."""
-        silent_s, limit_s = self._clock() - self._heard_at, AWAY_S if self._is_away else SILENCE_S
+        silent_s, limit_s = self._clock() - self._heard_at, AWAY_S if self._is_away else self._silence_limit_s
         if silent_s >= limit_s and not self._socket.wait(CONFIRM_S):
             self._lose(WaitTimeoutError(f"the engine core has said nothing for {silent_s:.0f} s."))
 

@@ -30,7 +30,7 @@ from penstock.engine.ipc import (
     Trace,
     Welcome,
 )
-from penstock.errors import ErrorInfo, LinkClosedError, PenstockError, error_from_info
+from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
 from penstock.executor.base import Executor, KVPlan
 from penstock.executor.child import (
     Abandoned,
@@ -302,51 +302,58 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     closing.callback(clients.close)
     control = ControlReader(control_fd)
     stopping = closing.enter_context(ExitStack())
-    joined = _join_first(control, stopping)
+    joined = _join_first(config.core, control, status.write, stopping)
     if joined is None:
         return 0
-    ends, executor, kv_plan = joined
-    core, scheduler = build_core(
-        config.core,
-        executor,
-        kv_plan,
-        time.monotonic,
-        recovers=True,
-        epoch=ends.epoch,
-        restarts=ends.restarts,
-    )
-    welcome = Welcome(
-        num_blocks=kv_plan.num_blocks,
-        block_size=config.core.cache.block_size,
-        max_model_len=scheduler.max_len,
-        stages=kv_plan.ranks,
-    )
-    prove_stages(core)
+    executor, core, welcome = joined
     server = CoreServer(core, executor, clients, welcome, control, report=status.write)
     stopping.pop_all()
     stopping.callback(server.shutdown)
-    del executor  # it is the server's, and goes with its epoch
-    status.write(Ready(epoch=ends.epoch))
+    del executor, joined  # it is the server's, and goes with its epoch
+    status.write(Ready(epoch=core.epoch))
     gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
     server.run()
     return 0
 
 
-def _join_first(control: ControlReader, stopping: ExitStack) -> tuple[CoreEnds, MpExecutor, KVPlan] | None:
-    """The first epoch to which all ranks come, which ends with `stopping`; None when it is to stop.
+def _join_first(
+    config: CoreConfig, control: ControlReader, report: Callable[[StatusEvent], None], stopping: ExitStack
+) -> tuple[Executor, EngineCore, Welcome] | None:
+    """Join the first epoch to which all ranks come; its executor ends with `stopping`. None: it is to stop.
 
-    Where another core was before, an epoch may be over before they have.
+    Where another core was before, a rank that is lost ends but the epoch: the next one is waited for.
     """
-    while not isinstance(message := control.receive(), Stop):
-        if isinstance(message, CoreEnds):
-            executor = MpExecutor(message)
-            stopping.callback(executor.shutdown)
-            try:
-                return message, executor, executor.start(control.has_news)
-            except LinkClosedError:
-                stopping.pop_all()
-                executor.abandon()
+    while not isinstance(ends := control.receive(), Stop):
+        if not isinstance(ends, CoreEnds):
+            continue
+        executor = MpExecutor(ends)
+        stopping.callback(executor.shutdown)
+        try:
+            return executor, *_start(config, executor, ends, control)
+        except PeerError as error:
+            if ends.epoch == 0 and not control.has_news():
+                raise
+            stopping.pop_all()
+            executor.abandon()
+            report(Abandoned(epoch=ends.epoch, error=error.info()))
     return None
+
+
+def _start(
+    config: CoreConfig, executor: MpExecutor, ends: CoreEnds, control: ControlReader
+) -> tuple[EngineCore, Welcome]:
+    """A core over ranks that have come and have proved to work, and what its clients are told."""
+    kv_plan = executor.start(control.has_news)
+    core, scheduler = build_core(
+        config, executor, kv_plan, time.monotonic, recovers=True, epoch=ends.epoch, restarts=ends.restarts
+    )
+    prove_stages(core)
+    return core, Welcome(
+        num_blocks=kv_plan.num_blocks,
+        block_size=config.cache.block_size,
+        max_model_len=scheduler.max_len,
+        stages=kv_plan.ranks,
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

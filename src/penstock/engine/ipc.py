@@ -24,8 +24,14 @@ from penstock.executor.plan_channel import bind_socket
 from penstock.request import GenerationRequest, RequestUpdate
 
 HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
-SILENCE_S = 10 * HEARTBEAT_S  # after which a client with requests under way gives the core up
-AWAY_S = 60.0  # as long as it waits for another core when one has gone
+SILENCE_S = 10 * HEARTBEAT_S
+AWAY_S = 60.0  # as long as a client waits for another core when one has gone
+
+
+def silence_limit_s(heartbeat_limit_s: float) -> float:
+    """When a client with requests under way gives a silent core up: the supervisor must have had the time to
+    notice it and to end it, so that another one comes."""
+    return max(SILENCE_S, heartbeat_limit_s + SILENCE_S / 2)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -94,7 +100,7 @@ def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, 10)  # milliseconds
+    socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the next core must be greeted: `ClientSocket.reconnect`
     socket.setsockopt(zmq.HANDSHAKE_IVL, 0)  # wait for a core that is still starting
     return context, socket
 
@@ -155,7 +161,10 @@ class CoreSocket(_Endpoint):
 
 
 class ClientSocket(_Endpoint):
-    """A client's end. When the core goes away a `CoreGone` is received; `reconnect` waits for another."""
+    """A client's end. When the core goes away a `CoreGone` is received; `reconnect` waits for another.
+
+    What the core said last may be lost with it.
+    """
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -163,7 +172,9 @@ class ClientSocket(_Endpoint):
 
     def _connect(self) -> None:
         super().__init__(zmq.DEALER)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+        )
         self._socket.connect(self._address)
 
     def reconnect(self) -> None:

@@ -17,7 +17,8 @@ from penstock.request import GenerationRequest, RequestUpdate
 class _Live:
     request: GenerationRequest
     output_ids: list[int] = field(default_factory=list)
-    lost_at: int = -1  # tokens that it had when a core was lost last
+    is_sent: bool = True  # to the present core
+    lost_at: int = -1  # tokens that it had when a core that had it was lost last
 
 
 class LiveRequests:
@@ -36,8 +37,9 @@ class LiveRequests:
     def ids(self) -> list[str]:
         return list(self._live)
 
-    def add(self, request: GenerationRequest) -> None:
-        self._live[request.request_id] = _Live(request)
+    def add(self, request: GenerationRequest, *, is_sent: bool = True) -> None:
+        """It has been sent to the core, or waits for another one."""
+        self._live[request.request_id] = _Live(request, is_sent=is_sent)
 
     def note(self, update: RequestUpdate) -> None:
         """Tokens have come, or the end."""
@@ -53,10 +55,13 @@ class LiveRequests:
         return self._live.pop(request_id, None) is not None
 
     def core_lost(self) -> list[RequestUpdate]:
-        """The core is gone. Returns the end of those that were there when the core before was lost too, and
-        have gained no token between: they may be the reason."""
+        """The core is gone. Returns the end of those that another core was lost with before, and that have
+        gained no token between: they may be the reason."""
         given_up = []
         for request_id, live in list(self._live.items()):
+            if not live.is_sent:
+                continue
+            live.is_sent = False
             if live.lost_at == len(live.output_ids):
                 del self._live[request_id]
                 error = QuarantinedError(
@@ -68,5 +73,7 @@ class LiveRequests:
         return given_up
 
     def again(self) -> list[AddRequest]:
-        """What to ask a new core."""
+        """What to ask a new core, and is now asked."""
+        for live in self._live.values():
+            live.is_sent = True
         return [AddRequest(live.request, live.output_ids) for live in self._live.values()]

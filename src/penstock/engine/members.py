@@ -184,8 +184,8 @@ class Members:
         self, place: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
     ) -> None:
         control = ControlSocket()
-        self._children[place] = self._family.add(
-            spawn(
+        try:
+            child = spawn(
                 module,
                 child_process.encode_config(config),
                 name=name,
@@ -193,7 +193,10 @@ class Members:
                 inherit=[*inherit, control.child_fd],
                 arguments=["--control-fd", str(control.child_fd)],
             )
-        )
+        except BaseException:
+            control.close()
+            raise
+        self._children[place] = self._family.add(child)
         control.close_child_end()
         self._control[place] = control
 
@@ -219,13 +222,17 @@ class Members:
 
     def _end_epoch(self) -> None:
         """All leave it; those that have ended are to be started again, at once at first."""
+        ended = self._ended()
+        guilty = ended[max(ended)] if ended else None  # a stage before the core
+        cause = self._family.first_cause(guilty) if guilty else first_cause(self._losses.causes)
+        self._lose(cause, self._ended())  # finding the cause may have taken a while
+
+    def _ended(self) -> dict[int, Child]:
+        """Members that have ended, by place; all that they said has been heard."""
         ended = {place: child for place, child in self._children.items() if child.exit_code is not None}
         for child in ended.values():
             self._family.hear(child)
-        if ended:
-            self._lose(self._family.first_cause(ended[max(ended)]), ended)  # a stage before the core
-        else:
-            self._lose(first_cause(self._losses.causes), ended)
+        return ended
 
     def _lose(self, cause: ErrorInfo, ended: Mapping[int, Child]) -> None:
         losses, epoch = self._losses, self._losses.epoch

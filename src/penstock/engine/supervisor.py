@@ -138,7 +138,8 @@ class _RunningEngine:
         try:
             self._start()
             while not all(child.is_ready for child in self._family.children):
-                self._raise_if_any(self._watch())
+                self._raise_if_any(self._watch(TICK_S))
+                self._end_the_lifeless()
             self._announce()
             while True:
                 self._serve_on()
@@ -191,7 +192,7 @@ class _RunningEngine:
             self._members.kill(child, f"has given no sign of life for {silence_s:.1f} s")
         self._members.end_the_hung()
 
-    def _watch(self, timeout_s: float | None = None) -> set[Child]:
+    def _watch(self, timeout_s: float) -> set[Child]:
         """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
         children, descriptors = self._family.wait(timeout_s)
         if descriptors:

@@ -22,20 +22,23 @@ class Wiring:
     """The connections of one pipeline in one epoch."""
 
     def __init__(self, plan: LaunchPlan, epoch: int = 0) -> None:
-        self._plan = plan
         self._epoch = epoch
-        num_links = plan.num_stages - 1
-        self._plan_endpoints = [Endpoint() for _ in plan.ranks]
-        frames = plan.ranks[0].link_frames
-        self._links = [create_ring(plan.frame_bytes, frames) for _ in range(num_links)]
-        self._tokens = [self._channel_ring() for _ in range(num_links)]
-        self._results = self._channel_ring()
-        self._rings = [*self._links, *self._tokens, self._results]
-
-    def _channel_ring(self) -> LinkHandle:
-        """Holds what all steps in flight sample, and those of the trip before, which no plan has consumed."""
-        rank = self._plan.ranks[0]
-        return create_channel_ring(2 * rank.depth, rank.max_num_seqs)
+        self._plan_endpoints: list[Endpoint] = []
+        self._rings: list[LinkHandle] = []
+        first, num_links = plan.ranks[0], plan.num_stages - 1
+        try:
+            for _ in plan.ranks:
+                self._plan_endpoints.append(Endpoint())
+            for _ in range(num_links):
+                self._rings.append(create_ring(plan.frame_bytes, first.link_frames))
+            for _ in range(num_links + 1):
+                # What all steps in flight sample, and those of the trip before, which no plan has consumed.
+                self._rings.append(create_channel_ring(2 * first.depth, first.max_num_seqs))
+        except BaseException:  # no more descriptors: those made so far are for whoever tries again
+            self.close()
+            raise
+        self._links, self._tokens = self._rings[:num_links], self._rings[num_links:-1]
+        self._results = self._rings[-1]
 
     def core(self) -> CoreEnds:
         """What the core is told."""

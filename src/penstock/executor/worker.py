@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.config import LinkHandle, RankConfig, RankEnds, RankProcessConfig
-from penstock.errors import error_from_info
+from penstock.errors import LinkClosedError, error_from_info
 from penstock.executor.child import (
+    Abandoned,
+    StatusEvent,
     StatusWriter,
     bound_thread_pools,
     enter_child,
@@ -44,14 +46,18 @@ def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
     from penstock.executor.rank import run_rank
 
     control = ControlReader(options.control_fd)
-    failed = run_rank(config.rank, _epochs(config.rank, control), status.write)
+    failed = run_rank(config.rank, _epochs(config.rank, control, status.write), status.write)
     return 0 if failed is None else error_from_info(failed.error).exit_code
 
 
-def _epochs(rank: RankConfig, control: ControlReader) -> Iterator[RankConnections]:
+def _epochs(
+    rank: RankConfig, control: ControlReader, report: Callable[[StatusEvent], None]
+) -> Iterator[RankConnections]:
     """The connections of each epoch that the supervisor begins; waits for it. Ends with the supervisor."""
     while isinstance(ends := control.receive(), RankEnds):
         if control.has_news():  # that epoch is over before it has begun here
+            error = LinkClosedError(f"epoch {ends.epoch} was over before this stage came to it.")
+            report(Abandoned(epoch=ends.epoch, error=error.info()))
             _close(ends)
             continue
         yield _connect(rank, ends, control.has_news)

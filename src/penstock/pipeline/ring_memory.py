@@ -22,6 +22,7 @@ import os
 import select
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 from penstock.config import LinkHandle
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
@@ -45,16 +46,22 @@ def create_ring(frame_bytes: int, num_frames: int) -> LinkHandle:
     """
     assert min(frame_bytes, num_frames) > 0, (frame_bytes, num_frames)
     frame_bytes = padded(frame_bytes)
-    memory_fd = os.memfd_create("penstock-link", os.MFD_ALLOW_SEALING)
-    os.ftruncate(memory_fd, _WORDS_BYTES + frame_bytes * num_frames)
-    # Sealed in size: no peer can shrink the memory under the other's feet (SIGBUS).
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, seals)
-    os.pwrite(memory_fd, _MAGIC.to_bytes(8, "little"), _WORD_MAGIC * 8)
+    with ExitStack() as undo:  # when there are no more descriptors, or no memory
+        memory_fd = os.memfd_create("penstock-link", os.MFD_ALLOW_SEALING)
+        undo.callback(os.close, memory_fd)
+        os.ftruncate(memory_fd, _WORDS_BYTES + frame_bytes * num_frames)
+        # Sealed in size: no peer can shrink the memory under the other's feet (SIGBUS).
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, seals)
+        os.pwrite(memory_fd, _MAGIC.to_bytes(8, "little"), _WORD_MAGIC * 8)
+        data_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK)
+        undo.callback(os.close, data_fd)
+        space_fd = os.eventfd(num_frames, os.EFD_SEMAPHORE | os.EFD_NONBLOCK)
+        undo.pop_all()
     return LinkHandle(
         memory_fd=memory_fd,
-        data_fd=os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK),
-        space_fd=os.eventfd(num_frames, os.EFD_SEMAPHORE | os.EFD_NONBLOCK),
+        data_fd=data_fd,
+        space_fd=space_fd,
         frame_bytes=frame_bytes,
         num_frames=num_frames,
     )

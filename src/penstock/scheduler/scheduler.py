@@ -187,8 +187,7 @@ class Scheduler:
         now = self._clock()
         limit = self._config.queue_timeout_s
         updates = []
-        while self._queues.waiting and now - self._queues.waiting[0].arrival_time >= limit:
-            request = self._queues.waiting[0]
+        while (request := self._first_new()) is not None and now - request.arrival_time >= limit:
             request.queue_seconds = now - request.arrival_time
             error = UnavailableError(
                 f"the request waited {request.queue_seconds:.1f} s to start; the limit is {limit:g} s.",
@@ -200,8 +199,12 @@ class Scheduler:
 
     def next_expiry(self) -> float | None:
         """Clock time at which `expire` has something to do; None while nobody waits for a first start."""
-        waiting = self._queues.waiting
-        return waiting[0].arrival_time + self._config.queue_timeout_s if waiting else None
+        request = self._first_new()
+        return None if request is None else request.arrival_time + self._config.queue_timeout_s
+
+    def _first_new(self) -> RequestState | None:
+        """The oldest that waits and has not run, here or in another core."""
+        return next((request for request in self._queues.waiting if not request.num_outputs), None)
 
     def schedule(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.
@@ -276,7 +279,8 @@ class Scheduler:
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
         """End all that have run and wait to go on."""
-        return [self._fail(request, error) for request in list(self._queues.preempted)]
+        started = [*self._queues.preempted, *(found for found in self._queues.waiting if found.num_outputs)]
+        return [self._fail(request, error) for request in started]
 
     def stats(self) -> SchedulerStats:
         queues = self._queues

@@ -130,13 +130,17 @@ class Rig:
         self.core.socket.close()
         await until(lambda: not self.engine.status().ready)
 
-    async def welcome(self) -> None:
+    async def greeted(self) -> None:
         """Another core comes to the same address."""
         self.core.open()
         heard: list[tuple[bytes, object]] = []
         await until(lambda: heard.extend(self.core.socket.drain()) or heard)
         self.core.client = heard[0][0]
         assert heard[0][1] == Hello()
+
+    async def welcome(self) -> None:
+        """Another core comes, and is ready."""
+        await self.greeted()
         self.core.socket.send(
             self.core.client, Welcome(num_blocks=8, block_size=4, max_model_len=64, stages=[])
         )
@@ -303,6 +307,23 @@ def test_r4_a_request_that_was_there_when_two_cores_were_lost_is_not_tried_again
         (again,) = rig.core.hear()
         assert isinstance(again, AddRequest)
         assert again.request.request_id == "b", "it has gained a token between"
+
+    with_rig(body)
+
+
+def test_r4_a_core_that_is_lost_before_it_was_asked_is_nobodys_fault() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add("a")
+        await rig.lose_core()
+        for _ in range(3):
+            await rig.greeted()
+            rig.core.socket.close()  # it never came to a welcome
+        await rig.welcome()
+        (again,) = rig.core.hear()
+        assert isinstance(again, AddRequest)
+        rig.core.tell(update("a", b"z", "length"))
+        assert await read_all(stream) == ("z", "length")
 
     with_rig(body)
 

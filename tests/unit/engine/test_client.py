@@ -141,10 +141,11 @@ def test_r4_requests_go_on_with_another_core(rig: Rig) -> None:
     for _ in range(59):
         assert client.poll(1.0) == []
     client.abort(["c"])
+    client.add(_request("d"))
     rig.socket.sent.clear()
     rig.socket.inbox.append(WELCOME)
     assert client.poll(0.1) == []
-    assert rig.socket.sent == [AddRequest(_request("a"), [4, 5])]
+    assert rig.socket.sent == [AddRequest(_request("a"), [4, 5]), AddRequest(_request("d"), [])]
 
 
 def test_r4_it_waits_a_minute_for_another_core(rig: Rig) -> None:

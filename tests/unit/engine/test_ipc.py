@@ -133,7 +133,7 @@ def test_a_burst_is_not_dropped(pair: tuple[CoreSocket, ClientSocket]) -> None:
     ]
 
 
-def test_r1_the_end_of_the_core_is_received_after_its_last_words(
+def test_r1_the_end_of_the_core_is_received_and_nothing_after_it(
     pair: tuple[CoreSocket, ClientSocket],
 ) -> None:
     core, client = pair
@@ -145,8 +145,8 @@ def test_r1_the_end_of_the_core_is_received_after_its_last_words(
     while not any(isinstance(message, CoreGone) for message in received):
         assert client.wait(WAIT_S)
         received += client.drain()
-    assert received[0] == MESSAGES[1]
-    assert isinstance(received[-1], CoreGone)
+    # Its last words may be lost with it: whoever asks the next core does not need them.
+    assert received[:-1] in ([], [MESSAGES[1]])
 
 
 def test_r4_a_client_reaches_the_next_core_at_the_same_address() -> None:

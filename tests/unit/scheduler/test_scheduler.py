@@ -521,6 +521,22 @@ def test_a_full_queue_is_refused_with_429() -> None:
     assert rig.scheduler.stats().num_waiting == 3, "it was admitted by a core that is gone"
 
 
+def test_r4_what_another_core_had_begun_does_not_expire_and_ends_with_those_that_run() -> None:
+    rig = CoreRig(scheduler=SchedulerConfig(max_num_seqs=1, queue_timeout_s=10.0))
+    rig.add("runs", 3, max_tokens=50)
+    rig.step()
+    begun = GenerationRequest(
+        request_id="begun", prompt_token_ids=[3], sampling=SamplingParams(max_tokens=9, ignore_eos=True)
+    )
+    rig.core.add_request(begun, output_ids=[5, 6])
+    rig.add("new", 3)
+    rig.clock.advance(11.0)
+    assert [update.request_id for update in rig.scheduler.expire()] == ["new"]
+    assert rig.scheduler.next_expiry() is None
+    error = StageLostError("again").info()
+    assert [update.request_id for update in rig.scheduler.fail_started(error)] == ["begun"]
+
+
 def test_r8_a_queue_that_is_full_of_tokens_is_refused_with_429() -> None:
     rig = CoreRig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting_tokens=20))
     rig.add("runs", 3)
