@@ -53,7 +53,7 @@ BAD_BODIES: list[bytes] = [
     b'{"model": "demo", "prompt": "' + b"x" * 100_000 + b'"}',
 ]
 # What may become of a request: all is there; the client left; an error in words; 429 or 503; the connection
-# broke. What is no request must be "rejected".
+# broke. What is no request must be "rejected", unless all are refused.
 FAIR = ("complete", "left", "error", "refused", "cut")
 # In words that end a request which had been admitted: it was there at two losses; nobody came in a minute.
 FAIR_CODES = ("quarantined", "stage_lost", "unavailable")
@@ -262,7 +262,7 @@ class Chaos:
         except httpx.TransportError as error:
             attempt.outcome = "cut"
             attempt.detail = type(error).__name__
-        self.ledger.close(attempt, ("rejected", "cut"))
+        self.ledger.close(attempt, ("rejected", "refused", "cut"))
 
     async def _attempt(self, http: httpx.AsyncClient, request: dict[str, Any], leaves_after: float) -> bool:
         """Whether it was refused, or cut."""
