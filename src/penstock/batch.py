@@ -19,6 +19,7 @@ import msgspec
 from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import TokenLogprobs
 
+MADE_UP = "calibration-"  # ids of rows that no client has asked for begin so
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
 
 

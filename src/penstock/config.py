@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 from penstock.errors import UsageError
+from penstock.faults import Fault
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Backend = Literal["mp", "inprocess"]
@@ -361,6 +362,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_sharers: ranks in the same memory, this one counted.
         kernels: which of our CPU kernels to use, as in `ParallelConfig`.
         cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
+        faults: what a test has armed; a rank that takes the place of another has none.
     """
 
     model_path: str  # resolved directory
@@ -387,6 +389,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     wait_timeout_s: float = (
         60.0  # deadline of every wait on a peer inside a step: all stages may be computing
     )
+    faults: list[Fault] = []
 
     @property
     def device_type(self) -> str:

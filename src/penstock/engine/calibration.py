@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
+from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, ScheduledBatch
 from penstock.config import CoreConfig, ParallelConfig
 from penstock.engine.cost_learning import CostLearner
 from penstock.errors import WaitTimeoutError
@@ -187,7 +187,7 @@ class _Trials:
             NewRow(
                 row=row,
                 generation=step,
-                request_id=f"calibration-{step}-{row}",
+                request_id=f"{MADE_UP}{step}-{row}",
                 prompt_len=end,
                 token_ids=ids,
                 sampling=GREEDY,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -26,6 +27,7 @@ from penstock.config import (
     RankConfig,
 )
 from penstock.errors import NotEnoughMemoryError, UsageError
+from penstock.faults import Fault
 from penstock.kernels.cpu.library import parse_kernels
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.spec import ModelSpec
@@ -183,6 +185,15 @@ def _rank_configs(
         )
         for stage, (start, end) in enumerate(ranges)
     ]
+
+
+def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
+    """The plan with what a test wants to break."""
+    ranks = [
+        msgspec.structs.replace(rank, faults=[fault for fault in faults if fault.stage == rank.stage])
+        for rank in plan.ranks
+    ]
+    return msgspec.structs.replace(plan, ranks=ranks)
 
 
 def _core_config(

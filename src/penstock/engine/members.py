@@ -273,7 +273,7 @@ class Members:
 def _replacement(rank: RankConfig, loaded: Iterable[RankLoaded]) -> RankConfig:
     """As at the start, but for what the others have settled: they hold their KV cache, and their head."""
     num_blocks = min(message.max_blocks for message in loaded)
-    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load")
+    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load", faults=[])
 
 
 def _place_of(child: Child) -> int:

@@ -28,12 +28,13 @@ from collections.abc import Iterator, Sequence, Set
 
 import msgspec
 
+from penstock import faults
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.auto_partition import settle_partition
 from penstock.engine.children import Child, Family
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.fronts import CallerFront, Front, HttpFront
-from penstock.engine.launch import Host, LaunchPlan, resolve
+from penstock.engine.launch import Host, LaunchPlan, resolve, with_faults
 from penstock.engine.losses import BackOff, Heartbeats
 from penstock.engine.members import Members
 from penstock.engine.reports import (
@@ -93,6 +94,7 @@ class Supervisor:
             host = Host.detect()
             self._front.open()
             plan = resolve(settle_partition(self._engine, host, self._reporter), host)
+            plan = with_faults(plan, faults.parse(os.environ.get(faults.ENVIRONMENT, "")))
             with _signals() as signal_fd:
                 engine = _RunningEngine(plan, self._front, self._reporter, signal_fd, started)
                 try:

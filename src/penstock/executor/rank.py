@@ -40,6 +40,7 @@ from penstock.executor.loading import (
     load_rank,
     transfers_head,
 )
+from penstock.faults import armed
 from penstock.layers.embedding import VocabEmbedding
 from penstock.layers.matrix import PLAIN, Matrix
 from penstock.models.decoder import EMBEDDING
@@ -146,7 +147,7 @@ class Rank:
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, runner, connections, clock)
         times = StageReporter(config.stage, clock, lambda told: _tell_times(told, plans))
-        stage = Stage(config.stage, runner, source, sink, times)
+        stage = Stage(config.stage, runner, source, sink, times, config.faults)
         self._report(Ready(epoch=start.epoch))
         plans.send(encode(RankReady(stage=config.stage)))
         log = DecisionLog(start.epoch, start.first_step)
@@ -159,7 +160,8 @@ class Rank:
         """The weights, and what the core is told of them in every epoch."""
         if self._loaded is None:
             report = self._report
-            loaded = load_rank(self._config, lambda done, total: report(Progress(done=done, total=total)))
+            load = armed(self._config.faults, "rank.load", self._config.stage, load_rank)
+            loaded = load(self._config, lambda done, total: report(Progress(done=done, total=total)))
             message = _loaded_message(self._config, loaded)
             report(Loaded(rank=message))
             self._loaded = loaded, message
@@ -168,7 +170,10 @@ class Rank:
     def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
         """Over storage of so many blocks; they are as many in every epoch."""
         if self._runner is None:
-            self._runner = build_runner(self._config, loaded.model, loaded.storage.allocate(num_blocks))
+            allocate = armed(
+                self._config.faults, "rank.allocate", self._config.stage, loaded.storage.allocate
+            )
+            self._runner = build_runner(self._config, loaded.model, allocate(num_blocks))
             self._num_blocks = num_blocks
         if num_blocks != self._num_blocks:
             raise ProtocolError(f"the core wants {num_blocks} KV blocks where there are {self._num_blocks}.")

@@ -15,8 +15,10 @@ from contextlib import contextmanager
 
 import torch
 
-from penstock.batch import ScheduledBatch, Shutdown, decode_to_rank
+from penstock.batch import MADE_UP, ScheduledBatch, Shutdown, decode_to_rank
 from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostError
+from penstock.faults import Fault, armed
+from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.ports import Sink, Source
@@ -33,16 +35,25 @@ class Stage:
         runner: the model with its rows.
         source, sink: chosen by the place of the stage in the pipe.
         times: hears of each step's end; its clock is that of the ports.
+        faults: what a test has armed.
     """
 
     def __init__(
-        self, stage: int, runner: ModelRunner, source: Source, sink: Sink, times: StageReporter | None = None
+        self,
+        stage: int,
+        runner: ModelRunner,
+        source: Source,
+        sink: Sink,
+        times: StageReporter | None = None,
+        faults: Sequence[Fault] = (),
     ) -> None:
         self._stage = stage
         self._runner = runner
         self._source = source
         self._sink = sink
         self._times = times or StageReporter(stage, NOBODYS)
+        self._forward = armed(faults, "stage.forward", stage, runner.forward, self._is_of_clients)
+        self._put = armed(faults, "stage.put", stage, sink.put, self._is_of_clients)
 
     @torch.inference_mode()
     def run(self, plans: Iterable[ScheduledBatch]) -> None:
@@ -53,9 +64,9 @@ class Stage:
                 batch = self._prepare(plan)
                 hidden = self._source.take(batch)
                 self._times.clock.begin(Phase.FORWARD)
-                hidden = self._runner.forward(hidden, batch)
+                hidden = self._forward(hidden, batch)
                 self._times.clock.begin(Phase.PUT)
-                self._sink.put(hidden, batch)
+                self._put(hidden, batch)
                 self._times.step_done(plan.wants_times)
 
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
@@ -64,6 +75,11 @@ class Stage:
         batch = self._runner.begin(plan)
         self._sink.settle(plan)
         return self._runner.complete(batch)
+
+    def _is_of_clients(self, _: IntermediateTensors, batch: ForwardBatch) -> bool:
+        """Whether the step is neither a probe nor a measurement."""
+        names = self._runner.rows.names_of(batch.plan)
+        return any(not name.startswith(MADE_UP) for name in names)
 
 
 def plans_from(
