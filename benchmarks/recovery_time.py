@@ -1,11 +1,12 @@
-"""How long running requests pause when a stage is killed (R3), and whether their tokens stay the same (R4).
+"""How long running requests pause when a stage or the core is killed (R3), with the same tokens (R4).
 
     python benchmarks/recovery_time.py [MODEL] [--stages 2] [--requests 8] [--rounds 5]
 
-An engine of several processes decodes some requests; in the middle one stage is killed, each in turn. The
-pause is the longest time without a token of any request after the kill; what was on its way still comes. It
-should be at most 3 s longer than the first start, from nothing to ready. All ids are compared with those of
-an undisturbed run. Prints Markdown for docs/perf-log.md; exit code 1 if the bar is missed or an id differs.
+An engine of several processes decodes some requests; in the middle a stage or the core is killed, each in
+turn. The pause is the longest time without a token of any request after the kill; what was on its way
+still comes. It should be at most 3 s longer than the first start, from nothing to ready. All ids are
+compared with those of an undisturbed run. Prints Markdown for docs/perf-log.md; exit code 1 if the bar is
+missed or an id differs.
 """
 
 from __future__ import annotations
@@ -40,26 +41,23 @@ def main() -> int:
     with LLM(options.model, pipeline_parallel_size=options.stages, threads_per_rank=1) as llm:
         start_s = time.perf_counter() - began
         golden, _ = decode(llm, options.requests, None)
-        pauses: dict[int, list[float]] = {stage: [] for stage in range(options.stages)}
+        victims = [*(f"stage {stage}" for stage in range(options.stages)), "core"]
+        pauses: dict[str, list[float]] = {victim: [] for victim in victims}
         same = True
         for _ in range(options.rounds):
-            for stage, found in pauses.items():
-                ids, pause_s = decode(llm, options.requests, stage)
+            for victim, found in pauses.items():
+                ids, pause_s = decode(llm, options.requests, victim)
                 same &= ids == golden
                 found.append(pause_s)
     fine = same and max(map(statistics.median, pauses.values())) <= start_s + BAR_S
     print(f"first start {start_s:.1f} s; ids {'are the same' if same else 'DIFFER'}\n")
-    print(
-        markdown(
-            ["stage killed", "pause, s"], [[str(stage), format_samples(p)] for stage, p in pauses.items()]
-        )
-    )
+    print(markdown(["killed", "pause, s"], [[victim, format_samples(p)] for victim, p in pauses.items()]))
     print(f"\nbar: {start_s + BAR_S:.1f} s: {'met' if fine else 'missed'}")
     return 0 if fine else 1
 
 
-def decode(llm: LLM, num_requests: int, victim: int | None) -> tuple[Ids, float]:
-    """Ids of all requests, and the longest time without one after the kill of a stage, in seconds."""
+def decode(llm: LLM, num_requests: int, victim: str | None) -> tuple[Ids, float]:
+    """Ids of all requests, and the longest time without one after the kill, in seconds."""
     client = llm._client  # `generate` does not tell when a token came
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
     ids: Ids = {str(number): [] for number in range(num_requests)}
@@ -74,13 +72,13 @@ def decode(llm: LLM, num_requests: int, victim: int | None) -> tuple[Ids, float]
         if is_killed and updates:
             pause_s, before = max(pause_s, now - before), now
         elif victim is not None and not is_killed and min(map(len, ids.values())) >= KILL_AFTER:
-            stage(victim).kill()
+            named(victim).kill()
             is_killed, before = True, now
     return ids, pause_s
 
 
-def stage(number: int) -> psutil.Process:
-    return next(p for p in children() if p.cmdline()[0].startswith(f"penstock stage {number} "))
+def named(victim: str) -> psutil.Process:
+    return next(p for p in children() if p.cmdline()[0].startswith(f"penstock {victim}"))
 
 
 def children() -> Iterator[psutil.Process]:

@@ -385,6 +385,9 @@ def run(seed: int, seconds: float) -> Chaos:
         after = memory(served)
         print(f"{chaos.ledger.num_tokens} tokens; {used / 1e6:.0f} MB before, {after / 1e6:.0f} MB after")
         assert not chaos.ledger.faults, chaos.ledger.faults[:5]
+        stops = sum(count for blow, count in chaos.done.items() if blow.startswith("stop"))
+        if served.output.count("has given no sign of life") > stops:
+            raise AssertionError("a child stood still by itself:\n" + served.output[-20_000:])
         hits = sum(count for blow, count in chaos.done.items() if blow.startswith(("kill", "stop")))
         assert chaos.ledger.outcomes["error"] <= hits * NUM_ROWS / 2, "only who was there at two losses"
         wait_until(lambda: remains(served) == before, 30)

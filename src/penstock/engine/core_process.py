@@ -111,6 +111,7 @@ class CoreServer:
         welcome: what a client is told when it says hello.
         control: from the supervisor.
         join: makes the executor of another epoch, which is then started.
+        beat: told that the loop turns.
         report: hears when the core leaves an epoch by itself, and when it has come through another one.
     """
 
@@ -124,6 +125,7 @@ class CoreServer:
         *,
         join: Callable[[CoreEnds, AllocateKV], Executor] = MpExecutor,
         report: Callable[[StatusEvent], None] = lambda event: None,
+        beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._core = core
@@ -132,6 +134,7 @@ class CoreServer:
         self._control = control
         self._join = join
         self._report = report
+        self._pulse = beat
         self._epoch = core.epoch
         self._restarts = NO_RESTARTS
         self._told_loss: ErrorInfo | None = None
@@ -224,6 +227,7 @@ class CoreServer:
     def _advance(self) -> None:
         """Step until nothing moves: descriptors are edge-triggered, and a submit may use up the edge."""
         while True:
+            self._pulse()
             before = self._core.steps_in_flight
             updates = self._core.step()
             if updates:
@@ -295,7 +299,7 @@ class CoreServer:
 
 def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> int:
     enter_child("penstock core", config.parent_pid)
-    keep_saying_alive(status)
+    pulse = keep_saying_alive(status)
     if config.core.cpus:
         os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
@@ -306,7 +310,7 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
     if joined is None:
         return 0
     executor, core, welcome = joined
-    server = CoreServer(core, executor, clients, welcome, control, report=status.write)
+    server = CoreServer(core, executor, clients, welcome, control, report=status.write, beat=pulse.beat)
     stopping.pop_all()
     stopping.callback(server.shutdown)
     del executor, joined  # it is the server's, and goes with its epoch

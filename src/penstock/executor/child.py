@@ -28,6 +28,7 @@ from penstock.batch import RankLoaded
 from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
 
 ALIVE_INTERVAL_S = 1.0
+STUCK_S = 3.0  # a main loop that has not turned for so long stands still
 _PR_SET_PDEATHSIG = 1
 _PIPE_ATOMIC_BYTES = 4096  # PIPE_BUF: a line this short is written whole or not at all
 _MAX_TEXT = 1500  # so that message and trace of a failure fit a line
@@ -62,7 +63,7 @@ class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive", tag_field="event"):
-    """The process is not stopped, whatever its main thread does. Once a second."""
+    """The process is not stopped, and its main loop turns, where it has one. Once a second."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured", tag_field="event"):
@@ -118,15 +119,34 @@ class StatusWriter:
         return is_news
 
 
-def keep_saying_alive(status: StatusWriter) -> None:
-    """Report `Alive` from a thread of its own until the process ends."""
+class Pulse:
+    """What the main loop of a process says to the thread that says `Alive` for it."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._beat_at: float | None = None
+
+    def beat(self) -> None:
+        """The loop turns. From the first call on it must come at least every second."""
+        self._beat_at = self._clock()
+
+    @property
+    def is_alive(self) -> bool:
+        return self._beat_at is None or self._clock() - self._beat_at < STUCK_S
+
+
+def keep_saying_alive(status: StatusWriter) -> Pulse:
+    """Report `Alive` from a thread of its own until the process ends, or its main loop stands still."""
+    pulse = Pulse()
 
     def run() -> None:
         while True:
-            status.write(Alive())
+            if pulse.is_alive:
+                status.write(Alive())
             time.sleep(ALIVE_INTERVAL_S)
 
     threading.Thread(target=run, name="heartbeat", daemon=True).start()
+    return pulse
 
 
 def encode_config(config: msgspec.Struct) -> bytes:

@@ -25,7 +25,7 @@ from msgspec import structs
 from penstock.config import ApiProcessConfig, ConnectionLimits
 from penstock.engine import listening
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
-from penstock.executor.child import Ready, StatusWriter, enter_child, keep_saying_alive, run_child
+from penstock.executor.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
 from penstock.models.registry import load_spec
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
@@ -33,6 +33,7 @@ from penstock.server.http_protocol import with_limits
 from penstock.tokenizer.chat_template import load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
+BEAT_S = 0.5
 CLOSE_S = 2  # for answers that were ended to reach their clients; less than the supervisor waits
 _OTHER_DESCRIPTORS = 64  # beside client connections
 
@@ -155,8 +156,16 @@ class _Both:
             self._act()
 
 
-async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
+async def _keep_beating(pulse: Pulse) -> None:
+    """As long as the event loop turns."""
+    while True:
+        pulse.beat()
+        await asyncio.sleep(BEAT_S)
+
+
+async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) -> None:
     """Serve on the inherited socket until told to stop."""
+    beating = asyncio.create_task(_keep_beating(pulse))
     tokenizer = load_tokenizer(Path(config.model_path))
     engine = AsyncEngine(config.client_address, tokenizer, EngineInfo.from_config(config))
     model = served_model(config, tokenizer)
@@ -180,6 +189,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter) -> None:
         await server.serve(sockets=[listener])
     finally:
         engine.close()
+        beating.cancel()
 
 
 def main(arguments: list[str]) -> int:
@@ -188,8 +198,8 @@ def main(arguments: list[str]) -> int:
 
 def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     enter_child("penstock api", config.parent_pid)
-    keep_saying_alive(status)
-    uvloop.run(serve(config, status))
+    pulse = keep_saying_alive(status)
+    uvloop.run(serve(config, status, pulse))
     return 0
 
 

@@ -15,9 +15,11 @@ from penstock.batch import RankLoaded
 from penstock.config import RankConfig, RankProcessConfig
 from penstock.errors import CheckpointError, StageLostError, UsageError
 from penstock.executor.child import (
+    STUCK_S,
     Failed,
     Loaded,
     Progress,
+    Pulse,
     Ready,
     StatusWriter,
     decode_status,
@@ -167,3 +169,17 @@ def test_a_child_whose_parent_has_gone_already_ends_itself() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == -9
     assert done.stdout == ""
+
+
+def test_r2_who_has_a_main_loop_is_alive_while_it_turns() -> None:
+    now = 100.0
+    pulse = Pulse(clock=lambda: now)
+    now += 3600.0
+    assert pulse.is_alive, "it loads, and has no loop yet"
+    pulse.beat()
+    now += STUCK_S - 0.1
+    assert pulse.is_alive
+    now += 0.2
+    assert not pulse.is_alive
+    pulse.beat()
+    assert pulse.is_alive
