@@ -205,11 +205,11 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         self._welcome = loop.create_future()
         self._greet(loop)
+        self._timer = loop.call_later(HEARTBEAT_S, self._watch, loop)
         try:
             await asyncio.wait_for(self._welcome, timeout_s)
         except TimeoutError as error:
             raise WaitTimeoutError(f"the engine core did not answer in {timeout_s} s.") from error
-        self._watch(loop)
 
     @property
     def max_model_len(self) -> int:
@@ -264,6 +264,8 @@ class AsyncEngine:
         Called every second by the event loop.
         """
         self._read()  # it may be this process that was stopped: what came meanwhile counts
+        if not self._health.has_core:
+            self._send(Hello())  # once more: a connection may have failed without a word
         error = self._health.gave_up()
         if error is not None and self._streams:
             self._send(AbortRequests(self._live.ids))
@@ -391,6 +393,11 @@ class _Health:
     def core_gone(self) -> None:
         if self._gone_at is None and self._heard_at is not None:
             self._gone_at, self._stats = self._clock(), None
+
+    @property
+    def has_core(self) -> bool:
+        """A core has welcomed this client, and has not gone since."""
+        return self._heard_at is not None and self._gone_at is None
 
     def silence_s(self) -> float:
         """Seconds since the core was last heard; 0 before the first word."""

@@ -176,6 +176,7 @@ class ClientSocket(_Endpoint):
             zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
         )
         self._socket.connect(self._address)
+        self._has_no_peer = False
 
     def reconnect(self) -> None:
         """To the core that comes to the same address. What was sent and not read is lost, and so is what the
@@ -196,16 +197,20 @@ class ClientSocket(_Endpoint):
         self.close()
 
     def send(self, message: ClientToCore) -> None:
+        """Never waits. What cannot be sent is lost with the core: a `CoreGone` follows."""
         if self._socket.closed:
             raise LinkClosedError("the engine's client is closed.")
-        self._socket.send(_encoder.encode(message))
+        try:
+            self._socket.send(_encoder.encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # there is no connection any more
+            self._has_no_peer = True
 
     def drain(self) -> list[CoreToClient | CoreGone]:
         """All messages that have come."""
         received: list[CoreToClient | CoreGone] = []
         if self._socket.closed:
             return received
-        lost = self._is_lost()  # first, so that what the core sent before its end is received before it
+        lost = self._is_lost() or self._has_no_peer  # first: what the core sent before it comes before it
         while (frame := _receive_now(self._socket)) is not None:
             received.append(_decode_to_client(frame))
         return [*received, CoreGone()] if lost else received

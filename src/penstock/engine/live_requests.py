@@ -73,7 +73,8 @@ class LiveRequests:
         return given_up
 
     def again(self) -> list[AddRequest]:
-        """What to ask a new core, and is now asked."""
-        for live in self._live.values():
+        """What the present core has not been asked, and is asked now."""
+        unsent = [live for live in self._live.values() if not live.is_sent]
+        for live in unsent:
             live.is_sent = True
-        return [AddRequest(live.request, live.output_ids) for live in self._live.values()]
+        return [AddRequest(live.request, live.output_ids) for live in unsent]

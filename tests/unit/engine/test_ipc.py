@@ -210,3 +210,17 @@ def test_a_closed_client_says_so(pair: tuple[CoreSocket, ClientSocket]) -> None:
     with pytest.raises(LinkClosedError):
         client.send(Hello())
     assert client.drain() == []
+
+
+def test_r2_sending_to_a_core_that_has_gone_does_not_wait() -> None:
+    endpoint = Endpoint()
+    core, client = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}"), ClientSocket(endpoint.connect_address)
+    client.send(Hello())
+    hear(core)
+    core.close()
+    assert client.wait(WAIT_S)  # the end of the connection, which is not looked at yet
+    for _ in range(3):
+        client.send(AbortRequests(["a"]))
+    assert isinstance(client.drain()[-1], CoreGone)
+    client.close()
+    endpoint.close()
