@@ -157,7 +157,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --pa
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
 --max-waiting-tokens 30
---host ::1 --port 21 --api-key k0 --insecure --drain-seconds 22
+--host ::1 --port 21 --reuse-port --api-key k0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
@@ -206,6 +206,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "api_keys": ["k0", "k1", "k2"],
         "served_model_name": "s",
         "insecure": True,
+        "reuse_port": True,
         "drain_s": 22.0,
         "limits": {
             "max_body_bytes": 31,
