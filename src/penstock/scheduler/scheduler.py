@@ -154,7 +154,8 @@ class Scheduler:
 
     def _refuse_overload(self, num_tokens: int) -> None:
         limit = self._config.max_waiting_requests
-        if len(self._queues.waiting) >= limit:
+        free_rows = self._config.max_num_seqs - len(self._queues.running)  # for those about to start
+        if len(self._queues.waiting) >= limit + free_rows:
             raise OverloadedError(
                 f"{limit} requests wait already, which is the limit.",
                 remedy="Try again later, or raise --max-waiting-requests.",

@@ -537,6 +537,14 @@ def test_r4_what_another_core_had_begun_does_not_expire_and_ends_with_those_that
     assert [update.request_id for update in rig.scheduler.fail_started(error)] == ["begun"]
 
 
+def test_r10_a_burst_that_free_rows_can_take_does_not_count_as_waiting() -> None:
+    rig = CoreRig(scheduler=SchedulerConfig(max_num_seqs=4, max_waiting_requests=2))
+    for index in range(6):
+        rig.add(f"r{index}", 3)
+    with pytest.raises(OverloadedError, match="2 requests wait already"):
+        rig.add("one too many", 3)
+
+
 def test_r8_a_queue_that_is_full_of_tokens_is_refused_with_429() -> None:
     rig = CoreRig(scheduler=SchedulerConfig(max_num_seqs=1, max_waiting_tokens=20))
     rig.add("runs", 3)
