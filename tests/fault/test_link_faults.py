@@ -149,9 +149,11 @@ class Load:
             self.num_good += 1
             assert found == expected
 
-    @property
-    def is_done(self) -> bool:
-        return not self._alive
+    def finish(self) -> None:
+        """No more requests: step until all have ended and the pipe is idle."""
+        while self._alive:
+            self.step(refill=False)
+        self._pipe.run_until_idle()
 
 
 def run_under_faults(
@@ -166,9 +168,7 @@ def run_under_faults(
     try:
         while not faults.is_over:
             load.step()
-        while not load.is_done:
-            load.step(refill=False)
-        pipe.run_until_idle()
+        load.finish()
         chains.check()
         for told in pipe.ranks.told:
             check_told(told)
@@ -211,9 +211,7 @@ def test_r14_whatever_is_delayed_all_stages_have_one_history(
     while not faults.is_over:
         load.step()
         chains.check()
-    while not load.is_done:
-        load.step(refill=False)
-    pipe.run_until_idle()
+    load.finish()
     pipe.close()
     chains.check()
     assert {len(digests) for digests in chains.of_ranks.values()} == {num_stages}
@@ -265,9 +263,7 @@ def test_r14_who_diverges_is_caught_in_that_very_step(
     load = Load(pipe, golden)
     while not pipe.losses:
         load.step()
-    while not load.is_done:
-        load.step(refill=False)
-    pipe.run_until_idle()
+    load.finish()
     pipe.close()
     assert load.num_failed == 0
     assert len(pipe.losses) == 1
@@ -298,9 +294,7 @@ def test_r4_s2_a_tied_head_that_comes_down_the_pipe_does_so_in_every_epoch(
     load = Load(pipe, golden)
     while not faults.is_over:
         load.step()
-    while not load.is_done:
-        load.step(refill=False)
-    pipe.run_until_idle()
+    load.finish()
     pipe.close()
     assert {told.error.stage for told in pipe.ranks.told if isinstance(told, Failed)} >= {0, num_stages - 1}
     assert load.num_good > 0

@@ -30,9 +30,6 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._live
-
     @property
     def ids(self) -> list[str]:
         return list(self._live)

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -100,16 +100,12 @@ class Members:
                 )
             )
 
-    def mend(self, ended: Set[Child]) -> None:
-        """End the epoch if it is broken, and begin the next one when it is due.
-
-        Args:
-            ended: members that have ended.
-        """
-        losses = self._losses
-        if losses.causes and not ended:
+    def mend(self) -> None:
+        """End the epoch if it is broken, and begin the next one when it is due."""
+        losses, has_ended = self._losses, self._has_ended()
+        if losses.causes and not has_ended:
             self._await_culprit()
-        if ended or losses.causes:
+        if losses.causes or has_ended:
             time.sleep(COMPANY_S)
             self._end_epoch()
         if losses.is_due(time.monotonic()):
@@ -216,7 +212,7 @@ class Members:
             for child in self.children:
                 if child.failure is not None:  # it has said so, and is about to leave
                     child.send_signal(signal.SIGKILL)
-            return any(child.exit_code is not None for child in self.children)
+            return self._has_ended()
 
         self._family.hear_until(has_ended, CAUSE_GRACE_S)
 
@@ -226,6 +222,10 @@ class Members:
         guilty = ended[max(ended)] if ended else None  # a stage before the core
         cause = self._family.first_cause(guilty) if guilty else first_cause(self._losses.causes)
         self._lose(cause, self._ended())  # finding the cause may have taken a while
+
+    def _has_ended(self) -> bool:
+        """Whether any member has."""
+        return any(child.exit_code is not None for child in self.children)
 
     def _ended(self) -> dict[int, Child]:
         """Members that have ended, by place; all that they said has been heard."""

@@ -170,7 +170,7 @@ class _RunningEngine:
         ended = self._watch(TICK_S)
         self._end_the_lifeless()
         self._mend_front((ended & self._fronts) - leaving)
-        self._members.mend(ended & set(self._members.children))
+        self._members.mend()
         return ended & leaving
 
     def _mend_front(self, ended: Set[Child]) -> None:
