@@ -91,6 +91,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
             or by `transfer` from the first.
         heartbeat_limit_s: a stage that has given no sign of life for this long is started again.
+        load_timeout_s: a stage that has not loaded after this long counts as lost.
         step_timeout_s: longest time that one stage may take for one plan before it counts as lost; None
             allows a minute and a tenth of a second for each token that a plan can have.
         kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
@@ -107,6 +108,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     device: str = "cpu"
     tied_head: TiedHead = "load"
     heartbeat_limit_s: float = 5.0
+    load_timeout_s: float = 3600.0
     step_timeout_s: float | None = None
     kernels: str = "auto"
     pin_threads: PinThreads = "auto"
@@ -125,6 +127,12 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise UsageError(
                 f"heartbeat_limit_s is {self.heartbeat_limit_s}; it must be at least 2 seconds.",
                 param="heartbeat_limit_s",
+                code="out_of_range",
+            )
+        if not 0 < self.load_timeout_s < math.inf:
+            raise UsageError(
+                f"load_timeout_s is {self.load_timeout_s}; it must be above 0 seconds.",
+                param="load_timeout_s",
                 code="out_of_range",
             )
         if self.step_timeout_s is not None and not 0 < self.step_timeout_s < math.inf:
@@ -328,6 +336,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         reuse_port: take the port over from a server that has the same, once everything is ready.
+        min_free_bytes: of the host's memory; with less left new requests are answered 503. 0 never.
     """
 
     host: str = "127.0.0.1"
@@ -339,7 +348,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0
     limits: Limits = Limits()
     connections: ConnectionLimits = ConnectionLimits()
+    min_free_bytes: int = 128 << 20
     log_format: Literal["text", "json"] = "text"
+
+    def __post_init__(self) -> None:
+        _at_least("min_free_bytes", self.min_free_bytes, 0)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,6 +77,7 @@ class LLM:
         threads_per_rank: CPU threads of a stage, or of each, such as "1,3" or [1, 3]; None shares the cores
             among the stages.
         heartbeat_limit_s: a stage without a sign of life for this long is started again.
+        load_timeout_s: a stage that has not loaded after this long counts as lost.
         step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
         tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
         quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
@@ -112,6 +113,7 @@ class LLM:
         threads_per_rank: int | str | Sequence[int] | None = None,
         tied_head: TiedHead = "load",
         heartbeat_limit_s: float = 5.0,
+        load_timeout_s: float = 3600.0,
         step_timeout_s: float | None = None,
         quantization: Quantization = "none",
         kernels: str = "auto",
@@ -135,6 +137,7 @@ class LLM:
                 "device": device,
                 "tied_head": tied_head,
                 "heartbeat_limit_s": heartbeat_limit_s,
+                "load_timeout_s": load_timeout_s,
                 "step_timeout_s": step_timeout_s,
                 "kernels": kernels,
                 "pin_threads": pin_threads,

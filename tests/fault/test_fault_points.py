@@ -58,6 +58,21 @@ def test_r16_nan_in_one_row_ends_that_request_only(golden: list[list[int]]) -> N
         assert served.metric("penstock_epoch") == 0
 
 
+def test_r3_a_stage_that_loads_for_ever_is_not_waited_for() -> None:
+    command = [sys.executable, "-m", "penstock", "serve", "demo", "--pp", "2", "--port", "0"]
+    ended = subprocess.run(
+        [*command, "--threads-per-rank", "1", "--load-timeout", "6"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"PENSTOCK_FAULTS": "rank.load@1:1=hang"},
+    )
+    assert ended.returncode == 5
+    assert "had not loaded after 6 s, and was killed" in ended.stderr
+    assert "faults.py" in ended.stderr, "where the stage was"
+
+
 def outcome(stream: Stream) -> list[int] | str:
     """All ids, or the error."""
     try:

@@ -12,9 +12,11 @@ import pytest
 from fake_engine import FakeEngine, Status, fake_model, stats
 from live_server import LiveServer, events, post_bytes
 
+from fakes import FakeClock
 from penstock.batch import StageSpans, StageTimes
 from penstock.config import ServerConfig
 from penstock.errors import UnavailableError
+from penstock.server import health
 from penstock.server.lifecycle import Interruptible
 from penstock.trace.phases import Phase
 
@@ -85,6 +87,60 @@ def test_health_tells_state_stage_reason_and_since() -> None:
         engine.state = Status(stats=stats(num_waiting=5))
         response, raw = live.request("GET", "/health")
         assert (response.status, json.loads(raw)["state"]) == (503, "overloaded")
+
+
+def test_r10_a_host_without_memory_gets_no_new_work() -> None:
+    config = ServerConfig(drain_s=5.0, min_free_bytes=1 << 60)
+    with LiveServer(config=config) as live:
+        status, answer = live.post(TEXT, {"prompt": "a"})
+        assert (status, answer["error"]["code"]) == (503, "low_memory")
+        response, raw = live.request("GET", "/health")
+        assert (response.status, json.loads(raw)["state"]) == (503, "overloaded")
+        assert live.request("GET", "/health/live")[0].status == 200
+        assert live.engine.added == []
+
+
+def _probe(live: LiveServer) -> tuple[int, str]:
+    response, raw = live.request("GET", "/health/generate")
+    return response.status, json.loads(raw)["state"]
+
+
+def test_r5_d9_a_probe_is_a_token_that_comes_out_of_the_pipe() -> None:
+    clock = FakeClock()
+    with LiveServer(clock=clock) as live:
+        assert _probe(live) == (200, "ready")
+        assert _probe(live) == (200, "ready")
+        assert len(live.engine.added) == 1, "it counts for a second"
+        clock.advance(1.0)
+        live.engine.failure = UnavailableError("stage 1 is gone", stage=1)
+        assert _probe(live) == (503, "not_ready")
+        live.engine.failure = None
+        assert _probe(live) == (503, "not_ready")
+        clock.advance(1.0)
+        live.engine.max_alive = 0
+        assert _probe(live) == (503, "overloaded")
+        clock.advance(1.0)
+        live.engine.state = Status(ready=False, reason="loading")
+        assert _probe(live) == (503, "not_ready")
+        assert len(live.engine.added) == 2
+        assert not live.engine.alive
+
+
+def test_r5_d9_probes_at_the_same_time_share_one_request_and_have_a_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with LiveServer(FakeEngine(hold_after=0)) as live, ExitStack() as stack:
+        for _ in range(3):
+            connection = stack.enter_context(live.connect())
+            connection.sendall(b"GET /health/generate HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        live.wait_for(lambda: len(live.server.server_state.tasks) == 3)
+        assert len(live.engine.added) == 1
+        live.call(live.engine.released.set)
+        live.wait_for(lambda: not live.server.server_state.tasks and not live.engine.alive)
+    monkeypatch.setattr(health, "PROBE_LIMIT_S", 0.0)
+    with LiveServer(FakeEngine(hold_after=0)) as live:
+        assert _probe(live) == (503, "stuck")
+        live.wait_for(lambda: not live.engine.alive)
 
 
 def _metrics(live: LiveServer) -> str:
@@ -289,7 +345,7 @@ def test_work_that_was_interrupted_before_it_ran_does_not_run() -> None:
 def test_health_probes_are_silent_whatever_they_answer() -> None:
     engine = FakeEngine(state=Status(ready=False, reason="loading"))
     with LiveServer(engine) as live:
-        for path in ("/health", "/health/ready", "/health/live"):
+        for path in ("/health", "/health/ready", "/health/live", "/health/generate"):
             live.request("GET", path)
         live.post(TEXT, {"prompt": "a"})
         live.wait_for(lambda: "path=/v1/completions" in live.log.getvalue())

@@ -40,6 +40,7 @@ PLAIN = (
     "/health",
     "/health/ready",
     "/health/live",
+    "/health/generate",
     "/metrics",
     "/version",
     "/debug/trace",

@@ -16,6 +16,7 @@ from penstock.config import (
     ParallelConfig,
     RankConfig,
     SchedulerConfig,
+    ServerConfig,
 )
 from penstock.errors import UsageError
 
@@ -33,6 +34,7 @@ from penstock.errors import UsageError
         (SchedulerConfig, "max_num_batched_tokens", 0),
         (SchedulerConfig, "prefill_chunk", 0),
         (SchedulerConfig, "max_waiting_requests", 0),
+        (ServerConfig, "min_free_bytes", -1),
     ],
 )
 def test_a_number_that_is_too_low_is_named(cls: type[Any], field: str, value: int) -> None:

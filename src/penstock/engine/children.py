@@ -19,7 +19,7 @@ from contextlib import ExitStack
 
 from penstock.errors import ErrorInfo, StageLostError
 from penstock.executor.base import first_cause
-from penstock.executor.child import Failed, Ready, StatusEvent, decode_status
+from penstock.executor.child import Failed, Loaded, Ready, StatusEvent, decode_status
 
 CAUSE_GRACE_S = 0.5  # for the stage behind another one's end to say why
 POLL_S = 0.01
@@ -33,8 +33,9 @@ class Child:
         stage: its stage, or None.
         failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
         has_spoken: it has set itself up.
+        has_loaded: a stage, its weights.
         is_ready: it has served.
-        heard_at: monotonic seconds of its last word.
+        started_at, heard_at: monotonic seconds of its start and of its last word.
         status_ended: it has closed its status pipe, which is then readable for ever.
     """
 
@@ -46,11 +47,12 @@ class Child:
         self.failure: ErrorInfo | None = None
         self.trace = ""
         self.has_spoken = False
+        self.has_loaded = False
         self.is_ready = False
         self.pidfd = os.pidfd_open(process.pid)
         self.status_fd = status_fd
         self.status_ended = False
-        self.heard_at = time.monotonic()
+        self.started_at = self.heard_at = time.monotonic()
         self._process = process
         self._partial = b""
 
@@ -72,6 +74,7 @@ class Child:
         for event in events:
             if isinstance(event, Failed) and self.failure is None:
                 self.failure, self.trace = event.error, event.trace
+            self.has_loaded |= isinstance(event, Loaded)
             self.is_ready |= isinstance(event, Ready)
         self.has_spoken |= bool(events)
         return events

@@ -152,6 +152,7 @@ class ProcessClient:
         self._live = LiveRequests()
         self._failure: PenstockError | None = None
         self._is_away = False  # the core; another one is to come
+        self._greeted_at = clock()
         self._heard_at = clock()
         try:
             self.max_model_len = self._say_hello().max_model_len
@@ -182,6 +183,8 @@ class ProcessClient:
                 self._take(message)
         elif len(self._live):
             self._require_word()
+        if self._is_away and self._clock() - self._greeted_at >= HELLO_WAIT_S:
+            self._greet()  # once more: a connection may have failed without a word
         updates, self._updates = self._updates, []
         return updates
 
@@ -193,7 +196,7 @@ class ProcessClient:
         self._supervisor.end()
 
     def _say_hello(self) -> Welcome:
-        self._socket.send(Hello())
+        self._greet()
         deadline = self._clock() + START_TIMEOUT_S
         while self._clock() < deadline:
             self._socket.wait(HELLO_WAIT_S)
@@ -203,6 +206,10 @@ class ProcessClient:
                     return message
         raise WaitTimeoutError(f"the engine core did not answer in {START_TIMEOUT_S:g} s.")
 
+    def _greet(self) -> None:
+        self._socket.send(Hello())
+        self._greeted_at = self._clock()
+
     def _take(self, message: CoreToClient | CoreGone) -> None:
         self._heard_at = self._clock()
         if isinstance(message, StepUpdates):
@@ -211,7 +218,7 @@ class ProcessClient:
         elif isinstance(message, CoreGone):
             self._deliver(self._live.core_lost())
             self._socket.reconnect()
-            self._socket.send(Hello())
+            self._greet()
             self._is_away = True
         elif isinstance(message, Welcome):
             self._is_away = False

@@ -49,6 +49,7 @@ from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
 ABANDON_S = 2.0
+LOAD_GRACE_S = 60.0  # for the supervisor to end, and name, the stage that does not load
 POLL_S = 0.1
 
 
@@ -330,7 +331,7 @@ def _join_first(
     while not isinstance(ends := control.receive(), Stop):
         if not isinstance(ends, CoreEnds):
             continue
-        executor = MpExecutor(ends)
+        executor = MpExecutor(ends, load_timeout_s=config.parallel.load_timeout_s + LOAD_GRACE_S)
         stopping.callback(executor.shutdown)
         try:
             return executor, *_start(config, executor, ends, control)

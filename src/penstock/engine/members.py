@@ -120,6 +120,13 @@ class Members:
         for place in self._losses.hung(ready, time.monotonic()):
             self.kill(self._children[place], f"has not left epoch {self._losses.epoch - 1}")
 
+    def end_the_slow(self) -> None:
+        """Kill stages that have not loaded for too long: a disk, or another machine's, may never answer."""
+        limit_s, now = self._plan.core.parallel.load_timeout_s, time.monotonic()
+        for place, child in self._children.items():
+            if place != CORE and not child.has_loaded and now - child.started_at > limit_s:
+                self.kill(child, f"had not loaded after {limit_s:g} s")
+
     def kill(self, child: Child, reason: str) -> None:
         """End a child that cannot be asked to; before, it and all members print where their threads are."""
         for each in {*self.children, child}:

@@ -193,6 +193,7 @@ class _RunningEngine:
         for child, silence_s in self._heartbeats.silent(heard_at, time.monotonic(), loading).items():
             self._members.kill(child, f"has given no sign of life for {silence_s:.1f} s")
         self._members.end_the_hung()
+        self._members.end_the_slow()
 
     def _watch(self, timeout_s: float) -> set[Child]:
         """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""

@@ -6,6 +6,7 @@ processes (`python -m penstock.executor.worker`), the supervisor does; it only t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
@@ -15,8 +16,6 @@ from penstock.executor.plan_channel import ZmqChannel, bind_address
 from penstock.pipeline.ring_channel import RingChannel
 from penstock.pipeline.ring_memory import close_handle
 
-LOAD_TIMEOUT_S = 3600.0  # a slow disk may take long; a rank that dies while loading is noticed at once
-
 
 class MpExecutor:
     """Talks to rank processes over zmq, for one epoch.
@@ -25,11 +24,11 @@ class MpExecutor:
         ends: the sockets that the ranks connect to, and the ring that the last stage writes its results to.
             The descriptors are closed once they are in use.
         start: what the ranks are told once they have loaded, as for `RankChannels`.
-        load_timeout_s: deadline of each half of the handshake.
+        load_timeout_s: deadline of each half of the handshake, in `start`.
     """
 
     def __init__(
-        self, ends: CoreEnds, start: AllocateKV | None = None, load_timeout_s: float = LOAD_TIMEOUT_S
+        self, ends: CoreEnds, start: AllocateKV | None = None, load_timeout_s: float = math.inf
     ) -> None:
         self._load_timeout_s = load_timeout_s
         self._channels = [

@@ -1,6 +1,7 @@
 """How much memory of this host a process may still take. Torch-free; decides nothing.
 
-Read by `engine.launch` before anything is started, and by `executor.rank` once the weights are loaded.
+Read by `engine.launch` before anything is started, by `executor.rank` once the weights are loaded, and by the
+front while it serves.
 """
 
 from __future__ import annotations
@@ -25,10 +26,17 @@ def _host_available(meminfo: Path) -> int:
 
 
 def _cgroup_available(cgroup: Path, unlimited: int) -> int:
-    """What a container's limit leaves, or `unlimited` without one (control groups version 2)."""
+    """What a container's limit leaves, or `unlimited` without one (control groups version 2).
+
+    Files that were read count as used there, and are given up when memory is wanted, as in `MemAvailable`.
+    """
     try:
         limit = (cgroup / "memory.max").read_text().strip()
+        if limit == "max":
+            return unlimited
         used = int((cgroup / "memory.current").read_text())
+        details = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
     except OSError:
         return unlimited
-    return unlimited if limit == "max" else max(0, int(limit) - used)
+    files = sum(int(details.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return max(0, int(limit) - max(0, used - files))

@@ -15,7 +15,7 @@ from penstock.engine.listening import refuse_blank_keys
 from penstock.errors import AuthenticationError
 from penstock.server.errors import ForbiddenError
 
-OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live"})
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/health/generate"})
 
 Headers = Iterable[tuple[bytes, bytes]]
 

@@ -36,6 +36,7 @@ from penstock.server.generation_route import GenerationRoute
 from penstock.server.health import HealthRoute
 from penstock.server.keep_alive import Clock, KeepAlive
 from penstock.server.lifecycle import Lifecycle
+from penstock.server.memory_guard import MemoryGuard
 from penstock.server.metrics import Metrics
 from penstock.server.models import ModelsRoute
 from penstock.server.openai_types import (
@@ -97,6 +98,7 @@ def create_app(
     context = GenerationContext(
         engine=engine,
         lifecycle=Lifecycle(),
+        memory=MemoryGuard(config.min_free_bytes, clock),
         keep_alive=KeepAlive(clock),
         metrics=metrics,
         log=log,
@@ -179,13 +181,14 @@ def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
 
 def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationContext) -> None:
     models = ModelsRoute(model, context.engine)
-    health = HealthRoute(model, context.engine, context.lifecycle, context.keep_alive, context.metrics)
+    health = HealthRoute(model, context)
     for path, endpoint, name in (
         ("/v1/models", models.list, "list_models"),
         ("/v1/models/{model_id:path}", models.get, "get_model"),
         ("/health", health.ready, "health"),
         ("/health/ready", health.ready, "health_ready"),
         ("/health/live", health.live, "health_live"),
+        ("/health/generate", health.generate, "health_generate"),
         ("/metrics", health.metrics, "metrics"),
         ("/version", health.version, "version"),
         ("/debug/trace", DebugRoute(context.engine).trace, "trace"),

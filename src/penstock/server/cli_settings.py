@@ -119,6 +119,9 @@ class EngineSettings:
             group="pipeline",
         ),
     ] = 5.0
+    load_timeout: Annotated[
+        float, flag("seconds in which a stage must have loaded", "--load-timeout", group="pipeline")
+    ] = 3600.0
     step_timeout: Annotated[
         float | None, flag("seconds of one stage for one plan at most", "--step-timeout", group="pipeline")
     ] = None
@@ -184,6 +187,7 @@ class EngineSettings:
                 device=self.device,
                 tied_head=self.tied_head,
                 heartbeat_limit_s=self.heartbeat_limit,
+                load_timeout_s=self.load_timeout,
                 step_timeout_s=self.step_timeout,
                 kernels=self.kernels,
                 pin_threads=self.pin_threads,
@@ -235,6 +239,9 @@ class FrontSettings:
     log_format: Annotated[
         Literal["text", "json"], flag("of the log on standard error", "--log-format", group="server")
     ] = "text"
+    min_free_bytes: Annotated[
+        int, flag("of the host's memory; with less left, a 503", "--min-free-bytes", group="limits")
+    ] = ServerConfig().min_free_bytes
 
     def server_config(self, limits: Limits, connections: ConnectionLimits) -> ServerConfig:
         """For the HTTP front, with the keys read. Raises `UsageError`."""
@@ -249,6 +256,7 @@ class FrontSettings:
             drain_s=self.drain_seconds,
             limits=limits,
             connections=connections,
+            min_free_bytes=self.min_free_bytes,
             log_format=self.log_format,
         )
 

@@ -24,6 +24,7 @@ from penstock.server.engine_port import EngineLike, RequestStream
 from penstock.server.errors import error_bytes, json_response
 from penstock.server.keep_alive import Clock, KeepAlive
 from penstock.server.lifecycle import Interruptible, Lifecycle
+from penstock.server.memory_guard import MemoryGuard
 from penstock.server.metrics import Metrics
 from penstock.server.openai_types import PromptTokensDetails, Usage
 from penstock.server.request_log import RequestLog
@@ -55,6 +56,7 @@ class GenerationContext:
 
     engine: EngineLike
     lifecycle: Lifecycle
+    memory: MemoryGuard
     keep_alive: KeepAlive
     metrics: Metrics
     log: RequestLog
@@ -288,8 +290,9 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 
 
 def require_ready(context: GenerationContext) -> None:
-    """Raise `UnavailableError` unless the pipe can take a request now."""
+    """Raise `UnavailableError` unless this server can take a request now."""
     context.lifecycle.refuse_new()
+    context.memory.refuse_new()
     status = context.engine.status()
     if not status.ready:
         raise UnavailableError(f"The model is not ready: {status.reason or 'starting'}.", stage=status.stage)

@@ -1,22 +1,31 @@
-"""`/health` (= `/health/ready`), `/health/live`, `/version`, `/metrics`.
+"""`/health` (= `/health/ready`), `/health/live`, `/health/generate`, `/version`, `/metrics`.
 
-Ready means: every stage has answered lately, the queue takes requests, and the server is not shutting down.
-Live means: this process's event loop turns. A 503 says why as `{state, stage, reason, since}`.
+Ready means: every stage has answered lately, the queue takes requests, there is memory, and the server is not
+shutting down. Live means: this process's event loop turns. Generate means: a token has just come out of the
+pipe. A 503 says why as `{state, stage, reason, since}`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import math
+import secrets
 from typing import Literal
 
 import msgspec
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.server.engine_port import EngineLike, ServedModel
+from penstock.errors import OverloadedError, PenstockError
+from penstock.request import SamplingParams
+from penstock.server.engine_port import ServedModel
 from penstock.server.errors import RETRY_AFTER_S, json_response
-from penstock.server.keep_alive import KeepAlive
-from penstock.server.lifecycle import Lifecycle
-from penstock.server.metrics import CONTENT_TYPE, Metrics
+from penstock.server.generation import GenerationContext
+from penstock.server.metrics import CONTENT_TYPE
+
+PROBE_AGE_S = 1.0  # how long the answer of a probe counts
+PROBE_LIMIT_S = 10.0
+PROBE_PROMPT = [0]  # an id that every vocabulary has
 
 State = Literal["ready", "not_ready", "overloaded", "draining", "stuck"]
 
@@ -35,19 +44,11 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthRoute:
-    def __init__(
-        self,
-        model: ServedModel,
-        engine: EngineLike,
-        lifecycle: Lifecycle,
-        keep_alive: KeepAlive,
-        metrics: Metrics,
-    ) -> None:
+    def __init__(self, model: ServedModel, context: GenerationContext) -> None:
         self._max_waiting = model.max_waiting_requests
-        self._engine = engine
-        self._lifecycle = lifecycle
-        self._keep_alive = keep_alive
-        self._metrics = metrics
+        self._context = context
+        self._probe: asyncio.Task[Health] | None = None  # the last one, which counts for a second
+        self._probe_ended_at = -math.inf
 
     async def ready(self) -> Response:
         """Whether a request sent now would be served."""
@@ -55,22 +56,53 @@ class HealthRoute:
 
     async def live(self) -> Response:
         """Whether this process works at all."""
-        if self._keep_alive.loop_turns:
+        if self._context.keep_alive.loop_turns:
             return _respond(Health(state="ready"))
         return _respond(Health(state="stuck", reason="the event loop was blocked for seconds"))
+
+    async def generate(self) -> Response:
+        """Whether a token comes out of the pipe now. Who asks within a second of another gets its answer."""
+        probe = self._probe
+        if probe is None or (probe.done() and self._context.clock() - self._probe_ended_at >= PROBE_AGE_S):
+            probe = self._probe = asyncio.create_task(self._generated())
+        return _respond(await asyncio.shield(probe))
 
     async def version(self) -> Response:
         return json_response(msgspec.json.encode(Version(version=__version__)))
 
     async def metrics(self) -> Response:
         """Prometheus text."""
-        return Response(self._metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+        return Response(self._context.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def _generated(self) -> Health:
+        readiness = self._readiness()
+        if readiness.state == "ready":
+            try:
+                await asyncio.wait_for(self._generate_token(), PROBE_LIMIT_S)
+            except TimeoutError:
+                readiness = Health(state="stuck", reason=f"no token has come in {PROBE_LIMIT_S:g} s")
+            except OverloadedError as error:
+                readiness = Health(state="overloaded", reason=str(error))
+            except PenstockError as error:
+                readiness = Health(state="not_ready", stage=error.stage, reason=str(error))
+        self._probe_ended_at = self._context.clock()
+        return readiness
+
+    async def _generate_token(self) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        stream = self._context.engine.add(f"health-{secrets.token_hex(8)}", PROBE_PROMPT, sampling)
+        try:
+            while (await stream.next()).finish_reason is None:
+                pass
+        finally:
+            stream.cancel()
 
     def _readiness(self) -> Health:
-        if self._lifecycle.is_draining:
-            reason = f"shutting down, {self._lifecycle.num_running} requests to finish"
-            return Health(state="draining", reason=reason, since=self._lifecycle.draining_since)
-        status = self._engine.status()
+        lifecycle = self._context.lifecycle
+        if lifecycle.is_draining:
+            reason = f"shutting down, {lifecycle.num_running} requests to finish"
+            return Health(state="draining", reason=reason, since=lifecycle.draining_since)
+        status = self._context.engine.status()
         if not status.ready:
             return Health(
                 state="not_ready", stage=status.stage, reason=status.reason or "starting", since=status.since
@@ -78,6 +110,8 @@ class HealthRoute:
         waiting = status.stats.num_waiting if status.stats is not None else 0
         if waiting >= self._max_waiting:
             return Health(state="overloaded", reason=f"{waiting} requests wait, which is the limit")
+        if shortage := self._context.memory.shortage:
+            return Health(state="overloaded", reason=shortage)
         return Health(state="ready", since=status.since)
 
 

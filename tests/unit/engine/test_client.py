@@ -148,6 +148,19 @@ def test_r4_requests_go_on_with_another_core(rig: Rig) -> None:
     assert rig.socket.sent == [AddRequest(_request("a"), [4, 5]), AddRequest(_request("d"), [])]
 
 
+def test_r4_another_core_is_greeted_until_it_answers(rig: Rig) -> None:
+    client = rig.client()
+    rig.socket.inbox.append(CoreGone())
+    rig.socket.sent.clear()
+    for _ in range(7):
+        client.poll(0.5)
+    assert rig.socket.sent == [Hello()] * 4
+    rig.socket.inbox.append(WELCOME)
+    for _ in range(7):
+        client.poll(0.5)
+    assert rig.socket.sent == [Hello()] * 4
+
+
 def test_r4_it_waits_a_minute_for_another_core(rig: Rig) -> None:
     client = rig.client()
     client.add(_request())

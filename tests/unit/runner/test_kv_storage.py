@@ -90,4 +90,7 @@ def test_free_memory_is_what_the_host_and_the_control_group_leave(tmp_path: Path
     (tmp_path / "memory.current").write_text("1000\n")
     assert _cgroup_available(tmp_path, 77) == 77
     (tmp_path / "memory.max").write_text("1500\n")
+    (tmp_path / "memory.stat").write_text("anon 300\nfile 700\ninactive_file 500\nactive_file 100\n")
+    assert _cgroup_available(tmp_path, 77) == 1100  # files that were read are given up
+    (tmp_path / "memory.stat").write_text("anon 1000\n")
     assert _cgroup_available(tmp_path, 77) == 500

@@ -152,7 +152,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple
 EVERY_FLAG = """
 m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --partition 4,1
 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1 --tied-head transfer
---heartbeat-limit 9 --step-timeout 24 --quantization int8 --kernels -attention,-head --pin-threads off
+--heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8 --kernels -attention,-head
+--pin-threads off
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
@@ -162,6 +163,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --pa
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
 --header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
+--min-free-bytes 44
 """
 
 
@@ -182,6 +184,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "device": "cpu,cuda:1",
             "tied_head": "transfer",
             "heartbeat_limit_s": 9.0,
+            "load_timeout_s": 45.0,
             "step_timeout_s": 24.0,
             "kernels": "-attention,-head",
             "pin_threads": "off",
@@ -208,6 +211,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "insecure": True,
         "reuse_port": True,
         "drain_s": 22.0,
+        "min_free_bytes": 44,
         "limits": {
             "max_body_bytes": 31,
             "max_prompt_bytes": 32,
