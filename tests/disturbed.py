@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import urllib.error
@@ -22,7 +23,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 class Server(Served):
-    """The demo model over some stages, and what each request yields while nobody disturbs it."""
+    """The demo model over some stages."""
 
     def __init__(self, num_stages: int, *more: str) -> None:
         self.num_stages = num_stages
@@ -30,10 +31,10 @@ class Server(Served):
             "demo", "--pp", str(num_stages), "--threads-per-rank", "1", "--dtype", "float32", *more
         )
 
-    def __enter__(self) -> Server:
-        super().__enter__()
-        self.golden = [[*Stream(self, request)] for request in REQUESTS]
-        return self
+    @property
+    def golden(self) -> list[list[int]]:
+        """The same for any number of stages."""
+        return _golden()
 
     def stage(self, stage: int) -> psutil.Process:
         return named(self, f"penstock stage {stage} tp 0")
@@ -41,6 +42,13 @@ class Server(Served):
     @property
     def num_recoveries(self) -> int:
         return len(re.findall(r"recovered in", self.output))
+
+
+@functools.cache
+def _golden() -> list[list[int]]:
+    """What each request yields while nobody disturbs it."""
+    with Server(1) as served:
+        return [[*Stream(served, request)] for request in REQUESTS]
 
 
 def named(served: Served, title: str) -> psutil.Process:
