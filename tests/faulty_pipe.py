@@ -224,7 +224,7 @@ class FaultyPipe:
         )
         connections = self._carried(connect_ranks(configs, rank_ends))
         for ends in connections:
-            self._opened += [end for end in (ends.incoming, ends.outgoing, *ends.tokens) if end is not None]
+            self._opened += [end for end in (ends.incoming, *ends.outgoing, *ends.tokens) if end is not None]
         wrapped = [self._wrap(start.epoch, stage, ends) for stage, ends in enumerate(connections)]
         self.ranks.begin([replace(ends, epoch=start.epoch) for ends in wrapped])
         executor = EpochExecutor(channels, self.chains)
@@ -238,7 +238,7 @@ class FaultyPipe:
             handle = create_ring(self._frame_bytes, config.link_frames)
             name = f"stage {stage} -> stage {stage + 1}"
             ends = [SharedMemoryLink(handle, name, config.wait_timeout_s) for _ in range(2)]
-            connections[stage] = replace(connections[stage], outgoing=ends[0])
+            connections[stage] = replace(connections[stage], outgoing=[ends[0]])
             connections[stage + 1] = replace(connections[stage + 1], incoming=ends[1])
             self._opened.append(handle)
         return connections
@@ -262,7 +262,7 @@ class FaultyPipe:
                 for index, end in enumerate(ends.tokens)
             ],
             incoming=ends.incoming and FaultyLink(ends.incoming, f"{where}, in", faults),
-            outgoing=ends.outgoing and FaultyLink(ends.outgoing, f"{where}, out", faults),
+            outgoing=[FaultyLink(link, f"{where}, out", faults) for link in ends.outgoing],
         )
 
     def _leave(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,10 +13,15 @@ from penstock.pipeline.partition import partition_layers
 
 
 def make_rank_configs(
-    model: Path, num_stages: int, async_depth: int = 0, **changes: object
+    model: Path, num_stages: int, async_depth: int = 0, *, tp: Sequence[int] = (), **changes: object
 ) -> list[RankConfig]:
-    """One config per stage in float32, small, with short deadlines."""
+    """One config per rank in float32, small, with short deadlines.
+
+    Args:
+        tp: ranks of each stage; one each if nothing is said.
+    """
     ranges = partition_layers(load_spec(model).num_layers, num_stages, "even")
+    sizes = [*(tp or [1] * num_stages), 1]
     return [
         msgspec.structs.replace(
             RankConfig(
@@ -36,8 +42,12 @@ def make_rank_configs(
                 depth=num_stages + async_depth,
                 link_frames=async_depth + 1,
                 wait_timeout_s=30.0,
+                tp_rank=tp_rank,
+                tp_size=sizes[stage],
+                next_tp_size=sizes[stage + 1],
             ),
             **changes,
         )
         for stage, (start, end) in enumerate(ranges)
+        for tp_rank in range(sizes[stage])
     ]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.distributed.group import SOLO, TensorGroup
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.decoder import Decoder
 from penstock.models.registry import load_spec
@@ -34,6 +35,7 @@ class StageDriver:
         num_rows: int = 8,
         max_len: int = 256,
         kernels: CpuKernels | None = None,
+        group: TensorGroup = SOLO,
         stages: Sequence[Decoder] = (),
     ) -> None:
         self.spec = load_spec(directory)
@@ -41,7 +43,14 @@ class StageDriver:
         bounds = [0, *cuts, self.spec.num_layers]
         self.stages = list(stages) or [
             load_stage(
-                directory, start, end, dtype=dtype, device=device, kernels=kernels, block_size=block_size
+                directory,
+                start,
+                end,
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+                block_size=block_size,
+                group=group,
             )
             for start, end in pairwise(bounds)
         ]
@@ -117,10 +126,19 @@ def load_stage(
     device: str = "cpu",
     kernels: CpuKernels | None = None,
     block_size: int = 4,
+    group: TensorGroup = SOLO,
 ) -> Decoder:
     """The layers `[start, end)` of a checkpoint, weights loaded."""
     spec = load_spec(directory)
-    stage = Decoder(spec, (start, end), dtype=dtype, device=device, kernels=kernels, block_size=block_size)
+    stage = Decoder(
+        spec,
+        (start, end),
+        dtype=dtype,
+        device=device,
+        kernels=kernels,
+        block_size=block_size,
+        group=group,
+    )
     load_weights(stage, Checkpoint(directory), lambda done, total: None)
     return stage
 

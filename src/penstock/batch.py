@@ -113,6 +113,7 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     """A rank has its weights. `max_blocks`: the KV blocks that its memory can hold."""
 
     stage: int
+    tp_rank: int = 0
     max_blocks: int
     block_bytes: int  # of one block over this rank's layers
     tensor_bytes: int  # of its own weights as held
@@ -137,6 +138,7 @@ class RankReady(msgspec.Struct, frozen=True, tag="ready", kw_only=True):
     """KV cache allocated, warmed up, waiting for plans."""
 
     stage: int
+    tp_rank: int = 0
 
 
 class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):

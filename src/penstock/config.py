@@ -376,6 +376,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         kernels: which of our CPU kernels to use, as in `ParallelConfig`.
         cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
         faults: what a test has armed; a rank that takes the place of another has none.
+        tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
+        next_tp_size: how many share those of the next stage.
     """
 
     model_path: str  # resolved directory
@@ -403,6 +405,9 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         60.0  # deadline of every wait on a peer inside a step: all stages may be computing
     )
     faults: list[Fault] = []
+    tp_rank: int = 0
+    tp_size: int = 1
+    next_tp_size: int = 1
 
     @property
     def device_type(self) -> str:
@@ -416,6 +421,21 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
+
+    @property
+    def name(self) -> str:
+        """For messages: "stage 1", or "stage 1 tp 0" where ranks share it."""
+        return f"stage {self.stage}" + (f" tp {self.tp_rank}" if self.tp_size > 1 else "")
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank tells what was sampled: the first of the last stage (row D8)."""
+        return self.is_last and self.tp_rank == 0
+
+    @property
+    def receivers(self) -> range:
+        """Ranks of the next stage that this one sends to: each gets its share from one of the senders."""
+        return range(0) if self.is_last else range(self.tp_rank, self.next_tp_size, self.tp_size)
 
 
 class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -121,6 +121,7 @@ class RankChannels:
         results: from the last stage, if its results come on a path of their own.
         clock: monotonic seconds.
         start: what the ranks are told once they have loaded; 0 blocks: what the tightest stage can hold.
+        stages: of each rank; none: each rank is a stage.
     """
 
     def __init__(
@@ -131,10 +132,13 @@ class RankChannels:
         *,
         results: MessageChannel | None = None,
         start: AllocateKV | None = None,
+        stages: Sequence[int] = (),
     ) -> None:
+        self._stages = list(stages) or list(range(len(channels)))
         self._start = start or AllocateKV(num_blocks=0)
         self._log = DecisionLog(self._start.epoch, self._start.first_step)
-        self._loaded: dict[int, RankLoaded] = {}  # by stage
+        self._loaded: dict[int, RankLoaded] = {}  # by rank
+        self._has_allocated = False
         self._ready: set[int] = set()
         self._channels = list(channels)
         self._results = results
@@ -163,18 +167,14 @@ class RankChannels:
     def poll_start(self) -> KVPlan | None:
         """See `Executor.poll_start`."""
         for message in self._drain():
-            if self._all_loaded:
-                self._ready.add(_expect(RankReady, message).stage)
-                continue
-            loaded = _expect(RankLoaded, message)
-            self._loaded[loaded.stage] = loaded
-            if self._all_loaded:
-                self._allocate()
+            _expect(RankReady if self._has_allocated else RankLoaded, message)
+        if self._all_loaded and not self._has_allocated:
+            self._allocate()
         if self._failures:
             raise error_from_info(self._first_cause())
         if len(self._ready) < len(self._channels):
             return None
-        ranks = [self._loaded[stage] for stage in range(len(self._channels))]
+        ranks = [self._loaded[rank] for rank in range(len(self._channels))]
         return KVPlan(num_blocks=self._start.num_blocks, ranks=ranks)
 
     @property
@@ -182,6 +182,7 @@ class RankChannels:
         return len(self._loaded) == len(self._channels)
 
     def _allocate(self) -> None:
+        self._has_allocated = True
         if not self._start.num_blocks:
             num_blocks = min(rank.max_blocks for rank in self._loaded.values())
             self._start = msgspec.structs.replace(self._start, num_blocks=num_blocks)
@@ -235,13 +236,18 @@ class RankChannels:
         """What the ranks have sent. Reports of time are put aside, and so are failures: what was sent before
         them still counts."""
         messages: list[RankToCore] = []
-        for stage in range(len(self._channels)):
-            for message in self._drain_one(stage):
+        is_starting = len(self._ready) < len(self._channels)
+        for rank in range(len(self._channels)):
+            for message in self._drain_one(rank):
                 if isinstance(message, RankFailed):
                     self._failures.append(message.error)
-                    self._ended.add(stage)
+                    self._ended.add(rank)
+                elif isinstance(message, RankLoaded) and not self._has_allocated:
+                    self._loaded[rank] = message
+                elif isinstance(message, RankReady) and self._has_allocated and is_starting:
+                    self._ready.add(rank)
                 elif isinstance(message, StageTimes):
-                    self._times[stage] = message
+                    self._times[message.stage] = message
                 elif isinstance(message, StageSpans):
                     self._keep(message)
                 else:
@@ -263,15 +269,15 @@ class RankChannels:
         while kept[0].began_ns < spans.began_ns - TRACE_S * 10**9:
             kept.popleft()
 
-    def _drain_one(self, stage: int) -> Iterator[RankToCore]:
+    def _drain_one(self, rank: int) -> Iterator[RankToCore]:
         try:
-            while (frame := self._channels[stage].recv(0)) is not None:
+            while (frame := self._channels[rank].recv(0)) is not None:
                 yield decode_to_core(frame)
         except LinkClosedError:
-            if stage not in self._ended:
-                yield _gone(stage)
+            if rank not in self._ended:
+                yield _gone(self._stages[rank])
         except ProtocolError as error:
-            error.stage = stage
+            error.stage = self._stages[rank]
             raise
 
     def _first_cause(self) -> ErrorInfo:

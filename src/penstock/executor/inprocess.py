@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
 from penstock.config import RankConfig
+from penstock.distributed.group import Table
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.child import StatusEvent
 from penstock.executor.plan_channel import QueueChannel
 from penstock.executor.rank import RankConnections, run_rank
+from penstock.kernels.cpu.collective import BUFFER_BYTES, memory_bytes
 from penstock.pipeline.link import MemoryLink
 
 _LOAD_TIMEOUT_S = 3600.0
@@ -25,21 +27,23 @@ class InprocessExecutor:
     """Runs all ranks as threads.
 
     Args:
-        rank_configs: one per stage, in order.
+        rank_configs: stage by stage, the ranks of one stage side by side.
     """
 
     def __init__(self, rank_configs: Sequence[RankConfig]) -> None:
         self._configs = list(rank_configs)
         core_ends, rank_ends = QueueChannel.star(len(self._configs))
         self._ranks = RankChannels(
-            core_ends, wait=lambda timeout_s: QueueChannel.wait_any(core_ends, timeout_s)
+            core_ends,
+            wait=lambda timeout_s: QueueChannel.wait_any(core_ends, timeout_s),
+            stages=[config.stage for config in self._configs],
         )
         connections = connect_ranks(self._configs, rank_ends)
         self._threads = [
             threading.Thread(
                 target=run_rank,
                 args=(config, [ends], _ignore),
-                name=f"stage {config.stage} tp 0",
+                name=f"stage {config.stage} tp {config.tp_rank}",
                 daemon=True,
             )
             for config, ends in zip(self._configs, connections, strict=True)
@@ -81,24 +85,48 @@ class InprocessExecutor:
                 raise WaitTimeoutError(f"{thread.name} has not ended {timeout_s:g} s after the shutdown.")
 
 
+class MemoryMeeting:
+    """Where ranks of a stage meet that are threads: both carriers' needs."""
+
+    def __init__(self, size: int, buffer_bytes: int = BUFFER_BYTES) -> None:
+        self.table = Table()
+        self.memory = bytearray(memory_bytes(size, buffer_bytes))
+
+
 def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChannel]) -> list[RankConnections]:
-    """In-memory links between neighbours and token paths from the last rank to the earlier ones."""
-    links = [
-        MemoryLink(
-            f"stage {config.stage} -> stage {config.stage + 1}", config.wait_timeout_s, config.link_frames
-        )
-        for config in configs[:-1]
-    ]
-    last = len(links)
-    token_pairs = [QueueChannel.pair(f"samples, stage {last} -> stage {stage}") for stage in range(last)]
-    tokens = [[end] for _, end in token_pairs] + [[end for end, _ in token_pairs]]
+    """In-memory links between neighbours, meetings within stages, token paths from the output rank.
+
+    Args:
+        configs: stage by stage, the ranks of one stage side by side.
+    """
+    names = [config.name for config in configs]
+    places = {(config.stage, config.tp_rank): index for index, config in enumerate(configs)}
+    incoming: dict[int, MemoryLink] = {}
+    outgoing: list[list[MemoryLink]] = [[] for _ in configs]
+    for index, config in enumerate(configs):
+        for receiver in config.receivers:
+            to = places[config.stage + 1, receiver]
+            name = f"{names[index]} -> {names[to]}"
+            incoming[to] = MemoryLink(name, config.wait_timeout_s, config.link_frames)
+            outgoing[index].append(incoming[to])
+    output = places[configs[-1].stage, 0]
+    earlier = [index for index, config in enumerate(configs) if not config.is_last]
+    pairs = [QueueChannel.pair(f"samples, {names[output]} -> {names[index]}") for index in earlier]
+    tokens: dict[int, list[QueueChannel]] = {
+        index: [end] for index, (_, end) in zip(earlier, pairs, strict=True)
+    }
+    tokens[output] = [end for end, _ in pairs]
+    meetings = {config.stage: MemoryMeeting(config.tp_size) for config in configs if config.tp_size > 1}
     return [
         RankConnections(
-            plans=plan_end, results=plan_end, tokens=token_ends, incoming=incoming, outgoing=outgoing
+            plans=plan_end,
+            results=plan_end,
+            tokens=tokens.get(index, []),
+            incoming=incoming.get(index),
+            outgoing=outgoing[index],
+            meeting=meetings.get(config.stage),
         )
-        for plan_end, token_ends, incoming, outgoing in zip(
-            plan_ends, tokens, [None, *links], [*links, None], strict=True
-        )
+        for index, (config, plan_end) in enumerate(zip(configs, plan_ends, strict=True))
     ]
 
 

@@ -13,6 +13,7 @@ import torch
 
 from penstock.attention.metadata import AnyKV
 from penstock.config import RankConfig
+from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup
 from penstock.errors import UsageError
 from penstock.executor.compute_choice import (
     format_of,
@@ -21,6 +22,7 @@ from penstock.executor.compute_choice import (
     pin_threads,
     quantized_checkpoint,
 )
+from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.decoder import EMBEDDING, Decoder
 from penstock.models.interfaces import require_pp
@@ -41,6 +43,7 @@ class LoadedRank:
     """Weights in memory.
 
     Attributes:
+        group: the ranks that share them; it is joined in every epoch.
         storage: of the KV cache; nothing is allocated yet.
         kernels: which run, or why none do.
         has_kernels: whether any runs.
@@ -49,6 +52,7 @@ class LoadedRank:
 
     spec: ModelSpec
     device: torch.device
+    group: TensorGroup
     model: Decoder
     storage: KVStorage
     report: LoadReport
@@ -72,7 +76,8 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     require_pp(Decoder)
     checkpoint = Checkpoint(Path(config.model_path))
     quantized = quantized_checkpoint(checkpoint, spec)
-    model = build_model(config, spec, kernels, quantized)
+    group = tensor_group(config, kernels)
+    model = build_model(config, spec, kernels, quantized, group)
     is_sent_head = config.is_last and transfers_head(config, spec)
     left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
     report = load_weights(model, checkpoint, progress, left_out=left_out, quantized=quantized)
@@ -81,6 +86,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     return LoadedRank(
         spec=spec,
         device=device,
+        group=group,
         model=model,
         storage=storage,
         report=report,
@@ -90,8 +96,22 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     )
 
 
+def tensor_group(config: RankConfig, kernels: CpuKernels | None) -> TensorGroup:
+    """The ranks of the stage as this one sees them; over the best carrier that there is."""
+    if config.tp_size == 1:
+        return SOLO
+    name, timeout_s = f"stage {config.stage}", config.wait_timeout_s
+    if kernels is not None:
+        return SharedGroup(kernels, config.tp_rank, config.tp_size, name=name, timeout_s=timeout_s)
+    return MemoryGroup(config.tp_rank, config.tp_size, name=name, timeout_s=timeout_s)
+
+
 def build_model(
-    config: RankConfig, spec: ModelSpec, kernels: CpuKernels | None, quantized: QuantizedCheckpoint | None
+    config: RankConfig,
+    spec: ModelSpec,
+    kernels: CpuKernels | None,
+    quantized: QuantizedCheckpoint | None,
+    group: TensorGroup = SOLO,
 ) -> Decoder:
     """The rank's layers, not filled."""
     return Decoder(
@@ -102,6 +122,7 @@ def build_model(
         kernels=kernels,
         format_of=format_of(config, quantized),
         block_size=config.block_size,
+        group=group,
     )
 
 

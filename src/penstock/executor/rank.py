@@ -30,6 +30,7 @@ from penstock.batch import (
     encode,
 )
 from penstock.config import RankConfig
+from penstock.distributed.group import MeetingPlace
 from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
 from penstock.executor.child import Abandoned, Failed, Loaded, Progress, Ready, StatusEvent, failure
 from penstock.executor.loading import (
@@ -47,7 +48,15 @@ from penstock.models.decoder import EMBEDDING
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.link import Link
-from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink, Sink, Source
+from penstock.pipeline.ports import (
+    EmbedSource,
+    ForwardSink,
+    LinkSource,
+    SampleSink,
+    Sink,
+    Source,
+    carried_share,
+)
 from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
@@ -67,10 +76,11 @@ class RankConnections:
     Attributes:
         epoch: whose connections they are.
         plans: from the core, and what is told to it.
-        results: last stage: of its steps, to the core.
-        tokens: last stage: to each earlier stage, in order; any other: from the last stage.
+        results: output rank: of its steps, to the core.
+        tokens: output rank: to each rank of the earlier stages, in order; any of those: from the output rank.
         incoming: from the stage before; absent on the first stage.
-        outgoing: to the next stage; absent on the last stage.
+        outgoing: to ranks of the next stage (`RankConfig.receivers`).
+        meeting: where the ranks of the stage meet, if there are several.
         is_over: whether the epoch has ended; asked until it begins, when nobody is there who could be missed.
     """
 
@@ -78,13 +88,14 @@ class RankConnections:
     results: MessageChannel
     tokens: Sequence[MessageChannel]
     incoming: Link | None
-    outgoing: Link | None
+    outgoing: Sequence[Link] = ()
+    meeting: MeetingPlace | None = None
     epoch: int = 0
     is_over: Callable[[], bool] = lambda: False
 
     def close(self) -> None:
         """Let all neighbours know that this rank has ended."""
-        for end in (self.incoming, self.outgoing, *self.tokens, self.results, self.plans):
+        for end in (self.incoming, *self.outgoing, *self.tokens, self.results, self.plans):
             if end is not None:
                 end.close()
 
@@ -115,6 +126,7 @@ def run_rank(config: RankConfig, epochs: Iterable[RankConnections], report: Repo
                 return failed
         finally:
             connections.close()
+            rank.leave()
         del connections  # and with them the memory of the epoch, while the next one is waited for
     return None
 
@@ -136,6 +148,8 @@ class Rank:
         """One epoch, until the core says `Shutdown`."""
         config, plans = self._config, connections.plans
         loaded, message = self._load()
+        if connections.meeting is not None:
+            loaded.group.join(connections.meeting)
         plans.send(encode(message))
         start = _await_start(connections)
         if start is None:
@@ -145,16 +159,21 @@ class Rank:
         runner = self._runner_for(start.num_blocks, loaded)
         clock = PhaseClock(keeps_spans=True)
         source = _choose_source(config, loaded, runner, connections, clock)
-        sink = _choose_sink(config, runner, connections, clock)
+        sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, lambda told: _tell_times(told, plans))
         stage = Stage(config.stage, runner, source, sink, times, config.faults)
         self._report(Ready(epoch=start.epoch))
-        plans.send(encode(RankReady(stage=config.stage)))
+        plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
         log = DecisionLog(start.epoch, start.first_step)
         with blaming(config.stage, "while it waited for a plan"):
             stage.run(
                 plans_from(plans, clock, is_last=config.is_last, log=log, names_of=runner.rows.names_of)
             )
+
+    def leave(self) -> None:
+        """The epoch is over: who waits for this rank at a meeting of the stage is let go."""
+        if self._loaded is not None:
+            self._loaded[0].group.close()
 
     def _load(self) -> tuple[LoadedRank, RankLoaded]:
         """The weights, and what the core is told of them in every epoch."""
@@ -197,7 +216,7 @@ def _transfer_head(
         weight,
         epoch=connections.epoch,
         incoming=connections.incoming,
-        outgoing=connections.outgoing,
+        outgoing=next(iter(connections.outgoing), None),
         block_rows=config.max_num_batched_tokens,
         keep=None if packed is None else lambda first, rows: packed.put(first, rows, PLAIN),
     )
@@ -209,6 +228,7 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
     demand = KVDemand.of_rank(config, config.num_sharers)
     return RankLoaded(
         stage=config.stage,
+        tp_rank=config.tp_rank,
         max_blocks=loaded.storage.max_blocks(demand, available_bytes(loaded.device)),
         block_bytes=loaded.storage.block_bytes,
         tensor_bytes=loaded.report.tensor_bytes,
@@ -247,15 +267,21 @@ def _choose_source(
         width=loaded.spec.hidden_size,
         dtype=dtype_of(config),
         device=loaded.device,
+        group=loaded.group,
         clock=clock,
     )
 
 
 def _choose_sink(
-    config: RankConfig, runner: ModelRunner, connections: RankConnections, clock: PhaseClock
+    config: RankConfig,
+    loaded: LoadedRank,
+    runner: ModelRunner,
+    connections: RankConnections,
+    clock: PhaseClock,
 ) -> Sink:
-    if connections.outgoing is None:
-        return SampleSink(runner, TokenSender(connections.tokens), connections.results, clock)
+    if config.is_last:
+        results = connections.results if config.is_output else None
+        return SampleSink(runner, TokenSender(connections.tokens), results, clock)
     (channel,) = connections.tokens
     tokens = TokenReceiver(
         channel,
@@ -263,7 +289,9 @@ def _choose_sink(
         name=f"stage {config.num_stages - 1} -> stage {config.stage}",
         timeout_s=config.wait_timeout_s,
     )
-    return ForwardSink(connections.outgoing, tokens, clock)
+    width, size = loaded.spec.hidden_size, config.next_tp_size
+    shares = [carried_share(width, receiver, size) for receiver in config.receivers]
+    return ForwardSink(list(zip(shares, connections.outgoing, strict=True)), tokens, clock)
 
 
 def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:

@@ -87,7 +87,7 @@ def _connect(rank: RankConfig, ends: RankEnds, is_over: Callable[[], bool]) -> R
             for stage, handle in zip(earlier, ends.tokens, strict=True)
         ],
         incoming=_link(ends.incoming, rank.stage - 1, rank.wait_timeout_s),
-        outgoing=_link(ends.outgoing, rank.stage, rank.wait_timeout_s),
+        outgoing=[link for link in [_link(ends.outgoing, rank.stage, rank.wait_timeout_s)] if link],
     )
 
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.distributed.share import Share
+
 INT4_GROUP_SIZE = 64
 _ACTIVATION_GROUP = 128
 _SMALLEST = 1e-36  # of an activation group that is not taken for zero: 127 / absmax must be finite
@@ -44,6 +46,23 @@ class QuantizedRows:
     def middle(self) -> int:
         """The zero of a symmetric matrix."""
         return 1 << (self.bits - 1)
+
+    def cut(self, rows: slice, columns: Share | None) -> QuantizedRows:
+        """Some rows, and some or all of their columns, which must be whole groups."""
+        groups = slice(None)
+        values = slice(None)
+        if columns is not None:
+            values = slice(columns.start, columns.end)
+        if columns is not None and self.scales.shape[1] > 1:
+            assert columns.start % self.group_size == 0, (columns, self.group_size)
+            groups = slice(columns.start // self.group_size, -(-columns.end // self.group_size))
+        return QuantizedRows(
+            q=self.q[rows, values],
+            scales=self.scales[rows, groups],
+            zeros=None if self.zeros is None else self.zeros[rows, groups],
+            group_size=self.group_size,
+            bits=self.bits,
+        )
 
 
 def default_group_size(bits: int, in_size: int) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from penstock.distributed.group import SOLO, TensorGroup
 from penstock.errors import NotEnoughMemoryError
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
 from penstock.layers.matrix import (
@@ -43,12 +44,14 @@ class Compute:
         kernels: our own for the CPU; None: torch does everything.
         format_of: the projections of one matrix (checkpoint name -> outputs) and its in_size -> how they are
             quantised; None: not at all.
+        group: the ranks that share the weights.
     """
 
     dtype: torch.dtype
     device: torch.device
     kernels: CpuKernels | None = None
     format_of: FormatOf = never_quantized
+    group: TensorGroup = SOLO
 
     def kernels_for(self, name: str) -> CpuKernels | None:
         """Our kernels, if those of this name may be used and take the rank's dtype."""
@@ -56,15 +59,22 @@ class Compute:
         return self.kernels if usable else None
 
     def weight(
-        self, parts: Mapping[str, int], out_size: int, in_size: int, *, gated: bool = False
+        self,
+        parts: Mapping[str, int],
+        out_size: int,
+        in_size: int,
+        *,
+        gated: bool = False,
+        whole_in_size: int | None = None,
     ) -> nn.Parameter | Matrix:
         """An empty weight [out_size, in_size] in the best form.
 
         Args:
-            parts: the checkpoint's projections that it is made of, without ".weight", and their outputs.
+            parts: the checkpoint's projections that it is made of, without ".weight", and all their outputs.
             gated: it is [gate; up].
+            whole_in_size: inputs of the checkpoint's projections, where they are more than `in_size`.
         """
-        quantized = self.format_of(parts, in_size)
+        quantized = self.format_of(parts, whole_in_size or in_size)
         kernels = self.kernels_for("linear")
         if quantized is not None and kernels is not None:
             return QuantizedMatrix(out_size, in_size, self.dtype, quantized, kernels, gated=gated)

@@ -1,4 +1,9 @@
-"""The two ends of the vocabulary: token ids to vectors, vectors to logits."""
+"""The two ends of the vocabulary: token ids to vectors, vectors to logits.
+
+A rank may have a share of the ids (rows B6, B7). An embedding then gives zeros for the ids of others, and the
+sum over the ranks is the whole; a head answers for its own ids, and the answers are merged, so that no rank
+ever holds the logits of the whole vocabulary unless a request asks for them.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,9 @@ from collections.abc import Mapping
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.distributed.group import TensorGroup
+from penstock.distributed.share import Share
+from penstock.kernels.candidate_shares import gathered_logits, merged, request_of_share
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.layers.compute import Compute
 from penstock.layers.matrix import Matrix
@@ -17,52 +25,72 @@ class Vocabulary(nn.Module):
 
     weight: nn.Parameter | Matrix
 
+    def __init__(self, ids: Share, group: TensorGroup) -> None:
+        super().__init__()
+        self._ids, self._group = ids, group
+
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden] -> [num_rows, num_ids]."""
+        """[num_rows, hidden] -> [num_rows, num_ids], of all ranks' ids."""
+        own = self._own_logits(hidden_states)
+        return own if self._ids.is_whole else gathered_logits(own, self._ids, self._group)
+
+    def candidates(self, hidden_states: Tensor, request: HeadRequest) -> HeadOutput:
+        """What `request` asks of the logits of [num_rows, hidden]; the same on all ranks."""
+        if self._ids.is_whole:
+            return self._own_candidates(hidden_states, request)
+        own = self._own_candidates(hidden_states, request_of_share(request, self._ids))
+        return merged(own, request, self._ids, self._group)
+
+    def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
+        """Which rows and columns of the checkpoint's tensor the weight is."""
+        return self._ids, None
+
+    def _own_logits(self, hidden_states: Tensor) -> Tensor:
         if isinstance(self.weight, Matrix):
             return self.weight.multiply(hidden_states, None)
         return F.linear(hidden_states, self.weight)
 
-    def candidates(self, hidden_states: Tensor, request: HeadRequest) -> HeadOutput:
-        """What `request` asks of the logits of [num_rows, hidden]."""
+    def _own_candidates(self, hidden_states: Tensor, request: HeadRequest) -> HeadOutput:
         if isinstance(self.weight, Matrix):
             return self.weight.head(hidden_states, request)
-        return head_output_of(self.logits(hidden_states).float(), request)
+        return head_output_of(self._own_logits(hidden_states).float(), request)
 
 
 class VocabEmbedding(Vocabulary):
-    """Rows `[first_id, first_id + num_ids)` of the token embedding.
+    """The token embedding, or this rank's rows of it.
 
     The same weight serves as the output head of a tied model.
 
     Args:
+        ids: rows that this rank has; of others it gives zeros (row S4), and the ranks' sum is the embedding.
         is_head: it is used as the head too.
-        is_shard: ids may be those of other shards; they give zeros (row S4), so that shards can be summed.
     """
 
     def __init__(
         self,
-        num_ids: int,
+        ids: Share,
         hidden_size: int,
         *,
-        first_id: int = 0,
         compute: Compute,
         parts: Mapping[str, int] | None = None,
         is_head: bool = False,
-        is_shard: bool = False,
     ) -> None:
-        super().__init__()
-        self.weight = compute.table(parts or {}, num_ids, hidden_size, multiplied=is_head)
-        self.first_id, self.num_ids, self.is_shard = first_id, num_ids, is_shard
+        super().__init__(ids, compute.group)
+        self.weight = compute.table(parts or {}, ids.size, hidden_size, multiplied=is_head)
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether a look-up is a kernel call and nothing else."""
+        return isinstance(self.weight, Matrix) and self._ids.is_whole
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden]."""
-        if not self.is_shard:
+        if self._ids.is_whole:
             return self._look_up(input_ids)
-        local = input_ids - self.first_id
-        outside = (local < 0) | (local >= self.num_ids)
+        local = input_ids - self._ids.start
+        outside = (local < 0) | (local >= self._ids.size)
         vectors = self._look_up(local.masked_fill(outside, 0))
-        return vectors.masked_fill_(outside[:, None], 0)
+        return self._group.all_reduce(vectors.masked_fill_(outside[:, None], 0))
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if isinstance(self.weight, Matrix):
@@ -71,10 +99,10 @@ class VocabEmbedding(Vocabulary):
 
 
 class OutputHead(Vocabulary):
-    """An output head with a weight of its own."""
+    """An output head with a weight of its own, or this rank's rows of it."""
 
     def __init__(
-        self, num_ids: int, hidden_size: int, *, compute: Compute, parts: Mapping[str, int] | None = None
+        self, ids: Share, hidden_size: int, *, compute: Compute, parts: Mapping[str, int] | None = None
     ) -> None:
-        super().__init__()
-        self.weight = compute.weight(parts or {}, num_ids, hidden_size)
+        super().__init__(ids, compute.group)
+        self.weight = compute.weight(parts or {}, ids.size, hidden_size)

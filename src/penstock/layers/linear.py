@@ -1,5 +1,9 @@
 """Projections. `Linear` is one checkpoint tensor; `FusedLinear` is several that are multiplied at once.
 
+A rank may have a share of a projection: of its outputs (column parallel: what follows works on the share), or
+of its inputs (row parallel: the ranks' results are summed). An attention or an MLP is a column-parallel
+projection and a row-parallel one, and costs one all-reduce (rows B1, B5).
+
 The weights start empty, in the form that `layers.compute` chose: `weights.loader` fills them.
 """
 
@@ -11,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.distributed.share import Share
 from penstock.layers.activation import silu_and_multiply
 from penstock.layers.compute import Compute
 from penstock.layers.matrix import GATE, PLAIN, UP, Matrix
@@ -20,13 +25,14 @@ class Linear(nn.Module):
     """y = x W^T + b with W of [out_size, in_size], as checkpoints store it.
 
     Args:
-        parts: the checkpoint's name of the projection, or of several, and their outputs; decides how it is
-            quantised.
+        in_share: inputs that this rank has; the results of all ranks are summed if it is not all.
+        parts: the checkpoint's name of the projection, or of several, and all their outputs; decides how it
+            is quantised.
     """
 
     def __init__(
         self,
-        in_size: int,
+        in_share: Share,
         out_size: int,
         *,
         bias: bool,
@@ -35,17 +41,34 @@ class Linear(nn.Module):
         gated: bool = False,
     ) -> None:
         super().__init__()
-        self.weight = compute.weight(parts or {}, out_size, in_size, gated=gated)
+        self.weight = compute.weight(
+            parts or {}, out_size, in_share.size, gated=gated, whole_in_size=in_share.whole
+        )
         self.bias = compute.parameter(out_size) if bias else None
+        self._in_share = in_share
+        self._group = compute.group
+        # Each rank reads the bias, one adds it.
+        self._added_bias = self.bias if in_share.is_whole or compute.group.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
+        y = self._product(x)
+        return y if self._in_share.is_whole else self._group.all_reduce(y)
+
+    def _product(self, x: Tensor) -> Tensor:
         if isinstance(self.weight, Matrix):
-            return self.weight.multiply(x, self.bias)
-        return F.linear(x, self.weight, self.bias)
+            return self.weight.multiply(x, self._added_bias)
+        return F.linear(x, self.weight, self._added_bias)
+
+    def shares(self, part: str, rows: int) -> tuple[Share, Share]:
+        """Which rows and columns of the checkpoint's tensor the weight of a part is."""
+        return Share.all(rows), self._in_share
 
 
 class FusedLinear(Linear):
     """Projections of the same input, stacked by output rows (row A13).
+
+    Args:
+        out_shares: name of each projection -> outputs that this rank has.
 
     Attributes:
         parts: checkpoint name of each projection -> its rows `[start, end)` of weight and bias.
@@ -54,22 +77,25 @@ class FusedLinear(Linear):
     def __init__(
         self,
         in_size: int,
-        out_sizes: Mapping[str, int],
+        out_shares: Mapping[str, Share],
         *,
         bias: bool,
         compute: Compute,
         parent: str = "",
         gated: bool = False,
     ) -> None:
-        parts = {f"{parent}.{name}": size for name, size in out_sizes.items()}
-        total = sum(out_sizes.values())
-        super().__init__(in_size, total, bias=bias, compute=compute, parts=parts, gated=gated)
-        self.out_sizes = list(out_sizes.values())
+        parts = {f"{parent}.{name}": share.whole for name, share in out_shares.items()}
+        out_sizes = [share.size for share in out_shares.values()]
+        super().__init__(
+            Share.all(in_size), sum(out_sizes), bias=bias, compute=compute, parts=parts, gated=gated
+        )
+        self.out_sizes = out_sizes
         self.parts: dict[str, tuple[int, int]] = {}
+        self._out_shares = dict(out_shares)
         start = 0
-        for name, size in out_sizes.items():
-            self.parts[name] = (start, start + size)
-            start += size
+        for name, share in out_shares.items():
+            self.parts[name] = (start, start + share.size)
+            start += share.size
 
     def role(self, part: str) -> int:
         """How the rows of a part lie in a packed weight."""
@@ -79,15 +105,18 @@ class FusedLinear(Linear):
         """Views of the parts of what `forward` gave."""
         return torch.split(output, self.out_sizes, dim=-1)
 
+    def shares(self, part: str, rows: int) -> tuple[Share, Share]:
+        return self._out_shares[part], self._in_share
+
 
 class GatedLinear(FusedLinear):
     """silu(gate(x)) * up(x), both projections in one matrix."""
 
     def __init__(
-        self, in_size: int, out_size: int, *, bias: bool, compute: Compute, parent: str = ""
+        self, in_size: int, out_share: Share, *, bias: bool, compute: Compute, parent: str = ""
     ) -> None:
-        out_sizes = {"gate_proj": out_size, "up_proj": out_size}
-        super().__init__(in_size, out_sizes, bias=bias, compute=compute, parent=parent, gated=True)
+        out_shares = {"gate_proj": out_share, "up_proj": out_share}
+        super().__init__(in_size, out_shares, bias=bias, compute=compute, parent=parent, gated=True)
 
     def role(self, part: str) -> int:
         return GATE if part == "gate_proj" else UP

@@ -19,33 +19,37 @@ from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu_paged import CpuPagedAttention
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.distributed.group import SOLO, TensorGroup
+from penstock.distributed.share import Share, even_share, vocab_share
 from penstock.kernels.candidates import HeadOutput, HeadRequest
 from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
-from penstock.layers.matrix import Matrix
 from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import AddRMSNorm
 from penstock.layers.rope import RotaryAngles, RotaryEmbedding
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
 from penstock.models.recorded import RecordedForward, StageParts
+from penstock.models.sharding import HeadShares
 from penstock.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
 
 class Attention(nn.Module):
-    """Self-attention of one layer."""
+    """Self-attention of one layer: of this rank's heads."""
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, parent: str) -> None:
         super().__init__()
-        out_sizes = {"q_proj": spec.query_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+        heads = HeadShares.of(spec, compute.group)
+        queries, keys = heads.queries.scaled(spec.head_dim), heads.keys.scaled(spec.head_dim)
+        out_shares = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
         self.qkv_proj = FusedLinear(
-            spec.hidden_size, out_sizes, bias=spec.qkv_bias, compute=compute, parent=parent
+            spec.hidden_size, out_shares, bias=spec.qkv_bias, compute=compute, parent=parent
         )
         self.o_proj = Linear(
-            spec.query_size,
+            queries,
             spec.hidden_size,
             bias=spec.o_bias,
             compute=compute,
@@ -62,11 +66,12 @@ class Attention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)): of this rank's columns of the middle."""
 
     def __init__(self, spec: ModelSpec, compute: Compute, parent: str) -> None:
         super().__init__()
-        inner, bias = spec.intermediate_size, spec.mlp_bias
+        group, bias = compute.group, spec.mlp_bias
+        inner = even_share(spec.intermediate_size, group.rank, group.size)
         self.gate_up_proj = GatedLinear(spec.hidden_size, inner, bias=bias, compute=compute, parent=parent)
         self.down_proj = Linear(
             inner,
@@ -121,7 +126,7 @@ class Backbone(nn.Module):
             names = (EMBEDDING, HEAD) if spec.tie_word_embeddings else ()
             parts = dict.fromkeys(names, spec.vocab_size)
             self.embed_tokens = VocabEmbedding(
-                spec.vocab_size, spec.hidden_size, compute=compute, parts=parts, is_head=is_head
+                _ids(spec, compute), spec.hidden_size, compute=compute, parts=parts, is_head=is_head
             )
         self.layers = nn.ModuleList(
             DecoderLayer(spec, backend, compute, f"model.layers.{index}")
@@ -145,6 +150,7 @@ class Decoder(nn.Module):
         kernels: our own for the CPU; None: torch computes.
         format_of: how projections are quantised (`layers.compute.Compute`).
         block_size: tokens of a block of the KV cache.
+        group: the ranks that have shares of these layers; the model must fit (`models.sharding`).
 
     Attributes:
         attention: shared by all layers; knows how their keys and values lie in memory.
@@ -162,9 +168,12 @@ class Decoder(nn.Module):
         kernels: CpuKernels | None = None,
         format_of: FormatOf = never_quantized,
         block_size: int = 16,
+        group: TensorGroup = SOLO,
     ) -> None:
         super().__init__()
-        compute = Compute(dtype=dtype, device=torch.device(device), kernels=kernels, format_of=format_of)
+        compute = Compute(
+            dtype=dtype, device=torch.device(device), kernels=kernels, format_of=format_of, group=group
+        )
         self.start_layer, self.end_layer = _bounds(layer_range)
         assert 0 <= self.start_layer < self.end_layer <= spec.num_layers, layer_range
         self.attention = _attention(spec, compute, block_size)
@@ -172,7 +181,7 @@ class Decoder(nn.Module):
         self.lm_head: OutputHead | MissingLayer = MissingLayer()
         if self.end_layer == spec.num_layers and not spec.tie_word_embeddings:
             parts = {HEAD: spec.vocab_size}
-            self.lm_head = OutputHead(spec.vocab_size, spec.hidden_size, compute=compute, parts=parts)
+            self.lm_head = OutputHead(_ids(spec, compute), spec.hidden_size, compute=compute, parts=parts)
         self.rope = RotaryEmbedding(spec.rope, spec.head_dim, compute=compute)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             spec.hidden_size, dtype=dtype, device=compute.device
@@ -205,7 +214,7 @@ class Decoder(nn.Module):
         embedding, norm = self.model.embed_tokens, self.model.norm
         is_first = self.start_layer == 0 and isinstance(embedding, VocabEmbedding)
         parts = StageParts(
-            embed=embedding if is_first and isinstance(embedding.weight, Matrix) else None,
+            embed=embedding if is_first and embedding.can_be_recorded else None,
             angles=self.rope.angles,
             run_layers=self._run_layers,
             final_norm=None if isinstance(norm, MissingLayer) else lambda *rows: norm(*rows)[0],
@@ -239,7 +248,9 @@ class Decoder(nn.Module):
         """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
-            return _intermediate(*self._recorded.forward(hidden_states, residual, positions, metadata))
+            replayed = self._recorded.forward(hidden_states, residual, positions, metadata)
+            self._compute.group.check()
+            return _intermediate(*replayed)
         angles = self.rope.angles(positions)
         return _intermediate(*self._run_layers(hidden_states, residual.clone(), angles, kv, metadata))
 
@@ -289,11 +300,16 @@ class Decoder(nn.Module):
 
 
 def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionBackend:
-    shape = HeadShape(num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim)
+    heads = HeadShares.of(spec, compute.group)
+    shape = HeadShape(num_heads=heads.queries.size, num_kv_heads=heads.keys.size, head_dim=spec.head_dim)
     kernels = compute.kernels_for("attention")
     if kernels is not None:
         return CpuPagedAttention(shape, compute.dtype, block_size, kernels)
     return TorchPagedAttention(shape, compute.dtype)
+
+
+def _ids(spec: ModelSpec, compute: Compute) -> Share:
+    return vocab_share(spec.vocab_size, compute.group.rank, compute.group.size)
 
 
 def _intermediate(hidden_states: Tensor, residual: Tensor) -> IntermediateTensors:

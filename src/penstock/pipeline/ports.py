@@ -12,11 +12,14 @@ All that differs between the first, the middle and the last stage is here, chose
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from penstock.batch import ScheduledBatch, encode
+from penstock.distributed.group import SOLO, TensorGroup
+from penstock.distributed.share import Share, even_share
 from penstock.kernels.views import KeptViews
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.channel import MessageChannel, send_of_step
@@ -60,12 +63,19 @@ class EmbedSource:
         return self._runner.embed(batch)
 
 
+def carried_share(width: int, tp_rank: int, tp_size: int) -> Share:
+    """The columns of the hidden states that a rank of a stage gets from the stage before; the ranks gather
+    the rest among themselves (row C5). All, where the columns cannot be shared equally."""
+    return even_share(width, tp_rank, tp_size) if width % tp_size == 0 else Share.all(width)
+
+
 class LinkSource:
     """Later stages: what the stage before has sent, received into buffers of a fixed address (row C7).
 
     Args:
         link: from the stage before.
         max_num_tokens, width, dtype: of the largest step and of one token.
+        group: the ranks of this stage, each of which gets a share of the columns.
         clock: of the rank.
     """
 
@@ -77,29 +87,54 @@ class LinkSource:
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        group: TensorGroup = SOLO,
         clock: PhaseClock = NOBODYS,
     ) -> None:
-        self._link, self._clock = link, clock
-        self._buffers = {
-            name: torch.empty((max_num_tokens, width), dtype=dtype, device=device) for name in CARRIED
-        }
-        self._views: KeptViews[int, dict[str, torch.Tensor]] = KeptViews(self._first)
+        self._link, self._group, self._clock = link, group, clock
+        self._share = carried_share(width, group.rank, group.size)
+        shape = (len(CARRIED), max_num_tokens, width)
+        self._buffer = torch.empty(shape, dtype=dtype, device=device)
+        own = len(CARRIED) * max_num_tokens * self._share.size
+        self._received = self._buffer.view(-1)
+        if not self._share.is_whole:
+            self._received = torch.empty(own, dtype=dtype, device=device)
+        self._views: KeptViews[int, tuple[torch.Tensor, torch.Tensor]] = KeptViews(self._first)
 
-    def _first(self, num_tokens: int) -> dict[str, torch.Tensor]:
-        return {name: buffer[:num_tokens] for name, buffer in self._buffers.items()}
+    def _first(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole tensors, and what is received of them: [2, num_tokens, columns]."""
+        whole = self._buffer[:, :num_tokens]
+        if self._share.is_whole:
+            return whole, whole
+        size = len(CARRIED) * num_tokens * self._share.size
+        return whole, self._received[:size].view(len(CARRIED), num_tokens, self._share.size)
 
     def take(self, batch: ForwardBatch) -> IntermediateTensors:
-        tensors = self._views.of(batch.num_tokens)
-        header = _header(batch, tensors["hidden_states"])
-        handle = self._link.recv(header, list(tensors.values()), batch.addressed.request_ids, self._clock)
-        return AsyncIntermediateTensors(tensors, handle)
+        whole, received = self._views.of(batch.num_tokens)
+        header = _header(batch, received[0])
+        handle = self._link.recv(header, list(received), batch.addressed.request_ids, self._clock)
+        tensors = dict(zip(CARRIED, whole, strict=True))
+        gather = [] if self._share.is_whole else [lambda: self._gather(whole, received)]
+        return AsyncIntermediateTensors(tensors, handle, gather)
+
+    def _gather(self, whole: torch.Tensor, received: torch.Tensor) -> None:
+        if received.numel():
+            torch.cat(self._group.all_gather(received), dim=2, out=whole)
 
 
 class ForwardSink:
-    """Every stage but the last: tensors to the next stage; samples come back when a plan consumes them."""
+    """Every stage but the last: tensors to the next stage; samples come back when a plan consumes them.
 
-    def __init__(self, link: Link, tokens: TokenReceiver, clock: PhaseClock = NOBODYS) -> None:
-        self._link = link
+    Args:
+        links: to the ranks of the next stage that this one sends to, and the columns that each gets.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[tuple[Share, Link]],
+        tokens: TokenReceiver,
+        clock: PhaseClock = NOBODYS,
+    ) -> None:
+        self._links = list(links)
         self._tokens = tokens
         self._clock = clock
 
@@ -109,18 +144,23 @@ class ForwardSink:
         self._clock.begin(before)
 
     def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
-        carried = [tensors[name] for name in CARRIED]
-        self._link.send(_header(batch, carried[0]), carried, self._clock)
+        for columns, link in self._links:
+            carried = [tensors[name] for name in CARRIED]
+            if not columns.is_whole:
+                carried = [tensor[:, columns.start : columns.end] for tensor in carried]
+            link.send(_header(batch, carried[0]), carried, self._clock)
         self._tokens.expect(batch.plan, batch.sampled)
 
 
 class SampleSink:
     """Last stage: samples go to its own row table at once, to the earlier stages, and to the core.
 
+    Where ranks share the stage, all of them sample, from the same bits; the first one tells the others.
+
     Args:
         runner: samples, and owns the row table.
         tokens: to the earlier stages; first, because they may be waiting for it.
-        results: to the core.
+        results: to the core; None: another rank tells it.
         clock: of the rank.
     """
 
@@ -128,7 +168,7 @@ class SampleSink:
         self,
         runner: ModelRunner,
         tokens: TokenSender,
-        results: MessageChannel,
+        results: MessageChannel | None,
         clock: PhaseClock = NOBODYS,
     ) -> None:
         self._runner = runner
@@ -143,8 +183,9 @@ class SampleSink:
         before = self._clock.begin(Phase.SAMPLE)
         result = self._runner.sample(tensors, batch)
         self._clock.begin(before)
-        self._tokens.send(batch.plan, result)
-        send_of_step(self._results, encode(result), "the result", result.step_id)
+        if self._results is not None:
+            self._tokens.send(batch.plan, result)
+            send_of_step(self._results, encode(result), "the result", result.step_id)
 
 
 def _header(batch: ForwardBatch, tensor: torch.Tensor) -> FrameHeader:

@@ -8,6 +8,7 @@ the checkpoint holds quantised come from `weights.quantized_formats`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -49,14 +50,43 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Load:
-    """One tensor to read, and where to."""
+    """One tensor to read, or a share of it, and where to. Elements count within the share, row by row."""
 
     entry: TensorEntry
     slot: Slot
 
     @property
     def num_bytes(self) -> int:
-        return self.entry.end - self.entry.begin
+        return self.slot.rows.size * self.columns * self.itemsize
+
+    @property
+    def itemsize(self) -> int:
+        return _FLOAT_DTYPES[self.entry.dtype].itemsize
+
+    @property
+    def columns(self) -> int:
+        """Elements of a row of the share."""
+        return self.whole_columns if self.slot.columns is None else self.slot.columns.size
+
+    @property
+    def whole_columns(self) -> int:
+        return math.prod(self.entry.shape[1:])
+
+    def place(self, element: int) -> int:
+        """Where an element is in the tensor."""
+        row, column = divmod(element, self.columns)
+        start = 0 if self.slot.columns is None else self.slot.columns.start
+        return (self.slot.rows.start + row) * self.whole_columns + start + column
+
+    def runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
+        """Elements `[first, end)` in pieces that lie side by side in the file."""
+        if self.slot.columns is None:
+            yield first, end
+            return
+        while first < end:
+            run_end = min(end, (first // self.columns + 1) * self.columns)
+            yield first, run_end
+            first = run_end
 
     @property
     def is_direct(self) -> bool:
@@ -146,11 +176,22 @@ def _fill_quantized(slot: Slot, quantized: QuantizedCheckpoint) -> None:
     out_size, in_size = slot.shape
     if isinstance(slot, RowSlot) and isinstance(slot.sink, QuantizedSink):
         for first, rows in quantized.rows(projection, out_size, in_size):
-            slot.sink.put_quantized(slot.first_row + first, rows, slot.role)
+            for own_first, own in _own_rows(slot, first, len(rows.q)):
+                cut = rows.cut(own, slot.columns)
+                slot.sink.put_quantized(slot.first_row + own_first, cut, slot.role)
         return
     dtype = slot.sink.dtype if isinstance(slot, RowSlot) else slot.target.dtype
+    columns = slice(None) if slot.columns is None else slice(slot.columns.start, slot.columns.end)
     for first, dense in quantized.dense_rows(projection, out_size, in_size, dtype):
-        slot.put(first, dense)
+        for own_first, own in _own_rows(slot, first, len(dense)):
+            slot.put(own_first, dense[own, columns])
+
+
+def _own_rows(slot: Slot, first: int, count: int) -> Iterator[tuple[int, slice]]:
+    """Of a piece of the tensor's rows, those of the slot: where they go, and which they are. None or one."""
+    start, end = max(first, slot.rows.start), min(first + count, slot.rows.end)
+    if start < end:
+        yield start - slot.rows.start, slice(start - first, end - first)
 
 
 def _plan(slots: list[Slot], checkpoint: Checkpoint) -> list[_Load]:
@@ -204,11 +245,11 @@ def _buffer_bytes(load: _Load) -> int:
         return 0
     if isinstance(load.slot, TensorSlot):
         return CHUNK_BYTES
-    return _rows_at_once(load) * (_row_bytes(load) + load.slot.shape[1] * load.slot.sink.dtype.itemsize)
+    return _rows_at_once(load) * (_row_bytes(load) + load.columns * load.slot.sink.dtype.itemsize)
 
 
 def _row_bytes(load: _Load) -> int:
-    return load.slot.shape[1] * _FLOAT_DTYPES[load.entry.dtype].itemsize
+    return load.columns * load.itemsize
 
 
 def _rows_at_once(load: _Load) -> int:
@@ -233,8 +274,8 @@ def _fill(load: _Load, descriptor: int, buffer: Tensor) -> None:
         staged = target
         if not load.is_direct:
             staged = buffer[: target.numel() * source_dtype.itemsize].view(source_dtype)
-        _read(descriptor, staged, load.entry, first * source_dtype.itemsize)
-        _check_finite(staged, load.entry, first)
+        _read(descriptor, staged, load, first)
+        _check_finite(staged, load, first)
         if staged is not target:
             target.copy_(staged)
             _check_representable(target, load.entry)
@@ -242,13 +283,13 @@ def _fill(load: _Load, descriptor: int, buffer: Tensor) -> None:
 
 def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor) -> None:
     """The same for a weight that takes rows."""
-    source_dtype, (num_rows, in_size) = _FLOAT_DTYPES[load.entry.dtype], slot.shape
+    source_dtype, num_rows, in_size = _FLOAT_DTYPES[load.entry.dtype], slot.rows.size, load.columns
     step, row_bytes = _rows_at_once(load), _row_bytes(load)
     for first in range(0, num_rows, step):
         count = min(step, num_rows - first)
         staged = buffer[: count * row_bytes].view(source_dtype)
-        _read(descriptor, staged, load.entry, first * row_bytes)
-        _check_finite(staged, load.entry, first * in_size)
+        _read(descriptor, staged, load, first * in_size)
+        _check_finite(staged, load, first * in_size)
         rows = staged
         if slot.sink.dtype != source_dtype:
             converted = buffer[step * row_bytes :].view(slot.sink.dtype)
@@ -257,22 +298,26 @@ def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor) -> N
         slot.put(first, rows.view(count, in_size))
 
 
-def _read(descriptor: int, into: Tensor, entry: TensorEntry, offset: int) -> None:
+def _read(descriptor: int, into: Tensor, load: _Load, first: int) -> None:
+    """Fill `into` with the elements from `first` on."""
     memory = memoryview(into.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    read_exactly(memory, descriptor, entry, offset)
+    size = load.itemsize
+    for begin, end in load.runs(first, first + into.numel()):
+        piece = memory[(begin - first) * size : (end - first) * size]
+        read_exactly(piece, descriptor, load.entry, load.place(begin) * size)
 
 
-def _check_finite(chunk: Tensor, entry: TensorEntry, first: int) -> None:
-    """Raise at the first NaN or infinity. `first` is the chunk's place in the tensor, for the message."""
+def _check_finite(chunk: Tensor, load: _Load, first: int) -> None:
+    """Raise at the first NaN or infinity. `first`: the chunk's first element."""
     low, high = chunk.aminmax()  # both propagate NaN
     if torch.isfinite(low) and torch.isfinite(high):
         return
     bad = int(torch.isfinite(chunk).logical_not().nonzero()[0])
     raise CheckpointError(
-        file=entry.path.name,
-        tensor=entry.name,
+        file=load.entry.path.name,
+        tensor=load.entry.name,
         expected="finite numbers",
-        found=f"{chunk[bad].item()} at element {first + bad}",
+        found=f"{chunk[bad].item()} at element {load.place(first + bad)}",
     )
 
 

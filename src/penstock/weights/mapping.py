@@ -16,6 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from penstock.distributed.share import Share
 from penstock.kernels.quantized_rows import QuantizedRows
 
 # Left over in old checkpoints: `layers.rope` works it out, the tied head is the embedding.
@@ -32,6 +33,20 @@ class Fused(Protocol):
     parts: Mapping[str, tuple[int, int]]
 
     def role(self, part: str) -> int: ...
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A module whose weight may be a share of the checkpoint's tensor."""
+
+    def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
+        """Rows and columns that it has; None: all columns.
+
+        Args:
+            part: of `Fused.parts`, or empty.
+            rows: of its own weight.
+        """
+        ...
 
 
 @runtime_checkable
@@ -56,14 +71,24 @@ class QuantizedSink(RowSink, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlot:
-    """Contiguous memory of a parameter, and the checkpoint tensor that belongs there."""
+    """Contiguous memory of a parameter, and the checkpoint tensor, or the share of it, that belongs there.
+
+    Attributes:
+        rows, columns: of the tensor; None: all columns, or a tensor of one dimension.
+    """
 
     name: str
     target: Tensor
+    rows: Share
+    columns: Share | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return tuple(self.target.shape)
+        """Of the checkpoint's tensor."""
+        rest = list(self.target.shape[1:])
+        if self.columns is not None:
+            rest[0] = self.columns.whole
+        return (self.rows.whole, *rest)
 
     def put(self, first_row: int, rows: Tensor) -> None:
         """Rows of a weight, converted to its dtype."""
@@ -72,17 +97,23 @@ class TensorSlot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSlot:
-    """Rows of a weight in a form of its own, and the checkpoint tensor that belongs there."""
+    """Rows of a weight in a form of its own, and the checkpoint tensor, or the share, that belongs there.
+
+    Attributes:
+        rows, columns: of the tensor; None: all columns.
+    """
 
     name: str
     sink: RowSink
     first_row: int
-    num_rows: int
     role: int
+    rows: Share
+    columns: Share | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.num_rows, self.sink.in_size)
+        """Of the checkpoint's tensor."""
+        return (self.rows.whole, self.sink.in_size if self.columns is None else self.columns.whole)
 
     def put(self, first_row: int, rows: Tensor) -> None:
         """Rows from `first_row` of the tensor on, of the sink's dtype."""
@@ -106,22 +137,39 @@ def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:
     parent = path.rpartition(".")[0]
     for kind, parameter in module.named_parameters(recurse=False):
         if not isinstance(module, Fused):
-            yield TensorSlot(name=f"{path}.{kind}", target=parameter.data)
+            rows, columns = _shares(module, "", len(parameter), kind)
+            yield TensorSlot(name=f"{path}.{kind}", target=parameter.data, rows=rows, columns=columns)
             continue
         for part, (start, end) in module.parts.items():
-            yield TensorSlot(name=f"{parent}.{part}.{kind}", target=parameter.data[start:end])
+            rows, columns = _shares(module, part, end - start, kind)
+            target = parameter.data[start:end]
+            yield TensorSlot(name=f"{parent}.{part}.{kind}", target=target, rows=rows, columns=columns)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, RowSink):
         return
     if not isinstance(module, Fused):
-        yield RowSlot(name=f"{path}.weight", sink=weight, first_row=0, num_rows=weight.out_size, role=0)
+        rows, columns = _shares(module, "", weight.out_size)
+        yield RowSlot(name=f"{path}.weight", sink=weight, first_row=0, role=0, rows=rows, columns=columns)
         return
     for part, (start, end) in module.parts.items():
         role = module.role(part)
-        first_row = start if role == 0 else 0
+        rows, columns = _shares(module, part, end - start)
         yield RowSlot(
-            name=f"{parent}.{part}.weight", sink=weight, first_row=first_row, num_rows=end - start, role=role
+            name=f"{parent}.{part}.weight",
+            sink=weight,
+            first_row=start if role == 0 else 0,
+            role=role,
+            rows=rows,
+            columns=columns,
         )
+
+
+def _shares(module: nn.Module, part: str, num_rows: int, kind: str = "weight") -> tuple[Share, Share | None]:
+    """Rows and columns of the checkpoint's tensor that belong in so many rows of the module."""
+    if not isinstance(module, Shared):
+        return Share.all(num_rows), None
+    rows, columns = module.shares(part, num_rows)
+    return rows, None if kind != "weight" or columns is None or columns.is_whole else columns
 
 
 def unexpected_names(slots: Iterable[Slot], checkpoint_names: Iterable[str]) -> list[str]:

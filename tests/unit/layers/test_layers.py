@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from penstock.distributed.share import Share, vocab_share
 from penstock.errors import NotEnoughMemoryError
 from penstock.layers.activation import silu_and_multiply
 from penstock.layers.compute import Compute
@@ -20,6 +23,10 @@ def seeded(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
+def shares(**sizes: int) -> dict[str, Share]:
+    return {name: Share.all(size) for name, size in sizes.items()}
+
+
 def test_a5_missing_layer_passes_its_first_argument_through() -> None:
     x, y = seeded(2), seeded(3)
     assert MissingLayer()(x, y) is x
@@ -34,8 +41,11 @@ def test_a5_missing_layer_can_return_a_tuple() -> None:
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a13_fused_projection_equals_its_parts(bias: bool) -> None:
-    fused = FusedLinear(6, {"q_proj": 8, "k_proj": 4, "v_proj": 2}, bias=bias, **FLOAT)
-    parts = {name: Linear(6, end - start, bias=bias, **FLOAT) for name, (start, end) in fused.parts.items()}
+    fused = FusedLinear(6, shares(q_proj=8, k_proj=4, v_proj=2), bias=bias, **FLOAT)
+    parts = {
+        name: Linear(Share.all(6), end - start, bias=bias, **FLOAT)
+        for name, (start, end) in fused.parts.items()
+    }
     for name, (start, end) in fused.parts.items():
         parts[name].weight.copy_(seeded(end - start, 6))
         fused.weight[start:end] = parts[name].weight
@@ -48,20 +58,30 @@ def test_a13_fused_projection_equals_its_parts(bias: bool) -> None:
 
 
 def test_a13_parts_tile_the_rows() -> None:
-    fused = FusedLinear(4, {"gate_proj": 3, "up_proj": 5}, bias=False, **FLOAT)
+    fused = FusedLinear(4, shares(gate_proj=3, up_proj=5), bias=False, **FLOAT)
     assert fused.parts == {"gate_proj": (0, 3), "up_proj": (3, 8)}
     assert fused.weight.shape == (8, 4)
 
 
-def test_s4_ids_outside_the_shard_give_zeros() -> None:
-    table = seeded(10, 3)
-    ids = torch.tensor([0, 3, 4, 6, 7, 9, 2**40])
-    shards = [
-        VocabEmbedding(end - start, 3, first_id=start, is_shard=True, **FLOAT)
-        for start, end in ((0, 4), (4, 7), (7, 10))
-    ]
-    for shard in shards:
-        shard.weight.copy_(table[shard.first_id : shard.first_id + len(shard.weight)])
+class Bystander:
+    """A group in which nobody adds anything: what one rank gives is seen."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_s4_b6_ids_of_other_ranks_give_zeros() -> None:
+    table = seeded(70, 3)
+    ids = torch.tensor([0, 31, 32, 63, 64, 69, 2**40])
+    shards = []
+    for rank in range(3):
+        compute = replace(FLOAT["compute"], group=Bystander(rank, 3))
+        share = vocab_share(70, rank, 3)
+        shards.append(VocabEmbedding(share, 3, compute=compute))
+        shards[-1].weight.copy_(table[share.start : share.end])
     outputs = [shard(ids) for shard in shards]
     assert torch.equal(sum(outputs)[:-1], table[ids[:-1]])
     assert all(not output[-1].any() for output in outputs)
@@ -70,11 +90,11 @@ def test_s4_ids_outside_the_shard_give_zeros() -> None:
 
 
 def test_embedding_of_no_tokens_is_empty() -> None:
-    assert VocabEmbedding(4, 3, **FLOAT)(torch.empty(0, dtype=torch.int64)).shape == (0, 3)
+    assert VocabEmbedding(Share.all(4), 3, **FLOAT)(torch.empty(0, dtype=torch.int64)).shape == (0, 3)
 
 
 def test_tied_and_own_head_are_the_same_product() -> None:
-    embedding, head = VocabEmbedding(7, 3, **FLOAT), OutputHead(7, 3, **FLOAT)
+    embedding, head = VocabEmbedding(Share.all(7), 3, **FLOAT), OutputHead(Share.all(7), 3, **FLOAT)
     embedding.weight.copy_(seeded(7, 3))
     head.weight.copy_(embedding.weight)
     x = seeded(2, 3)

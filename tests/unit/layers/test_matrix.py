@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from head_requests import request
 from kernel_builds import built
+from penstock.distributed.share import Share
 from penstock.errors import NotEnoughMemoryError
 from penstock.kernels.candidates import HeadOutput, head_output_of
 from penstock.kernels.cpu.library import KERNEL_NAMES
@@ -451,20 +452,13 @@ def test_an_embedding_that_is_the_head_is_packed() -> None:
     assert table(kernels(), BFLOAT16, multiplied=True, quantized=True) is QuantizedMatrix
 
 
-def test_a_packed_embedding_gives_zeros_for_ids_of_other_shards() -> None:
+def test_a_packed_embedding_gives_zeros_for_ids_that_it_has_not() -> None:
     compute = Compute(dtype=FLOAT32, device=CPU, kernels=kernels())
-    rows = seeded(10, 6)
-    shards = [
-        VocabEmbedding(end - start, 6, first_id=start, compute=compute, is_head=True, is_shard=True)
-        for start, end in ((0, 4), (4, 10))
-    ]
-    for shard in shards:
-        shard.weight.put(0, rows[shard.first_id : shard.first_id + shard.num_ids], PLAIN)
-    ids = torch.tensor([0, 3, 4, 9, 3, 2**40])
-    found = [shard(ids) for shard in shards]
-    assert torch.equal((found[0] + found[1])[:-1], rows[ids[:-1]])
-    assert not (found[0] * found[1]).any()
-    assert not (found[0] + found[1])[-1].any()
+    rows, embedding = seeded(10, 6), VocabEmbedding(Share.all(10), 6, compute=compute, is_head=True)
+    embedding.weight.put(0, rows, PLAIN)
+    found = embedding(torch.tensor([0, 3, 4, 9, 3, 2**40, -1]))
+    assert torch.equal(found[:-2], rows[[0, 3, 4, 9, 3]])
+    assert not found[-2:].any()
 
 
 @pytest.mark.parametrize("format_of", [never_quantized, at_load])

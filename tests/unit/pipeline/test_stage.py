@@ -25,6 +25,7 @@ from hand_core import (
     new_row,
 )
 from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.distributed.share import Share
 from penstock.errors import (
     LinkClosedError,
     NumericalError,
@@ -89,7 +90,7 @@ class Pipe:
                 )
             if stage < num_stages - 1:
                 receiver = TokenReceiver(tokens[stage][1], runner.rows, name=f"{stage}", timeout_s=timeout_s)
-                sink = ForwardSink(links[stage][0], receiver, clock)
+                sink = ForwardSink([(Share.all(2), links[stage][0])], receiver, clock)
             else:
                 sink = SampleSink(runner, TokenSender([last for last, _ in tokens]), plans, clock)
             self.stages.append(Stage(stage, runner, source, sink, StageReporter(stage, clock)))

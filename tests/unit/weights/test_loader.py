@@ -160,7 +160,7 @@ def weight_of(slot: Slot) -> torch.Tensor:
     product = slot.sink.multiply(ones, None).T if not slot.sink.gated else None
     if product is None:
         pytest.skip("a gated product cannot be undone")
-    return product[slot.first_row : slot.first_row + slot.num_rows]
+    return product[slot.first_row : slot.first_row + slot.rows.size]
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])

@@ -200,3 +200,40 @@ class HeadArgs(ctypes.Structure):
         ("width", c_int64),
         ("is_finite", c_void_p),
     ]
+
+
+PAGE = 4096
+MAX_GROUP = 64
+RANK_ABSENT, GROUP_OVER = 1, 2
+
+
+class GroupState(ctypes.Structure):
+    """One rank's place in its group."""
+
+    _fields_ = [
+        ("memory", c_void_p),
+        ("rank", c_int64),
+        ("size", c_int64),
+        ("buffer_bytes", c_int64),
+        ("timeout_ns", c_int64),
+        ("num_meetings", c_int64),
+        ("outcome", c_int64),
+        ("absent", c_int64),
+        ("num_calls", c_int64),
+        ("spent_ns", c_int64),
+        ("waited_ns", c_int64),
+    ]
+
+
+class AllReduceArgs(ctypes.Structure):
+    _fields_ = [
+        ("group", c_void_p),
+        ("x", c_void_p),
+        ("width", c_int64),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class AllGatherArgs(ctypes.Structure):
+    _fields_ = [("group", c_void_p), ("x", c_void_p), ("y", c_void_p), ("num_bytes", c_int64)]

@@ -208,6 +208,14 @@ class CpuKernels:
         self._call("penstock_gather_quantized", args, len(ids), _looking_up(ids))
         return y
 
+    def all_reduce(self, x: Tensor, group: abi.GroupState) -> None:
+        """x [num_tokens, width] becomes the sum of all ranks' x; errors are left in `group`."""
+        assert x.is_contiguous()
+        args = abi.AllReduceArgs(
+            group=ctypes.addressof(group), x=x.data_ptr(), width=x.shape[1], dtype=DTYPES[x.dtype]
+        )
+        self._call("penstock_all_reduce", args, len(x))
+
     def _output(self, rows: Tensor, width: int, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or rows.dtype
         if self._tape is not None:

@@ -195,3 +195,40 @@ struct HeadArgs {
     int64_t width;
     uint8_t* is_finite;  // [num_rows] 1 = all logits were, before bias and mask
 };
+
+constexpr int64_t kPage = 4096;
+constexpr int64_t kMaxGroup = 64;
+constexpr int64_t kRankAbsent = 1, kGroupOver = 2;
+
+// One rank's place in its group: collective.cpp. `memory` is shared by all ranks, zero at first: a cache line
+// for the group and one for each rank, from the next page on two buffers for each rank.
+struct GroupState {
+    uint8_t* memory;
+    int64_t rank;
+    int64_t size;          // ranks, at most kMaxGroup
+    int64_t buffer_bytes;  // a multiple of 64
+    int64_t timeout_ns;    // of every wait
+    int64_t num_meetings;  // so far
+    int64_t outcome;       // 0 = all has gone well; kRankAbsent, kGroupOver
+    int64_t absent;        // which rank was waited for in vain
+    int64_t num_calls;     // of all-reduce
+    int64_t spent_ns;      // in them
+    int64_t waited_ns;     // for others, in all calls
+};
+
+// x becomes the sum of all ranks' x: [num_tokens, width], contiguous. Summed in float32, in the order of ranks.
+struct AllReduceArgs {
+    GroupState* group;
+    void* x;
+    int64_t width;
+    int32_t dtype;
+    int32_t reserved;
+};
+
+// y: [size, num_bytes], every rank's x.
+struct AllGatherArgs {
+    GroupState* group;
+    const uint8_t* x;
+    uint8_t* y;
+    int64_t num_bytes;
+};

@@ -1,0 +1,161 @@
+"""The ranks of one stage, which hold shares of the same layers, and what they do together.
+
+    all_reduce    every rank gets the sum      after the row-parallel projections: two a layer (row B5)
+    all_gather    every rank gets all parts    hidden states that came by shares, candidates of a vocabulary
+
+Sums are taken in the order of the ranks, so every rank gets the same bits. Two carriers: `MemoryGroup` here
+for ranks as threads, and `kernels.cpu.collective` over memory that processes or threads share. A rank that is
+alone has `SOLO`.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.errors import LinkClosedError, WaitTimeoutError
+
+
+class TensorGroup(Protocol):
+    """This rank's place among the ranks of its stage. All ranks make the same calls in the same order."""
+
+    rank: int
+    size: int
+
+    def join(self, place: MeetingPlace) -> None:
+        """Meet the others here from now on, in a new epoch too."""
+        ...
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' `x`, which must be of one shape; may be `x` itself, overwritten.
+
+        Raises:
+            WaitTimeoutError: another rank has not come in time; names it.
+            LinkClosedError: another rank has gone.
+        """
+        ...
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        """All ranks' `x`, in their order; errors as for `all_reduce`."""
+        ...
+
+    def check(self) -> None:
+        """Raise what a call has met that could not raise it itself: one that was recorded."""
+        ...
+
+    def close(self) -> None:
+        """Let the others know that this rank has gone. May be called twice."""
+        ...
+
+
+class SoloGroup:
+    """A stage of one rank: nothing to add, nothing to wait for."""
+
+    rank, size = 0, 1
+
+    def join(self, place: MeetingPlace) -> None:
+        """There is nobody to meet."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        return [x]
+
+    def check(self) -> None:
+        """Nothing can go wrong."""
+
+    def close(self) -> None:
+        """There is nobody."""
+
+
+SOLO = SoloGroup()
+
+
+class MeetingPlace(Protocol):
+    """Where the ranks of a group meet in one epoch; what each carrier needs of it."""
+
+    @property
+    def table(self) -> Table:
+        """For threads."""
+        ...
+
+    @property
+    def memory(self) -> Any:
+        """A writable buffer that all ranks share, zero at first."""
+        ...
+
+
+class MemoryGroup:
+    """Ranks as threads of one process.
+
+    Args:
+        name: for messages, such as "stage 1".
+        timeout_s: deadline of every wait.
+    """
+
+    def __init__(self, rank: int, size: int, *, name: str, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._name, self._timeout_s = name, timeout_s
+        self._table: Table | None = None
+        self._num_calls = 0
+
+    def join(self, place: MeetingPlace) -> None:
+        self._table, self._num_calls = place.table, 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        first, *others = self.all_gather(x)
+        total = first.float()
+        for part in others:
+            total = total + part.float()
+        return total.to(x.dtype)
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        assert self._table is not None, "the group was not joined"
+        self._num_calls += 1
+        own = (self.rank, self._num_calls)
+        return self._table.exchange(own, x.clone(), self.size, self._name, self._timeout_s)
+
+    def check(self) -> None:
+        """Calls have raised."""
+
+    def close(self) -> None:
+        if self._table is not None:
+            self._table.close()
+
+
+class Table:
+    """Where threads lay down what they bring, and take what the others have."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._brought: dict[int, dict[int, Tensor]] = {}  # by call, then by rank
+        self._num_taken: dict[int, int] = {}
+        self._is_closed = False
+
+    def exchange(
+        self, own: tuple[int, int], x: Tensor, size: int, name: str, timeout_s: float
+    ) -> list[Tensor]:
+        """All ranks' `x` of a call; `own`: this rank, and the number of its call."""
+        rank, call = own
+        with self._changed:
+            parts = self._brought.setdefault(call, {})
+            parts[rank] = x
+            self._changed.notify_all()
+            came = self._changed.wait_for(lambda: len(parts) == size or self._is_closed, timeout_s)
+            if len(parts) < size:
+                absent = ", ".join(f"rank {index}" for index in range(size) if index not in parts)
+                if came:
+                    raise LinkClosedError(f"{name}: the group was closed before {absent} had come.")
+                raise WaitTimeoutError(f"{name}: waited {timeout_s:g} s for {absent}.")
+            self._num_taken[call] = self._num_taken.get(call, 0) + 1
+            if self._num_taken[call] == size:
+                del self._brought[call], self._num_taken[call]
+            return [parts[index] for index in range(size)]
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()

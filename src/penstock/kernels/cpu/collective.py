@@ -1,0 +1,86 @@
+"""A tensor group over shared memory: the sum is a kernel, and so can be taken down on a tape.
+
+    memory    a line for the group, a line for each rank; two buffers for each rank     (csrc/collective.cpp)
+
+The ranks may be processes that map the same memory, or threads. The memory belongs to an epoch and is joined
+anew in each (`SharedGroup.join`); what was recorded goes on, since it points to the rank's own `GroupState`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from penstock.distributed.group import MeetingPlace
+from penstock.errors import LinkClosedError, WaitTimeoutError
+from penstock.kernels.cpu import abi
+from penstock.kernels.cpu.ops import CpuKernels
+
+BUFFER_BYTES = 1 << 20  # of what goes round at a time; larger tensors go in pieces
+
+
+def memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """What a group of `size` ranks shares."""
+    lines = 64 * (1 + size)
+    return -(-lines // abi.PAGE) * abi.PAGE + 2 * size * buffer_bytes
+
+
+class SharedGroup:
+    """This rank's place.
+
+    Args:
+        name: for messages, such as "stage 1".
+        timeout_s: deadline of every wait.
+    """
+
+    def __init__(self, kernels: CpuKernels, rank: int, size: int, *, name: str, timeout_s: float) -> None:
+        assert 1 < size <= abi.MAX_GROUP, size
+        self.rank, self.size = rank, size
+        self._kernels, self._name, self._timeout_s = kernels, name, timeout_s
+        self._state = abi.GroupState(rank=rank, size=size, timeout_ns=int(timeout_s * 1e9))
+        self._memory: Tensor | None = None
+
+    def join(self, place: MeetingPlace) -> None:
+        own = torch.frombuffer(place.memory, dtype=torch.uint8)
+        self._memory = own
+        state = self._state
+        state.memory, state.buffer_bytes = own.data_ptr(), self._buffer_bytes(len(own))
+        state.num_meetings = state.outcome = 0
+
+    @property
+    def times(self) -> tuple[int, int, int]:
+        """All-reduces so far, nanoseconds spent in them, and nanoseconds waited for other ranks."""
+        return self._state.num_calls, self._state.spent_ns, self._state.waited_ns
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self._kernels.all_reduce(x, self._state)
+        self.check()
+        return x
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        y = torch.empty(self.size, *x.shape, dtype=x.dtype)
+        args = abi.AllGatherArgs(
+            group=ctypes.addressof(self._state), x=x.data_ptr(), y=y.data_ptr(), num_bytes=x.nbytes
+        )
+        self._kernels.library.penstock_all_gather(ctypes.addressof(args), None)
+        self.check()
+        return list(y)
+
+    def check(self) -> None:
+        """Raise what a call has met since `join`, recorded calls too."""
+        if not self._state.outcome:
+            return
+        absent = f"rank {self._state.absent}"
+        if self._state.outcome == abi.GROUP_OVER:
+            raise LinkClosedError(f"{self._name}: the group was closed before {absent} had come.")
+        raise WaitTimeoutError(f"{self._name}: waited {self._timeout_s:g} s for {absent}.")
+
+    def close(self) -> None:
+        if self._memory is not None:
+            self._memory[:4] = torch.tensor([1, 0, 0, 0], dtype=torch.uint8)
+
+    def _buffer_bytes(self, num_bytes: int) -> int:
+        return (num_bytes - memory_bytes(self.size, 0)) // (2 * self.size) // 64 * 64

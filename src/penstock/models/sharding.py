@@ -1,0 +1,65 @@
+"""How the layers of a model are cut for the ranks of a stage, and which models can be (rows B2, B3, B9).
+
+Asked by `engine.launch` before anything is started, and by `models.decoder`. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.distributed.share import IDS, Share, even_share, head_share
+from penstock.errors import UsageError
+from penstock.models.spec import ModelSpec
+
+
+class Place(Protocol):
+    """A rank among those of its stage."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShares:
+    """Heads of attention that a rank has. Queries and the keys that they look at are on one rank."""
+
+    queries: Share
+    keys: Share
+
+    @classmethod
+    def of(cls, spec: ModelSpec, place: Place) -> HeadShares:
+        return cls(
+            queries=even_share(spec.num_heads, place.rank, place.size),
+            keys=head_share(spec.num_kv_heads, place.rank, place.size),
+        )
+
+
+def require_shardable(spec: ModelSpec, size: int) -> None:
+    """Raise `UsageError` if so many ranks cannot share the layers; names the number that is in the way."""
+    if size == 1:
+        return
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % size:
+        raise _refused(size, f"the model has {heads} attention heads, which {size} ranks cannot share", heads)
+    if kv_heads % size and size % kv_heads:
+        raise _refused(
+            size,
+            f"the model has {kv_heads} key-value heads, which can neither be shared by {size} ranks nor held "
+            "by equally many ranks each",
+            heads,
+        )
+    if spec.intermediate_size % size:
+        inner = spec.intermediate_size
+        raise _refused(size, f"the MLP is {inner} wide, which {size} ranks cannot share equally", heads)
+    if spec.vocab_size < IDS * size:
+        raise _refused(size, f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks", heads)
+
+
+def _refused(size: int, what: str, num_heads: int) -> UsageError:
+    good = [str(each) for each in range(1, num_heads + 1) if num_heads % each == 0]
+    return UsageError(
+        f"tensor_parallel_size is {size}, and {what}.",
+        remedy=f"Use a divisor of the number of heads ({', '.join(good)}), or more stages (--pp).",
+        param="tensor_parallel_size",
+    )

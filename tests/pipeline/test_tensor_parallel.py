@@ -1,0 +1,48 @@
+"""Every layout of stages and ranks gives the tokens of one rank (rows A10, B, C5, d13)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import checkpoints
+from hand_core import Wanted, small_core
+from penstock.errors import StageLostError
+from penstock.executor.inprocess import InprocessExecutor
+from penstock.faults import parse
+from rank_configs import make_rank_configs
+
+PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]
+LAYOUTS = [(1,), (2,), (4,), (1, 1), (2, 2), (4, 4), (2, 2, 2), (2, 1), (1, 2), (4, 2), (1, 4, 2)]
+
+
+def outputs(model: Path, tp: tuple[int, ...], **changes: object) -> list[list[int]]:
+    executor = InprocessExecutor(make_rank_configs(model, len(tp), tp=tp, **changes))
+    executor.start()
+    wanted = [Wanted(list(prompt), 12) for prompt in PROMPTS]
+    small_core(len(tp), 0, 8).generate(executor, wanted)
+    executor.shutdown()
+    return [request.output for request in wanted]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_a10_b1_d13_every_layout_gives_the_tokens_of_one_rank(tmp_path: Path, kernels: str) -> None:
+    checkpoints.make_checkpoint(tmp_path, layers=3, vocab_size=150, seed=3)
+    whole = outputs(tmp_path, (1,), kernels="off")
+    for tp in LAYOUTS:
+        assert outputs(tmp_path, tp, kernels=kernels) == whole, tp
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_r2_a_rank_that_fails_lets_go_those_that_share_its_stage(tmp_path: Path, kernels: str) -> None:
+    checkpoints.make_checkpoint(tmp_path, layers=2, vocab_size=150)
+    configs = make_rank_configs(tmp_path, 2, tp=(4, 2), kernels=kernels)
+    configs[1] = msgspec.structs.replace(configs[1], faults=parse("stage.forward@0:3=raise"))
+    executor = InprocessExecutor(configs)
+    executor.start()
+    with pytest.raises(StageLostError, match="InjectedError") as lost:
+        small_core(2, 0, 8).generate(executor, [Wanted(list(prompt), 12) for prompt in PROMPTS])
+    assert lost.value.stage == 0
+    executor.shutdown()
