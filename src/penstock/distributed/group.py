@@ -11,11 +11,12 @@ alone has `SOLO`.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.errors import LinkClosedError, WaitTimeoutError
+from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
 
 
 class TensorGroup(Protocol):
@@ -72,6 +73,14 @@ class SoloGroup:
 
 
 SOLO = SoloGroup()
+
+
+def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> PenstockError:
+    """The error of a wait for ranks that have not come in this time, or None: before the group was closed."""
+    who = ", ".join(f"rank {rank}" for rank in absent)
+    if timeout_s is None:
+        return LinkClosedError(f"{name}: the group was closed before {who} had come.")
+    return WaitTimeoutError(f"{name}: waited {timeout_s:g} s for {who}.")
 
 
 class MeetingPlace(Protocol):
@@ -146,10 +155,8 @@ class Table:
             self._changed.notify_all()
             came = self._changed.wait_for(lambda: len(parts) == size or self._is_closed, timeout_s)
             if len(parts) < size:
-                absent = ", ".join(f"rank {index}" for index in range(size) if index not in parts)
-                if came:
-                    raise LinkClosedError(f"{name}: the group was closed before {absent} had come.")
-                raise WaitTimeoutError(f"{name}: waited {timeout_s:g} s for {absent}.")
+                absent = [index for index in range(size) if index not in parts]
+                raise missed(name, absent, None if came else timeout_s)
             self._num_taken[call] = self._num_taken.get(call, 0) + 1
             if self._num_taken[call] == size:
                 del self._brought[call], self._num_taken[call]

@@ -47,17 +47,17 @@ class Linear(nn.Module):
         self.bias = compute.parameter(out_size) if bias else None
         self._in_share = in_share
         self._group = compute.group
-        # Each rank reads the bias, one adds it.
-        self._added_bias = self.bias if in_share.is_whole or compute.group.rank == 0 else None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self._product(x)
         return y if self._in_share.is_whole else self._group.all_reduce(y)
 
     def _product(self, x: Tensor) -> Tensor:
+        # Of ranks whose results are summed each holds the bias, and the first adds it.
+        bias = self.bias if self._in_share.start == 0 else None
         if isinstance(self.weight, Matrix):
-            return self.weight.multiply(x, self._added_bias)
-        return F.linear(x, self.weight, self._added_bias)
+            return self.weight.multiply(x, bias)
+        return F.linear(x, self.weight, bias)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share]:
         """Which rows and columns of the checkpoint's tensor the weight of a part is."""

@@ -94,10 +94,8 @@ class LinkSource:
         self._share = carried_share(width, group.rank, group.size)
         shape = (len(CARRIED), max_num_tokens, width)
         self._buffer = torch.empty(shape, dtype=dtype, device=device)
-        own = len(CARRIED) * max_num_tokens * self._share.size
-        self._received = self._buffer.view(-1)
-        if not self._share.is_whole:
-            self._received = torch.empty(own, dtype=dtype, device=device)
+        own = 0 if self._share.is_whole else len(CARRIED) * max_num_tokens * self._share.size
+        self._received = torch.empty(own, dtype=dtype, device=device)
         self._views: KeptViews[int, tuple[torch.Tensor, torch.Tensor]] = KeptViews(self._first)
 
     def _first(self, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -149,12 +149,18 @@ def test_r1_the_end_of_the_core_is_received_and_nothing_after_it(
     assert received[:-1] in ([], [MESSAGES[1]])
 
 
-def test_r4_a_client_reaches_the_next_core_at_the_same_address() -> None:
+def with_a_core_that_went() -> tuple[Endpoint, ClientSocket]:
+    """Where cores listen, and a client of one that has heard it and has gone."""
     endpoint = Endpoint()
-    first, client = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}"), ClientSocket(endpoint.connect_address)
+    core, client = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}"), ClientSocket(endpoint.connect_address)
     client.send(Hello())
-    hear(first)
-    first.close()
+    hear(core)
+    core.close()
+    return endpoint, client
+
+
+def test_r4_a_client_reaches_the_next_core_at_the_same_address() -> None:
+    endpoint, client = with_a_core_that_went()
     assert isinstance(receive(client)[-1], CoreGone)
     client.send(AbortRequests(["lost with the connection"]))
     client.reconnect()
@@ -213,11 +219,7 @@ def test_a_closed_client_says_so(pair: tuple[CoreSocket, ClientSocket]) -> None:
 
 
 def test_r2_sending_to_a_core_that_has_gone_does_not_wait() -> None:
-    endpoint = Endpoint()
-    core, client = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}"), ClientSocket(endpoint.connect_address)
-    client.send(Hello())
-    hear(core)
-    core.close()
+    endpoint, client = with_a_core_that_went()
     assert client.wait(WAIT_S)  # the end of the connection, which is not looked at yet
     for _ in range(3):
         client.send(AbortRequests(["a"]))

@@ -13,8 +13,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from penstock.distributed.group import MeetingPlace
-from penstock.errors import LinkClosedError, WaitTimeoutError
+from penstock.distributed.group import MeetingPlace, missed
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.ops import CpuKernels
 
@@ -71,12 +70,9 @@ class SharedGroup:
 
     def check(self) -> None:
         """Raise what a call has met since `join`, recorded calls too."""
-        if not self._state.outcome:
-            return
-        absent = f"rank {self._state.absent}"
-        if self._state.outcome == abi.GROUP_OVER:
-            raise LinkClosedError(f"{self._name}: the group was closed before {absent} had come.")
-        raise WaitTimeoutError(f"{self._name}: waited {self._timeout_s:g} s for {absent}.")
+        if self._state.outcome:
+            is_over = self._state.outcome == abi.GROUP_OVER
+            raise missed(self._name, [self._state.absent], None if is_over else self._timeout_s)
 
     def close(self) -> None:
         if self._memory is not None:
