@@ -23,12 +23,8 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from penstock.attention.metadata import AttentionMetadata
 from penstock.config import RankConfig
 from penstock.executor.loading import load_rank
-from penstock.kernels.quantized_rows import (
-    default_group_size,
-    dequantize,
-    quantize_rows,
-    round_activations,
-)
+from penstock.kernels.quantized_groups import default_group_size
+from penstock.kernels.quantized_rows import dequantize, quantize_rows, round_activations
 from penstock.models.registry import load_spec
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -6,16 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from penstock.distributed.group import TensorGroup
-from penstock.executor.inprocess import MemoryMeeting
-from penstock.kernels.cpu.collective import BUFFER_BYTES
+from penstock.distributed.group import MeetingPlace, TensorGroup, memory_meeting
+from penstock.distributed.meeting import BUFFER_BYTES
 
 
 def joined(
-    groups: Sequence[Any], buffer_bytes: int = BUFFER_BYTES, place: MemoryMeeting | None = None
+    groups: Sequence[Any], buffer_bytes: int = BUFFER_BYTES, place: MeetingPlace | None = None
 ) -> list[Any]:
     """The groups of all ranks of a stage, which meet."""
-    place = place or MemoryMeeting(len(groups), buffer_bytes)
+    place = place or memory_meeting(len(groups), buffer_bytes)
     for group in groups:
         group.join(place)
     return list(groups)

@@ -46,16 +46,24 @@ def _between(name: str, value: int, low: int, high: int) -> None:
         )
 
 
-def _whole_numbers(given: int | str) -> list[int]:
-    """The numbers of `threads_per_rank`: 2, "2" or "1,3"."""
-    entries = [entry.strip() for entry in str(given).split(",")]
-    if not all(re.fullmatch(r"-?[0-9]{1,9}", entry) for entry in entries):
+def _above_zero(name: str, seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{name} is {seconds}; it must be above 0 seconds.", param=name, code="out_of_range")
+
+
+def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> list[int]:
+    """The numbers of a setting of stages or ranks: 2, "2", "1,3" or [1, 3]; all at least 1."""
+    entries = given if isinstance(given, list) else [entry.strip() for entry in str(given).split(",")]
+    if not all(re.fullmatch(r"-?[0-9]{1,9}", str(entry)) for entry in entries):
         raise UsageError(
-            f'threads_per_rank is "{given}", which is no number of threads.',
+            f'{name} is "{given}", which is no number of {of_what}.',
             remedy='Write one number for all stages, or one per stage with commas between, such as "1,3".',
-            param="threads_per_rank",
+            param=name,
         )
-    return [int(entry) for entry in entries]
+    numbers = [int(entry) for entry in entries]
+    for number in numbers:
+        _at_least(name, number, 1)
+    return numbers
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +88,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         pipeline_parallel_size: number of stages P.
+        tensor_parallel_size: ranks that share each stage's layers, or of each stage, such as "2,1".
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         async_depth: plans issued ahead; P + async_depth plans are in flight. `auto` measures at start whether
             one ahead is faster than none.
-        threads_per_rank: CPU threads of every rank, or of each, such as "1,3"; None shares the cores among
-            the ranks.
+        threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
+            None shares the cores among the ranks.
         device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
-            such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
+            or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
         tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
             or by `transfer` from the first.
         heartbeat_limit_s: a stage that has given no sign of life for this long is started again.
@@ -101,6 +110,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     pipeline_parallel_size: int = 1
+    tensor_parallel_size: int | str | list[int] = 1
     partition: str = "even"
     partition_mix: str = "512:128"
     async_depth: int | Literal["auto"] = "auto"
@@ -120,8 +130,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             _at_least("async_depth", self.async_depth, 0)
             if self.async_depth > 64:
                 raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
-        for threads in self.rank_threads or ():
-            _at_least("threads_per_rank", threads, 1)
+        _ = self.rank_threads  # can be read
         self._check_devices()
         if not 2 <= self.heartbeat_limit_s < math.inf:
             raise UsageError(
@@ -129,14 +138,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 param="heartbeat_limit_s",
                 code="out_of_range",
             )
-        if not 0 < self.load_timeout_s < math.inf:
-            raise UsageError(
-                f"load_timeout_s is {self.load_timeout_s}; it must be above 0 seconds.",
-                param="load_timeout_s",
-                code="out_of_range",
-            )
-        if self.step_timeout_s is not None and not 0 < self.step_timeout_s < math.inf:
-            raise UsageError(f"step_timeout_s is {self.step_timeout_s}; it must be above 0 seconds.")
+        _above_zero("load_timeout_s", self.load_timeout_s)
+        if self.step_timeout_s is not None:
+            _above_zero("step_timeout_s", self.step_timeout_s)
 
     @property
     def max_async_depth(self) -> int:
@@ -144,20 +148,30 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 1 if self.async_depth == "auto" else self.async_depth
 
     @property
+    def tp_sizes(self) -> list[int]:
+        """`tensor_parallel_size` of each stage."""
+        sizes = _whole_numbers("tensor_parallel_size", self.tensor_parallel_size, "ranks")
+        stages = self.pipeline_parallel_size
+        if len(sizes) not in (1, stages):
+            raise UsageError(
+                f"tensor_parallel_size has {len(sizes)} entries for {stages} stages.",
+                remedy=f"Give one for all stages, or {stages}.",
+                param="tensor_parallel_size",
+            )
+        return sizes * stages if len(sizes) == 1 else sizes
+
+    @property
     def rank_threads(self) -> list[int] | None:
-        """`threads_per_rank` as one number per rank."""
+        """`threads_per_rank` as one number per rank, stage by stage."""
         given = self.threads_per_rank
         if given is None:
             return None
-        if isinstance(given, list):
-            self._check_num_entries("threads_per_rank", given)
-            return given
-        return self._for_each_stage("threads_per_rank", _whole_numbers(given))
+        return self._for_each_rank("threads_per_rank", _whole_numbers("threads_per_rank", given, "threads"))
 
     @property
     def rank_devices(self) -> list[str]:
-        """`device` as one for each rank; all `auto` or none."""
-        return self._for_each_stage("device", [part.strip() for part in self.device.split(",")])
+        """`device` as one for each rank, stage by stage; all `auto` or none."""
+        return self._for_each_rank("device", [part.strip() for part in self.device.split(",")])
 
     def _check_devices(self) -> None:
         for device in self.rank_devices:
@@ -169,21 +183,23 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
                     code="out_of_range",
                 )
 
-    def _for_each_stage(self, name: str, values: list[Value]) -> list[Value]:
-        """One value is every stage's."""
+    def _for_each_rank(self, name: str, values: list[Value]) -> list[Value]:
+        """One value is every rank's; as many as stages: each is that of all ranks of its stage."""
+        sizes = self.tp_sizes
+        if len(values) == sum(sizes):
+            return values
         if len(values) == 1:
-            return values * self.pipeline_parallel_size
-        self._check_num_entries(name, values)
-        return values
+            return values * sum(sizes)
+        if len(values) != len(sizes):
+            raise self._wrong_number(name, len(values))
+        return [value for value, size in zip(values, sizes, strict=True) for _ in range(size)]
 
-    def _check_num_entries(self, name: str, values: Sequence[object]) -> None:
-        stages = self.pipeline_parallel_size
-        if len(values) != stages:
-            raise UsageError(
-                f"{name} has {len(values)} entries for {stages} stages.",
-                remedy=f"Give one for all stages, or {stages}.",
-                param=name,
-            )
+    def _wrong_number(self, name: str, count: int) -> UsageError:
+        stages, ranks = self.pipeline_parallel_size, sum(self.tp_sizes)
+        text, numbers = f"{name} has {count} entries for {stages} stages", f"{stages}"
+        if ranks != stages:
+            text, numbers = f"{text} of {ranks} ranks", f"{stages}, or {ranks}"
+        return UsageError(f"{text}.", remedy=f"Give one for all stages, or {numbers}.", param=name)
 
     @property
     def depth(self) -> int:
@@ -325,10 +341,8 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
         for name, value in msgspec.structs.asdict(self).items():
             if not name.endswith("_s"):
                 _at_least(name, value, 1)
-            elif not 0 < value < math.inf:
-                raise UsageError(
-                    f"{name} is {value}; it must be above 0 seconds.", param=name, code="out_of_range"
-                )
+            else:
+                _above_zero(name, value)
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -365,6 +379,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+def rank_name(stage: int, tp_rank: int, tp_size: int) -> str:
+    """For messages: "stage 1", or "stage 1 tp 0" where ranks share it."""
+    return f"stage {stage}" + (f" tp {tp_rank}" if tp_size > 1 else "")
+
+
+def rank_names(stages: Sequence[int]) -> list[str]:
+    """Of ranks, given the stage of each, stage by stage."""
+    return [
+        rank_name(stage, rank - stages.index(stage), stages.count(stage)) for rank, stage in enumerate(stages)
+    ]
+
+
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank is told at start. Its layers are `[start_layer, end_layer)`.
 
@@ -378,6 +404,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         faults: what a test has armed; a rank that takes the place of another has none.
         tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
         next_tp_size: how many share those of the next stage.
+        are_threads: the ranks are threads of one process.
     """
 
     model_path: str  # resolved directory
@@ -408,6 +435,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int = 0
     tp_size: int = 1
     next_tp_size: int = 1
+    are_threads: bool = False
 
     @property
     def device_type(self) -> str:
@@ -424,8 +452,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """For messages: "stage 1", or "stage 1 tp 0" where ranks share it."""
-        return f"stage {self.stage}" + (f" tp {self.tp_rank}" if self.tp_size > 1 else "")
+        """For messages."""
+        return rank_name(self.stage, self.tp_rank, self.tp_size)
 
     @property
     def is_output(self) -> bool:
@@ -472,6 +500,13 @@ class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):
         return self.memory_fd, self.data_fd, self.space_fd
 
 
+class MeetingHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a stage meet in one epoch, as inherited descriptors (`distributed.meeting`)."""
+
+    memory_fd: int
+    store_fd: int
+
+
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank process reads from its config pipe. Where its neighbours are comes later: `RankEnds`."""
 
@@ -484,10 +519,11 @@ class RankEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rank_ends"):
 
     epoch: int
     plan_fd: int  # handle of the socket that the core listens on (`engine.endpoints`)
-    tokens: list[LinkHandle]  # last stage: to each earlier stage, in order; else: from the last stage
-    results: LinkHandle | None = None  # last stage: to the core
+    tokens: list[LinkHandle]  # output rank: to each rank of earlier stages, in order; those: from it
+    results: LinkHandle | None = None  # output rank: to the core
     incoming: LinkHandle | None = None
-    outgoing: LinkHandle | None = None
+    outgoing: list[LinkHandle] = []  # to each of `RankConfig.receivers`
+    meeting: MeetingHandle | None = None  # of the ranks of the stage, if there are several
 
 
 class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -533,8 +569,9 @@ class CoreEnds(msgspec.Struct, frozen=True, kw_only=True, tag="core_ends"):
     """Where the core meets the ranks in one epoch. Descriptors are the receiver's own."""
 
     epoch: int
-    plan_fds: list[int]  # listening sockets, one per stage
-    results: LinkHandle  # from the last stage
+    plan_fds: list[int]  # listening sockets, one per rank, stage by stage
+    stages: list[int]  # of each rank
+    results: LinkHandle  # from the output rank
     restarts: Restarts = Restarts()  # up to this epoch
 
 

@@ -25,7 +25,8 @@ import msgspec
 from penstock.config import Backend, DType, EngineConfig, PinThreads, Quantization, TiedHead
 from penstock.engine.auto_partition import settle_partition
 from penstock.engine.client import EngineClient, InprocessClient, ProcessClient
-from penstock.engine.launch import Host, LaunchPlan, resolve
+from penstock.engine.host import Host
+from penstock.engine.launch import LaunchPlan, resolve
 from penstock.engine.outputs import (
     CompletionOutput,
     OutputAssembler,
@@ -58,6 +59,7 @@ class LLM:
     Args:
         model: directory of a checkpoint, `demo`, or a hub name already downloaded.
         pipeline_parallel_size: number of stages.
+        tensor_parallel_size: ranks that share a stage's layers, or of each stage, such as "2,1" or [2, 1].
         dtype: of weights and computation; "auto" takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         seed: of requests that bring none.
@@ -72,10 +74,10 @@ class LLM:
         num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        device: `cpu`, `cuda`, `auto`, or one for each stage such as "cpu,cuda:0".
-        distributed_executor_backend: `mp` (a process per stage) or `inprocess` (a thread per stage).
-        threads_per_rank: CPU threads of a stage, or of each, such as "1,3" or [1, 3]; None shares the cores
-            among the stages.
+        device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
+        distributed_executor_backend: `mp` (a process per rank) or `inprocess` (a thread per rank).
+        threads_per_rank: CPU threads of a rank, or of each, such as "1,3" or [1, 3]; None shares the cores
+            among the ranks.
         heartbeat_limit_s: a stage without a sign of life for this long is started again.
         load_timeout_s: a stage that has not loaded after this long counts as lost.
         step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
@@ -94,6 +96,7 @@ class LLM:
         model: str,
         *,
         pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int | str | Sequence[int] = 1,
         dtype: DType = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
@@ -130,6 +133,7 @@ class LLM:
             },
             "parallel": {
                 "pipeline_parallel_size": pipeline_parallel_size,
+                "tensor_parallel_size": tensor_parallel_size,
                 "partition": partition,
                 "partition_mix": partition_mix,
                 "async_depth": async_depth,

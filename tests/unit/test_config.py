@@ -50,7 +50,7 @@ def test_a_number_that_is_too_low_is_named(cls: type[Any], field: str, value: in
         ("1,", 'threads_per_rank is "1,"'),
         ("two", "one per stage with commas between"),
         ("1,2,3", "has 3 entries for 2 stages"),
-        ([1], "has 1 entries for 2 stages"),
+        ([1, 1, 1], "has 3 entries for 2 stages"),
         ("0,1", "threads_per_rank is 0; it must be at least 1"),
         ([2, -1], "threads_per_rank is -1; it must be at least 1"),
     ],

@@ -3,19 +3,23 @@
     all_reduce    every rank gets the sum      after the row-parallel projections: two a layer (row B5)
     all_gather    every rank gets all parts    hidden states that came by shares, candidates of a vocabulary
 
-Sums are taken in the order of the ranks, so every rank gets the same bits. Two carriers: `MemoryGroup` here
-for ranks as threads, and `kernels.cpu.collective` over memory that processes or threads share. A rank that is
-alone has `SOLO`.
+Sums are taken in the order of the ranks, so every rank gets the same bits. Three carriers: `MemoryGroup` here
+for ranks as threads, `kernels.cpu.collective` over memory that processes or threads share, and `torch_group`
+for GPUs, and for processes without our kernels. A rank that is alone has `SOLO`.
 """
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from penstock.config import MeetingHandle
+from penstock.distributed.meeting import BUFFER_BYTES, memory_bytes
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
 
 
@@ -83,18 +87,28 @@ def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> Penstoc
     return WaitTimeoutError(f"{name}: waited {timeout_s:g} s for {who}.")
 
 
-class MeetingPlace(Protocol):
-    """Where the ranks of a group meet in one epoch; what each carrier needs of it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeetingPlace:
+    """Where the ranks of a group meet in one epoch; each carrier takes what it needs.
 
-    @property
-    def table(self) -> Table:
-        """For threads."""
-        ...
+    Attributes:
+        table: for threads.
+        memory: a writable buffer that all ranks share, zero at first (`meeting.memory_bytes`).
+        store_path: of a file that all ranks share, empty at first.
+    """
 
-    @property
-    def memory(self) -> Any:
-        """A writable buffer that all ranks share, zero at first."""
-        ...
+    table: Table | None = None
+    memory: Any = None
+    store_path: str = ""
+
+
+def ordered_sum(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of all ranks' parts in their order, in float32, rounded once."""
+    first, *others = parts
+    total = first.float()
+    for part in others:
+        total = total + part.float()
+    return total.to(first.dtype)
 
 
 class MemoryGroup:
@@ -115,17 +129,14 @@ class MemoryGroup:
         self._table, self._num_calls = place.table, 0
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        first, *others = self.all_gather(x)
-        total = first.float()
-        for part in others:
-            total = total + part.float()
-        return total.to(x.dtype)
+        return ordered_sum(self.all_gather(x))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
         assert self._table is not None, "the group was not joined"
         self._num_calls += 1
         own = (self.rank, self._num_calls)
-        return self._table.exchange(own, x.clone(), self.size, self._name, self._timeout_s)
+        parts = self._table.exchange(own, x.clone(), self.size, self._name, self._timeout_s)
+        return [part.to(x.device) for part in parts]
 
     def check(self) -> None:
         """Calls have raised."""
@@ -166,3 +177,14 @@ class Table:
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
+
+
+def open_meeting(handle: MeetingHandle) -> MeetingPlace:
+    """For a rank in a process of its own, which keeps the descriptors as long as the epoch lasts."""
+    memory = mmap.mmap(handle.memory_fd, 0)
+    return MeetingPlace(memory=memory, store_path=f"/proc/self/fd/{handle.store_fd}")
+
+
+def memory_meeting(size: int, buffer_bytes: int = BUFFER_BYTES) -> MeetingPlace:
+    """For ranks that are threads."""
+    return MeetingPlace(table=Table(), memory=bytearray(memory_bytes(size, buffer_bytes)))

@@ -11,9 +11,11 @@ import os
 import msgspec
 
 from penstock.config import EngineConfig, MeasureConfig, RankConfig
-from penstock.engine.launch import ITEM_SIZES, Host, LaunchPlan, resolve
+from penstock.engine.host import Host
+from penstock.engine.launch import ITEM_SIZES, LaunchPlan, resolve
 from penstock.engine.measuring import measure
 from penstock.engine.reports import Notice, PartitionChosen, Reporter
+from penstock.errors import UsageError
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
@@ -49,6 +51,13 @@ def settle_partition(config: EngineConfig, host: Host, reporter: Reporter) -> En
 
 def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Reporter) -> PartitionChoice:
     """Measure the ranks of a configuration with several stages, or recall what was measured; and choose."""
+    if max(config.parallel.tp_sizes) > 1:
+        raise UsageError(
+            "--partition is auto; stages that ranks share (--tp) cannot be measured so far.",
+            remedy="Use --partition even, or a list such as 5,6,5,6.",
+            param="partition",
+            code="unsupported",
+        )
     plan = _plan_of_any_split(config, host)
     configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, host)
     cache, key = CostCache.open(os.environ), cost_key(configs, plan.spec, os.environ)

@@ -31,6 +31,7 @@ class Child:
     Attributes:
         name: for messages, such as "stage 1".
         stage: its stage, or None.
+        place: where its parent finds it among the members of an epoch; whatever the parent likes.
         failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
         has_spoken: it has set itself up.
         has_loaded: a stage, its weights.
@@ -40,10 +41,11 @@ class Child:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], status_fd: int, name: str, stage: int | None
+        self, process: subprocess.Popen[bytes], status_fd: int, name: str, stage: int | None, place: int
     ) -> None:
         self.name = name
         self.stage = stage
+        self.place = place
         self.failure: ErrorInfo | None = None
         self.trace = ""
         self.has_spoken = False
@@ -136,6 +138,7 @@ def spawn(
     *,
     name: str,
     stage: int | None = None,
+    place: int = 0,
     inherit: Sequence[int] = (),
     arguments: Sequence[str] = (),
 ) -> Child:
@@ -159,7 +162,7 @@ def spawn(
             process_group=0,
         )
         try:
-            child = Child(process, status_read, name, stage)
+            child = Child(process, status_read, name, stage, place)
         except BaseException:
             process.kill()
             process.wait()

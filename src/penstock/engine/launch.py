@@ -8,12 +8,8 @@ nothing and opens no socket.
 
 from __future__ import annotations
 
-import itertools
-import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -26,14 +22,15 @@ from penstock.config import (
     Quantization,
     RankConfig,
 )
+from penstock.engine.host import Host, cpus_of_core, cpus_of_ranks, devices_of_ranks, shared_threads
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.faults import Fault
 from penstock.kernels.cpu.library import parse_kernels
 from penstock.models.registry import load_spec, resolve_model_directory
+from penstock.models.sharding import require_shardable, require_whole_groups
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.frame import frame_bytes
 from penstock.pipeline.partition import partition_layers
-from penstock.runner.memory import host_available_bytes
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -42,39 +39,6 @@ STALL_GRACE_S = 5.0  # the ranks, which know what they wait for, speak before th
 FloatType = Literal["float32", "bfloat16", "float16"]
 
 _QUANTIZATION_BITS = {"int8": 8, "int4": 4}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """What this machine can give.
-
-    Attributes:
-        cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
-    """
-
-    num_cpus: int
-    free_bytes: int
-    num_gpus: int
-    cpus: tuple[int, ...] = ()
-
-    @classmethod
-    def detect(cls) -> Host:
-        """Ask the kernel: CPUs we may run on, memory (the control group's limit counted), GPU devices."""
-        cpus = tuple(sorted(os.sched_getaffinity(0)))
-        return cls(
-            num_cpus=len(cpus),
-            free_bytes=host_available_bytes(),
-            num_gpus=_num_gpus(Path("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES")),
-            cpus=cpus,
-        )
-
-
-def _num_gpus(devices: Path, visible: str | None) -> int:
-    """NVIDIA devices that torch may see; `visible` is CUDA_VISIBLE_DEVICES."""
-    present = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
-    if visible is None:
-        return present
-    return min(present, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +51,7 @@ class _WeightForm:
         notes: what the user did not ask for in so many words.
     """
 
-    devices: list[str]  # of each stage: "cpu" or "cuda:N"
+    devices: list[str]  # of each rank: "cpu" or "cuda:N"
     dtype: FloatType
     quantization: Quantization
     bits: int
@@ -98,6 +62,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that is decided before a process starts.
 
     Attributes:
+        ranks: stage by stage, those of one stage side by side.
         notes: sentences for the user, about what was decided for them.
     """
 
@@ -110,7 +75,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_stages(self) -> int:
-        return len(self.ranks)
+        return self.ranks[-1].num_stages
 
 
 def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
@@ -125,10 +90,11 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
     directory = resolve_model_directory(config.model.model)
     spec = load_spec(directory)
     form = _weight_form(config.model, config.parallel, spec, host)
+    _check_tensor_parallel(config.parallel, spec, form)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = config.parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, config.parallel.partition)
-    _check_weights_fit(spec, ranges, form, host)
+    _check_weights_fit(spec, ranges, config.parallel.tp_sizes, form, host)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host)
     return LaunchPlan(
@@ -136,7 +102,7 @@ def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
         spec=spec,
         ranks=ranks,
         core=_core_config(
-            config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, _cpus_of_core(ranks, host)
+            config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
         ),
         frame_bytes=frame_bytes(
             max_num_tokens=config.scheduler.max_num_batched_tokens,
@@ -156,8 +122,11 @@ def _rank_configs(
     wait_timeout_s: float,
     host: Host,
 ) -> list[RankConfig]:
-    threads = config.parallel.rank_threads or _shared_threads(form.devices, host.num_cpus)
-    cpus = _cpus_of_ranks(config.parallel, threads, form.devices, host)
+    parallel = config.parallel
+    threads = parallel.rank_threads or shared_threads(form.devices, host.num_cpus)
+    cpus = cpus_of_ranks(parallel, threads, form.devices, host)
+    sizes = parallel.tp_sizes
+    places = [(stage, tp_rank) for stage, size in enumerate(sizes) for tp_rank in range(size)]
     return [
         RankConfig(
             model_path=model_path,
@@ -165,25 +134,28 @@ def _rank_configs(
             max_model_len=max_model_len,
             stage=stage,
             num_stages=len(ranges),
-            start_layer=start,
-            end_layer=end,
-            device=form.devices[stage],
-            num_sharers=form.devices.count(form.devices[stage]),
-            threads=threads[stage],
+            start_layer=ranges[stage][0],
+            end_layer=ranges[stage][1],
+            device=form.devices[rank],
+            num_sharers=form.devices.count(form.devices[rank]),
+            threads=threads[rank],
             block_size=config.cache.block_size,
             num_blocks=config.cache.num_blocks,
             kv_cache_bytes=config.cache.kv_cache_bytes,
             max_num_seqs=config.scheduler.max_num_seqs,
             max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            depth=config.parallel.depth,
-            link_frames=config.parallel.max_async_depth + 1,
-            tied_head=config.parallel.tied_head,
+            depth=parallel.depth,
+            link_frames=parallel.max_async_depth + 1,
+            tied_head=parallel.tied_head,
             quantization=form.quantization,
-            kernels=config.parallel.kernels,
-            cpus=cpus[stage],
+            kernels=parallel.kernels,
+            cpus=cpus[rank],
             wait_timeout_s=wait_timeout_s,
+            tp_rank=tp_rank,
+            tp_size=sizes[stage],
+            next_tp_size=sizes[stage + 1] if stage + 1 < len(sizes) else 1,
         )
-        for stage, (start, end) in enumerate(ranges)
+        for rank, (stage, tp_rank) in enumerate(places)
     ]
 
 
@@ -236,7 +208,7 @@ def _weight_form(model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, 
     if not is_quantized:
         dtype = _dtype(model.dtype, spec)
         return _WeightForm(
-            devices=_devices(asked, host),
+            devices=devices_of_ranks(asked, host),
             dtype=dtype,
             quantization="none",
             bits=ITEM_SIZES[dtype] * 8,
@@ -310,69 +282,6 @@ def _dtype(asked: str, spec: ModelSpec) -> FloatType:
     return known.get(name, "float32")
 
 
-def _devices(asked: list[str], host: Host) -> list[str]:
-    """`cpu` or `cuda:N` for each stage: those that leave it open take the GPUs in turn.
-
-    A GPU that is not there is for the rank to refuse, which knows why torch does not see it.
-    """
-    in_turn = itertools.count()
-    automatic = "cuda" if host.num_gpus else "cpu"
-    wanted = [automatic if device == "auto" else device for device in asked]
-    return [f"cuda:{next(in_turn) % max(1, host.num_gpus)}" if one == "cuda" else one for one in wanted]
-
-
-def _shared_threads(devices: list[str], num_cpus: int) -> list[int]:
-    """Threads of each stage: the cores go to the stages on the CPU, but for one to drive each GPU stage."""
-    num_on_cpu = devices.count("cpu")
-    if not num_on_cpu:
-        return [max(1, num_cpus // len(devices))] * len(devices)
-    own = max(1, (num_cpus - (len(devices) - num_on_cpu)) // num_on_cpu)
-    return [own if device == "cpu" else 1 for device in devices]
-
-
-def _cpus_of_ranks(
-    parallel: ParallelConfig, threads: list[int], devices: list[str], host: Host
-) -> list[tuple[int, ...]]:
-    """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned.
-
-    A stage on a GPU is never bound; but the cores that its threads need are left to it.
-    """
-    ends = list(itertools.accumulate(threads))
-    reason = _why_not_pinned(parallel, ends[-1], devices, host)
-    if parallel.pin_threads == "on" and reason:
-        raise UsageError(
-            f"--pin-threads is on; {reason}.",
-            remedy="Use fewer --threads-per-rank, or --pin-threads auto.",
-            param="pin_threads",
-        )
-    # Left to themselves, threads find free cores if there are any; and of two engines one need not wait.
-    fills_the_machine = ends[-1] == len(host.cpus)
-    if parallel.pin_threads == "off" or reason or not (fills_the_machine or parallel.pin_threads == "on"):
-        return [()] * len(threads)
-    return [
-        host.cpus[end - count : end] if device == "cpu" else ()
-        for device, count, end in zip(devices, threads, ends, strict=True)
-    ]
-
-
-def _cpus_of_core(ranks: list[RankConfig], host: Host) -> tuple[int, ...]:
-    """Any but those that the last stage is bound to: a result wakes the core up where it was sent, and there
-    it would push the sender aside, which has the next micro-batch to run."""
-    last = ranks[-1].cpus
-    return tuple(cpu for cpu in host.cpus if cpu not in last) if last and len(ranks) > 1 else ()
-
-
-def _why_not_pinned(parallel: ParallelConfig, num_threads: int, devices: list[str], host: Host) -> str:
-    """Why threads cannot be bound to cores of their own; "" if they can."""
-    if "cpu" not in devices:
-        return "the stages run on a GPU"
-    if parallel.backend == "inprocess":
-        return "the stages are threads of the caller's process, which share its compute threads"
-    if num_threads > len(host.cpus):
-        return f"all stages together have {num_threads} threads for {len(host.cpus)} usable cores"
-    return ""
-
-
 def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
     own = spec.max_position_embeddings
     if asked is None:
@@ -387,10 +296,31 @@ def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
     return asked
 
 
-def _check_weights_fit(spec: ModelSpec, ranges: list[tuple[int, int]], form: _WeightForm, host: Host) -> None:
+def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _WeightForm) -> None:
+    """Refuse what ranks of one stage cannot share, or what is not built for them."""
+    if max(parallel.tp_sizes) == 1:
+        return
+    if spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1 and parallel.tied_head == "transfer":
+        raise UsageError(
+            "--tied-head is transfer; a head that ranks share cannot be sent down the pipe.",
+            remedy="Use --tied-head load.",
+            param="tied_head",
+        )
+    for size in parallel.tp_sizes:
+        require_shardable(spec, size)
+        require_whole_groups(spec, size, _QUANTIZATION_BITS.get(form.quantization))
+
+
+def _check_weights_fit(
+    spec: ModelSpec, ranges: list[tuple[int, int]], tp_sizes: list[int], form: _WeightForm, host: Host
+) -> None:
     """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
-    on_cpu = [own for own, device in zip(ranges, form.devices, strict=True) if device == "cpu"]
-    weights = sum(spec.stage_parameters(start, end) for start, end in on_cpu) * form.bits // 8
+    parameters = [
+        spec.stage_parameters(start, end) // size for (start, end), size in zip(ranges, tp_sizes, strict=True)
+    ]
+    of_ranks = [own for own, size in zip(parameters, tp_sizes, strict=True) for _ in range(size)]
+    on_cpu = [own for own, device in zip(of_ranks, form.devices, strict=True) if device == "cpu"]
+    weights = sum(on_cpu) * form.bits // 8
     if weights > host.free_bytes:
         raise NotEnoughMemoryError(
             f"the weights take {weights / 2**20:.0f} MiB; {host.free_bytes / 2**20:.0f} MiB are free.",

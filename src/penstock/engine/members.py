@@ -17,6 +17,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -34,7 +35,7 @@ from penstock.engine.reports import (
     StageLoaded,
     StageLost,
     StageReady,
-    stage_parts,
+    rank_parts,
 )
 from penstock.engine.wiring import Wiring
 from penstock.errors import ErrorInfo, PeerError
@@ -65,6 +66,7 @@ class Members:
         self._loaded: dict[int, RankLoaded] = {}
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
+        self._places = range(len(plan.ranks))  # those of ranks are their numbers
 
     @property
     def children(self) -> list[Child]:
@@ -73,7 +75,7 @@ class Members:
 
     def start(self) -> None:
         """Stages first: they take longest."""
-        for place in (*range(self._plan.num_stages), CORE):
+        for place in (*self._places, CORE):
             self._fill(place)
         self._tell_ends()
 
@@ -85,15 +87,17 @@ class Members:
                 seconds = self._losses.recovered(time.monotonic())
                 self._reporter.report(Recovered(epoch=event.epoch, seconds=seconds))
         elif isinstance(event, child_process.Abandoned):
-            self._losses.leave(event.epoch, event.error, _place_of(child))
+            self._losses.leave(event.epoch, event.error, child.place)
         elif isinstance(event, child_process.Progress):
-            told = LoadProgress(stage=_place_of(child), done_bytes=event.done, total_bytes=event.total)
+            told = LoadProgress(
+                **_named(self._plan.ranks[child.place]), done_bytes=event.done, total_bytes=event.total
+            )
             self._reporter.report(told)
         elif isinstance(event, child_process.Loaded):
-            self._loaded[event.rank.stage] = event.rank
+            self._loaded[child.place] = event.rank
             self._reporter.report(
                 StageLoaded(
-                    stage=event.rank.stage,
+                    **_named(self._plan.ranks[child.place]),
                     pid=child.pid,
                     bytes_read=event.rank.bytes_read,
                     seconds=event.rank.load_seconds,
@@ -153,17 +157,17 @@ class Members:
         plan, loaded = self._plan, self._loaded
         kernels = dict.fromkeys(rank.kernels for rank in loaded.values())
         texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
-        on_cpu = [rank.kernels for stage, rank in loaded.items() if plan.ranks[stage].device_type == "cpu"]
+        on_cpu = [rank.kernels for place, rank in loaded.items() if plan.ranks[place].device_type == "cpu"]
         if len({found.startswith("none") for found in on_cpu}) > 1:
             texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
         yield from (Notice(text=text) for text in texts)
         num_blocks = min((rank.max_blocks for rank in loaded.values()), default=0)
-        for config in plan.ranks:
-            rank = loaded[config.stage]
+        for place, config in enumerate(plan.ranks):
+            rank = loaded[place]
             yield StageReady(
-                stage=config.stage,
-                pid=self._children[config.stage].pid,
-                parts=stage_parts(config.stage, config.num_stages, config.start_layer, config.end_layer),
+                **_named(config),
+                pid=self._children[place].pid,
+                parts=rank_parts(config),
                 tensor_bytes=rank.tensor_bytes,
                 num_blocks=num_blocks,
                 stranded_bytes=(rank.max_blocks - num_blocks) * rank.block_bytes,
@@ -181,7 +185,7 @@ class Members:
         if self._losses.epoch > 0:
             rank = _replacement(rank, self._loaded.values())
         config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
-        self._spawn(place, "penstock.executor.worker", config, f"stage {place}")
+        self._spawn(place, "penstock.executor.worker", config, rank.name)
 
     def _spawn(
         self, place: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
@@ -192,7 +196,8 @@ class Members:
                 module,
                 child_process.encode_config(config),
                 name=name,
-                stage=None if place == CORE else place,
+                stage=None if place == CORE else self._plan.ranks[place].stage,
+                place=place,
                 inherit=[*inherit, control.child_fd],
                 arguments=["--control-fd", str(control.child_fd)],
             )
@@ -205,11 +210,12 @@ class Members:
 
     def _tell_ends(self) -> None:
         """All learn where they meet in this epoch."""
-        stages = range(self._plan.num_stages)
-        restarts = Restarts(stages=[self._restarts[stage] for stage in stages], core=self._restarts[CORE])
+        restarts = Restarts(stages=[0] * self._plan.num_stages, core=self._restarts[CORE])
+        for place, rank in enumerate(self._plan.ranks):
+            restarts.stages[rank.stage] += self._restarts[place]
         self._control[CORE].send(msgspec.structs.replace(self._wiring.core(), restarts=restarts))
-        for stage in stages:
-            self._control[stage].send(self._wiring.rank(stage))
+        for place, rank in enumerate(self._plan.ranks):
+            self._control[place].send(self._wiring.rank(rank.stage, rank.tp_rank))
         self._wiring.close_sockets()
 
     def _await_culprit(self) -> None:
@@ -226,7 +232,7 @@ class Members:
     def _end_epoch(self) -> None:
         """All leave it; those that have ended are to be started again, at once at first."""
         ended = self._ended()
-        guilty = ended[max(ended)] if ended else None  # a stage before the core
+        guilty = ended[max(ended)] if ended else None  # a rank before the core
         cause = self._family.first_cause(guilty) if guilty else first_cause(self._losses.causes)
         self._lose(cause, self._ended())  # finding the cause may have taken a while
 
@@ -243,7 +249,7 @@ class Members:
 
     def _lose(self, cause: ErrorInfo, ended: Mapping[int, Child]) -> None:
         losses, epoch = self._losses, self._losses.epoch
-        places = {CORE, *range(self._plan.num_stages)}
+        places = {CORE, *self._places}
         lost = (places - set(self._children)) | set(ended)
         failures = [(child.end(), child.trace) for child in ended.values()]
         pause_s = losses.end(lost, time.monotonic())
@@ -253,7 +259,7 @@ class Members:
                 others=[failure.message for failure, _ in failures if failure != cause],
                 trace="".join(trace for failure, trace in failures if failure.code == "internal_error"),
                 epoch=epoch,
-                restarts=sorted(lost - {CORE}),
+                restarts=[self._plan.ranks[place].name for place in sorted(lost - {CORE})],
                 restarts_core=CORE in lost,
                 retry_s=pause_s,
             )
@@ -277,11 +283,12 @@ class Members:
         self._family.reap(self._children.pop(place))
 
 
+def _named(rank: RankConfig) -> dict[str, Any]:
+    """Who it is, for a report."""
+    return {"stage": rank.stage, "tp_rank": rank.tp_rank if rank.tp_size > 1 else None}
+
+
 def _replacement(rank: RankConfig, loaded: Iterable[RankLoaded]) -> RankConfig:
     """As at the start, but for what the others have settled: they hold their KV cache, and their head."""
     num_blocks = min(message.max_blocks for message in loaded)
     return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load", faults=[])
-
-
-def _place_of(child: Child) -> int:
-    return CORE if child.stage is None else child.stage

@@ -15,6 +15,7 @@ from typing import Protocol, TextIO
 
 import msgspec
 
+from penstock.config import RankConfig
 from penstock.errors import ErrorInfo
 
 PROGRESS_EVERY_S = 5.0
@@ -22,18 +23,31 @@ PROGRESS_EVERY_S = 5.0
 _LOG = logging.getLogger("penstock")
 
 
-class LoadProgress(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="progress"):
-    """A stage is reading its weights."""
+class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
+    """About a rank.
+
+    Attributes:
+        tp_rank: None where it is the only one of its stage.
+    """
 
     stage: int
+    tp_rank: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage}" + (f" tp {self.tp_rank}" if self.tp_rank is not None else "")
+
+
+class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="progress"):
+    """A rank is reading its weights."""
+
     done_bytes: int
     total_bytes: int
 
 
-class StageLoaded(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
-    """A stage has its weights."""
+class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
+    """A rank has its weights."""
 
-    stage: int
     pid: int
     bytes_read: int
     seconds: float
@@ -57,15 +71,14 @@ class PartitionChosen(msgspec.Struct, frozen=True, kw_only=True, tag_field="even
     table: list[str]
 
 
-class StageReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
-    """A stage serves.
+class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
+    """A rank serves.
 
     Attributes:
         parts: what it holds, such as "embed, layers 0-3".
-        stranded_bytes: KV memory that it could have had, were the smallest stage not the measure.
+        stranded_bytes: KV memory that it could have had, were the smallest rank not the measure.
     """
 
-    stage: int
     pid: int
     parts: str
     tensor_bytes: int
@@ -89,7 +102,7 @@ class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
     Attributes:
         epoch: that has ended.
-        restarts: stages that are started again.
+        restarts: names of ranks that are started again.
         restarts_core: so is the engine core.
         retry_s: after this time.
         others: what else was said of those that have ended.
@@ -98,7 +111,7 @@ class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
     error: ErrorInfo
     epoch: int
-    restarts: list[int]
+    restarts: list[str]
     restarts_core: bool = False
     retry_s: float = 0.0
     others: list[str] = []
@@ -180,18 +193,18 @@ class LogReporter:
 
 
 class PlainReporter:
-    """One line per stage and event, without colours or cursor movement.
+    """One line per rank and event, without colours or cursor movement.
 
     Args:
         stream: where to print; standard error by default.
-        clock: monotonic seconds; progress of a stage is printed at most every `PROGRESS_EVERY_S`.
+        clock: monotonic seconds; progress of a rank is printed at most every `PROGRESS_EVERY_S`.
     """
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._stream = stream or sys.stderr
         self._clock = clock
         self._started = clock()
-        self._progress_at: dict[int, float] = {}
+        self._progress_at: dict[str, float] = {}
 
     def report(self, event: Event) -> None:
         line = self._progress(event) if isinstance(event, LoadProgress) else event_line(event)
@@ -200,9 +213,9 @@ class PlainReporter:
 
     def _progress(self, event: LoadProgress) -> str:
         now = self._clock()
-        if now - self._progress_at.get(event.stage, self._started) < PROGRESS_EVERY_S:
+        if now - self._progress_at.get(event.name, self._started) < PROGRESS_EVERY_S:
             return ""
-        self._progress_at[event.stage] = now
+        self._progress_at[event.name] = now
         return event_line(event)
 
 
@@ -211,20 +224,20 @@ def event_line(event: Event) -> str:
     match event:
         case LoadProgress():
             share = 100 * event.done_bytes // max(1, event.total_bytes)
-            return f"stage {event.stage}  loading {share} % of {megabytes(event.total_bytes)}"
+            return f"{event.name}  loading {share} % of {megabytes(event.total_bytes)}"
         case Notice():
             return f"note: {event.text}"
         case PartitionChosen():
             return "\n".join(event.table)
         case StageReady():
             return (
-                f"stage {event.stage}  pid {event.pid}  {event.parts}  {megabytes(event.tensor_bytes)}  "
+                f"{event.name}  pid {event.pid}  {event.parts}  {megabytes(event.tensor_bytes)}  "
                 f"{event.num_blocks} KV blocks{_stranded(event.stranded_bytes)}"
             )
         case EngineReady():
             return f"ready in {event.seconds:.1f} s   {event.address}"
         case StageLost():
-            names = ["the core"] * event.restarts_core + [f"stage {stage}" for stage in event.restarts]
+            names = ["the core"] * event.restarts_core + event.restarts
             again = "".join(f", {name} starts again" for name in names)
             words = " ".join([event.error.message, *event.others])
             told = f"lost: {words} Epoch {event.epoch} is over{again}{_pause(event.retry_s)}"
@@ -255,9 +268,10 @@ def _stranded(count: int) -> str:
     return f"  ({megabytes(count)} of KV memory stranded)" if count else ""
 
 
-def stage_parts(stage: int, num_stages: int, start_layer: int, end_layer: int) -> str:
-    """What a stage holds, in words."""
-    last_layer = end_layer - 1
-    layers = f"layers {start_layer}-{last_layer}" if last_layer > start_layer else f"layer {start_layer}"
-    parts = ["embed"] * (stage == 0) + [layers] + ["norm", "head"] * (stage == num_stages - 1)
-    return ", ".join(parts)
+def rank_parts(config: RankConfig) -> str:
+    """What a rank holds, in words."""
+    start, last = config.start_layer, config.end_layer - 1
+    layers = f"layers {start}-{last}" if last > start else f"layer {start}"
+    parts = ["embed"] * config.is_first + [layers] + ["norm", "head"] * config.is_last
+    share = f"1/{config.tp_size} of " if config.tp_size > 1 else ""
+    return share + ", ".join(parts)

@@ -34,7 +34,8 @@ from penstock.engine.auto_partition import settle_partition
 from penstock.engine.children import Child, Family
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.fronts import CallerFront, Front, HttpFront
-from penstock.engine.launch import Host, LaunchPlan, resolve, with_faults
+from penstock.engine.host import Host
+from penstock.engine.launch import LaunchPlan, resolve, with_faults
 from penstock.engine.losses import BackOff, Heartbeats
 from penstock.engine.members import Members
 from penstock.engine.reports import (

@@ -28,6 +28,7 @@ from penstock.batch import (
     decode_to_core,
     encode,
 )
+from penstock.config import rank_names
 from penstock.errors import (
     ErrorInfo,
     LinkClosedError,
@@ -50,12 +51,12 @@ _CONSEQUENCES = {"LinkClosedError", "WaitTimeoutError"}  # what a rank sees when
 class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks agreed on at start."""
 
-    num_blocks: int  # the minimum over the stages, allocated on each of them
-    ranks: list[RankLoaded]  # by stage
+    num_blocks: int  # the minimum over the ranks, allocated on each of them
+    ranks: list[RankLoaded]  # stage by stage
 
     @property
     def stranded_bytes(self) -> list[int]:
-        """Memory that each stage could have used for KV, had the tightest stage not set the limit."""
+        """Memory that each rank could have used for KV, had the tightest one not set the limit."""
         return [(rank.max_blocks - self.num_blocks) * rank.block_bytes for rank in self.ranks]
 
 
@@ -113,7 +114,7 @@ class Executor(Protocol):
 
 
 class RankChannels:
-    """The core's ends of the plan channels, by stage.
+    """The core's ends of the plan channels.
 
     Args:
         channels: one per rank.
@@ -135,6 +136,7 @@ class RankChannels:
         stages: Sequence[int] = (),
     ) -> None:
         self._stages = list(stages) or list(range(len(channels)))
+        self._names = rank_names(self._stages)
         self._start = start or AllocateKV(num_blocks=0)
         self._log = DecisionLog(self._start.epoch, self._start.first_step)
         self._loaded: dict[int, RankLoaded] = {}  # by rank
@@ -147,7 +149,7 @@ class RankChannels:
         self._failures: list[ErrorInfo] = []
         self._times: dict[int, StageTimes] = {}
         self._spans: dict[int, deque[StageSpans]] = {}
-        self._ended: set[int] = set()  # stages that have told their failure, or gone
+        self._ended: set[int] = set()  # ranks that have told their failure, or gone
 
     def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
         """Loaded, allocate, ready: `poll_start` until it is done; each half has so much time.
@@ -275,7 +277,7 @@ class RankChannels:
                 yield decode_to_core(frame)
         except LinkClosedError:
             if rank not in self._ended:
-                yield _gone(self._stages[rank])
+                yield _gone(self._stages[rank], self._names[rank])
         except ProtocolError as error:
             error.stage = self._stages[rank]
             raise
@@ -291,7 +293,7 @@ class RankChannels:
         remaining = deadline - self._clock()
         if remaining <= 0:
             here = self._ready if self._all_loaded else self._loaded
-            silent = ", ".join(f"stage {i}" for i in range(len(self._channels)) if i not in here)
+            silent = ", ".join(name for rank, name in enumerate(self._names) if rank not in here)
             purpose = "to allocate its KV cache" if self._all_loaded else "to load its weights"
             raise WaitTimeoutError(f"waited {timeout_s:g} s for {silent} {purpose}.")
         self._wait(min(remaining, _LOOK_S))
@@ -306,8 +308,8 @@ def _is_consequence(failure: ErrorInfo) -> bool:
     return failure.kind in _CONSEQUENCES
 
 
-def _gone(stage: int) -> RankFailed:
-    error = StageLostError(f"stage {stage} has gone without a word.", code=_GONE, stage=stage)
+def _gone(stage: int, name: str) -> RankFailed:
+    error = StageLostError(f"{name} has gone without a word.", code=_GONE, stage=stage)
     return RankFailed(stage=stage, error=error.info())
 
 

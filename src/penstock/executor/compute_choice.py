@@ -14,7 +14,7 @@ import torch
 from penstock.config import RankConfig
 from penstock.kernels.cpu.library import KERNEL_NAMES, Loaded, load, parse_kernels
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
-from penstock.kernels.quantized_rows import default_group_size
+from penstock.kernels.quantized_groups import default_group_size
 from penstock.layers.compute import FormatOf, never_quantized
 from penstock.layers.matrix import QuantizedFormat
 from penstock.models.spec import ModelSpec

@@ -9,15 +9,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+import msgspec
+
 from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
 from penstock.config import RankConfig
-from penstock.distributed.group import Table
+from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.child import StatusEvent
 from penstock.executor.plan_channel import QueueChannel
 from penstock.executor.rank import RankConnections, run_rank
-from penstock.kernels.cpu.collective import BUFFER_BYTES, memory_bytes
 from penstock.pipeline.link import MemoryLink
 
 _LOAD_TIMEOUT_S = 3600.0
@@ -31,7 +32,7 @@ class InprocessExecutor:
     """
 
     def __init__(self, rank_configs: Sequence[RankConfig]) -> None:
-        self._configs = list(rank_configs)
+        self._configs = [msgspec.structs.replace(config, are_threads=True) for config in rank_configs]
         core_ends, rank_ends = QueueChannel.star(len(self._configs))
         self._ranks = RankChannels(
             core_ends,
@@ -85,14 +86,6 @@ class InprocessExecutor:
                 raise WaitTimeoutError(f"{thread.name} has not ended {timeout_s:g} s after the shutdown.")
 
 
-class MemoryMeeting:
-    """Where ranks of a stage meet that are threads: both carriers' needs."""
-
-    def __init__(self, size: int, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self.table = Table()
-        self.memory = bytearray(memory_bytes(size, buffer_bytes))
-
-
 def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChannel]) -> list[RankConnections]:
     """In-memory links between neighbours, meetings within stages, token paths from the output rank.
 
@@ -116,7 +109,7 @@ def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChanne
         index: [end] for index, (_, end) in zip(earlier, pairs, strict=True)
     }
     tokens[output] = [end for end, _ in pairs]
-    meetings = {config.stage: MemoryMeeting(config.tp_size) for config in configs if config.tp_size > 1}
+    meetings = {config.stage: memory_meeting(config.tp_size) for config in configs if config.tp_size > 1}
     return [
         RankConnections(
             plans=plan_end,

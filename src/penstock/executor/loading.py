@@ -14,6 +14,7 @@ import torch
 from penstock.attention.metadata import AnyKV
 from penstock.config import RankConfig
 from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup
+from penstock.distributed.torch_group import TorchGroup
 from penstock.errors import UsageError
 from penstock.executor.compute_choice import (
     format_of,
@@ -101,9 +102,12 @@ def tensor_group(config: RankConfig, kernels: CpuKernels | None) -> TensorGroup:
     if config.tp_size == 1:
         return SOLO
     name, timeout_s = f"stage {config.stage}", config.wait_timeout_s
+    rank, size = config.tp_rank, config.tp_size
     if kernels is not None:
-        return SharedGroup(kernels, config.tp_rank, config.tp_size, name=name, timeout_s=timeout_s)
-    return MemoryGroup(config.tp_rank, config.tp_size, name=name, timeout_s=timeout_s)
+        return SharedGroup(kernels, rank, size, name=name, timeout_s=timeout_s)
+    if config.are_threads:
+        return MemoryGroup(rank, size, name=name, timeout_s=timeout_s)
+    return TorchGroup(rank, size, device=device_of(config), name=name, timeout_s=timeout_s)
 
 
 def build_model(

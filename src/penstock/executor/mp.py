@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
-from penstock.config import CoreEnds
+from penstock.config import CoreEnds, rank_names
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel, bind_address
 from penstock.pipeline.ring_channel import RingChannel
@@ -21,7 +21,7 @@ class MpExecutor:
     """Talks to rank processes over zmq, for one epoch.
 
     Args:
-        ends: the sockets that the ranks connect to, and the ring that the last stage writes its results to.
+        ends: the sockets that the ranks connect to, and the ring that the output rank writes its results to.
             The descriptors are closed once they are in use.
         start: what the ranks are told once they have loaded, as for `RankChannels`.
         load_timeout_s: deadline of each half of the handshake, in `start`.
@@ -32,13 +32,15 @@ class MpExecutor:
     ) -> None:
         self._load_timeout_s = load_timeout_s
         self._channels = [
-            ZmqChannel.bind(bind_address(fd), f"core - stage {stage}")
-            for stage, fd in enumerate(ends.plan_fds)
+            ZmqChannel.bind(bind_address(fd), f"core - {name}")
+            for fd, name in zip(ends.plan_fds, rank_names(ends.stages), strict=True)
         ]
         self._results = RingChannel(ends.results, "results")
         close_handle(ends.results)
         start = start or AllocateKV(num_blocks=0, epoch=ends.epoch)
-        self._ranks = RankChannels(self._channels, self._wait, results=self._results, start=start)
+        self._ranks = RankChannels(
+            self._channels, self._wait, results=self._results, start=start, stages=ends.stages
+        )
 
     def start(self, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
         return self._ranks.handshake(self._load_timeout_s, is_over)

@@ -160,7 +160,7 @@ class Rank:
         clock = PhaseClock(keeps_spans=True)
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
-        times = StageReporter(config.stage, clock, lambda told: _tell_times(told, plans))
+        times = StageReporter(config.stage, clock, _teller(config, plans))
         stage = Stage(config.stage, runner, source, sink, times, config.faults)
         self._report(Ready(epoch=start.epoch))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
@@ -299,6 +299,11 @@ def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:
         plans.send(encode(RankFailed(stage=stage, error=failed.error)), timeout_s=1.0)
 
 
-def _tell_times(told: StageTimes | StageSpans, plans: MessageChannel) -> None:
-    with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
-        plans.send(encode(told), timeout_s=0.0)
+def _teller(config: RankConfig, plans: MessageChannel) -> Callable[[StageTimes | StageSpans], None]:
+    """Sends what a stage has spent its time on: its first rank speaks for all, which go in step."""
+
+    def tell(told: StageTimes | StageSpans) -> None:
+        with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
+            plans.send(encode(told), timeout_s=0.0)
+
+    return tell if config.tp_rank == 0 else lambda told: None

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    enter_child(f"penstock stage {config.rank.stage} tp 0", config.parent_pid)
+    enter_child(f"penstock stage {config.rank.stage} tp {config.rank.tp_rank}", config.parent_pid)
     bound_thread_pools(config.rank.threads)
     keep_saying_alive(status)
     # Here and not above: torch reads its environment when it is imported.
@@ -71,32 +71,27 @@ def _close(ends: RankEnds) -> None:
 
 
 def _connect(rank: RankConfig, ends: RankEnds, is_over: Callable[[], bool]) -> RankConnections:
+    from penstock.distributed.group import open_meeting
     from penstock.executor.rank import RankConnections
+    from penstock.pipeline.link import SharedMemoryLink
     from penstock.pipeline.ring_channel import RingChannel
 
-    last = rank.num_stages - 1
-    earlier = range(last) if rank.is_last else [rank.stage]
-    plans = ZmqChannel.connect(connect_address(ends.plan_fd), f"core - stage {rank.stage}")
+    def link(handle: LinkHandle, sender: str, receiver: str) -> Link:
+        return SharedMemoryLink(handle, f"{sender} -> {receiver}", rank.wait_timeout_s)
+
+    last, after = f"stage {rank.num_stages - 1}", f"stage {rank.stage + 1}"
+    plans = ZmqChannel.connect(connect_address(ends.plan_fd), f"core - {rank.name}")
+    samples = f"samples, {rank.name} -> earlier stages" if rank.is_last else f"samples, {last} -> {rank.name}"
     return RankConnections(
         epoch=ends.epoch,
         is_over=is_over,
         plans=plans,
         results=plans if ends.results is None else RingChannel(ends.results, "results"),
-        tokens=[
-            RingChannel(handle, f"samples, stage {last} -> stage {stage}")
-            for stage, handle in zip(earlier, ends.tokens, strict=True)
-        ],
-        incoming=_link(ends.incoming, rank.stage - 1, rank.wait_timeout_s),
-        outgoing=[link for link in [_link(ends.outgoing, rank.stage, rank.wait_timeout_s)] if link],
+        tokens=[RingChannel(handle, samples) for handle in ends.tokens],
+        incoming=None if ends.incoming is None else link(ends.incoming, f"stage {rank.stage - 1}", rank.name),
+        outgoing=[link(handle, rank.name, after) for handle in ends.outgoing],
+        meeting=None if ends.meeting is None else open_meeting(ends.meeting),
     )
-
-
-def _link(handle: LinkHandle | None, from_stage: int, timeout_s: float) -> Link | None:
-    from penstock.pipeline.link import SharedMemoryLink
-
-    if handle is None:
-        return None
-    return SharedMemoryLink(handle, f"stage {from_stage} -> stage {from_stage + 1}", timeout_s)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from penstock.distributed.share import Share
+from penstock.kernels.quantized_groups import activation_group
 
-INT4_GROUP_SIZE = 64
-_ACTIVATION_GROUP = 128
 _SMALLEST = 1e-36  # of an activation group that is not taken for zero: 127 / absmax must be finite
 _CHUNK = 1 << 18  # numbers that are worked on at a time: they stay in cache through all steps of a search
 _STEPS = (8.0, 7.7, 7.4, 8.3, 7.1, 6.8, 6.4)  # the largest weight of a group lies that many steps from zero
@@ -65,11 +64,6 @@ class QuantizedRows:
         )
 
 
-def default_group_size(bits: int, in_size: int) -> int:
-    """One scale for each row of 8-bit weights; for 4 bits what `benchmarks/quantized_perplexity.py` chose."""
-    return in_size if bits == 8 else min(INT4_GROUP_SIZE, in_size)
-
-
 def quantize_rows(rows: Tensor, bits: int, group_size: int) -> QuantizedRows:
     """Quantise a matrix symmetrically: zeros is None, scales are bfloat16.
 
@@ -110,15 +104,13 @@ def round_activations(x: Tensor, group_size: int) -> Tensor:
 
     Args:
         x: [..., in_size] of any float dtype. A group with a NaN or an infinity comes out NaN.
-        group_size: of the weights. Activations go by the same groups, or by 128 inputs where it is a
-            multiple of that or >= in_size.
+        group_size: of the weights; see `quantized_groups.activation_group`.
 
     Returns:
         float32 [..., in_size].
     """
     in_size = x.shape[-1]
-    own_group = group_size >= in_size or group_size % _ACTIVATION_GROUP == 0
-    grouped = _grouped(x.float(), _ACTIVATION_GROUP if own_group else group_size)
+    grouped = _grouped(x.float(), activation_group(group_size, in_size))
     absmax = grouped.abs().amax(-1, keepdim=True)
     # A true division: `127 / absmax` would be 127 times the rounded 1 / absmax, and the kernel's is not.
     inverse = torch.where(absmax < _SMALLEST, 0.0, torch.full_like(absmax, 127.0) / absmax)

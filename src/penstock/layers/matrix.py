@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.distributed.share import Share
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.head import Head, dense_product
@@ -163,6 +164,11 @@ class QuantizedMatrix(Matrix):
     def put(self, first_row: int, rows: Tensor, role: int) -> None:
         self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
 
+    def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None:
+        """Some columns of rows that are quantised as a whole."""
+        quantized = quantize_rows(rows, self._format.bits, self._format.group_size)
+        self.put_quantized(first_row, quantized.cut(slice(None), columns), role)
+
     def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None:
         """Rows that are quantised already, in this matrix' format."""
         scales = rows.scales.to(self._format.scale_dtype).contiguous()
@@ -284,6 +290,11 @@ class RoundedMatrix(Matrix):
 
     def put(self, first_row: int, rows: Tensor, role: int) -> None:
         self.put_quantized(first_row, quantize_rows(rows, self._format.bits, self._format.group_size), role)
+
+    def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None:
+        """Some columns of rows that are quantised as a whole."""
+        quantized = quantize_rows(rows, self._format.bits, self._format.group_size)
+        self.put_quantized(first_row, quantized.cut(slice(None), columns), role)
 
     def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None:
         """Rows that are quantised already."""

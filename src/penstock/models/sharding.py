@@ -10,6 +10,7 @@ from typing import Protocol
 
 from penstock.distributed.share import IDS, Share, even_share, head_share
 from penstock.errors import UsageError
+from penstock.kernels.quantized_groups import default_group_size, inputs_together
 from penstock.models.spec import ModelSpec
 
 
@@ -54,6 +55,37 @@ def require_shardable(spec: ModelSpec, size: int) -> None:
         raise _refused(size, f"the MLP is {inner} wide, which {size} ranks cannot share equally", heads)
     if spec.vocab_size < IDS * size:
         raise _refused(size, f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks", heads)
+
+
+def require_whole_groups(spec: ModelSpec, size: int, load_bits: int | None) -> None:
+    """Raise `UsageError` if a group of quantised weights, or of the activations that meet them, would lie on
+    two ranks: its numbers would depend on the layout.
+
+    Args:
+        load_bits: of weights that are quantised while they are loaded; None: they are not.
+    """
+    if size == 1:
+        return
+    for name, width in (("self_attn.o_proj", spec.query_size), ("mlp.down_proj", spec.intermediate_size)):
+        for unit in _groups_of(spec, name, width, load_bits):
+            if width // size % unit:
+                raise UsageError(
+                    f"tensor_parallel_size is {size}, and {name} is quantised in groups: {size} ranks get "
+                    f"{width // size} of its {width} inputs each, which is no multiple of {unit}.",
+                    remedy="Use fewer ranks per stage and more stages (--pp), or weights that are not "
+                    "quantised.",
+                    param="tensor_parallel_size",
+                )
+
+
+def _groups_of(spec: ModelSpec, name: str, width: int, load_bits: int | None) -> set[int]:
+    """Inputs that belong together, in all layers."""
+    if load_bits is not None:
+        return {inputs_together(default_group_size(load_bits, width), width)}
+    if spec.quantization is None:
+        return set()
+    schemes = [spec.quantization.scheme(f"model.layers.{layer}.{name}") for layer in range(spec.num_layers)]
+    return {inputs_together(scheme.group_size or width, width) for scheme in schemes if scheme is not None}
 
 
 def _refused(size: int, what: str, num_heads: int) -> UsageError:

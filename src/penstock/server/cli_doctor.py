@@ -22,7 +22,8 @@ from cyclopts import Parameter
 
 from penstock import __version__
 from penstock.config import ServerConfig
-from penstock.engine.launch import ITEM_SIZES, Host
+from penstock.engine.host import Host
+from penstock.engine.launch import ITEM_SIZES
 from penstock.engine.listening import listen
 from penstock.errors import PenstockError
 from penstock.kernels.cpu.library import Loaded, load

@@ -11,7 +11,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from penstock.engine.auto_partition import settle_partition
-from penstock.engine.launch import Host
+from penstock.engine.host import Host
 from penstock.engine.reports import Event, event_line
 from penstock.errors import UsageError
 from penstock.server.cli_settings import EngineSettings

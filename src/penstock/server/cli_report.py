@@ -40,11 +40,11 @@ class LoadingLine:
         self._stream = stream
         self._clock = clock
         self._last_s = clock()
-        self._progress: dict[int, LoadProgress] = {}
+        self._progress: dict[str, LoadProgress] = {}
         self._shown = False
 
     def update(self, event: LoadProgress) -> None:
-        self._progress[event.stage] = event
+        self._progress[event.name] = event
         if self._stream.isatty():
             parts = [_share(progress) for _, progress in sorted(self._progress.items())]
             self._stream.write(f"{_CLEAR_LINE}{INDENT}loading  {'  '.join(parts)}")
@@ -65,7 +65,7 @@ class LoadingLine:
 def _share(event: LoadProgress) -> str:
     done = event.done_bytes / max(1, event.total_bytes)
     filled = int(10 * done)
-    return f"stage {event.stage} [{'#' * filled}{'.' * (10 - filled)}] {megabytes(event.total_bytes)}"
+    return f"{event.name} [{'#' * filled}{'.' * (10 - filled)}] {megabytes(event.total_bytes)}"
 
 
 class ServeReporter:
@@ -132,14 +132,15 @@ def served_name(engine: EngineConfig, server: ServerConfig) -> str:
 
 def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
     """Version, model, stages and limits; never a key."""
-    stages = engine.parallel.pipeline_parallel_size
+    sizes = engine.parallel.tp_sizes
+    tp = str(sizes[0]) if len(set(sizes)) == 1 else ",".join(map(str, sizes))
     if server.api_keys:
         key = f"key on ({len(server.api_keys)})"
     else:
         key = "key off (--insecure)" if server.insecure else "key off (loopback only)"
     return [
         f"penstock {__version__}   model {one_line(engine.model.model)}   dtype {engine.model.dtype}   "
-        f"stages {stages} x tp 1",
+        f"stages {len(sizes)} x tp {tp}",
         f"{INDENT}{key}   queue {engine.scheduler.max_waiting_requests}   "
         f"connections {server.connections.max_connections}   drain {server.drain_s:g} s",
     ]

@@ -71,6 +71,15 @@ class EngineSettings:
     pipeline_parallel_size: Annotated[
         int, flag("stages of the pipeline", "--pipeline-parallel-size", "--pp", group="pipeline")
     ] = 1
+    tensor_parallel_size: Annotated[
+        int | str,
+        flag(
+            "ranks that share a stage's layers, or of each: 2,1",
+            "--tensor-parallel-size",
+            "--tp",
+            group="pipeline",
+        ),
+    ] = 1
     partition: Annotated[
         str,
         flag(
@@ -183,6 +192,7 @@ class EngineSettings:
                 partition=self.partition,
                 partition_mix=self.partition_mix,
                 async_depth=self.async_depth,
+                tensor_parallel_size=self.tensor_parallel_size,
                 threads_per_rank=self.threads_per_rank,
                 device=self.device,
                 tied_head=self.tied_head,

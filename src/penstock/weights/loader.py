@@ -66,7 +66,7 @@ class _Load:
     @property
     def columns(self) -> int:
         """Elements of a row of the share."""
-        return self.whole_columns if self.slot.columns is None else self.slot.columns.size
+        return self.whole_columns if self.slot.read_columns is None else self.slot.read_columns.size
 
     @property
     def whole_columns(self) -> int:
@@ -75,12 +75,12 @@ class _Load:
     def place(self, element: int) -> int:
         """Where an element is in the tensor."""
         row, column = divmod(element, self.columns)
-        start = 0 if self.slot.columns is None else self.slot.columns.start
+        start = 0 if self.slot.read_columns is None else self.slot.read_columns.start
         return (self.slot.rows.start + row) * self.whole_columns + start + column
 
     def runs(self, first: int, end: int) -> Iterator[tuple[int, int]]:
         """Elements `[first, end)` in pieces that lie side by side in the file."""
-        if self.slot.columns is None:
+        if self.slot.read_columns is None:
             yield first, end
             return
         while first < end:

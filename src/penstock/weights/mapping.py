@@ -64,9 +64,10 @@ class RowSink(Protocol):
 
 @runtime_checkable
 class QuantizedSink(RowSink, Protocol):
-    """One that takes rows which are quantised already."""
+    """One that takes rows which are quantised already, or quantises them."""
 
     def put_quantized(self, first_row: int, rows: QuantizedRows, role: int) -> None: ...
+    def put_columns(self, first_row: int, rows: Tensor, columns: Share, role: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +90,11 @@ class TensorSlot:
         if self.columns is not None:
             rest[0] = self.columns.whole
         return (self.rows.whole, *rest)
+
+    @property
+    def read_columns(self) -> Share | None:
+        """Columns that `put` wants."""
+        return self.columns
 
     def put(self, first_row: int, rows: Tensor) -> None:
         """Rows of a weight, converted to its dtype."""
@@ -115,9 +121,18 @@ class RowSlot:
         """Of the checkpoint's tensor."""
         return (self.rows.whole, self.sink.in_size if self.columns is None else self.columns.whole)
 
+    @property
+    def read_columns(self) -> Share | None:
+        """Columns that `put` wants: all of them for a weight that quantises, so that its scales, and with
+        them the tokens, do not depend on how many ranks share it."""
+        return None if isinstance(self.sink, QuantizedSink) else self.columns
+
     def put(self, first_row: int, rows: Tensor) -> None:
         """Rows from `first_row` of the tensor on, of the sink's dtype."""
-        self.sink.put(self.first_row + first_row, rows, self.role)
+        if self.columns is not None and isinstance(self.sink, QuantizedSink):
+            self.sink.put_columns(self.first_row + first_row, rows, self.columns, self.role)
+        else:
+            self.sink.put(self.first_row + first_row, rows, self.role)
 
 
 Slot = TensorSlot | RowSlot

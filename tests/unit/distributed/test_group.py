@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 
 from kernel_builds import built
-from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup
+from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup, memory_meeting
 from penstock.errors import LinkClosedError, WaitTimeoutError
-from penstock.executor.inprocess import MemoryMeeting
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
@@ -93,12 +93,14 @@ def test_r3_who_waits_is_let_go_when_the_group_ends(connect: Callable[..., list[
     found = outcomes(groups, act)
     for error in found[:2]:
         assert isinstance(error, LinkClosedError)
-        assert "the group was closed before rank 2 had come" in str(error)
+        assert re.search("the group was closed before .*rank 2 had come", str(error)), (
+            "others may be late too"
+        )
 
 
 def test_r3_a_group_is_joined_anew_in_another_epoch() -> None:
     groups = shared_groups(2)
-    place = MemoryMeeting(2, SMALL)
+    place = memory_meeting(2, SMALL)
     joined(groups, place=place)
     assert together(groups, lambda group: float(group.all_reduce(torch.ones(1, 1)))) == [2.0, 2.0]
     groups[0].close()

@@ -17,7 +17,8 @@ from penstock.config import EngineConfig, MeasureConfig, ModelConfig, ParallelCo
 from penstock.engine import auto_partition, measuring
 from penstock.engine.auto_partition import measure_configs, settle_partition
 from penstock.engine.children import Child, spawn
-from penstock.engine.launch import Host, resolve
+from penstock.engine.host import Host
+from penstock.engine.launch import resolve
 from penstock.engine.measuring import measure
 from penstock.engine.reports import Event, Notice, PartitionChosen, event_line
 from penstock.errors import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -11,8 +12,10 @@ import pytest
 
 from checkpoints import QuantizedLayout, quantization_config
 from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from penstock.engine import launch
-from penstock.engine.launch import Host, LaunchPlan, resolve
+from penstock.distributed.group import open_meeting
+from penstock.engine import host as engine_host
+from penstock.engine.host import Host
+from penstock.engine.launch import LaunchPlan, resolve
 from penstock.engine.wiring import Wiring
 from penstock.errors import (
     LinkClosedError,
@@ -151,7 +154,7 @@ def test_the_host_is_asked_for_what_is_there() -> None:
 def test_hidden_gpus_are_no_gpus(visible: str | None, number: int, tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert launch._num_gpus(tmp_path, visible) == number
+    assert engine_host._num_gpus(tmp_path, visible) == number
 
 
 # --- Devices -------------------------------------------------------------------------------------------
@@ -376,7 +379,7 @@ def three_stages(model: str) -> LaunchPlan:
 def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None:
     wiring = Wiring(three_stages)
     ends = [wiring.rank(stage) for stage in range(3)]
-    links = [{end.memory_fd for end in (e.incoming, e.outgoing) if end} for e in ends]
+    links = [{end.memory_fd for end in (e.incoming, *e.outgoing) if end} for e in ends]
     assert links[0] & links[1]
     assert links[1] & links[2]
     assert not links[0] & links[2]
@@ -385,7 +388,8 @@ def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None
     assert len(set(tokens[2])) == 2
     assert [end.results for end in ends] == [None, None, wiring.core().results]
     assert ends[0].incoming is None
-    assert ends[2].outgoing is None
+    assert not ends[2].outgoing
+    assert not any(end.meeting for end in ends)
     own = [set(descriptors_of(end)) for end in ends]
     assert own[0] & own[2] == set(ends[0].tokens[0].fds)
     assert len(descriptors_of(wiring.core())) == 6, "three plan channels, and the ring of results"
@@ -395,8 +399,7 @@ def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None
 
 def test_the_ring_between_two_stages_is_one(three_stages: LaunchPlan) -> None:
     wiring = Wiring(three_stages)
-    sender, receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
-    assert sender is not None
+    (sender,), receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
     assert receiver is not None
     writer, reader = Ring(sender, "a"), Ring(receiver, "b")
     writer.write(b"frame", 1.0, "step 0")
@@ -409,8 +412,7 @@ def test_the_ring_between_two_stages_is_one(three_stages: LaunchPlan) -> None:
 def test_who_waits_at_a_ring_of_an_epoch_that_is_over_stops(three_stages: LaunchPlan) -> None:
     wiring = Wiring(three_stages, epoch=4)
     assert {wiring.core().epoch, *(wiring.rank(stage).epoch for stage in range(3))} == {4}
-    sender, receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
-    assert sender is not None
+    (sender,), receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
     assert receiver is not None
     writer, reader = Ring(sender, "a"), Ring(receiver, "b")
     wiring.end()
@@ -430,3 +432,102 @@ def test_r6_no_descriptor_is_left_after_close(three_stages: LaunchPlan) -> None:
     wiring.close()
     wiring.close()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def ragged(model: str) -> LaunchPlan:
+    """Ranks 0 and 1 share stage 0, rank 2 is stage 1, ranks 3 and 4 share stage 2."""
+    return plan_for(model, parallel=ParallelConfig(pipeline_parallel_size=3, tensor_parallel_size="2,1,2"))
+
+
+def test_d13_ranks_of_a_ragged_pipeline(ragged: LaunchPlan) -> None:
+    assert [(rank.stage, rank.tp_rank, rank.tp_size) for rank in ragged.ranks] == [
+        (0, 0, 2),
+        (0, 1, 2),
+        (1, 0, 1),
+        (2, 0, 2),
+        (2, 1, 2),
+    ]
+    assert [list(rank.receivers) for rank in ragged.ranks] == [[0], [], [0, 1], [], []]
+    assert [rank.threads for rank in ragged.ranks] == [1] * 5, "six cores for five ranks"
+    assert {rank.num_sharers for rank in ragged.ranks} == {5}
+    assert ragged.num_stages == 3
+
+
+def test_c5_d13_who_meets_whom_in_a_ragged_pipeline(ragged: LaunchPlan) -> None:
+    wiring = Wiring(ragged)
+    ends = [wiring.rank(rank.stage, rank.tp_rank) for rank in ragged.ranks]
+    assert [len(end.outgoing) for end in ends] == [1, 0, 2, 0, 0], "each rank of stage 2 gets its share"
+    assert [end.incoming for end in ends] == [None, None, ends[0].outgoing[0], *ends[2].outgoing]
+    assert [len(end.tokens) for end in ends] == [1, 1, 1, 3, 0]
+    assert [end.tokens for end in ends[:3]] == [[ring] for ring in ends[3].tokens]
+    assert [end.results is not None for end in ends] == [False, False, False, True, False]
+    assert ends[0].meeting == ends[1].meeting != ends[3].meeting == ends[4].meeting
+    assert ends[2].meeting is None
+    assert wiring.core().stages == [0, 0, 1, 2, 2]
+    wiring.close()
+
+
+def test_r3_who_waits_for_a_rank_of_an_epoch_that_is_over_is_let_go(ragged: LaunchPlan) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    wiring = Wiring(ragged)
+    handle = wiring.rank(0, 1).meeting
+    assert handle is not None
+    memory = open_meeting(handle).memory
+    assert memory[0] == 0
+    wiring.end()
+    assert memory[0] == 1
+    assert len(os.listdir("/proc/self/fd")) == before + 1, "the mapping's own"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"tensor_parallel_size": 3}, "4 attention heads, which 3 ranks cannot share"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0; it must be at least 1"),
+        ({"tensor_parallel_size": "2,x"}, 'tensor_parallel_size is "2,x", which is no number of ranks'),
+        ({"tensor_parallel_size": "2,1", "pipeline_parallel_size": 3}, "2 entries for 3 stages"),
+        (
+            {"tensor_parallel_size": 2, "threads_per_rank": "1,1,1"},
+            "threads_per_rank has 3 entries for 1 stages of 2 ranks",
+        ),
+    ],
+)
+def test_b9_ranks_that_cannot_share_a_stage_are_refused(
+    model: str, parallel: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        plan_for(model, parallel=ParallelConfig(**parallel))
+
+
+def test_a14_a_tied_head_that_ranks_share_is_not_sent(model: str) -> None:
+    (Path(model) / "config.json").write_text(json.dumps(FIELDS | {"tie_word_embeddings": True}))
+    parallel = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size="1,2", tied_head="transfer")
+    with pytest.raises(UsageError, match="head that ranks share cannot be sent") as caught:
+        plan_for(model, parallel=parallel)
+    assert caught.value.param == "tied_head"
+
+
+def test_quantised_groups_that_straddle_a_shard_are_refused(model: str) -> None:
+    tp = ParallelConfig(tensor_parallel_size=2)
+    with pytest.raises(
+        UsageError, match=r"self_attn.o_proj is quantised in groups: 2 ranks get 16 of its 32"
+    ):
+        plan_for(model, parallel=tp, quantization="int8")
+    wide = {"hidden_size": 1024, "intermediate_size": 1024 + 64}
+    (Path(model) / "config.json").write_text(json.dumps(FIELDS | wide))
+    with pytest.raises(UsageError, match=r"mlp.down_proj .*544 of its 1088 inputs .*no multiple of 64"):
+        plan_for(model, parallel=tp, quantization="int4")
+    (Path(model) / "config.json").write_text(json.dumps(FIELDS | wide | {"intermediate_size": 1024}))
+    assert len(plan_for(model, parallel=tp, quantization="int4").ranks) == 2
+
+
+def test_i13_one_setting_for_all_one_a_stage_or_one_a_rank() -> None:
+    def threads(given: str) -> list[int] | None:
+        return ParallelConfig(
+            pipeline_parallel_size=2, tensor_parallel_size="2,1", threads_per_rank=given
+        ).rank_threads
+
+    assert [threads("2"), threads("2,3"), threads("1,2,3")] == [[2, 2, 2], [2, 2, 3], [1, 2, 3]]
+    devices = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size="2,1", device="cuda,cpu")
+    assert devices.rank_devices == ["cuda", "cuda", "cpu"]

@@ -19,9 +19,11 @@ from penstock.engine.reports import (
     PlainReporter,
     StageLoaded,
     StageReady,
-    stage_parts,
+    rank_parts,
 )
 from penstock.errors import ErrorInfo
+from penstock.models.registry import resolve_model_directory
+from rank_configs import make_rank_configs
 
 READY = StageReady(
     stage=0, pid=4711, parts="embed, layers 0-3", tensor_bytes=2_600_000, num_blocks=512, stranded_bytes=0
@@ -86,11 +88,16 @@ def test_events_survive_the_status_pipe(event: Event) -> None:
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        ((0, 1, 0, 5), "embed, layers 0-4, norm, head"),
-        ((0, 3, 0, 2), "embed, layers 0-1"),
-        ((1, 3, 2, 3), "layer 2"),
-        ((2, 3, 3, 5), "layers 3-4, norm, head"),
+        ((0, 1, 0, 5, 1), "embed, layers 0-4, norm, head"),
+        ((0, 3, 0, 2, 1), "embed, layers 0-1"),
+        ((1, 3, 2, 3, 1), "layer 2"),
+        ((2, 3, 3, 5, 1), "layers 3-4, norm, head"),
+        ((2, 3, 3, 5, 2), "1/2 of layers 3-4, norm, head"),
     ],
 )
-def test_parts_of_a_stage_in_words(place: tuple[int, int, int, int], words: str) -> None:
-    assert stage_parts(*place) == words
+def test_parts_of_a_rank_in_words(place: tuple[int, int, int, int, int], words: str) -> None:
+    names = ("stage", "num_stages", "start_layer", "end_layer", "tp_size")
+    rank = msgspec.structs.replace(
+        make_rank_configs(resolve_model_directory("demo"), 1)[0], **dict(zip(names, place, strict=True))
+    )
+    assert rank_parts(rank) == words

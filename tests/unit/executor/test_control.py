@@ -65,7 +65,7 @@ def test_descriptors_become_the_receivers_own(pair: Pair) -> None:
     fds = [fd for ends in pipes for fd in ends]
     results = LinkHandle(memory_fd=fds[1], data_fd=fds[2], space_fd=fds[3], frame_bytes=64, num_frames=2)
     before = len(os.listdir("/proc/self/fd"))
-    pair.socket.send(CoreEnds(epoch=3, plan_fds=[fds[0]], results=results))
+    pair.socket.send(CoreEnds(epoch=3, plan_fds=[fds[0]], stages=[0], results=results))
     found = pair.reader.receive()
     assert isinstance(found, CoreEnds)
     own = descriptors_of(found)

@@ -71,7 +71,7 @@ class Fleet:
                     tokens=tokens if is_last else [tokens[stage]],
                     results=results if is_last else None,
                     incoming=links[stage - 1] if stage else None,
-                    outgoing=None if is_last else links[stage],
+                    outgoing=[] if is_last else [links[stage]],
                 )
             )
         fds = [os.dup(endpoint.listen_fd) for endpoint in endpoints]
@@ -81,7 +81,7 @@ class Fleet:
             results,
             **{f"{name}_fd": os.dup(getattr(results, f"{name}_fd")) for name in ("memory", "data", "space")},
         )
-        ends = CoreEnds(epoch=epoch, plan_fds=fds, results=own)
+        ends = CoreEnds(epoch=epoch, plan_fds=fds, stages=list(range(len(fds))), results=own)
         self.executor = MpExecutor(ends, start, load_timeout_s=60.0)
         return self.executor
 

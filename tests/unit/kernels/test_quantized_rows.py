@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.quantized_groups import default_group_size
 from penstock.kernels.quantized_rows import (
     QuantizedRows,
-    default_group_size,
     dequantize,
     quantize_rows,
     round_activations,

@@ -14,16 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.distributed.group import MeetingPlace, missed
+from penstock.distributed.meeting import memory_bytes
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.ops import CpuKernels
-
-BUFFER_BYTES = 1 << 20  # of what goes round at a time; larger tensors go in pieces
-
-
-def memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """What a group of `size` ranks shares."""
-    lines = 64 * (1 + size)
-    return -(-lines // abi.PAGE) * abi.PAGE + 2 * size * buffer_bytes
 
 
 class SharedGroup:

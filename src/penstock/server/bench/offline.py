@@ -165,6 +165,7 @@ def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
     """The engine's settings as keyword arguments of `LLM`."""
     names = (
         "pipeline_parallel_size",
+        "tensor_parallel_size",
         "partition",
         "partition_mix",
         "async_depth",

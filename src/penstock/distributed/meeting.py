@@ -1,0 +1,45 @@
+"""Where the ranks of a stage that are processes meet in one epoch: memory without a name, and a store.
+
+The supervisor makes a meeting and hands its descriptors to the ranks; nothing is left behind however they
+end. `kernels.cpu.collective` sums in the memory, whose layout is in csrc/collective.cpp; `torch_group` finds
+the others by the store. Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+
+from penstock.config import MeetingHandle
+
+BUFFER_BYTES = 1 << 20  # of what goes round at a time; larger tensors go in pieces
+_LINE, _PAGE = 64, 4096
+
+
+def memory_bytes(size: int, buffer_bytes: int = BUFFER_BYTES) -> int:
+    """What a group of `size` ranks shares: a line for the group and for each rank, two buffers for each."""
+    lines = _LINE * (1 + size)
+    return -(-lines // _PAGE) * _PAGE + 2 * size * buffer_bytes
+
+
+def create_meeting(size: int) -> MeetingHandle:
+    """For `size` ranks. Returns descriptors that the caller closes (`close_meeting`) once the ranks have
+    them."""
+    with ExitStack() as undo:
+        memory_fd = os.memfd_create("penstock-meeting")
+        undo.callback(os.close, memory_fd)
+        os.ftruncate(memory_fd, memory_bytes(size))
+        store_fd = os.memfd_create("penstock-store")
+        undo.pop_all()
+    return MeetingHandle(memory_fd=memory_fd, store_fd=store_fd)
+
+
+def end_meeting(handle: MeetingHandle) -> None:
+    """The group is over: whoever waits for another rank in it stops."""
+    os.pwrite(handle.memory_fd, (1).to_bytes(4, "little"), 0)
+
+
+def close_meeting(handle: MeetingHandle) -> None:
+    """Close this process' descriptors; memory that is mapped stays so."""
+    for fd in (handle.memory_fd, handle.store_fd):
+        os.close(fd)

@@ -1,0 +1,84 @@
+"""A tensor group over torch's communication: NCCL between GPUs, gloo where our kernels cannot be had.
+
+The ranks find each other by the store of their meeting, anew in each epoch. There is no global process group:
+what an epoch has made goes with it.
+"""
+
+from __future__ import annotations
+
+import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore, Store
+
+from penstock.distributed.group import MeetingPlace, missed, ordered_sum
+
+
+class TorchGroup:
+    """This rank's place.
+
+    Args:
+        device: of the tensors; `cuda`: by NCCL.
+        name: for messages, such as "stage 1".
+        timeout_s: deadline of every wait.
+    """
+
+    def __init__(self, rank: int, size: int, *, device: torch.device, name: str, timeout_s: float) -> None:
+        self.rank, self.size = rank, size
+        self._device, self._name, self._timeout_s = device, name, timeout_s
+        self._group: Any = None
+
+    def join(self, place: MeetingPlace) -> None:
+        self.close()
+        store = FileStore(place.store_path, self.size)
+        timeout = datetime.timedelta(seconds=self._timeout_s)
+        store.set_timeout(timeout)
+        try:
+            self._group = process_group(self._device, store, self.rank, self.size, timeout)
+        except RuntimeError as error:
+            raise self._missed() from error
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        if self._device.type == "cuda":
+            self._run("allreduce", [x])
+            return x
+        return ordered_sum(self.all_gather(x))
+
+    def all_gather(self, x: Tensor) -> list[Tensor]:
+        x = x.contiguous()
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        self._run("allgather", [parts], [x])
+        return parts
+
+    def check(self) -> None:
+        """Calls have raised."""
+
+    def close(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def _run(self, call: str, *tensors: object) -> None:
+        assert self._group is not None, "the group was not joined"
+        try:
+            getattr(self._group, call)(*tensors).wait()
+        except RuntimeError as error:  # torch does not say which rank, nor in a type of its own what happened
+            raise self._missed(self._timeout_s if "imed out" in str(error) else None) from error
+
+    def _missed(self, timeout_s: float | None = None) -> Exception:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        return missed(self._name, others, timeout_s)
+
+
+def process_group(
+    device: torch.device, store: Store, rank: int, size: int, timeout: datetime.timedelta
+) -> Any:
+    """Torch's group of this device; a CPU build of torch has no NCCL."""
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    return dist.ProcessGroupGloo(store, rank, size, timeout)

@@ -1,0 +1,26 @@
+"""Which inputs of a quantised matrix share numbers: groups of weights, and of the activations they meet.
+
+Torch-free: asked before anything starts (`models.sharding`) and by the kernels' reference (`quantized_rows`).
+"""
+
+from __future__ import annotations
+
+INT4_GROUP_SIZE = 64
+ACTIVATION_GROUP = 128
+
+
+def default_group_size(bits: int, in_size: int) -> int:
+    """One scale for each row of 8-bit weights; for 4 bits what `benchmarks/quantized_perplexity.py` chose."""
+    return in_size if bits == 8 else min(INT4_GROUP_SIZE, in_size)
+
+
+def activation_group(group_size: int, in_size: int) -> int:
+    """Inputs whose activations are rounded together: a group of the weights, or 128 where that is a multiple
+    of it or the whole row."""
+    is_wide = group_size >= in_size or group_size % ACTIVATION_GROUP == 0
+    return ACTIVATION_GROUP if is_wide else group_size
+
+
+def inputs_together(group_size: int, in_size: int) -> int:
+    """A row can be cut at multiples of this without changing a scale, or how an activation is rounded."""
+    return group_size if group_size < in_size else activation_group(group_size, in_size)

@@ -1,0 +1,90 @@
+"""Ranks as processes: tensor-parallel stages give the tokens of one rank, and go on when a rank is lost."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import make_checkpoint
+from disturbed import REQUESTS, Server, Stream, named
+from penstock import LLM, SamplingParams
+from served import wait_until
+
+PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(3)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=150, seed=3)
+
+
+def tokens(model: Path, backend: str = "mp", **layout: Any) -> list[list[int]]:
+    with LLM(
+        str(model),
+        dtype="float32",
+        threads_per_rank=1,
+        distributed_executor_backend=backend,  # type: ignore[arg-type]
+        **layout,
+    ) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"tensor_parallel_size": 2},
+        {"tensor_parallel_size": 2, "kernels": "off"},  # over gloo
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2, "tensor_parallel_size": "4,1", "async_depth": 1},
+        {"pipeline_parallel_size": 3},
+    ],
+    ids=str,
+)
+def test_a10_b1_d13_processes_give_the_tokens_of_one_rank(model: Path, layout: dict[str, Any]) -> None:
+    assert tokens(model, **layout) == tokens(model, "inprocess", kernels="off")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(2, "--tp", "2,1") as served:
+        yield served
+
+
+@pytest.mark.parametrize("name", ["stage 0 tp 0", "stage 0 tp 1", "stage 1 tp 0"])
+def test_r4_streams_go_on_when_a_rank_is_killed(server: Server, name: str) -> None:
+    family = {f"stage {stage} tp {rank}" for stage, rank in ((0, 0), (0, 1), (1, 0))}
+    victim, before = named(server, f"penstock {name}"), server.num_recoveries
+    others = {other: named(server, f"penstock {other}").pid for other in family - {name}}
+    streams = [iter(Stream(server, request)) for request in REQUESTS]
+    found = [[next(streams[0]) for _ in range(9)], [], []]
+    victim.send_signal(signal.SIGKILL)
+    for ids, stream in zip(found, streams, strict=True):
+        ids.extend(stream)
+    assert found == server.golden
+    wait_until(lambda: server.num_recoveries == before + 1, 30)
+    assert {other: named(server, f"penstock {other}").pid for other in others} == others
+    assert named(server, f"penstock {name}").pid != victim.pid
+
+
+def test_what_is_said_of_ranks(server: Server) -> None:
+    assert "stages 2 x tp 2,1" in server.output
+    assert "stage 0 tp 1  pid" in server.output
+    assert "1/2 of embed, layers 0-" in server.output
+    assert server.metric("penstock_stage_restarts_total") >= 0
+
+
+def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    from penstock.errors import UsageError
+
+    directory = make_checkpoint(tmp_path)
+    heads = json.loads((directory / "config.json").read_text())["num_attention_heads"]
+    with pytest.raises(UsageError, match=f"{heads} attention heads, which 3 ranks cannot share"):
+        LLM(str(directory), tensor_parallel_size=3)
+    with pytest.raises(UsageError, match="--partition is auto; stages that ranks share"):
+        LLM(str(directory), tensor_parallel_size=2, pipeline_parallel_size=2, partition="auto")
