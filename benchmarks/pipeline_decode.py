@@ -1,6 +1,7 @@
-"""Steady decode through two stages of one thread each, against one process: tokens/s, busy time, bubbles.
+"""Steady decode through two stages, or two ranks of one stage, against one process: tokens/s, bubbles.
 
     python benchmarks/pipeline_decode.py MODEL --partitions "even;16,8" --micro-batches 2,auto
+    python benchmarks/pipeline_decode.py MODEL --batches 8,32 --partitions "" --tensor-parallel 2
     python benchmarks/pipeline_decode.py MODEL --batches 64 --partitions "even;auto" --throttle 0
 
 All engines are loaded first and take turns; the others are idle meanwhile. Decode is counted as in
@@ -50,7 +51,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--batches", default="8,16,32,64")
-    parser.add_argument("--partitions", default="even")
+    parser.add_argument("--partitions", default="even", help="of two stages; empty: none")
+    parser.add_argument("--tensor-parallel", default="", help="ranks of one thread that share one stage: 2")
     parser.add_argument("--async-depths", default="auto")
     parser.add_argument("--micro-batches", default="auto")
     parser.add_argument("--rounds", type=int, default=3)
@@ -85,8 +87,17 @@ def engines(options: argparse.Namespace, max_num_seqs: int) -> list[tuple[str, L
         (f"P = 1, {threads} threads", LLM(options.model, threads_per_rank=int(threads), **common))
         for threads in filter(None, options.one_stage.split(","))
     ]
+    found += [
+        (
+            f"TP = {size}, 1 thread each",
+            LLM(options.model, tensor_parallel_size=int(size), threads_per_rank=1, **common),
+        )
+        for size in filter(None, options.tensor_parallel.split(","))
+    ]
     layouts = itertools.product(
-        options.partitions.split(";"), options.async_depths.split(","), options.micro_batches.split(",")
+        filter(None, options.partitions.split(";")),
+        options.async_depths.split(","),
+        options.micro_batches.split(","),
     )
     for partition, depth, micro_batches in layouts:
         llm = LLM(
@@ -152,6 +163,12 @@ def shares(times: Sequence[Sequence[StageTimes]]) -> list[str]:
         wall = sum(after.wall_ns - before.wall_ns for before, after in pairs) or 1
         busy = sum(after.busy_ns - before.busy_ns for before, after in pairs) / wall
         parts = [f"{of_stage[0].stage}: {busy:.1%}"]
+        exchange, wait = (
+            sum(getattr(after, name) - getattr(before, name) for before, after in pairs) / wall
+            for name in ("exchange_ns", "exchange_wait_ns")
+        )
+        if exchange:
+            parts.append(f"in sums {exchange:.1%}, of it waiting {wait:.1%}")
         for phase in Phase:
             share = sum(after.phase_ns[phase] - before.phase_ns[phase] for before, after in pairs) / wall
             if share > 0.005 and (phase in BUBBLES or phase in (Phase.TAKE, Phase.PUT)):

@@ -151,6 +151,8 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     busy_ns: int  # CPU time of forward and sampling
     phase_ns: list[int]  # by `trace.phases.Phase`; their sum is `wall_ns`
     busy_ratio: float  # of the time since the report before
+    exchange_ns: int = 0  # of what is counted above: in sums and gathers of the ranks that share the stage
+    exchange_wait_ns: int = 0  # of those: waiting for the other ranks
 
 
 class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):

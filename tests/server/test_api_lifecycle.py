@@ -195,6 +195,7 @@ def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
         busy_ns=2 * 10**9,
         phase_ns=phase_ns,
         busy_ratio=0.75,
+        exchange_ns=5 * 10**8,
     )
     with LiveServer(FakeEngine(state=Status(stats=stats(stage_times=[times])))) as live:
         text = _metrics(live)
@@ -204,6 +205,7 @@ def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
         'penstock_pipeline_bubble_seconds_total{cause="wait_next",model_name="fake",stage="1"} 10.0',
         'penstock_stage_step_seconds_sum{model_name="fake",phase="forward",stage="1"} 7.0',
         'penstock_stage_step_seconds_count{model_name="fake",phase="sample",stage="1"} 4.0',
+        'penstock_stage_exchange_seconds_sum{model_name="fake",stage="1"} 0.5',
     ):
         assert line in text, line
     assert 'bubble_seconds_total{cause="forward"' not in text

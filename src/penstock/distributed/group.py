@@ -29,6 +29,11 @@ class TensorGroup(Protocol):
     rank: int
     size: int
 
+    @property
+    def exchange_ns(self) -> tuple[int, int]:
+        """Nanoseconds in calls so far, and of those waiting for other ranks, where they are counted."""
+        ...
+
     def join(self, place: MeetingPlace) -> None:
         """Meet the others here from now on, in a new epoch too."""
         ...
@@ -59,6 +64,7 @@ class SoloGroup:
     """A stage of one rank: nothing to add, nothing to wait for."""
 
     rank, size = 0, 1
+    exchange_ns = 0, 0
 
     def join(self, place: MeetingPlace) -> None:
         """There is nobody to meet."""
@@ -118,6 +124,8 @@ class MemoryGroup:
         name: for messages, such as "stage 1".
         timeout_s: deadline of every wait.
     """
+
+    exchange_ns = 0, 0
 
     def __init__(self, rank: int, size: int, *, name: str, timeout_s: float) -> None:
         self.rank, self.size = rank, size

@@ -26,6 +26,8 @@ class TorchGroup:
         timeout_s: deadline of every wait.
     """
 
+    exchange_ns = 0, 0
+
     def __init__(self, rank: int, size: int, *, device: torch.device, name: str, timeout_s: float) -> None:
         self.rank, self.size = rank, size
         self._device, self._name, self._timeout_s = device, name, timeout_s

@@ -160,7 +160,7 @@ class Rank:
         clock = PhaseClock(keeps_spans=True)
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
-        times = StageReporter(config.stage, clock, _teller(config, plans))
+        times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
         stage = Stage(config.stage, runner, source, sink, times, config.faults)
         self._report(Ready(epoch=start.epoch))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))

@@ -161,6 +161,11 @@ class Metrics:
             "Time of steps with tokens by what it went into; waiting for work is not among it.",
             labels=[*labels, "phase"],
         )
+        reduces = SummaryMetricFamily(
+            PREFIX + "stage_exchange_seconds",
+            "Time in sums and gathers of the ranks that share the stage, which is among the rest.",
+            labels=labels,
+        )
         for stage in times:
             of_stage = [self._label, str(stage.stage)]
             busy.add_metric(of_stage, stage.busy_ratio)
@@ -170,7 +175,9 @@ class Metrics:
                     steps.add_metric([*of_stage, name], stage.num_steps, spent_ns / 1e9)
                 if phase in BUBBLES:
                     bubbles.add_metric([*of_stage, name], spent_ns / 1e9)
-        yield from (busy, bubbles, steps)
+            if stage.exchange_ns:
+                reduces.add_metric(of_stage, stage.num_steps, stage.exchange_ns / 1e9)
+        yield from (busy, bubbles, steps, reduces)
 
     def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
         family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])

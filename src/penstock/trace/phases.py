@@ -126,6 +126,7 @@ class StageReporter:
 
     Args:
         send: takes a report; must not block.
+        exchanged: nanoseconds so far with the ranks that share the stage, and of those waiting for them.
     """
 
     def __init__(
@@ -133,8 +134,9 @@ class StageReporter:
         stage: int,
         clock: PhaseClock,
         send: Callable[[StageTimes | StageSpans], None] = lambda report: None,
+        exchanged: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
-        self._stage, self.clock, self._send = stage, clock, send
+        self._stage, self.clock, self._send, self._exchanged = stage, clock, send, exchanged
         self._steps: list[tuple[int, int, int]] = []
         self._num_steps = 0
         self._sent_wall_ns = self._sent_busy_ns = 0
@@ -154,6 +156,7 @@ class StageReporter:
     def _report(self) -> None:
         wall_ns, busy_ns, phase_ns = self.clock.totals()
         since = max(wall_ns - self._sent_wall_ns, 1)
+        exchange_ns, exchange_wait_ns = self._exchanged()
         self._send(
             StageTimes(
                 stage=self._stage,
@@ -162,6 +165,8 @@ class StageReporter:
                 busy_ns=busy_ns,
                 phase_ns=phase_ns,
                 busy_ratio=(busy_ns - self._sent_busy_ns) / since,
+                exchange_ns=exchange_ns,
+                exchange_wait_ns=exchange_wait_ns,
             )
         )
         began_ns, phases, durations_ns = self.clock.take_spans()

@@ -42,9 +42,13 @@ class SharedGroup:
         state.num_meetings = state.outcome = 0
 
     @property
-    def times(self) -> tuple[int, int, int]:
-        """All-reduces so far, nanoseconds spent in them, and nanoseconds waited for other ranks."""
-        return self._state.num_calls, self._state.spent_ns, self._state.waited_ns
+    def num_reduced(self) -> int:
+        """All-reduces so far."""
+        return int(self._state.num_calls)
+
+    @property
+    def exchange_ns(self) -> tuple[int, int]:
+        return self._state.spent_ns, self._state.waited_ns
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self._kernels.all_reduce(x, self._state)

@@ -212,7 +212,7 @@ struct GroupState {
     int64_t outcome;       // 0 = all has gone well; kRankAbsent, kGroupOver
     int64_t absent;        // which rank was waited for in vain
     int64_t num_calls;     // of all-reduce
-    int64_t spent_ns;      // in them
+    int64_t spent_ns;      // in all calls
     int64_t waited_ns;     // for others, in all calls
 };
 

@@ -136,13 +136,15 @@ PENSTOCK_EXPORT void penstock_all_reduce(const void* args, const Step* step) {
 PENSTOCK_EXPORT void penstock_all_gather(const void* args, const Step*) {
     const AllGatherArgs& gather = *(const AllGatherArgs*)args;
     GroupState& group = *gather.group;
+    int64_t started = now_ns();
     for (int64_t first = 0; first < gather.num_bytes && !group.outcome; first += group.buffer_bytes) {
         int64_t left = gather.num_bytes - first, some = left < group.buffer_bytes ? left : group.buffer_bytes;
         uint8_t* pieces[kMaxGroup];
         for (int64_t rank = 0; rank < group.size; rank++) pieces[rank] = buffer(group, rank);
         memcpy(pieces[group.rank], gather.x + first, some);
-        if (!meet(group)) return;
+        if (!meet(group)) break;
         for (int64_t rank = 0; rank < group.size; rank++)
             memcpy(gather.y + rank * gather.num_bytes + first, pieces[rank], some);
     }
+    group.spent_ns += now_ns() - started;
 }
