@@ -24,7 +24,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from penstock.config import ApiProcessConfig, ServerConfig
+from penstock.child_config import ApiProcessConfig
+from penstock.config import ServerConfig
 from penstock.engine.ipc import AddRequest, CoreSocket, Hello, StepUpdates, Welcome
 from penstock.engine.stats import CoreStats
 from penstock.models.registry import load_spec

@@ -31,7 +31,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from peers.report import markdown
 
-from penstock.config import LinkHandle
+from penstock.child_config import LinkHandle
 from penstock.pipeline.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.link import SharedMemoryLink
 from penstock.pipeline.ring_memory import create_ring

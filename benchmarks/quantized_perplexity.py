@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from penstock.attention.metadata import AttentionMetadata
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.executor.loading import load_rank
 from penstock.kernels.quantized_groups import default_group_size
 from penstock.kernels.quantized_rows import dequantize, quantize_rows, round_activations

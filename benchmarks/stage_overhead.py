@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, decode_to_rank, encode
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.executor.compute_choice import load_kernels
 from penstock.executor.loading import build_model, build_runner
 from penstock.kernels.cpu.ops import CpuKernels

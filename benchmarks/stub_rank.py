@@ -25,7 +25,7 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
-from penstock.config import RankConfig, RankEnds, RankProcessConfig
+from penstock.child_config import RankConfig, RankEnds, RankProcessConfig
 from penstock.errors import LinkClosedError
 from penstock.executor.child import Loaded, Ready, StatusWriter, enter_child, read_config
 from penstock.executor.control import ControlReader

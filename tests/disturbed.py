@@ -70,6 +70,10 @@ class Stream:
         )
         self._answer = urllib.request.urlopen(asked, timeout=60)
 
+    def close(self) -> None:
+        """Hang up."""
+        self._answer.close()
+
     def __iter__(self) -> Iterator[int]:
         with self._answer as lines:
             for line in lines:

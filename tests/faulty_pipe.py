@@ -28,7 +28,8 @@ from faulty_links import (
     is_result,
 )
 from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
-from penstock.config import LinkHandle, ParallelConfig, RankConfig, SchedulerConfig
+from penstock.child_config import LinkHandle, RankConfig
+from penstock.config import ParallelConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
 from penstock.errors import ErrorInfo
 from penstock.executor.base import KVPlan, RankChannels

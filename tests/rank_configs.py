@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.models.registry import load_spec
 from penstock.pipeline.partition import partition_layers
 

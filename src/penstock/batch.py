@@ -153,6 +153,7 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     busy_ratio: float  # of the time since the report before
     exchange_ns: int = 0  # of what is counted above: in sums and gathers of the ranks that share the stage
     exchange_wait_ns: int = 0  # of those: waiting for the other ranks
+    replica: int = 0
 
 
 class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
@@ -163,6 +164,7 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
     phases: bytes  # [num_spans] `trace.phases.Phase`
     durations_ns: list[int]  # [num_spans]
     steps: list[tuple[int, int, int]]  # index of the step's first span, step id, tokens
+    replica: int = 0
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):

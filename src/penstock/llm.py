@@ -440,6 +440,13 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
     if not unknown:
         return
     name = next(iter(unknown))
+    if name == "data_parallel_size":
+        raise UsageError(
+            "an LLM is one pipeline; data_parallel_size is for the server.",
+            remedy="Use `penstock serve --dp`, or an LLM for each replica.",
+            param=name,
+            code="unsupported",
+        )
     known = [parameter for parameter in inspect.signature(LLM.__init__).parameters if parameter != "unknown"]
     nearest = difflib.get_close_matches(name, known, n=1)
     remedy = f"Did you mean {nearest[0]}?" if nearest else "See help(penstock.LLM)."

@@ -12,7 +12,12 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config import MAX_LOGPROBS, MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from penstock.config import (
+    MAX_LOGPROBS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from penstock.errors import ErrorInfo, InvalidRequestError
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -22,7 +22,7 @@ from checkpoints import make_checkpoint
 from faulty_links import Faults, Kind, is_plan
 from faulty_pipe import TYPED, Chains, FaultyPipe, check_told
 from penstock.batch import ScheduledBatch, decode_to_rank, encode, plan_digest
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.executor import rank as rank_module
 from penstock.executor.child import Failed
 from penstock.executor.loading import LoadedRank, load_rank

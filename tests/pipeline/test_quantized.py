@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import checkpoints
 from hand_core import Wanted, small_core
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.executor.compute_choice import load_kernels
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.executor.loading import load_rank

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.batch import StageSpans
-from penstock.config import Restarts
+from penstock.child_config import Restarts
 from penstock.engine.outputs import OutputAssembler, TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import AbortedError, OverloadedError, PenstockError

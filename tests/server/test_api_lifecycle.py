@@ -199,13 +199,14 @@ def test_d6_metrics_say_where_the_time_of_each_stage_went() -> None:
     )
     with LiveServer(FakeEngine(state=Status(stats=stats(stage_times=[times])))) as live:
         text = _metrics(live)
+    bubbles = "penstock_pipeline_bubble_seconds_total"
     for line in (
-        'penstock_pipeline_stage_busy_ratio{model_name="fake",stage="1"} 0.75',
-        'penstock_pipeline_bubble_seconds_total{cause="no_work",model_name="fake",stage="1"} 1.0',
-        'penstock_pipeline_bubble_seconds_total{cause="wait_next",model_name="fake",stage="1"} 10.0',
-        'penstock_stage_step_seconds_sum{model_name="fake",phase="forward",stage="1"} 7.0',
-        'penstock_stage_step_seconds_count{model_name="fake",phase="sample",stage="1"} 4.0',
-        'penstock_stage_exchange_seconds_sum{model_name="fake",stage="1"} 0.5',
+        'penstock_pipeline_stage_busy_ratio{model_name="fake",replica="0",stage="1"} 0.75',
+        bubbles + '{cause="no_work",model_name="fake",replica="0",stage="1"} 1.0',
+        bubbles + '{cause="wait_next",model_name="fake",replica="0",stage="1"} 10.0',
+        'penstock_stage_step_seconds_sum{model_name="fake",phase="forward",replica="0",stage="1"} 7.0',
+        'penstock_stage_step_seconds_count{model_name="fake",phase="sample",replica="0",stage="1"} 4.0',
+        'penstock_stage_exchange_seconds_sum{model_name="fake",replica="0",stage="1"} 0.5',
     ):
         assert line in text, line
     assert 'bubble_seconds_total{cause="forward"' not in text

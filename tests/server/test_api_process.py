@@ -18,7 +18,8 @@ import pytest
 from fake_engine import EOS
 
 from paths import shared_data
-from penstock.config import ApiProcessConfig, ServerConfig
+from penstock.child_config import ApiProcessConfig
+from penstock.config import ServerConfig
 from penstock.executor.child import Failed, decode_status
 from penstock.server.api_process import allow_connections, notice_lost_clients
 from served import wait_until
@@ -55,7 +56,7 @@ def _config(listen_fd: int, model_path: Path, tmp_path: Path) -> ApiProcessConfi
     return ApiProcessConfig(
         server=ServerConfig(drain_s=5.0),
         parent_pid=os.getpid(),
-        client_address=f"ipc://{tmp_path}/core",  # nobody listens: the engine is still loading
+        client_addresses=[f"ipc://{tmp_path}/core"],  # nobody listens: the engine is still loading
         listen_fd=listen_fd,
         model_path=str(model_path),
         model_name="stories",

@@ -8,13 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.child_config import CoreConfig, RankConfig
 from penstock.config import (
     CacheConfig,
-    CoreConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,
-    RankConfig,
     SchedulerConfig,
     ServerConfig,
 )

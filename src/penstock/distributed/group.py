@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from penstock.config import MeetingHandle
+from penstock.child_config import MeetingHandle
 from penstock.distributed.meeting import BUFFER_BYTES, memory_bytes
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
 

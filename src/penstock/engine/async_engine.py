@@ -16,7 +16,7 @@ from collections.abc import Callable
 import msgspec
 
 from penstock.batch import StageSpans
-from penstock.config import ApiProcessConfig
+from penstock.child_config import ApiProcessConfig
 from penstock.engine.ipc import (
     AWAY_S,
     HEARTBEAT_S,
@@ -36,6 +36,7 @@ from penstock.engine.ipc import (
 from penstock.engine.live_requests import LiveRequests
 from penstock.engine.outputs import OutputAssembler, TextDelta, merge_deltas, output_assembler
 from penstock.engine.request_check import RequestLimits
+from penstock.engine.routing import DECODE_TOKENS
 from penstock.engine.stats import CoreStats
 from penstock.errors import (
     AbortedError,
@@ -215,6 +216,14 @@ class AsyncEngine:
     def max_model_len(self) -> int:
         """Longest prompt + output: the model's, or from `start` on what the KV pool holds if that is less."""
         return self._limits.max_model_len
+
+    @property
+    def tokens_ahead(self) -> int:
+        """About how much this front has asked for that comes before a new request (`engine.routing`)."""
+        prompts = sum(
+            stream.prompt_tokens for stream in self._streams.values() if not stream.completion_tokens
+        )
+        return prompts + DECODE_TOKENS * len(self._streams)
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
         """Start a sequence.

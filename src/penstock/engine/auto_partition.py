@@ -10,7 +10,8 @@ import os
 
 import msgspec
 
-from penstock.config import EngineConfig, MeasureConfig, RankConfig
+from penstock.child_config import MeasureConfig, RankConfig
+from penstock.config import EngineConfig
 from penstock.engine.host import Host
 from penstock.engine.launch import ITEM_SIZES, LaunchPlan, resolve
 from penstock.engine.measuring import measure

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, ScheduledBatch
-from penstock.config import CoreConfig, ParallelConfig
+from penstock.child_config import CoreConfig
+from penstock.config import ParallelConfig
 from penstock.engine.cost_learning import CostLearner
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import Executor, KVPlan

@@ -237,17 +237,18 @@ class Family:
             for child in self.children:
                 self.hear(child)
 
-    def first_cause(self, ended: Child) -> ErrorInfo:
-        """What explains the end of this child: its own words, or those of a stage that brought it down."""
+    def first_cause(self, ended: Child, suspects: Sequence[Child]) -> ErrorInfo:
+        """What explains the end of this child: its own words, or those of a stage that brought it down.
+
+        Args:
+            suspects: those that can have, itself among them.
+        """
         if not ended.is_cause or (ended.stage is None and ended.failure is not None):
-            self.hear_until(lambda: any(stage.is_cause for stage in self._stages), CAUSE_GRACE_S)
-        guilty = [child for child in self._children if child.has_failed]
+            stages = [child for child in suspects if child.stage is not None]
+            self.hear_until(lambda: any(stage.is_cause for stage in stages), CAUSE_GRACE_S)
+        guilty = [child for child in suspects if child.has_failed]
         guilty = [child for child in guilty if child is ended or child.stage is not None]
         return first_cause([child.end() for child in guilty or [ended]])
-
-    @property
-    def _stages(self) -> list[Child]:
-        return [child for child in self._children if child.stage is not None]
 
     def _silence(self, child: Child) -> None:
         """Stop listening to a status pipe that has reached its end."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.batch import ScheduledBatch, StageSpans, StepResult
-from penstock.config import NO_RESTARTS, ParallelConfig, Restarts
+from penstock.child_config import NO_RESTARTS, Restarts
+from penstock.config import ParallelConfig
 from penstock.engine.calibration import Calibration
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, concerned, error_from_info

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from penstock.batch import AllocateKV
-from penstock.config import NO_RESTARTS, CoreConfig, CoreEnds, CoreProcessConfig, Restarts
+from penstock.child_config import NO_RESTARTS, CoreConfig, CoreEnds, CoreProcessConfig, Restarts
 from penstock.engine.calibration import calibrate
 from penstock.engine.core import EngineCore
 from penstock.engine.ipc import (
@@ -299,7 +299,8 @@ class CoreServer:
 
 
 def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> int:
-    enter_child("penstock core", config.parent_pid)
+    replica = config.core.replica
+    enter_child("penstock core" if replica is None else f"penstock replica {replica} core", config.parent_pid)
     pulse = keep_saying_alive(status)
     if config.core.cpus:
         os.sched_setaffinity(0, config.core.cpus)

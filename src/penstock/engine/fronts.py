@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from penstock.config import ApiProcessConfig, EngineConfig, ServerConfig
+from penstock.child_config import ApiProcessConfig
+from penstock.config import EngineConfig, ServerConfig
 from penstock.engine import listening
 from penstock.engine.children import Family, spawn
 from penstock.engine.endpoints import Endpoint
@@ -29,7 +30,7 @@ class Front(Protocol):
         """Claim what can be refused, before anything is loaded."""
         ...
 
-    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> None:
+    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
         """Start its process, if any; the next one when it was lost."""
         ...
 
@@ -69,12 +70,12 @@ class HttpFront:
     def open(self) -> None:
         self._listener = listening.listen(self._server)
 
-    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> None:
+    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
         assert self._listener is not None
         config = ApiProcessConfig(
             server=self._server,
             parent_pid=os.getpid(),
-            client_address=client.connect_address,
+            client_addresses=[client.connect_address for client in clients],
             listen_fd=self._listener.fileno(),
             model_path=plan.model_path,
             model_name=self._server.served_model_name or served_name(self._engine.model.model),
@@ -88,7 +89,7 @@ class HttpFront:
             hold_s=self._hold_s,
         )
         self._hold_s = max(HOLD_S, self._hold_s)
-        inherit = [config.listen_fd, client.handle_fd]
+        inherit = [config.listen_fd, *(client.handle_fd for client in clients)]
         encoded = encode_config(config)
         family.add(spawn("penstock.server.api_process", encoded, name="API process", inherit=inherit))
 
@@ -128,7 +129,7 @@ class CallerFront:
     def open(self) -> None:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
-    def start(self, family: Family, plan: LaunchPlan, client: Endpoint) -> None:
+    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
         """None: they are there already."""
 
     def address(self, client: Endpoint) -> str:

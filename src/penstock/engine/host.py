@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.config import ParallelConfig, RankConfig
+from penstock.child_config import RankConfig
+from penstock.config import ParallelConfig
 from penstock.errors import UsageError
 from penstock.runner.memory import host_available_bytes
 

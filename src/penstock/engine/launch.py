@@ -14,14 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config import (
-    CoreConfig,
-    EngineConfig,
-    ModelConfig,
-    ParallelConfig,
-    Quantization,
-    RankConfig,
-)
+from penstock.child_config import CoreConfig, RankConfig
+from penstock.config import EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.engine.host import Host, cpus_of_core, cpus_of_ranks, devices_of_ranks, shared_threads
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.faults import Fault
@@ -51,7 +45,7 @@ class _WeightForm:
         notes: what the user did not ask for in so many words.
     """
 
-    devices: list[str]  # of each rank: "cpu" or "cuda:N"
+    devices: list[str]  # of each rank of all replicas: "cpu" or "cuda:N"
     dtype: FloatType
     quantization: Quantization
     bits: int
@@ -59,10 +53,10 @@ class _WeightForm:
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that is decided before a process starts.
+    """Everything that is decided of a replica before a process starts.
 
     Attributes:
-        ranks: stage by stage, those of one stage side by side.
+        ranks: of one replica, stage by stage, those of one stage side by side.
         notes: sentences for the user, about what was decided for them.
     """
 
@@ -79,38 +73,46 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
-    """Decide everything that does not need a tensor.
+    """The plan of the only replica, or of the first; raises what `resolve_replicas` does."""
+    return resolve_replicas(config, host)[0]
+
+
+def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
+    """Decide everything that does not need a tensor, for each replica; they share the host.
 
     Raises:
         UsageError, PartitionError: a setting cannot be met by this model or machine.
         ModelError: the directory or its config.json is bad.
         NotEnoughMemoryError: the weights do not fit into what is free on this host.
     """
-    parse_kernels(config.parallel.kernels)
+    parallel = config.parallel
+    parse_kernels(parallel.kernels)
     directory = resolve_model_directory(config.model.model)
     spec = load_spec(directory)
-    form = _weight_form(config.model, config.parallel, spec, host)
-    _check_tensor_parallel(config.parallel, spec, form)
+    form = _weight_form(config.model, parallel, spec, host)
+    _check_tensor_parallel(parallel, spec, form)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
-    stages = config.parallel.pipeline_parallel_size
-    ranges = partition_layers(spec.num_layers, stages, config.parallel.partition)
-    _check_weights_fit(spec, ranges, config.parallel.tp_sizes, form, host)
+    stages = parallel.pipeline_parallel_size
+    ranges = partition_layers(spec.num_layers, stages, parallel.partition)
+    _check_weights_fit(spec, ranges, parallel, form, host)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host)
-    return LaunchPlan(
-        model_path=str(directory),
-        spec=spec,
-        ranks=ranks,
-        core=_core_config(
-            config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
-        ),
-        frame_bytes=frame_bytes(
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
-            width=spec.hidden_size,
-            itemsize=ITEM_SIZES[form.dtype],
-        ),
-        notes=form.notes,
-    )
+    size = len(ranks) // parallel.data_parallel_size
+    return [
+        LaunchPlan(
+            model_path=str(directory),
+            spec=spec,
+            ranks=own,
+            core=_core_config(config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, own, host),
+            frame_bytes=frame_bytes(
+                max_num_tokens=config.scheduler.max_num_batched_tokens,
+                width=spec.hidden_size,
+                itemsize=ITEM_SIZES[form.dtype],
+            ),
+            notes=form.notes,
+        )
+        for own in (ranks[first : first + size] for first in range(0, len(ranks), size))
+    ]
 
 
 def _rank_configs(
@@ -125,8 +127,13 @@ def _rank_configs(
     parallel = config.parallel
     threads = parallel.rank_threads or shared_threads(form.devices, host.num_cpus)
     cpus = cpus_of_ranks(parallel, threads, form.devices, host)
-    sizes = parallel.tp_sizes
-    places = [(stage, tp_rank) for stage, size in enumerate(sizes) for tp_rank in range(size)]
+    sizes, replicas = parallel.tp_sizes, parallel.data_parallel_size
+    places = [
+        (replica if replicas > 1 else None, stage, tp_rank)
+        for replica in range(replicas)
+        for stage, size in enumerate(sizes)
+        for tp_rank in range(size)
+    ]
     return [
         RankConfig(
             model_path=model_path,
@@ -154,8 +161,9 @@ def _rank_configs(
             tp_rank=tp_rank,
             tp_size=sizes[stage],
             next_tp_size=sizes[stage + 1] if stage + 1 < len(sizes) else 1,
+            replica=replica,
         )
-        for rank, (stage, tp_rank) in enumerate(places)
+        for rank, (replica, stage, tp_rank) in enumerate(places)
     ]
 
 
@@ -173,7 +181,8 @@ def _core_config(
     spec: ModelSpec,
     max_model_len: int,
     stall_timeout_s: float,
-    cpus: tuple[int, ...],
+    ranks: list[RankConfig],
+    host: Host,
 ) -> CoreConfig:
     return CoreConfig(
         parallel=config.parallel,
@@ -184,7 +193,8 @@ def _core_config(
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         stall_timeout_s=stall_timeout_s,
-        cpus=cpus,
+        replica=ranks[0].replica,
+        cpus=cpus_of_core(ranks, host),
     )
 
 
@@ -312,13 +322,15 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
 
 
 def _check_weights_fit(
-    spec: ModelSpec, ranges: list[tuple[int, int]], tp_sizes: list[int], form: _WeightForm, host: Host
+    spec: ModelSpec, ranges: list[tuple[int, int]], parallel: ParallelConfig, form: _WeightForm, host: Host
 ) -> None:
     """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
-    parameters = [
-        spec.stage_parameters(start, end) // size for (start, end), size in zip(ranges, tp_sizes, strict=True)
+    of_replica = [
+        spec.stage_parameters(start, end) // size
+        for (start, end), size in zip(ranges, parallel.tp_sizes, strict=True)
+        for _ in range(size)
     ]
-    of_ranks = [own for own, size in zip(parameters, tp_sizes, strict=True) for _ in range(size)]
+    of_ranks = of_replica * parallel.data_parallel_size
     on_cpu = [own for own, device in zip(of_ranks, form.devices, strict=True) if device == "cpu"]
     weights = sum(on_cpu) * form.bits // 8
     if weights > host.free_bytes:

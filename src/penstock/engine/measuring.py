@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config import MeasureConfig
+from penstock.child_config import MeasureConfig
 from penstock.engine.children import Child, Family, spawn
 from penstock.errors import WaitTimeoutError, error_from_info
 from penstock.executor.child import Measured, StatusEvent, encode_config

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from penstock.batch import RankLoaded
-from penstock.config import CoreProcessConfig, RankConfig, RankProcessConfig, Restarts
+from penstock.child_config import CoreProcessConfig, RankConfig, RankProcessConfig, Restarts
 from penstock.engine.children import CAUSE_GRACE_S, Child, Family, spawn
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.launch import LaunchPlan
@@ -35,6 +35,7 @@ from penstock.engine.reports import (
     StageLoaded,
     StageLost,
     StageReady,
+    of_replica,
     rank_parts,
 )
 from penstock.engine.wiring import Wiring
@@ -48,17 +49,19 @@ DUMP_S = 0.05  # for a child to print where its threads are
 
 
 class Members:
-    """The core and the stages of one engine.
+    """The core and the stages of one replica.
 
     Args:
         family: gets them as children; its events about them come back by `take`.
+
+    Attributes:
         client: where the core meets its clients.
     """
 
-    def __init__(self, plan: LaunchPlan, family: Family, client: Endpoint, reporter: Reporter) -> None:
+    def __init__(self, plan: LaunchPlan, family: Family, reporter: Reporter) -> None:
         self._plan = plan
         self._family = family
-        self._client = client
+        self.client = Endpoint()
         self._reporter = reporter
         self._wiring = Wiring(plan)
         self._children: dict[int, Child] = {}  # by place, those that have not been buried
@@ -85,7 +88,8 @@ class Members:
             is_present = event.epoch == self._losses.epoch and self._losses.missing is None
             if child.stage is None and is_present and event.epoch > 0:
                 seconds = self._losses.recovered(time.monotonic())
-                self._reporter.report(Recovered(epoch=event.epoch, seconds=seconds))
+                replica = self._plan.core.replica
+                self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds))
         elif isinstance(event, child_process.Abandoned):
             self._losses.leave(event.epoch, event.error, child.place)
         elif isinstance(event, child_process.Progress):
@@ -151,6 +155,7 @@ class Members:
         for control in self._control.values():
             control.close()
         self._wiring.close()
+        self.client.close()
 
     def what_is_there(self) -> Iterator[Notice | StageReady]:
         """What was decided, and a line for each stage, once all have loaded."""
@@ -177,15 +182,16 @@ class Members:
         """Start the process of a place."""
         if place == CORE:
             core = CoreProcessConfig(
-                core=self._plan.core, parent_pid=os.getpid(), client_address=self._client.bind_address
+                core=self._plan.core, parent_pid=os.getpid(), client_address=self.client.bind_address
             )
-            self._spawn(CORE, "penstock.engine.core_process", core, "core", [self._client.listen_fd])
+            name = of_replica(self._plan.core.replica, "core")
+            self._spawn(CORE, "penstock.engine.core_process", core, name, [self.client.listen_fd])
             return
         rank = self._plan.ranks[place]
         if self._losses.epoch > 0:
             rank = _replacement(rank, self._loaded.values())
         config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
-        self._spawn(place, "penstock.executor.worker", config, rank.name)
+        self._spawn(place, "penstock.executor.worker", config, of_replica(rank.replica, rank.name))
 
     def _spawn(
         self, place: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
@@ -233,7 +239,9 @@ class Members:
         """All leave it; those that have ended are to be started again, at once at first."""
         ended = self._ended()
         guilty = ended[max(ended)] if ended else None  # a rank before the core
-        cause = self._family.first_cause(guilty) if guilty else first_cause(self._losses.causes)
+        cause = (
+            self._family.first_cause(guilty, self.children) if guilty else first_cause(self._losses.causes)
+        )
         self._lose(cause, self._ended())  # finding the cause may have taken a while
 
     def _has_ended(self) -> bool:
@@ -258,6 +266,7 @@ class Members:
                 error=cause,
                 others=[failure.message for failure, _ in failures if failure != cause],
                 trace="".join(trace for failure, trace in failures if failure.code == "internal_error"),
+                replica=self._plan.core.replica,
                 epoch=epoch,
                 restarts=[self._plan.ranks[place].name for place in sorted(lost - {CORE})],
                 restarts_core=CORE in lost,
@@ -285,7 +294,8 @@ class Members:
 
 def _named(rank: RankConfig) -> dict[str, Any]:
     """Who it is, for a report."""
-    return {"stage": rank.stage, "tp_rank": rank.tp_rank if rank.tp_size > 1 else None}
+    tp_rank = rank.tp_rank if rank.tp_size > 1 else None
+    return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
 
 
 def _replacement(rank: RankConfig, loaded: Iterable[RankLoaded]) -> RankConfig:

@@ -15,7 +15,7 @@ from typing import Protocol, TextIO
 
 import msgspec
 
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.errors import ErrorInfo
 
 PROGRESS_EVERY_S = 5.0
@@ -28,14 +28,17 @@ class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         tp_rank: None where it is the only one of its stage.
+        replica: None where there is one.
     """
 
     stage: int
     tp_rank: int | None = None
+    replica: int | None = None
 
     @property
     def name(self) -> str:
-        return f"stage {self.stage}" + (f" tp {self.tp_rank}" if self.tp_rank is not None else "")
+        tp = "" if self.tp_rank is None else f" tp {self.tp_rank}"
+        return of_replica(self.replica, f"stage {self.stage}{tp}")
 
 
 class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="progress"):
@@ -112,6 +115,7 @@ class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
     error: ErrorInfo
     epoch: int
     restarts: list[str]
+    replica: int | None = None
     restarts_core: bool = False
     retry_s: float = 0.0
     others: list[str] = []
@@ -123,6 +127,7 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
     epoch: int
     seconds: float
+    replica: int | None = None
 
 
 class FrontLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_lost"):
@@ -240,10 +245,11 @@ def event_line(event: Event) -> str:
             names = ["the core"] * event.restarts_core + event.restarts
             again = "".join(f", {name} starts again" for name in names)
             words = " ".join([event.error.message, *event.others])
-            told = f"lost: {words} Epoch {event.epoch} is over{again}{_pause(event.retry_s)}"
+            epoch = of_replica(event.replica, f"epoch {event.epoch}")
+            told = f"lost: {words} {epoch[0].upper()}{epoch[1:]} is over{again}{_pause(event.retry_s)}"
             return f"{told}\n{event.trace}".rstrip()
         case Recovered():
-            return f"recovered in {event.seconds:.1f} s   epoch {event.epoch}"
+            return f"recovered in {event.seconds:.1f} s   {of_replica(event.replica, f'epoch {event.epoch}')}"
         case FrontLost():
             return f"lost: {event.error.message} It starts again{_pause(event.retry_s)}"
         case FrontRecovered():
@@ -254,6 +260,11 @@ def event_line(event: Event) -> str:
             return f"error: {event.error.message} {event.error.remedy}".rstrip()
         case _:
             return ""
+
+
+def of_replica(replica: int | None, name: str) -> str:
+    """Such as "replica 1 stage 0"; the name alone where there is one replica."""
+    return name if replica is None else f"replica {replica} {name}"
 
 
 def megabytes(count: int) -> str:

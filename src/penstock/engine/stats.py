@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.batch import StageTimes
-from penstock.config import Restarts
+from penstock.child_config import Restarts
 from penstock.errors import ErrorInfo
 
 

@@ -24,7 +24,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 
 import msgspec
 
@@ -32,10 +32,9 @@ from penstock import faults
 from penstock.config import EngineConfig, ServerConfig
 from penstock.engine.auto_partition import settle_partition
 from penstock.engine.children import Child, Family
-from penstock.engine.endpoints import Endpoint
 from penstock.engine.fronts import CallerFront, Front, HttpFront
 from penstock.engine.host import Host
-from penstock.engine.launch import LaunchPlan, resolve, with_faults
+from penstock.engine.launch import LaunchPlan, resolve_replicas, with_faults
 from penstock.engine.losses import BackOff, Heartbeats
 from penstock.engine.members import Members
 from penstock.engine.reports import (
@@ -45,8 +44,10 @@ from penstock.engine.reports import (
     Failed,
     FrontLost,
     FrontRecovered,
+    Notice,
     PlainReporter,
     Reporter,
+    StageReady,
     SteadyReporter,
 )
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
@@ -94,10 +95,11 @@ class Supervisor:
         try:
             host = Host.detect()
             self._front.open()
-            plan = resolve(settle_partition(self._engine, host, self._reporter), host)
-            plan = with_faults(plan, faults.parse(os.environ.get(faults.ENVIRONMENT, "")))
+            plans = resolve_replicas(settle_partition(self._engine, host, self._reporter), host)
+            wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
+            plans = [with_faults(plan, wanted) for plan in plans]
             with _signals() as signal_fd:
-                engine = _RunningEngine(plan, self._front, self._reporter, signal_fd, started)
+                engine = _RunningEngine(plans, self._front, self._reporter, signal_fd, started)
                 try:
                     return engine.run()
                 finally:
@@ -119,23 +121,32 @@ class _RunningEngine:
     """The children of one engine, from start to end."""
 
     def __init__(
-        self, plan: LaunchPlan, front: Front, reporter: Reporter, signal_fd: int, started: float
+        self,
+        plans: Sequence[LaunchPlan],
+        front: Front,
+        reporter: Reporter,
+        signal_fd: int,
+        started: float,
     ) -> None:
-        self._plan = plan
+        self._plan = plans[0]
         self._front = front
         self._reporter = reporter
         self._signal_fd = signal_fd
         self._started = started
         self._is_serving = False
-        self._client = Endpoint()
         self._family = Family(self._take)
-        self._members = Members(plan, self._family, self._client, reporter)
-        self._heartbeats = Heartbeats(plan.core.parallel.heartbeat_limit_s)
+        self._replicas = [Members(plan, self._family, reporter) for plan in plans]
+        self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
 
     @property
     def _fronts(self) -> set[Child]:
-        return set(self._family.children) - set(self._members.children)
+        return set(self._family.children) - set(self._members)
+
+    @property
+    def _members(self) -> list[Child]:
+        """Of all replicas."""
+        return [child for replica in self._replicas for child in replica.children]
 
     def run(self) -> int:
         try:
@@ -149,29 +160,31 @@ class _RunningEngine:
         except _Stop:
             return self._drain()
         except _ChildEnded as ended:
-            return self._fail(self._family.first_cause(ended.child))
+            return self._fail(self._family.first_cause(ended.child, self._family.children))
 
     def close(self) -> None:
         self._family.close()
-        self._members.close()
-        self._client.close()
+        for replica in self._replicas:
+            replica.close()
 
     def _start(self) -> None:
-        self._members.start()
+        for replica in self._replicas:
+            replica.start()
         self._start_front()
         for fd in (self._signal_fd, *self._front.lifeline_fds):
             self._family.watch(fd)
 
     def _start_front(self) -> None:
         self._front_losses.begin()
-        self._front.start(self._family, self._plan, self._client)
+        self._front.start(self._family, self._plan, [replica.client for replica in self._replicas])
 
     def _serve_on(self, leaving: Set[Child] = frozenset()) -> Set[Child]:
         """Wait for what comes next, and mend what is broken; who of `leaving` has ended."""
         ended = self._watch(TICK_S)
         self._end_the_lifeless()
         self._mend_front((ended & self._fronts) - leaving)
-        self._members.mend()
+        for replica in self._replicas:
+            replica.mend()
         return ended & leaving
 
     def _mend_front(self, ended: Set[Child]) -> None:
@@ -192,9 +205,14 @@ class _RunningEngine:
         loading = {child for child in living if not child.is_ready}
         heard_at = {child: child.heard_at for child in living}
         for child, silence_s in self._heartbeats.silent(heard_at, time.monotonic(), loading).items():
-            self._members.kill(child, f"has given no sign of life for {silence_s:.1f} s")
-        self._members.end_the_hung()
-        self._members.end_the_slow()
+            self._replica_of(child).kill(child, f"has given no sign of life for {silence_s:.1f} s")
+        for replica in self._replicas:
+            replica.end_the_hung()
+            replica.end_the_slow()
+
+    def _replica_of(self, child: Child) -> Members:
+        """Where it is a member; the first one's for a child that is none."""
+        return next((replica for replica in self._replicas if child in replica.children), self._replicas[0])
 
     def _watch(self, timeout_s: float) -> set[Child]:
         """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
@@ -207,8 +225,8 @@ class _RunningEngine:
         return {child for child in children if child.exit_code is not None}
 
     def _take(self, child: Child, event: StatusEvent) -> None:
-        if child in self._members.children:
-            self._members.take(child, event)
+        if child in self._members:
+            self._replica_of(child).take(child, event)
         elif isinstance(event, Ready) and self._front_losses.is_pending:
             self._reporter.report(FrontRecovered(seconds=self._front_losses.succeed(time.monotonic())))
 
@@ -226,10 +244,12 @@ class _RunningEngine:
 
     def _announce(self) -> None:
         self._is_serving = True
-        for event in self._members.what_is_there():
+        for event in _once(event for replica in self._replicas for event in replica.what_is_there()):
             self._reporter.report(event)
         seconds = time.monotonic() - self._started
-        self._reporter.report(EngineReady(address=self._front.address(self._client), seconds=seconds))
+        self._reporter.report(
+            EngineReady(address=self._front.address(self._replicas[0].client), seconds=seconds)
+        )
 
     def _drain(self) -> int:
         """End in order: the front when its requests are done, then the core, which lets the stages go."""
@@ -245,8 +265,9 @@ class _RunningEngine:
                 for child in self._serve_on(fronts):
                     fronts.discard(child)
                     self._family.reap(child)
-            self._members.dismiss()
-            self._await_end(self._members.children, STOP_GRACE_S)
+            for replica in self._replicas:
+                replica.dismiss()
+            self._await_end(self._members, STOP_GRACE_S)
         except _Stop:
             pass  # a second signal: at once
         return 0
@@ -267,6 +288,17 @@ class _RunningEngine:
         self._reporter.report(Failed(error=cause, trace="".join(traces)))
         self._family.kill()
         return error_from_info(cause).exit_code
+
+
+def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady]:
+    """What all replicas say is said once."""
+    said: set[str] = set()
+    for event in events:
+        if not isinstance(event, Notice):
+            yield event
+        elif event.text not in said:
+            said.add(event.text)
+            yield event
 
 
 @contextlib.contextmanager

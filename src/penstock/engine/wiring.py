@@ -12,7 +12,7 @@ ends and no others (`executor.control`).
 
 from __future__ import annotations
 
-from penstock.config import CoreEnds, LinkHandle, MeetingHandle, RankConfig, RankEnds
+from penstock.child_config import CoreEnds, LinkHandle, MeetingHandle, RankConfig, RankEnds
 from penstock.distributed.meeting import close_meeting, create_meeting, end_meeting
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.launch import LaunchPlan

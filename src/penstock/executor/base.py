@@ -28,7 +28,7 @@ from penstock.batch import (
     decode_to_core,
     encode,
 )
-from penstock.config import rank_names
+from penstock.child_config import rank_names
 from penstock.errors import (
     ErrorInfo,
     LinkClosedError,

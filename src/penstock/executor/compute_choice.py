@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.kernels.cpu.library import KERNEL_NAMES, Loaded, load, parse_kernels
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
 from penstock.kernels.quantized_groups import default_group_size

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.config import CoreEnds, RankEnds
+from penstock.child_config import CoreEnds, RankEnds
 from penstock.errors import ErrorInfo
 
 _MAX_BYTES = 1 << 16

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from penstock.attention.metadata import AnyKV
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup
 from penstock.distributed.torch_group import TorchGroup
 from penstock.errors import UsageError

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
-from penstock.config import CoreEnds, rank_names
+from penstock.child_config import CoreEnds, rank_names
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel, bind_address
 from penstock.pipeline.ring_channel import RingChannel

@@ -29,7 +29,7 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.distributed.group import MeetingPlace
 from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
 from penstock.executor.child import Abandoned, Failed, Loaded, Progress, Ready, StatusEvent, failure

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from penstock.config import LinkHandle, RankConfig, RankEnds, RankProcessConfig
+from penstock.child_config import LinkHandle, RankConfig, RankEnds, RankProcessConfig
 from penstock.errors import LinkClosedError, error_from_info
 from penstock.executor.child import (
     Abandoned,
@@ -39,7 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    enter_child(f"penstock stage {config.rank.stage} tp {config.rank.tp_rank}", config.parent_pid)
+    rank = config.rank
+    replica = "" if rank.replica is None else f"replica {rank.replica} "
+    enter_child(f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}", config.parent_pid)
     bound_thread_pools(config.rank.threads)
     keep_saying_alive(status)
     # Here and not above: torch reads its environment when it is imported.

@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from penstock.config import LinkHandle
+from penstock.child_config import LinkHandle
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.kernels.views import KeptViews
 from penstock.models.intermediate import IntermediateTensors

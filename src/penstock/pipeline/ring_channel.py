@@ -7,7 +7,7 @@ long one goes on in the frames behind. That the other end was killed is not noti
 
 from __future__ import annotations
 
-from penstock.config import LinkHandle
+from penstock.child_config import LinkHandle
 from penstock.pipeline.channel import SEND_TIMEOUT_S
 from penstock.pipeline.ring_memory import Ring, create_ring
 

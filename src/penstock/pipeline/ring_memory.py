@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from penstock.config import LinkHandle
+from penstock.child_config import LinkHandle
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.frame import padded
 

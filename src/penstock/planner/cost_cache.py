@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.config import MeasureConfig
+from penstock.child_config import MeasureConfig
 from penstock.kernels.cpu.build_cache import FolderUnusableError, cache_folder, trusted_folder
 from penstock.kernels.cpu.compiler import Machine, build_key
 from penstock.models.spec import ModelSpec

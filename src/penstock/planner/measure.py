@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.config import MeasureConfig
+from penstock.child_config import MeasureConfig
 from penstock.executor.child import (
     Measured,
     Ready,

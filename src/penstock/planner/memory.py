@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError
 from penstock.planner.stage_costs import StageCosts
 from penstock.runner.kv_demand import KVDemand

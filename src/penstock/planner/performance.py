@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError
 from penstock.planner.memory import kv_tokens
 from penstock.planner.mix import Mix

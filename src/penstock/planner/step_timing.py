@@ -17,7 +17,7 @@ import torch
 
 from penstock.attention.metadata import AnyKV, BlockKV
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
-from penstock.config import MeasureConfig, RankConfig
+from penstock.child_config import MeasureConfig, RankConfig
 from penstock.executor.loading import (
     available_bytes,
     build_runner,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError
 
 # Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where

@@ -22,9 +22,11 @@ import uvicorn
 import uvloop
 from msgspec import structs
 
-from penstock.config import ApiProcessConfig, ConnectionLimits
+from penstock.child_config import ApiProcessConfig
+from penstock.config import ConnectionLimits
 from penstock.engine import listening
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
+from penstock.engine.replicas import Replicas
 from penstock.executor.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
 from penstock.models.registry import load_spec
 from penstock.server.app import App, create_app
@@ -137,7 +139,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
         created=int(time.time()),
-        max_waiting_requests=config.max_waiting_requests,
+        max_waiting_requests=config.max_waiting_requests * len(config.client_addresses),
         num_stages=config.num_stages,
         sampling_defaults=load_spec(directory).generation_defaults,
     )
@@ -167,7 +169,9 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     """Serve on the inherited socket until told to stop."""
     beating = asyncio.create_task(_keep_beating(pulse))
     tokenizer = load_tokenizer(Path(config.model_path))
-    engine = AsyncEngine(config.client_address, tokenizer, EngineInfo.from_config(config))
+    info = EngineInfo.from_config(config)
+    engines = [AsyncEngine(address, tokenizer, info) for address in config.client_addresses]
+    engine = engines[0] if len(engines) == 1 else Replicas(engines)
     model = served_model(config, tokenizer)
     listener = socket.socket(fileno=config.listen_fd)
     ready = _Both(lambda: status.write(Ready()))

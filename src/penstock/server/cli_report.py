@@ -134,13 +134,15 @@ def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
     """Version, model, stages and limits; never a key."""
     sizes = engine.parallel.tp_sizes
     tp = str(sizes[0]) if len(set(sizes)) == 1 else ",".join(map(str, sizes))
+    replicas = engine.parallel.data_parallel_size
+    dp = f" x dp {replicas}" if replicas > 1 else ""
     if server.api_keys:
         key = f"key on ({len(server.api_keys)})"
     else:
         key = "key off (--insecure)" if server.insecure else "key off (loopback only)"
     return [
         f"penstock {__version__}   model {one_line(engine.model.model)}   dtype {engine.model.dtype}   "
-        f"stages {len(sizes)} x tp {tp}",
+        f"stages {len(sizes)} x tp {tp}{dp}",
         f"{INDENT}{key}   queue {engine.scheduler.max_waiting_requests}   "
         f"connections {server.connections.max_connections}   drain {server.drain_s:g} s",
     ]

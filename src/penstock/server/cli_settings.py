@@ -71,6 +71,12 @@ class EngineSettings:
     pipeline_parallel_size: Annotated[
         int, flag("stages of the pipeline", "--pipeline-parallel-size", "--pp", group="pipeline")
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        flag(
+            "pipelines side by side, each with all weights", "--data-parallel-size", "--dp", group="pipeline"
+        ),
+    ] = 1
     tensor_parallel_size: Annotated[
         int | str,
         flag(
@@ -192,6 +198,7 @@ class EngineSettings:
                 partition=self.partition,
                 partition_mix=self.partition_mix,
                 async_depth=self.async_depth,
+                data_parallel_size=self.data_parallel_size,
                 tensor_parallel_size=self.tensor_parallel_size,
                 threads_per_rank=self.threads_per_rank,
                 device=self.device,

@@ -145,7 +145,7 @@ class Metrics:
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
-        labels = ["model_name", "stage"]
+        labels = ["model_name", "replica", "stage"]
         busy = GaugeMetricFamily(
             PREFIX + "pipeline_stage_busy_ratio",
             "Share of the time between the stage's last two reports (a second or a step) spent computing.",
@@ -167,7 +167,7 @@ class Metrics:
             labels=labels,
         )
         for stage in times:
-            of_stage = [self._label, str(stage.stage)]
+            of_stage = [self._label, str(stage.replica), str(stage.stage)]
             busy.add_metric(of_stage, stage.busy_ratio)
             for phase, spent_ns in zip(Phase, stage.phase_ns, strict=True):
                 name = phase.name.lower()

@@ -10,20 +10,37 @@ Works on `batch.StageSpans` of any time; `server.debug` serves it, `penstock tra
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from penstock.batch import StageSpans
 from penstock.trace.phases import BUBBLES, BUSY, Phase
 
 _COMPUTE, _TRANSFER, _WAIT = range(3)
+_MAX_STAGES = 1000
 _TRACKS = {_COMPUTE: "compute", _TRANSFER: "transfer", _WAIT: "waiting"}
+
+
+class Stage(NamedTuple):
+    """A stage of a replica."""
+
+    replica: int
+    number: int
+
+    @property
+    def pid(self) -> int:
+        """Its number as a process of the trace; of the only replica, its number."""
+        return self.replica * _MAX_STAGES + self.number
+
+    @property
+    def next(self) -> Stage:
+        return Stage(self.replica, self.number + 1)
 
 
 class Span(NamedTuple):
     """One span of a stage. `step` is -1 before the stage's first known step."""
 
-    stage: int
+    stage: Stage
     phase: Phase
     start_ns: int
     end_ns: int
@@ -33,14 +50,14 @@ class Span(NamedTuple):
 
 def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
     """All spans, by stage and time; those after a step's end and before the next one's begin count as its."""
-    newest: dict[int, tuple[int, int]] = {}
+    newest: dict[Stage, tuple[int, int]] = {}
     for report in reports:
         steps = {index: (step, tokens) for index, step, tokens in report.steps}
-        start_ns = report.began_ns
+        start_ns, stage = report.began_ns, Stage(report.replica, report.stage)
         pairs = zip(report.phases, report.durations_ns, strict=True)
         for index, (phase, duration_ns) in enumerate(pairs):
-            step, num_tokens = newest[report.stage] = steps.get(index, newest.get(report.stage, (-1, 0)))
-            yield Span(report.stage, Phase(phase), start_ns, start_ns + duration_ns, step, num_tokens)
+            step, num_tokens = newest[stage] = steps.get(index, newest.get(stage, (-1, 0)))
+            yield Span(stage, Phase(phase), start_ns, start_ns + duration_ns, step, num_tokens)
             start_ns += duration_ns
 
 
@@ -48,7 +65,8 @@ def chrome_trace(reports: Sequence[StageSpans]) -> dict[str, Any]:
     """The trace as an object for JSON: a process a stage, with a thread for each of `_TRACKS`."""
     spans = list(spans_of(reports))
     stages = sorted({span.stage for span in spans})
-    events = [event for stage in stages for event in _names(stage)]
+    texts = _texts(stages)
+    events = [event for stage in stages for event in _names(stage, texts[stage])]
     events += [_slice(span) for span in spans]
     events += _arrows(spans)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
@@ -56,26 +74,33 @@ def chrome_trace(reports: Sequence[StageSpans]) -> dict[str, Any]:
 
 def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
     """A line per stage: how much of the time it computed, its bubbles by cause, and its own overhead."""
-    by_stage: dict[int, Counter[Phase]] = defaultdict(Counter)
+    by_stage: dict[Stage, Counter[Phase]] = defaultdict(Counter)
     for span in spans_of(reports):
         by_stage[span.stage][span.phase] += span.end_ns - span.start_ns
-    lines = []
+    lines, texts = [], _texts(by_stage)
     for stage, spent in sorted(by_stage.items()):
         wall = sum(spent.values()) or 1
         computing = sum(spent[phase] for phase in BUSY) / wall
         bubbles = [(spent[phase] / wall, phase.name.lower()) for phase in BUBBLES if spent[phase]]
         bubble = sum(share for share, _ in bubbles)
         causes = ", ".join(f"{name} {share:.1%}" for share, name in sorted(bubbles, reverse=True))
-        text = f"stage {stage}: {wall / 1e9:.1f} s, computing {computing:.1%}, bubble {bubble:.1%}"
+        text = f"{texts[stage]}: {wall / 1e9:.1f} s, computing {computing:.1%}, bubble {bubble:.1%}"
         text += f" ({causes})" if causes else ""
         lines.append(f"{text}, overhead {max(0.0, 1 - computing - bubble):.1%}")
     return lines
 
 
-def _names(stage: int) -> Iterator[dict[str, Any]]:
-    common = {"ph": "M", "pid": stage}
-    yield common | {"name": "process_name", "args": {"name": f"stage {stage}"}}
-    yield common | {"name": "process_sort_index", "args": {"sort_index": stage}}
+def _texts(stages: Collection[Stage]) -> dict[Stage, str]:
+    """What to call them; replicas are named where there are several."""
+    if all(stage.replica == 0 for stage in stages):
+        return {stage: f"stage {stage.number}" for stage in stages}
+    return {stage: f"replica {stage.replica} stage {stage.number}" for stage in stages}
+
+
+def _names(stage: Stage, text: str) -> Iterator[dict[str, Any]]:
+    common = {"ph": "M", "pid": stage.pid}
+    yield common | {"name": "process_name", "args": {"name": text}}
+    yield common | {"name": "process_sort_index", "args": {"sort_index": stage.pid}}
     for track, name in _TRACKS.items():
         yield common | {"tid": track, "name": "thread_name", "args": {"name": name}}
 
@@ -84,7 +109,7 @@ def _slice(span: Span) -> dict[str, Any]:
     name = span.phase.name.lower()
     return {
         "ph": "X",
-        "pid": span.stage,
+        "pid": span.stage.pid,
         "tid": _track(span.phase),
         "ts": span.start_ns / 1e3,
         "dur": (span.end_ns - span.start_ns) / 1e3,
@@ -102,20 +127,20 @@ def _track(phase: Phase) -> int:
 
 def _arrows(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
     """From a stage's last copying in a step (into the link) to the next stage's first (out of it)."""
-    first: dict[tuple[int, int], Span] = {}
-    last: dict[tuple[int, int], Span] = {}
+    first: dict[tuple[Stage, int], Span] = {}
+    last: dict[tuple[Stage, int], Span] = {}
     for span in spans:
         if span.phase is Phase.COMM:
             first.setdefault((span.stage, span.step), span)
             last[span.stage, span.step] = span
     for (stage, step), sent in last.items():
-        received = first.get((stage + 1, step))
+        received = first.get((stage.next, step))
         if received is not None:
             common = {
                 "cat": "hidden states",
                 "name": f"step {step}",
-                "id": f"{stage}.{step}",
+                "id": f"{stage.pid}.{step}",
                 "tid": _TRANSFER,
             }
-            yield common | {"ph": "s", "pid": stage, "ts": sent.start_ns / 1e3}
-            yield common | {"ph": "f", "bp": "e", "pid": stage + 1, "ts": received.start_ns / 1e3}
+            yield common | {"ph": "s", "pid": stage.pid, "ts": sent.start_ns / 1e3}
+            yield common | {"ph": "f", "bp": "e", "pid": stage.next.pid, "ts": received.start_ns / 1e3}

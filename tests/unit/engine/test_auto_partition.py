@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from checkpoints import make_checkpoint
-from penstock.config import EngineConfig, MeasureConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.child_config import MeasureConfig
+from penstock.config import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.engine import auto_partition, measuring
 from penstock.engine.auto_partition import measure_configs, settle_partition
 from penstock.engine.children import Child, spawn

@@ -17,7 +17,8 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
-from penstock.config import CacheConfig, CoreConfig, ParallelConfig, SchedulerConfig
+from penstock.child_config import CoreConfig
+from penstock.config import CacheConfig, ParallelConfig, SchedulerConfig
 from penstock.engine.calibration import calibrate
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan

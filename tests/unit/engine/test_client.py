@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from fakes import FakeClock, FakeExecutor
+from penstock.child_config import CoreConfig
 from penstock.config import (
     CacheConfig,
-    CoreConfig,
     EngineConfig,
     ModelConfig,
     ParallelConfig,

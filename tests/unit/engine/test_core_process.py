@@ -14,15 +14,8 @@ import pytest
 
 from fakes import CoreRig, FakeExecutor, oracle_tokens
 from penstock.batch import AllocateKV
-from penstock.config import (
-    CacheConfig,
-    CoreConfig,
-    CoreEnds,
-    LinkHandle,
-    ParallelConfig,
-    Restarts,
-    SchedulerConfig,
-)
+from penstock.child_config import CoreConfig, CoreEnds, LinkHandle, Restarts
+from penstock.config import CacheConfig, ParallelConfig, SchedulerConfig
 from penstock.engine.core_process import CoreServer, build_core, prove_stages
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.ipc import (

@@ -11,11 +11,17 @@ import msgspec
 import pytest
 
 from checkpoints import QuantizedLayout, quantization_config
-from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from penstock.distributed.group import open_meeting
 from penstock.engine import host as engine_host
 from penstock.engine.host import Host
-from penstock.engine.launch import LaunchPlan, resolve
+from penstock.engine.launch import LaunchPlan, resolve, resolve_replicas
 from penstock.engine.wiring import Wiring
 from penstock.errors import (
     LinkClosedError,
@@ -531,3 +537,25 @@ def test_i13_one_setting_for_all_one_a_stage_or_one_a_rank() -> None:
     assert [threads("2"), threads("2,3"), threads("1,2,3")] == [[2, 2, 2], [2, 2, 3], [1, 2, 3]]
     devices = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size="2,1", device="cuda,cpu")
     assert devices.rank_devices == ["cuda", "cuda", "cpu"]
+
+
+def test_i1_i4_replicas_share_the_host(model: str) -> None:
+    parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size="1,2")
+    host = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=0, cpus=(0, 1, 2, 3, 4, 5))
+    plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel), host)
+    assert [[(rank.replica, rank.stage, rank.tp_rank) for rank in plan.ranks] for plan in plans] == [
+        [(0, 0, 0), (0, 1, 0), (0, 1, 1)],
+        [(1, 0, 0), (1, 1, 0), (1, 1, 1)],
+    ]
+    assert [rank.cpus for plan in plans for rank in plan.ranks] == [(0,), (1,), (2,), (3,), (4,), (5,)]
+    assert [plan.core.replica for plan in plans] == [0, 1]
+    assert {rank.num_sharers for plan in plans for rank in plan.ranks} == {6}
+
+
+def test_weights_of_all_replicas_must_fit(model: str) -> None:
+    alone = plan_for(model).spec
+    room = Host(num_cpus=6, free_bytes=int(1.5 * 2 * alone.stage_parameters(0, 5)), num_gpus=0)
+    plan_for(model, room)
+    with pytest.raises(NotEnoughMemoryError):
+        plan_for(model, room, parallel=ParallelConfig(data_parallel_size=2))
+    plan_for(model, room, parallel=ParallelConfig(tensor_parallel_size=2))

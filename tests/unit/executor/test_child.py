@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from penstock.batch import RankLoaded
-from penstock.config import RankConfig, RankProcessConfig
+from penstock.child_config import RankConfig, RankProcessConfig
 from penstock.errors import CheckpointError, StageLostError, UsageError
 from penstock.executor.child import (
     STUCK_S,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.config import CoreEnds, LinkHandle, RankEnds
+from penstock.child_config import CoreEnds, LinkHandle, RankEnds
 from penstock.errors import ErrorInfo
 from penstock.executor.control import (
     ControlMessage,

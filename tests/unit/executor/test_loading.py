@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.errors import UsageError
 from penstock.executor.loading import device_of
 from rank_configs import make_rank_configs

@@ -15,7 +15,7 @@ import pytest
 from checkpoints import make_checkpoint
 from hand_core import HandCore, Wanted, make_plan
 from penstock.batch import AllocateKV
-from penstock.config import CoreEnds, LinkHandle, RankConfig, RankEnds, RankProcessConfig
+from penstock.child_config import CoreEnds, LinkHandle, RankConfig, RankEnds, RankProcessConfig
 from penstock.engine.endpoints import Endpoint
 from penstock.errors import CheckpointError, StageLostError
 from penstock.executor.child import (

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from hand_core import Crew
-from penstock.config import LinkHandle
+from penstock.child_config import LinkHandle
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.ring_memory import Ring, close_handle, create_ring
 
@@ -133,7 +133,7 @@ def test_memory_that_is_no_ring_is_refused(handle: LinkHandle) -> None:
 
 ECHO = """
 import json, sys
-from penstock.config import LinkHandle
+from penstock.child_config import LinkHandle
 from penstock.errors import LinkClosedError
 from penstock.pipeline.ring_memory import Ring
 assert "torch" not in sys.modules

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.config import MeasureConfig
+from penstock.child_config import MeasureConfig
 from penstock.kernels.cpu.compiler import Machine, build_key
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.planner import cost_cache

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.config import RankConfig
+from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.planner.memory import kv_tokens
 from penstock.planner.mix import Mix

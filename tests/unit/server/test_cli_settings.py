@@ -150,7 +150,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple
 
 
 EVERY_FLAG = """
-m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --partition 4,1
+m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --dp 2 --partition 4,1
 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1 --tied-head transfer
 --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8 --kernels -attention,-head
 --pin-threads off
@@ -177,6 +177,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "model": {"model": "m", "dtype": "float16", "max_model_len": 11, "quantization": "int8"},
         "parallel": {
             "pipeline_parallel_size": 2,
+            "data_parallel_size": 2,
             "tensor_parallel_size": "2,1",
             "partition": "4,1",
             "partition_mix": "24:25",

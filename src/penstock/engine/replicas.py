@@ -1,0 +1,122 @@
+"""Several pipelines behind one front: each request goes to one of them and stays there (row I4).
+
+`Replicas` looks like one engine to the server. It is ready as long as one pipeline is; its numbers are those
+of all together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.batch import StageSpans, StageTimes
+from penstock.child_config import Restarts
+from penstock.engine.async_engine import AsyncEngine, EngineStatus, RequestStream
+from penstock.engine.routing import Router
+from penstock.engine.stats import CoreStats
+from penstock.errors import OverloadedError, PenstockError, UnavailableError
+from penstock.request import SamplingParams
+
+
+class Replicas:
+    """Args:
+    engines: one per replica, at least one.
+    """
+
+    def __init__(self, engines: Sequence[AsyncEngine]) -> None:
+        self._engines = list(engines)
+        self._router = Router(len(self._engines), has_cache=False)
+
+    async def start(self, timeout_s: float | None = None) -> None:
+        """Wait until all pipelines stand; raises what the first that does not raises."""
+        await asyncio.gather(*(engine.start(timeout_s) for engine in self._engines))
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output that every replica takes."""
+        return min(engine.max_model_len for engine in self._engines)
+
+    def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
+        """Start a sequence in the replica that will come to it first; where that one is full or away, in the
+        next best. Raises what `AsyncEngine.add` does."""
+        ahead = [engine.tokens_ahead for engine in self._engines]
+        ready = [engine.status().ready for engine in self._engines]
+        refusals: list[PenstockError] = []
+        for index in self._router.order(prompt_token_ids, ahead, ready):
+            try:
+                stream = self._engines[index].add(request_id, prompt_token_ids, sampling)
+            except (OverloadedError, UnavailableError) as error:
+                refusals.append(error)
+                continue
+            self._router.routed(prompt_token_ids, index)
+            return stream
+        raise refusals[0]
+
+    def status(self) -> EngineStatus:
+        """Ready if any replica is."""
+        found = [engine.status() for engine in self._engines]
+        is_ready = any(status.ready for status in found)
+        broken = [(index, status) for index, status in enumerate(found) if not status.ready]
+        return EngineStatus(
+            ready=is_ready,
+            stage=None if is_ready else broken[0][1].stage,
+            reason="" if is_ready else "; ".join(f"replica {i}: {status.reason}" for i, status in broken),
+            since=min(status.since for status in found if status.ready == is_ready),
+            stats=merged_stats([status.stats for status in found]),
+        )
+
+    async def trace(self) -> list[StageSpans]:
+        """What each stage of each replica that is there did in the last seconds."""
+        answers = await asyncio.gather(*(engine.trace() for engine in self._engines), return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if len(errors) == len(answers):
+            raise errors[0]
+        return [
+            msgspec.structs.replace(spans, replica=replica)
+            for replica, answer in enumerate(answers)
+            if not isinstance(answer, BaseException)
+            for spans in answer
+        ]
+
+    def close(self) -> None:
+        """Leave all; streams that are open end with an error."""
+        for engine in self._engines:
+            engine.close()
+
+
+def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
+    """The numbers of all replicas as if they were one engine: sums, and the worst of what cannot be added."""
+    known = [(replica, stats) for replica, stats in enumerate(found) if stats is not None]
+    if not known:
+        return None
+    each = [stats for _, stats in known]
+    times: list[StageTimes] = [
+        msgspec.structs.replace(of_stage, replica=replica)
+        for replica, stats in known
+        for of_stage in stats.stage_times
+    ]
+    return CoreStats(
+        num_running=sum(stats.num_running for stats in each),
+        num_waiting=sum(stats.num_waiting for stats in each),
+        num_blocks=sum(stats.num_blocks for stats in each),
+        free_blocks=sum(stats.free_blocks for stats in each),
+        num_preemptions=sum(stats.num_preemptions for stats in each),
+        step_id=sum(stats.step_id for stats in each),
+        inflight=sum(stats.inflight for stats in each),
+        last_result_age_s=max(stats.last_result_age_s for stats in each),
+        stalled_s=max(stats.stalled_s for stats in each),
+        stall_limit_s=max(stats.stall_limit_s for stats in each),
+        epoch=max(stats.epoch for stats in each),
+        loss=next((stats.loss for stats in each if stats.loss is not None), None),
+        restarts=Restarts(
+            stages=[sum(counts) for counts in zip(*(stats.restarts.stages for stats in each), strict=True)],
+            core=sum(stats.restarts.core for stats in each),
+        ),
+        recovered_requests=sum(stats.recovered_requests for stats in each),
+        generated_tokens=sum(stats.generated_tokens for stats in each),
+        prompt_tokens=sum(stats.prompt_tokens for stats in each),
+        micro_batches=max(stats.micro_batches for stats in each),
+        stage_times=times,
+    )

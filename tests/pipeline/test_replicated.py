@@ -1,0 +1,89 @@
+"""Pipelines side by side behind one server: the scenarios of row E12, with every token as one pipeline's."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from disturbed import REQUESTS, Server, Stream, named
+from served import title_of, wait_until
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with Server(2, "--dp", "2") as served:
+        yield served
+
+
+def request(number: int, num_tokens: int) -> dict[str, Any]:
+    return REQUESTS[number % len(REQUESTS)] | {"max_tokens": num_tokens}
+
+
+def running(server: Server) -> float:
+    return server.metric("penstock_num_requests_running")
+
+
+def test_e12_one_request_after_the_other_leaves_the_other_replica_empty(server: Server) -> None:
+    for number in range(4):
+        assert [*Stream(server, request(number, 16))] == server.golden[number % 3][:16]
+
+
+def test_e12_i4_requests_that_come_staggered_share_the_replicas(server: Server) -> None:
+    with ThreadPoolExecutor(64) as pool:
+        found = list(pool.map(lambda number: [*Stream(server, request(number, 64))], range(64)))
+    assert found == [server.golden[number % 3][:64] for number in range(64)]
+    busy = [line for line in server.get("/metrics").splitlines() if line.startswith("penstock_stage_step")]
+    counts = {replica: [line for line in busy if f'replica="{replica}"' in line] for replica in (0, 1)}
+    assert counts[0], "both have computed"
+    assert counts[1], "both have computed"
+
+
+def test_e12_half_of_the_streams_are_left_and_the_rest_goes_on(server: Server) -> None:
+    def take(number: int) -> list[int]:
+        stream = Stream(server, request(number, 200))
+        if number % 2:
+            return [*stream]
+        found = [*islice(iter(stream), 4)]
+        stream.close()
+        return found
+
+    with ThreadPoolExecutor(32) as pool:
+        found = list(pool.map(take, range(32)))
+    for number, ids in enumerate(found):
+        expected = server.golden[number % 3]
+        assert ids == (expected[:200] if number % 2 else expected[: len(ids)])
+        assert len(ids) >= 4
+    wait_until(lambda: running(server) == 0, 30)
+    assert [*Stream(server, request(0, 16))] == server.golden[0][:16]
+
+
+def test_r4_i4_the_loss_of_one_replica_is_not_the_others_affair(server: Server) -> None:
+    before = server.num_recoveries
+    streams = [iter(Stream(server, REQUESTS[number % 3])) for number in range(4)]
+    found = [[next(stream)] for stream in streams]
+    others = {
+        title_of(process): process.pid for process in server.family() if "replica 0" in title_of(process)
+    }
+    named(server, "penstock replica 1 stage 1 tp 0").send_signal(signal.SIGKILL)
+    for ids, stream in zip(found, streams, strict=True):
+        ids.extend(stream)
+    assert found == [server.golden[number % 3] for number in range(4)]
+    wait_until(lambda: server.num_recoveries == before + 1, 30)
+    assert {title_of(p): p.pid for p in server.family() if "replica 0" in title_of(p)} == others
+    assert "lost: replica 1 stage 1" in server.output
+    assert server.get("/health")
+
+
+def test_i1_two_replicas_of_two_stages_of_two_ranks() -> None:
+    with Server(2, "--dp", "2", "--tp", "2") as served:
+        titles = {title_of(process) for process in served.family()}
+        ranks = {f"penstock replica {r} stage {s} tp {t}" for r in (0, 1) for s in (0, 1) for t in (0, 1)}
+        assert ranks <= titles
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(lambda number: [*Stream(served, request(number, 64))], range(6)))
+        assert found == [served.golden[number % 3][:64] for number in range(6)]

@@ -1,0 +1,133 @@
+"""Several engines as one."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.batch import StageSpans, StageTimes
+from penstock.child_config import Restarts
+from penstock.engine.async_engine import EngineStatus
+from penstock.engine.replicas import Replicas, merged_stats
+from penstock.engine.stats import CoreStats
+from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
+from penstock.request import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0)
+STATS = CoreStats(
+    num_running=2,
+    num_waiting=1,
+    num_blocks=100,
+    free_blocks=40,
+    num_preemptions=3,
+    step_id=10,
+    inflight=2,
+    last_result_age_s=0.5,
+    stalled_s=0.1,
+    stall_limit_s=60.0,
+    epoch=1,
+    restarts=Restarts(stages=[1, 0], core=1),
+    generated_tokens=500,
+    prompt_tokens=70,
+    micro_batches=2,
+    stage_times=[StageTimes(stage=1, num_steps=1, wall_ns=1, busy_ns=1, phase_ns=[], busy_ratio=0.5)],
+)
+
+
+class OneEngine:
+    """Stands for an `AsyncEngine`."""
+
+    def __init__(self, ready: bool = True, refusal: Exception | None = None, ahead: int = 0) -> None:
+        self.tokens_ahead, self.max_model_len = ahead, 100 + ahead
+        self.is_ready, self.refusal = ready, refusal
+        self.asked: list[str] = []
+        self.is_closed = False
+
+    async def start(self, timeout_s: float | None = None) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+
+    def status(self) -> EngineStatus:
+        reason = "" if self.is_ready else "stage 1 is lost"
+        stage = None if self.is_ready else 1
+        stats = STATS if self.is_ready else None
+        return EngineStatus(ready=self.is_ready, stage=stage, reason=reason, since=5.0, stats=stats)
+
+    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Any:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(request_id)
+        return self
+
+    async def trace(self) -> list[StageSpans]:
+        if self.refusal is not None:
+            raise self.refusal
+        return [StageSpans(stage=1, began_ns=1, phases=b"", durations_ns=[], steps=[])]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def replicas(*engines: OneEngine) -> Replicas:
+    return Replicas(engines)  # type: ignore[arg-type]
+
+
+def test_i4_a_request_goes_to_one_replica_by_its_work() -> None:
+    busy, idle = OneEngine(ahead=40), OneEngine()
+    both = replicas(busy, idle)
+    assert both.add("a", [1, 2], GREEDY) is idle
+    assert (busy.asked, idle.asked) == ([], ["a"])
+    assert both.max_model_len == 100
+
+
+@pytest.mark.parametrize("refusal", [OverloadedError("full"), UnavailableError("away")])
+def test_a_replica_that_refuses_is_passed_over(refusal: Exception) -> None:
+    full, other = OneEngine(refusal=refusal), OneEngine(ahead=40)
+    assert replicas(full, other).add("a", [1], GREEDY) is other
+    with pytest.raises(type(refusal)):
+        replicas(full, OneEngine(refusal=UnavailableError("later"), ahead=9)).add("a", [1], GREEDY)
+
+
+def test_a_bad_request_is_bad_for_all() -> None:
+    other = OneEngine(ahead=9)
+    with pytest.raises(InvalidRequestError):
+        replicas(OneEngine(refusal=InvalidRequestError("no", param="prompt")), other).add("a", [], GREEDY)
+    assert not other.asked
+
+
+def test_r5_ready_while_one_is() -> None:
+    status = replicas(OneEngine(ready=False), OneEngine()).status()
+    assert (status.ready, status.reason, status.stage) == (True, "", None)
+    status = replicas(OneEngine(ready=False), OneEngine(ready=False)).status()
+    assert (status.ready, status.stage, status.stats) == (False, 1, None)
+    assert status.reason == "replica 0: stage 1 is lost; replica 1: stage 1 is lost"
+
+
+def test_a_start_that_fails_is_told() -> None:
+    with pytest.raises(UnavailableError):
+        asyncio.run(replicas(OneEngine(), OneEngine(refusal=UnavailableError("away"))).start())
+
+
+def test_traces_of_all_that_are_there() -> None:
+    both = replicas(OneEngine(refusal=UnavailableError("away")), OneEngine())
+    assert [(spans.replica, spans.stage) for spans in asyncio.run(both.trace())] == [(1, 1)]
+    with pytest.raises(UnavailableError):
+        asyncio.run(replicas(OneEngine(refusal=UnavailableError("away"))).trace())
+
+
+def test_numbers_of_all_together() -> None:
+    both = merged_stats([STATS, None, msgspec.structs.replace(STATS, num_running=5, epoch=4)])
+    assert both is not None
+    assert (both.num_running, both.free_blocks, both.generated_tokens, both.epoch) == (7, 80, 1000, 4)
+    assert both.restarts == Restarts(stages=[2, 0], core=2)
+    assert [(times.replica, times.stage) for times in both.stage_times] == [(0, 1), (2, 1)]
+    assert merged_stats([None, None]) is None
+
+
+def test_all_are_left() -> None:
+    engines = [OneEngine(), OneEngine()]
+    replicas(*engines).close()
+    assert all(engine.is_closed for engine in engines)
