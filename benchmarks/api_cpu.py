@@ -206,7 +206,7 @@ def api_config(
     return ApiProcessConfig(
         server=ServerConfig(),
         parent_pid=os.getpid(),
-        client_address=address,
+        client_addresses=[address],
         listen_fd=listen_fd,
         model_path=str(model),
         model_name="bench",
