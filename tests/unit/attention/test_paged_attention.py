@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.attention import metadata as metadata_module
 from penstock.attention.metadata import AttentionMetadata, LayerKV
 from penstock.attention.torch_paged import attend
+from penstock.kernels.cpu.ops import Sight
 
 HEAD_DIM = 8
 
@@ -95,7 +96,7 @@ def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def run(step: Step) -> Tensor:
-    return attend(step.query, step.key, step.value, step.kv, step.metadata)
+    return attend(step.query, step.key, step.value, step.kv, step.metadata, Sight(scale=HEAD_DIM**-0.5))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 2), (1, 1)])
@@ -142,7 +143,7 @@ def test_no_tokens() -> None:
         block_size=4,
     )
     output = attend(
-        torch.empty(0, 4, HEAD_DIM), torch.empty(0, 2, HEAD_DIM), torch.empty(0, 2, HEAD_DIM), kv, empty
+        *(torch.empty(0, heads, HEAD_DIM) for heads in (4, 2, 2)), kv, empty, Sight(scale=HEAD_DIM**-0.5)
     )
     assert output.shape == (0, 4, HEAD_DIM)
     assert not kv.key.any()
@@ -163,7 +164,7 @@ def test_stores_keys_and_values_at_the_mapped_slots_only() -> None:
 def test_decode_groups_bound_the_gathered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata_module, "MAX_GROUP_SLOTS", 20)
     step = make_step([1] * 6, [9, 10, 3, 25, 2, 4])
-    groups = step.metadata.decode_groups
+    groups = step.metadata.reads(0).decode_groups
     assert [(group.start, group.end) for group in groups] == [(0, 2), (2, 3), (3, 4), (4, 6)]
     torch.testing.assert_close(run(step).double(), step.expected, atol=2e-6, rtol=1e-5)
 

@@ -251,8 +251,13 @@ def test_a_bad_rope_field_is_named_with_its_section(
         assert refusal(tmp_path, **{section: scaling}).param == f"{section}.{field}"
 
 
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, QWEN, use_sliding_window=True).param == "use_sliding_window"
+def test_windows_of_qwen_are_those_of_the_upper_layers_if_switched_on(tmp_path: Path) -> None:
+    window = {"sliding_window": 100, "max_window_layers": 3}
+    assert load_spec(write(tmp_path, QWEN | window)).layer_windows == ()
+    spec = load_spec(write(tmp_path, QWEN | window | {"use_sliding_window": True}))
+    assert spec.layer_windows == (0, 0, 0, 100, 100)
+    assert refusal(tmp_path, QWEN, use_sliding_window=True, sliding_window=0).param == "sliding_window"
+    assert refusal(tmp_path, QWEN, layer_types=["sliding_attention"] * 5).param == "layer_types"
 
 
 @pytest.mark.parametrize(
