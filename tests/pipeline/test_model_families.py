@@ -1,4 +1,4 @@
-"""Every family in every layout of stages and ranks: the tokens and the logits of one rank (rows A10, B1, d13)."""
+"""Every family, in every layout of stages and ranks, gives what one rank gives (rows A10, B1, d13)."""
 
 from __future__ import annotations
 

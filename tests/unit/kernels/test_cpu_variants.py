@@ -76,9 +76,7 @@ def test_the_sum_with_the_residual_is_normalised_in_every_kind(
         y = kernels.add_rms_norm(x, residual, weight, 1e-6, kind=kind)
         wide = total.double()
         assert torch.equal(residual, total)
-        assert_near(
-            y, weighted(wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt(), weight, kind)
-        )
+        assert_near(y, weighted(wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt(), weight, kind))
 
 
 @EACH_DTYPE
