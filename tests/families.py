@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
@@ -123,6 +124,22 @@ FAMILIES = {
     ),
     "olmo2": Family(Olmo2Config),
     "olmo2 one kv head": Family(Olmo2Config, {"num_key_value_heads": 1}),
+    "olmo3": Family(
+        Olmo3Config,
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "rope_theta": 5e5,
+                    "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+            },
+        },
+    ),
     "granite": Family(
         GraniteConfig,
         {

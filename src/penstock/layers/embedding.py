@@ -93,15 +93,11 @@ class VocabEmbedding(Vocabulary):
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden]."""
         if self._ids.is_whole:
-            return self._scaled(self._look_up(input_ids))
+            return self._scale(self._look_up(input_ids))
         local = input_ids - self._ids.start
         outside = (local < 0) | (local >= self._ids.size)
         vectors = self._look_up(local.masked_fill(outside, 0))
-        return self._scaled(self._group.all_reduce(vectors.masked_fill_(outside[:, None], 0)))
-
-    def _scaled(self, vectors: Tensor) -> Tensor:
-        scaled: Tensor = self._scale(vectors)
-        return scaled
+        return self._scale(self._group.all_reduce(vectors.masked_fill_(outside[:, None], 0)))
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if isinstance(self.weight, Matrix):

@@ -55,14 +55,16 @@ class AddRMSNorm(nn.Module):
         return _normed(wide, mean, self.weight, self.eps, self._kind), residual
 
 
-class Add(nn.Module):
-    """In the place of `AddRMSNorm` where nothing is normalised: what is wanted is the sum itself."""
+class Add:
+    """In the place of `AddRMSNorm` where nothing is normalised: what is wanted is the sum itself.
+
+    No module: it holds no weights.
+    """
 
     def __init__(self, *, compute: Compute) -> None:
-        super().__init__()
         self._kernels = compute.kernels_for("norm")
 
-    def forward(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden_states: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Two [num_tokens, hidden] -> their sum, twice; our kernel writes it over `residual`."""
         if self._kernels is None:
             residual = hidden_states + residual

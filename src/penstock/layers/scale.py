@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from collections.abc import Callable
+
+from torch import Tensor
 
 from penstock.layers.compute import Compute
 
 
-class Scale(nn.Module):
-    """x * factor, rounded once."""
+class Scale:
+    """x * factor, rounded once. No module: it holds no weights."""
 
     def __init__(self, factor: float, *, compute: Compute) -> None:
-        super().__init__()
-        self.factor = factor
+        self._factor = factor
         self._kernels = compute.kernels_for("norm")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, size] -> the same; our kernel writes over `x`."""
         if self._kernels is None:
-            return x * self.factor
-        self._kernels.scale(x, self.factor)
+            return x * self._factor
+        self._kernels.scale(x, self._factor)
         return x
 
 
-class NoScale(nn.Module):
+def unchanged(x: Tensor) -> Tensor:
     """x as it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+    return x
 
 
-def scale_by(factor: float, compute: Compute) -> nn.Module:
+def scale_by(factor: float, compute: Compute) -> Callable[[Tensor], Tensor]:
     """`Scale`, or nothing at all for a factor of 1."""
-    return NoScale() if factor == 1.0 else Scale(factor, compute=compute)
+    return unchanged if factor == 1.0 else Scale(factor, compute=compute)

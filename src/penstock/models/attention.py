@@ -15,6 +15,7 @@ from penstock.layers.compute import Compute
 from penstock.layers.linear import FusedLinear, Linear
 from penstock.layers.norm import HeadNorms, RMSNorm, SharedHeadNorms
 from penstock.layers.rope import RotaryAngles, RotaryEmbedding
+from penstock.layers.scale import unchanged
 from penstock.models.sharding import HeadShares
 from penstock.models.spec import ModelSpec
 
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         self, spec: ModelSpec, sizes: tuple[int, int], compute: Compute
     ) -> Callable[[Tensor], Tensor]:
         if spec.qk_norm == "none":
-            return lambda qkv: qkv
+            return unchanged
         is_shared = spec.qk_norm == "all_heads" and compute.group.size > 1
         norms = SharedHeadNorms if is_shared else HeadNorms
         return norms(self.q_norm, self.k_norm, sizes, compute=compute)

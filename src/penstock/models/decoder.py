@@ -37,10 +37,10 @@ from penstock.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
-# Before attention, after it, before the MLP, after it: as checkpoints call what has weights there.
+# Before attention, after it, before the MLP, after it: as checkpoints call the norm there, if there is one.
 _NORM_NAMES = {
-    "before": ("input_layernorm", "after_attention", "post_attention_layernorm", "after_mlp"),
-    "after": ("before_attention", "post_attention_layernorm", "before_mlp", "post_feedforward_layernorm"),
+    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "both": (
         "input_layernorm",
         "post_attention_layernorm",
@@ -87,10 +87,13 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: Place) -> None:
         super().__init__()
-        # In a tuple for `forward`, and by their names for the checkpoint.
-        self._around = tuple(make(spec, compute) for make in (_before, _after, _before, _after))
-        for name, module in zip(_NORM_NAMES[spec.norm_places], self._around, strict=True):
-            self.add_module(name, module)
+        # In tuples for `forward`; norms by their names too, for the checkpoint.
+        self._before = _before(spec, compute), _before(spec, compute)
+        self._after = _after(spec, compute), _after(spec, compute)
+        around = self._before[0], self._after[0], self._before[1], self._after[1]
+        for name, norm in zip(_NORM_NAMES[spec.norm_places], around, strict=True):
+            if isinstance(norm, nn.Module):
+                self.add_module(name, norm)
         self.self_attn = Attention(spec, backend, compute, place)
         self.mlp = GatedMLP(spec, compute, f"{place.name}.mlp")
 
@@ -102,21 +105,22 @@ class DecoderLayer(nn.Module):
         kv: AnyKV,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        before_attention, after_attention, before_mlp, after_mlp = self._around
+        before_attention, before_mlp = self._before
+        after_attention, after_mlp = self._after
         hidden_states, residual = before_attention(hidden_states, residual)
         hidden_states = after_attention(self.self_attn(hidden_states, angles, kv, metadata))
         hidden_states, residual = before_mlp(hidden_states, residual)
         return after_mlp(self.mlp(hidden_states)), residual
 
 
-def _before(spec: ModelSpec, compute: Compute) -> nn.Module:
+def _before(spec: ModelSpec, compute: Compute) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """What adds the branch to the stream, and gives attention or MLP their input."""
     if spec.norm_places == "after":
         return Add(compute=compute)
     return AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
 
 
-def _after(spec: ModelSpec, compute: Compute) -> nn.Module:
+def _after(spec: ModelSpec, compute: Compute) -> Callable[[Tensor], Tensor]:
     """What is done to the output of attention or MLP before it is added."""
     if spec.norm_places == "before":
         return scale_by(spec.residual_multiplier, compute)

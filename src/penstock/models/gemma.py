@@ -10,7 +10,7 @@ from collections.abc import Callable
 from penstock.layers.rope_spec import RopeSpec
 from penstock.models.config_fields import ConfigFields
 from penstock.models.llama import MAX_LAYERS, read_decoder
-from penstock.models.rope_fields import read_rope, rope_of
+from penstock.models.rope_fields import read_rope, rope_of_layers
 from penstock.models.spec import ModelSpec
 from penstock.models.window_fields import WindowRule, read_window
 
@@ -83,23 +83,12 @@ def _soft_cap(config: ConfigFields, name: str, default: float) -> float:
 
 
 def _far_rope(config: ConfigFields, max_positions: int) -> RopeSpec:
-    """Of the layers that see all; in the old form scaling is theirs alone."""
-    scaling = _rope_section(config, "full_attention")
-    if config.has("rope_scaling"):
-        scaling = config.section("rope_scaling")
-    return rope_of(config, scaling, max_positions, theta=1_000_000.0)
+    """Of the layers that see all."""
+    return rope_of_layers(config, "full_attention", max_positions, theta=1e6)
 
 
 def _near_rope(config: ConfigFields, max_positions: int) -> RopeSpec:
     """Of the layers with a window."""
-    scaling = _rope_section(config, "sliding_attention")
-    return rope_of(config, scaling, max_positions, theta_field="rope_local_base_freq")
-
-
-def _rope_section(config: ConfigFields, kind: str) -> ConfigFields:
-    parameters = config.section("rope_parameters")
-    for name in ("rope_type", "rope_theta"):
-        if parameters.has(name):
-            expected = "an object with full_attention and sliding_attention"
-            raise config.error("rope_parameters", expected, f"an object with {name}")
-    return parameters.section(kind)
+    return rope_of_layers(
+        config, "sliding_attention", max_positions, theta_field="rope_local_base_freq", theta=1e4
+    )

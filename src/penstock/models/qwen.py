@@ -14,7 +14,7 @@ from penstock.models.window_fields import WindowRule, read_window
 
 def qwen2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """`Qwen2ForCausalLM`."""
-    return read_decoder(config, architecture, qkv_bias=True, windows=_windows(config))
+    return read_decoder(config, architecture, qkv_bias=True, max_positions=32_768, windows=_windows(config))
 
 
 def qwen3_spec(config: ConfigFields, architecture: str) -> ModelSpec:

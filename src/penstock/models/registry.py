@@ -20,7 +20,7 @@ from penstock.models.gemma import gemma2_spec, gemma3_spec
 from penstock.models.granite import granite_spec
 from penstock.models.llama import llama_spec
 from penstock.models.mistral import mistral_spec
-from penstock.models.olmo import olmo2_spec
+from penstock.models.olmo import olmo2_spec, olmo3_spec
 from penstock.models.phi import phi3_spec
 from penstock.models.qwen import qwen2_spec, qwen3_spec
 from penstock.models.spec import ModelSpec
@@ -36,6 +36,7 @@ _FAMILIES: dict[str, Callable[[ConfigFields, str], ModelSpec]] = {
     "LlamaForCausalLM": llama_spec,
     "MistralForCausalLM": mistral_spec,
     "Olmo2ForCausalLM": olmo2_spec,
+    "Olmo3ForCausalLM": olmo3_spec,
     "Phi3ForCausalLM": phi3_spec,
     "Qwen2ForCausalLM": qwen2_spec,
     "Qwen3ForCausalLM": qwen3_spec,

@@ -59,6 +59,24 @@ def rope_of(
     return RopeSpec(theta=theta)
 
 
+def rope_of_layers(
+    config: ConfigFields, kind: str, max_positions: int, *, theta_field: str = "rope_theta", theta: float
+) -> RopeSpec:
+    """That of the layers of one kind (`full_attention` or `sliding_attention`) where each kind has its own.
+
+    In the old form all scaling is that of `full_attention`. Other arguments as for `rope_of`.
+    """
+    parameters = config.section("rope_parameters")
+    for name in ("rope_type", "rope_theta"):
+        if parameters.has(name):
+            expected = "an object with full_attention and sliding_attention"
+            raise config.error("rope_parameters", expected, f"an object with {name}")
+    scaling = parameters.section(kind)
+    if kind == "full_attention" and config.has("rope_scaling"):
+        scaling = config.section("rope_scaling")
+    return rope_of(config, scaling, max_positions, theta_field=theta_field, theta=theta)
+
+
 def _kind(scaling: ConfigFields, kinds: Sequence[str]) -> str:
     return scaling.choice("rope_type" if scaling.has("rope_type") else "type", kinds, "default")
 
@@ -86,6 +104,8 @@ def read_longrope(config: ConfigFields, max_positions: int) -> RopeSpec:
     if kind == "default":
         return plain
     original = _original_positions(config, scaling, 4096)
+    if original < 2:
+        raise scaling.error("original_max_position_embeddings", "at least 2 for longrope", original)
     scaling.number_list("long_factor", 1e-3, 1e6)  # must be right, though not used
     return dataclasses.replace(
         plain,

@@ -114,6 +114,16 @@ def test_olmo_2_has_norms_after_and_over_all_heads(tmp_path: Path) -> None:
     assert spec.norm_parameters() == 2 * 64 + 64 + 32
 
 
+def test_olmo_3_of_the_hub(tmp_path: Path) -> None:
+    scaling = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+    spec = load(tmp_path, "Olmo3", sliding_window=10, rope_scaling=scaling)
+    assert spec.layer_windows == (10, 10, 10, 0, 10, 10, 10)
+    assert spec.local_rope is not None
+    assert (spec.rope.kind, spec.local_rope.kind, spec.local_rope.theta) == ("yarn", "default", 5e5)
+    assert not spec.rope.rounds_angles
+    assert not spec.local_rope.rounds_angles
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "param"),
     [
@@ -170,7 +180,9 @@ def test_what_is_not_built_is_refused_by_name(
     assert refused.value.remedy
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "Gemma3", "Granite", "Mistral", "Olmo2", "Phi3", "Qwen3"])
+@pytest.mark.parametrize(
+    "family", ["Gemma2", "Gemma3", "Granite", "Mistral", "Olmo2", "Olmo3", "Phi3", "Qwen3"]
+)
 def test_b9_ranks_share_every_family_by_its_heads(tmp_path: Path, family: str) -> None:
     spec = load(tmp_path, family)
     for size in (1, 2, 4, 8):

@@ -333,23 +333,38 @@ JSON_VALUES = st.recursive(
     max_leaves=6,
 )
 FIELDS = [*BASE, "head_dim", "rope_scaling", "rope_parameters", "rope_theta", "tie_word_embeddings", "dtype"]
-ROPE_FIELDS = ["rope_type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "rope_theta"]
+FIELDS += ["layer_types", "sliding_window", "use_sliding_window", "sliding_window_pattern", "logits_scaling"]
+FIELDS += ["query_pre_attn_scalar", "final_logit_softcapping", "partial_rotary_factor"]
+ROPE_FIELDS = [
+    "rope_type",
+    "factor",
+    "short_factor",
+    "long_factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "rope_theta",
+]
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=4),
     scaling=st.dictionaries(st.sampled_from(ROPE_FIELDS), JSON_VALUES, max_size=3),
-    kind=st.sampled_from(["default", "linear", "llama3", "yarn"]),
+    kind=st.sampled_from(["default", "linear", "llama3", "longrope", "yarn"]),
+    architecture=st.sampled_from(SUPPORTED_ARCHITECTURES),
 )
 def test_any_configuration_is_a_spec_or_a_typed_error(
     tmp_path_factory: pytest.TempPathFactory,
     changes: dict[str, Any],
     scaling: dict[str, Any],
     kind: str,
+    architecture: str,
 ) -> None:
     directory = tmp_path_factory.mktemp("any", numbered=True)
-    write(directory, BASE | {"rope_scaling": {"rope_type": kind, "factor": 2.0} | scaling} | changes)
+    own = BASE | {"architectures": [architecture]}
+    write(directory, own | {"rope_scaling": {"rope_type": kind, "factor": 2.0} | scaling} | changes)
     spec_or_error = spec_or_refusal(directory)
     if isinstance(spec_or_error, ModelConfigError):
         assert spec_or_error.message.isprintable()
