@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
+from penstock.layers.kinds import Activation, NormKind
 from penstock.layers.rope_spec import RopeSpec
 from penstock.weights.quantization_spec import QuantizationSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated MLP.
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP.
+
+    What has a default is a plain Llama's where a family does not say otherwise.
 
     Attributes:
         architecture: as in `config.json`, such as "LlamaForCausalLM".
@@ -26,6 +30,21 @@ class ModelSpec:
         generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p`, where it gives
         them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
+        layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
+            layers see all.
+        local_rope: of the layers with a window; None: as the others.
+        attention_scale: of the scores; 0: 1 / sqrt(head_dim).
+        attention_soft_cap, logit_soft_cap: cap * tanh(x / cap) of scores and of logits; 0: none.
+        qk_norm: whether queries and keys are normalised, each head on its own or all heads together.
+        norm_kind: what all norms do with their weights.
+        norm_places: norms stand before attention and MLP, after them, or both.
+        activation: of the gate of the MLP.
+        embedding_multiplier: of the vectors that tokens become.
+        rounds_embedding_multiplier: it is rounded to the dtype of the computation first.
+        residual_multiplier: of what attention and MLP add to the residual stream.
+        logit_multiplier: of the logits, before their cap.
+        stored_together: the checkpoint has query, key and value as one tensor `qkv_proj`, gate and up as one
+            `gate_up_proj`.
     """
 
     architecture: str
@@ -48,6 +67,24 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     quantization: QuantizationSpec | None = None
+    layer_windows: tuple[int, ...] = ()
+    local_rope: RopeSpec | None = None
+    attention_scale: float = 0.0
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    qk_norm: Literal["none", "each_head", "all_heads"] = "none"
+    norm_kind: NormKind = "plain"
+    norm_places: Literal["before", "after", "both"] = "before"
+    activation: Activation = "silu"
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    stored_together: bool = False
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees; 0: all."""
+        return self.layer_windows[layer] if self.layer_windows else 0
 
     @property
     def query_size(self) -> int:
@@ -65,14 +102,20 @@ class ModelSpec:
         weights = self.hidden_size * (qkv_width + self.query_size)
         return weights + self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
 
+    def norm_parameters(self) -> int:
+        """Of one layer: before or after attention and MLP, and of queries and keys."""
+        places = 4 if self.norm_places == "both" else 2
+        heads = {"none": 0, "each_head": 2 * self.head_dim, "all_heads": self.query_size + self.kv_size}
+        return places * self.hidden_size + heads[self.qk_norm]
+
     def mlp_parameters(self) -> int:
         """Of one layer: gate, up and down projections."""
         weights = 3 * self.hidden_size * self.intermediate_size
         return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
 
     def layer_parameters(self) -> int:
-        """Of one layer, its two norms included."""
-        return self.attention_parameters() + self.mlp_parameters() + 2 * self.hidden_size
+        """Of one layer, its norms included."""
+        return self.attention_parameters() + self.mlp_parameters() + self.norm_parameters()
 
     def embedding_parameters(self) -> int:
         """Of the token embedding; an untied output head has as many."""
