@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from penstock.engine.outputs import (
 from penstock.engine.reports import LogReporter
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.stats import CoreStats
+from penstock.engine.topology import with_topology
 from penstock.errors import InvalidRequestError, UsageError, error_from_info
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
@@ -60,6 +62,7 @@ class LLM:
         model: directory of a checkpoint, `demo`, or a hub name already downloaded.
         pipeline_parallel_size: number of stages.
         tensor_parallel_size: ranks that share a stage's layers, or of each stage, such as "2,1" or [2, 1].
+        topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
         dtype: of weights and computation; "auto" takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         seed: of requests that bring none.
@@ -97,6 +100,7 @@ class LLM:
         *,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int | str | Sequence[int] = 1,
+        topology: str | os.PathLike[str] | None = None,
         dtype: DType = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
@@ -164,7 +168,11 @@ class LLM:
             },
             "seed": seed,
         }
-        self._start(_engine_config(values))
+        config = _engine_config(values)
+        if topology is not None:
+            parallel = with_topology(config.parallel, topology)
+            config = msgspec.structs.replace(config, parallel=parallel)
+        self._start(config)
 
     def _start(self, config: EngineConfig) -> None:
         host = Host.detect()
