@@ -25,6 +25,7 @@ from penstock.models.sharding import require_shardable, require_whole_groups
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.frame import frame_bytes
 from penstock.pipeline.partition import partition_layers
+from penstock.pipeline.rank_layout import RankLayout
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -128,21 +129,16 @@ def _rank_configs(
     threads = parallel.rank_threads or shared_threads(form.devices, host.num_cpus)
     cpus = cpus_of_ranks(parallel, threads, form.devices, host)
     sizes, replicas = parallel.tp_sizes, parallel.data_parallel_size
-    places = [
-        (replica if replicas > 1 else None, stage, tp_rank)
-        for replica in range(replicas)
-        for stage, size in enumerate(sizes)
-        for tp_rank in range(size)
-    ]
+    layout = RankLayout(tp_sizes=tuple(sizes), data_parallel_size=replicas)
     return [
         RankConfig(
             model_path=model_path,
             dtype=form.dtype,
             max_model_len=max_model_len,
-            stage=stage,
+            stage=place.stage,
             num_stages=len(ranges),
-            start_layer=ranges[stage][0],
-            end_layer=ranges[stage][1],
+            start_layer=ranges[place.stage][0],
+            end_layer=ranges[place.stage][1],
             device=form.devices[rank],
             num_sharers=form.devices.count(form.devices[rank]),
             threads=threads[rank],
@@ -158,12 +154,12 @@ def _rank_configs(
             kernels=parallel.kernels,
             cpus=cpus[rank],
             wait_timeout_s=wait_timeout_s,
-            tp_rank=tp_rank,
-            tp_size=sizes[stage],
-            next_tp_size=sizes[stage + 1] if stage + 1 < len(sizes) else 1,
-            replica=replica,
+            tp_rank=place.tp_rank,
+            tp_size=sizes[place.stage],
+            next_tp_size=[*sizes, 1][place.stage + 1],
+            replica=place.replica if replicas > 1 else None,
         )
-        for rank, (replica, stage, tp_rank) in enumerate(places)
+        for rank, place in enumerate(layout.places)
     ]
 
 
