@@ -49,10 +49,11 @@ class Linear(nn.Module):
         self._group = compute.group
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._product(x)
+        y = self.product(x)
         return y if self._in_share.is_whole else self._group.all_reduce(y)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
+        """y of the inputs that this rank has, not summed over the ranks."""
         # Of ranks whose results are summed each holds the bias, and the first adds it.
         bias = self.bias if self._in_share.start == 0 else None
         if isinstance(self.weight, Matrix):
@@ -110,16 +111,28 @@ class FusedLinear(Linear):
 
 
 class GatedLinear(FusedLinear):
-    """silu(gate(x)) * up(x), both projections in one matrix."""
+    """silu(gate(x)) * up(x), both projections in one matrix.
+
+    Args:
+        names: the checkpoint's, of gate and up.
+    """
 
     def __init__(
-        self, in_size: int, out_share: Share, *, bias: bool, compute: Compute, parent: str = ""
+        self,
+        in_size: int,
+        out_share: Share,
+        *,
+        bias: bool,
+        compute: Compute,
+        parent: str = "",
+        names: tuple[str, str] = ("gate_proj", "up_proj"),
     ) -> None:
-        out_shares = {"gate_proj": out_share, "up_proj": out_share}
+        out_shares = dict.fromkeys(names, out_share)
         super().__init__(in_size, out_shares, bias=bias, compute=compute, parent=parent, gated=True)
+        self._gate_name = names[0]
 
     def role(self, part: str) -> int:
-        return GATE if part == "gate_proj" else UP
+        return GATE if part == self._gate_name else UP
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)

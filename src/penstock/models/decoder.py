@@ -25,6 +25,7 @@ from penstock.kernels.candidates import HeadOutput, HeadRequest
 from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
+from penstock.layers.experts import RoutedExperts
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
 from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import AddRMSNorm
@@ -87,15 +88,21 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP. The residual stream travels beside the branch (row A11)."""
+    """Norm, attention, norm, MLP or experts. The residual stream travels beside the branch (row A11)."""
 
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, parent: str) -> None:
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, layer: int) -> None:
         super().__init__()
-        eps = spec.rms_norm_eps
+        eps, parent = spec.rms_norm_eps, f"model.layers.{layer}"
         self.input_layernorm = AddRMSNorm(spec.hidden_size, eps, compute=compute)
         self.self_attn = Attention(spec, backend, compute, f"{parent}.self_attn")
         self.post_attention_layernorm = AddRMSNorm(spec.hidden_size, eps, compute=compute)
-        self.mlp = GatedMLP(spec, compute, f"{parent}.mlp")
+        experts = spec.experts_of(layer)
+        self._mlp_name = "mlp" if experts is None else experts.names.block
+        block = f"{parent}.{self._mlp_name}"
+        if experts is None:
+            self.mlp = GatedMLP(spec, compute, block)
+        else:
+            self.add_module(self._mlp_name, RoutedExperts(experts, spec.hidden_size, compute, block))
 
     def forward(
         self,
@@ -108,7 +115,7 @@ class DecoderLayer(nn.Module):
         hidden_states, residual = self.input_layernorm(hidden_states, residual)
         hidden_states = self.self_attn(hidden_states, angles, kv, metadata)
         hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return self.mlp(hidden_states), residual
+        return getattr(self, self._mlp_name)(hidden_states), residual
 
 
 class Backbone(nn.Module):
@@ -129,7 +136,7 @@ class Backbone(nn.Module):
                 _ids(spec, compute), spec.hidden_size, compute=compute, parts=parts, is_head=is_head
             )
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, backend, compute, f"model.layers.{index}")
+            DecoderLayer(spec, backend, compute, index)
             if start_layer <= index < end_layer
             else MissingLayer()
             for index in range(spec.num_layers)
@@ -151,6 +158,7 @@ class Decoder(nn.Module):
         format_of: how projections are quantised (`layers.compute.Compute`).
         block_size: tokens of a block of the KV cache.
         group: the ranks that have shares of these layers; the model must fit (`models.sharding`).
+        expert_parallel: a rank has whole experts (`layers.compute.Compute`).
 
     Attributes:
         attention: shared by all layers; knows how their keys and values lie in memory.
@@ -169,10 +177,16 @@ class Decoder(nn.Module):
         format_of: FormatOf = never_quantized,
         block_size: int = 16,
         group: TensorGroup = SOLO,
+        expert_parallel: bool = False,
     ) -> None:
         super().__init__()
         compute = Compute(
-            dtype=dtype, device=torch.device(device), kernels=kernels, format_of=format_of, group=group
+            dtype=dtype,
+            device=torch.device(device),
+            kernels=kernels,
+            format_of=format_of,
+            group=group,
+            expert_parallel=expert_parallel,
         )
         self.start_layer, self.end_layer = _bounds(layer_range)
         assert 0 <= self.start_layer < self.end_layer <= spec.num_layers, layer_range
@@ -188,6 +202,7 @@ class Decoder(nn.Module):
         )
         self._compute = compute
         self._hidden_size = spec.hidden_size
+        self._needed_kernels = RecordedForward.NEEDED | ({"experts"} if spec.experts else set())
         self._recorded: RecordedForward | None = None
 
     @property
@@ -209,7 +224,7 @@ class Decoder(nn.Module):
             max_num_tokens: of any later step.
         """
         kernels = self._compute.kernels
-        if kernels is None or not all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
+        if kernels is None or not all(map(self._compute.kernels_for, self._needed_kernels)):
             return
         embedding, norm = self.model.embed_tokens, self.model.norm
         is_first = self.start_layer == 0 and isinstance(embedding, VocabEmbedding)

@@ -17,7 +17,9 @@ from pathlib import Path
 from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.models.config_fields import ConfigFields, kind_of, read_config
 from penstock.models.llama import llama_spec
+from penstock.models.mixtral import mixtral_spec
 from penstock.models.qwen import qwen2_spec
+from penstock.models.qwen_moe import qwen2_moe_spec
 from penstock.models.spec import ModelSpec
 
 DEMO_MODEL = "demo"
@@ -26,7 +28,9 @@ _logger = logging.getLogger(__name__)
 
 _FAMILIES: dict[str, Callable[[ConfigFields, str], ModelSpec]] = {
     "LlamaForCausalLM": llama_spec,
+    "MixtralForCausalLM": mixtral_spec,
     "Qwen2ForCausalLM": qwen2_spec,
+    "Qwen2MoeForCausalLM": qwen2_moe_spec,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 

@@ -35,8 +35,12 @@ class HeadShares:
         )
 
 
-def require_shardable(spec: ModelSpec, size: int) -> None:
-    """Raise `UsageError` if so many ranks cannot share the layers; names the number that is in the way."""
+def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> None:
+    """Raise `UsageError` if so many ranks cannot share the layers; names the number that is in the way.
+
+    Args:
+        expert_parallel: each rank is to have whole experts (`layers.compute.Compute`).
+    """
     if size == 1:
         return
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
@@ -49,11 +53,26 @@ def require_shardable(spec: ModelSpec, size: int) -> None:
             "by equally many ranks each",
             heads,
         )
-    if spec.intermediate_size % size:
-        inner = spec.intermediate_size
-        raise _refused(size, f"the MLP is {inner} wide, which {size} ranks cannot share equally", heads)
+    for what, inner in _inner_sizes(spec, expert_parallel):
+        if inner % size:
+            raise _refused(size, f"{what} is {inner} wide, which {size} ranks cannot share equally", heads)
+    if expert_parallel and spec.experts is not None and spec.experts.num_experts < size:
+        raise _refused(size, f"a layer has {spec.experts.num_experts} experts, fewer than ranks", heads)
     if spec.vocab_size < IDS * size:
         raise _refused(size, f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks", heads)
+
+
+def _inner_sizes(spec: ModelSpec, expert_parallel: bool) -> list[tuple[str, int]]:
+    """What is cut by the width of its middle."""
+    experts = spec.experts
+    if experts is None:
+        return [("the MLP", spec.intermediate_size)]
+    sizes = [("the shared expert", experts.shared_size)]
+    if not expert_parallel:
+        sizes.append(("an expert", experts.inner_size))
+    if experts.dense_layers:
+        sizes.append(("the MLP", spec.intermediate_size))
+    return sizes
 
 
 def _refused(size: int, what: str, num_heads: int) -> UsageError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from penstock.layers.experts_spec import ExpertsSpec
 from penstock.layers.rope_spec import RopeSpec
 from penstock.weights.quantization_spec import QuantizationSpec
 
@@ -26,6 +27,7 @@ class ModelSpec:
         generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p`, where it gives
         them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
+        experts: in place of the MLP, in all layers but some; None: every layer has a plain MLP.
     """
 
     architecture: str
@@ -48,6 +50,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     quantization: QuantizationSpec | None = None
+    experts: ExpertsSpec | None = None
 
     @property
     def query_size(self) -> int:
@@ -65,14 +68,20 @@ class ModelSpec:
         weights = self.hidden_size * (qkv_width + self.query_size)
         return weights + self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
 
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer; None: it has a plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
     def mlp_parameters(self) -> int:
-        """Of one layer: gate, up and down projections."""
+        """Of one layer with a plain MLP: gate, up and down projections."""
         weights = 3 * self.hidden_size * self.intermediate_size
         return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
 
-    def layer_parameters(self) -> int:
-        """Of one layer, its two norms included."""
-        return self.attention_parameters() + self.mlp_parameters() + 2 * self.hidden_size
+    def layer_parameters(self, layer: int | None = None) -> int:
+        """Of a layer, its two norms included; None: of one with experts, if the model has any."""
+        experts = self.experts if layer is None else self.experts_of(layer)
+        mlp = self.mlp_parameters() if experts is None else experts.parameters(self.hidden_size)
+        return self.attention_parameters() + mlp + 2 * self.hidden_size
 
     def embedding_parameters(self) -> int:
         """Of the token embedding; an untied output head has as many."""
@@ -87,7 +96,7 @@ class ModelSpec:
         holds_embedding = is_first or (is_last and self.tie_word_embeddings)
         return {
             "embedding": holds_embedding * self.embedding_parameters(),
-            "layers": (end_layer - start_layer) * self.layer_parameters(),
+            "layers": sum(map(self.layer_parameters, range(start_layer, end_layer))),
             "norm": is_last * self.hidden_size,
             "head": (is_last and not self.tie_word_embeddings) * self.embedding_parameters(),
         }

@@ -1,0 +1,120 @@
+"""Experts in place of an MLP: a router sends each token through a few of them (arXiv 2401.04088).
+
+    y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x))   (+ the shared expert, weighted)
+
+Ranks of a stage have a part of every expert, or some experts whole (`Compute.expert_parallel`); all of them
+have the router, and one all-reduce sums what they have, the shared expert's part included. Torch goes from
+expert to expert; our kernel takes all of them at once (`csrc/experts.cpp`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from penstock.distributed.share import Share
+from penstock.layers.compute import Compute, never_quantized
+from penstock.layers.experts_spec import ExpertNames, ExpertShares, ExpertsSpec
+from penstock.layers.linear import FusedLinear, GatedLinear, Linear
+from penstock.layers.missing import MissingLayer
+
+
+class Expert(nn.Module):
+    """down(silu(gate(x)) * up(x)): of this rank's columns of the middle, not summed over the ranks.
+
+    Its projections have the names that the checkpoint gives them.
+    """
+
+    def __init__(
+        self, hidden_size: int, inner: Share, names: ExpertNames, compute: Compute, parent: str
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = GatedLinear(
+            hidden_size, inner, bias=False, compute=compute, parent=parent, names=(names.gate, names.up)
+        )
+        parts = {f"{parent}.{names.down}": hidden_size}
+        down = Linear(inner, hidden_size, bias=False, compute=compute, parts=parts)
+        self.add_module(names.down, down)
+        self._down_name = names.down
+
+    @property
+    def down(self) -> Linear:
+        found = getattr(self, self._down_name)
+        assert isinstance(found, Linear)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down.product(self.gate_up_proj(x))
+
+
+class RoutedExperts(nn.Module):
+    """The router, this rank's share of the experts, and of the shared one if there is one.
+
+    Attributes:
+        experts: all of the layer, placeholders for those of other ranks.
+        num_chosen: for each token.
+        elsewhere: projections in the checkpoint that other ranks have, from here.
+    """
+
+    def __init__(self, spec: ExpertsSpec, hidden_size: int, compute: Compute, parent: str) -> None:
+        super().__init__()
+        group = compute.group
+        own = ExpertShares.of(spec, group.rank, group.size, whole_experts=compute.expert_parallel)
+        outputs = {"gate": Share.all(spec.num_experts)}
+        if spec.has_shared:
+            outputs["shared_expert_gate"] = Share.all(1)
+        # A router is a small part of the weights, and what it rounds away chooses other experts.
+        plain = replace(compute, format_of=never_quantized)
+        self.router = FusedLinear(hidden_size, outputs, bias=False, compute=plain)
+        self.experts = nn.ModuleList(
+            Expert(hidden_size, own.inner, spec.names, compute, f"{parent}.experts.{index}")
+            if own.experts.start <= index < own.experts.end
+            else MissingLayer()
+            for index in range(spec.num_experts)
+        )
+        self.shared_expert: Expert | MissingLayer = MissingLayer()
+        if spec.has_shared:
+            self.shared_expert = Expert(
+                hidden_size, own.shared, spec.names, compute, f"{parent}.shared_expert"
+            )
+        self.elsewhere = _projections(spec, own.experts)
+        self.num_chosen = spec.num_chosen
+        self._own, self._spec, self._group = own.experts, spec, group
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> the same; summed over the ranks."""
+        return self._group.all_reduce(self._sum(hidden_states, self.router(hidden_states)))
+
+    def _sum(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Over this rank's experts, in float32, in their order. logits: [num_tokens, num_experts (+ 1)]."""
+        weights, chosen = choose(logits[:, : self._spec.num_experts], self._spec)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index in range(self._own.start, self._own.end):
+            tokens, places = torch.where(chosen == index)
+            if len(tokens):
+                found = self.experts[index](x[tokens]).float() * weights[tokens, places, None]
+                total.index_add_(0, tokens, found)
+        if self._spec.has_shared:
+            total += self.shared_expert(x).float() * logits[:, -1:].float().sigmoid()
+        return total.to(x.dtype)
+
+
+def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+    """Weights (float32) and numbers of each token's experts, likeliest first: two [num_tokens, num_chosen].
+
+    Args:
+        logits: [num_tokens, num_experts].
+    """
+    weights, chosen = logits.float().softmax(-1).topk(spec.num_chosen, dim=-1)
+    if spec.normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def _projections(spec: ExpertsSpec, own: Share) -> list[str]:
+    """Of all experts but the own ones."""
+    parts = (spec.names.gate, spec.names.up, spec.names.down)
+    others = (index for index in range(spec.num_experts) if not own.start <= index < own.end)
+    return [f"experts.{index}.{part}" for index in others for part in parts]
