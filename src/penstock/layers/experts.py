@@ -15,9 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.distributed.share import Share
+from penstock.kernels.cpu.experts import ExpertsShape, ExpertTables, have_one_form
+from penstock.kernels.cpu.ops import DTYPES
 from penstock.layers.compute import Compute, never_quantized
 from penstock.layers.experts_spec import ExpertNames, ExpertShares, ExpertsSpec
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
+from penstock.layers.matrix import PackedMatrix, QuantizedMatrix
 from penstock.layers.missing import MissingLayer
 
 
@@ -82,13 +85,48 @@ class RoutedExperts(nn.Module):
         self.elsewhere = _projections(spec, own.experts)
         self.num_chosen = spec.num_chosen
         self._own, self._spec, self._group = own.experts, spec, group
+        self._kernels = compute.kernels_for("experts")
+        self._tables = None if self._kernels is None else self._tabulated(hidden_size, compute)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[num_tokens, hidden] -> the same; summed over the ranks."""
-        return self._group.all_reduce(self._sum(hidden_states, self.router(hidden_states)))
+        return self._group.all_reduce(self.sum(hidden_states, self.router(hidden_states)))
 
-    def _sum(self, x: Tensor, logits: Tensor) -> Tensor:
+    @property
+    def is_grouped(self) -> bool:
+        """Whether our kernel takes all experts at once, so that the layer can be recorded."""
+        return self._tables is not None
+
+    def _tabulated(self, hidden_size: int, compute: Compute) -> ExpertTables | None:
+        """The own experts' weights for our kernel; None if they are not of one form that it takes."""
+        held = (*self.experts, self.shared_expert)  # those of other ranks are placeholders
+        own = [expert for expert in held if isinstance(expert, Expert)]
+        weights = [(expert.gate_up_proj.weight, expert.down.weight) for expert in own]
+        if not all(isinstance(each, PackedMatrix | QuantizedMatrix) for pair in weights for each in pair):
+            return None
+        gate_up, down = ([weight.product() for weight in part] for part in zip(*weights, strict=True))
+        if not have_one_form(gate_up, down):
+            return None
+        assert compute.kernels is not None
+        shape = ExpertsShape(
+            hidden_size=hidden_size,
+            num_experts=self._spec.num_experts,
+            num_chosen=self._spec.num_chosen,
+            first_own=self._own.start,
+            num_own=self._own.size,
+            has_shared=self._spec.has_shared,
+            normalized=self._spec.normalized,
+        )
+        return ExpertTables(compute.kernels.library, shape, gate_up, down, DTYPES[compute.dtype])
+
+    def sum(self, x: Tensor, logits: Tensor) -> Tensor:
         """Over this rank's experts, in float32, in their order. logits: [num_tokens, num_experts (+ 1)]."""
+        if self._kernels is not None and self._tables is not None:
+            return self._kernels.experts(x, logits, self._tables)
+        return self.sum_one_by_one(x, logits)
+
+    def sum_one_by_one(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The same in torch, expert by expert."""
         weights, chosen = choose(logits[:, : self._spec.num_experts], self._spec)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(self._own.start, self._own.end):

@@ -145,7 +145,7 @@ class ConfigFields:
         value = self._values.get(name)
         if value is None:
             return []
-        items: list[int] = value if isinstance(value, list) else [value]
+        items: list[int] = value if isinstance(value, list) else [low - 1]
         if any(type(item) is not int or not low <= item <= high for item in items):
             raise self.error(name, f"a list of integers from {low} to {high}", value)
         return items

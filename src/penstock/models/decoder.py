@@ -202,13 +202,17 @@ class Decoder(nn.Module):
         )
         self._compute = compute
         self._hidden_size = spec.hidden_size
-        self._needed_kernels = RecordedForward.NEEDED | ({"experts"} if spec.experts else set())
         self._recorded: RecordedForward | None = None
 
     @property
     def layers(self) -> nn.ModuleList:
         """All layers of the model, placeholders outside the own range."""
         return self.model.layers
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether calls are replayed (`record`)."""
+        return self._recorded is not None
 
     def embed(self, input_ids: Tensor) -> IntermediateTensors:
         """[num_tokens] int64 -> what the first layer takes; the residual stream starts at zero."""
@@ -224,7 +228,9 @@ class Decoder(nn.Module):
             max_num_tokens: of any later step.
         """
         kernels = self._compute.kernels
-        if kernels is None or not all(map(self._compute.kernels_for, self._needed_kernels)):
+        if kernels is None or not all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
+            return
+        if not all(block.is_grouped for block in self.modules() if isinstance(block, RoutedExperts)):
             return
         embedding, norm = self.model.embed_tokens, self.model.norm
         is_first = self.start_layer == 0 and isinstance(embedding, VocabEmbedding)
