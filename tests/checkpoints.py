@@ -233,7 +233,9 @@ def write_raw_safetensors(path: Path, header: object, data: bytes) -> None:
 
 QuantizedLayout = Literal["gptq", "gptq_v2", "awq", "packed", "int8"]
 
-_PROJECTIONS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
+_PROJECTIONS = re.compile(
+    r"model\.layers\.\d+\.((self_attn|mlp|mlp\.shared_expert)\.\w+_proj|\w+\.experts\.\d+\.\w+)\.weight"
+)
 _AWQ_COLUMN_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
 
 

@@ -53,7 +53,7 @@ def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = Fal
             "by equally many ranks each",
             heads,
         )
-    for what, inner in _inner_sizes(spec, expert_parallel):
+    for what, _, inner in mlp_cuts(spec, expert_parallel=expert_parallel):
         if inner % size:
             raise _refused(size, f"{what} is {inner} wide, which {size} ranks cannot share equally", heads)
     if expert_parallel and spec.experts is not None and spec.experts.num_experts < size:
@@ -62,17 +62,20 @@ def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = Fal
         raise _refused(size, f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks", heads)
 
 
-def _inner_sizes(spec: ModelSpec, expert_parallel: bool) -> list[tuple[str, int]]:
-    """What is cut by the width of its middle."""
+def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, int]]:
+    """What of MLPs and experts is cut by its width: in words, the projection in a layer whose inputs are cut
+    (of experts the first one's), and how many inputs it has."""
+    dense = ("the MLP", "mlp.down_proj", spec.intermediate_size)
     experts = spec.experts
     if experts is None:
-        return [("the MLP", spec.intermediate_size)]
-    sizes = [("the shared expert", experts.shared_size)]
+        return [dense]
+    names = experts.names
+    cuts = [dense] if experts.dense_layers else []
     if not expert_parallel:
-        sizes.append(("an expert", experts.inner_size))
-    if experts.dense_layers:
-        sizes.append(("the MLP", spec.intermediate_size))
-    return sizes
+        cuts.append(("an expert", f"{names.block}.experts.0.{names.down}", experts.inner_size))
+    if experts.has_shared:
+        cuts.append(("the shared expert", f"{names.block}.shared_expert.{names.down}", experts.shared_size))
+    return cuts
 
 
 def _refused(size: int, what: str, num_heads: int) -> UsageError:
