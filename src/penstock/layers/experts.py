@@ -145,7 +145,9 @@ def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
     Args:
         logits: [num_tokens, num_experts].
     """
-    weights, chosen = logits.float().softmax(-1).topk(spec.num_chosen, dim=-1)
+    # Stable: of equals the first, as our kernel does it, for another rank may use that.
+    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, : spec.num_chosen]
+    weights = logits.float().softmax(-1).gather(-1, chosen)
     if spec.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights, chosen

@@ -219,7 +219,9 @@ def test_of_equal_experts_the_first_are_chosen(library: ctypes.CDLL) -> None:
     spec = replace(SPEC, shared_size=0)
     layer = block(library, Weights.random(spec, HIDDEN, torch.float32), spec=spec)
     x = torch.randn(3, HIDDEN)
-    tied = layer.sum(x, torch.zeros(3, 7))
+    ties = torch.zeros(3, 7)
+    tied = layer.sum(x, ties)
+    torch.testing.assert_close(tied, layer.sum_one_by_one(x, ties), atol=1e-6, rtol=1e-6)
     first = layer.sum(x, torch.tensor([[0.0] * 3 + [-60.0] * 4]).repeat(3, 1))
     torch.testing.assert_close(tied, first, atol=1e-6, rtol=1e-6)
 

@@ -156,11 +156,11 @@ struct Block {
         }
     }
 
-    // The likeliest experts, the first of equals first. Also where numbers are NaN they are different ones, each with
-    // the weight NaN.
+    // The experts with the largest logits, the first of equals first, so that all ranks choose the same. Also where
+    // numbers are NaN they are different ones, each with the weight NaN.
     void choose(const T* logits, int32_t* experts, float* expert_weights) const {
-        constexpr float kTaken = -1.0f;  // below every e^x
         float values[kMaxExperts];
+        bool is_taken[kMaxExperts] = {};
         float most = widen(logits[0]), total = 0.0f, chosen_total = 0.0f;
         for (int64_t e = 1; e < args.num_experts; e++)
             if (!(widen(logits[e]) <= most)) most = widen(logits[e]);
@@ -172,11 +172,11 @@ struct Block {
         for (int64_t i = 0; i < args.num_chosen; i++) {
             int64_t best = -1;
             for (int64_t e = 0; e < args.num_experts; e++)
-                if (best < 0 ? values[e] != kTaken : values[e] > values[best]) best = e;
+                if (!is_taken[e] && (best < 0 || widen(logits[e]) > widen(logits[best]))) best = e;
             experts[i] = (int32_t)best;
             expert_weights[i] = values[best] / total;
             chosen_total += expert_weights[i];
-            values[best] = kTaken;
+            is_taken[best] = true;
         }
         if (args.normalized)
             for (int64_t i = 0; i < args.num_chosen; i++) expert_weights[i] /= chosen_total;
