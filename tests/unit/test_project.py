@@ -23,6 +23,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "docs/adding-a-model.md",
     "docs/architecture.md",
     "docs/perf-log.md",
 ]

@@ -12,18 +12,22 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, AttentionMetadata
+from penstock.kernels.cpu.ops import Sight
 
 
 class AttentionBackend(Protocol):
     """Rotation of queries and keys, and causal attention over the paged KV of one layer."""
 
-    def attend(self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata, sight: Sight
+    ) -> Tensor:
         """Rotate, store the step's keys and values, then attend.
 
         Args:
             qkv: [num_tokens, (num_heads + 2 num_kv_heads) head_dim], not rotated; may be overwritten.
             angles: of the step's positions, from `layers.rope`.
             kv: written at `metadata.slot_mapping`, read at the slots of each row's context.
+            sight: of the layer.
 
         Returns:
             [num_tokens, num_heads * head_dim] in the dtype of `qkv`.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, AttentionMetadata, BlockKV
-from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape
+from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape, Sight
 
 
 class CpuPagedAttention:
@@ -19,11 +19,13 @@ class CpuPagedAttention:
     def __init__(self, shape: HeadShape, dtype: torch.dtype, block_size: int, kernels: CpuKernels) -> None:
         self._shape, self._dtype, self._block_size, self._kernels = shape, dtype, block_size, kernels
 
-    def attend(self, qkv: Tensor, angles: Tensor, kv: AnyKV, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, qkv: Tensor, angles: Tensor, kv: AnyKV, metadata: AttentionMetadata, sight: Sight
+    ) -> Tensor:
         assert isinstance(kv, BlockKV)
         step = metadata.kernel_step or metadata.step.struct
         self._kernels.rope_store(qkv, angles, kv.blocks, self._shape, self._block_size, step)
-        return self._kernels.attention(qkv, kv.blocks, self._shape, self._block_size, step)
+        return self._kernels.attention(qkv, kv.blocks, self._shape, sight, self._block_size, step)
 
     def block_bytes(self, block_size: int) -> int:
         assert block_size == self._block_size, (block_size, self._block_size)

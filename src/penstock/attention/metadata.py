@@ -78,8 +78,16 @@ class PrefillRow:
 
     start: int  # first token in the step
     end: int
-    slots: Tensor  # [context] int64, up to and with the step's own tokens
+    slots: Tensor  # [context] int64, from the first that is seen up to and with the step's own tokens
     visible: Tensor | None  # [end - start, context] bool; None: the row starts here, plainly causal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reads:
+    """Which slots a step's queries read in layers of one window."""
+
+    decode_groups: list[DecodeGroup]
+    prefill_rows: list[PrefillRow]
 
 
 @dataclass(
@@ -102,40 +110,57 @@ class AttentionMetadata:
         return KernelStep(self)
 
     @cached_property
-    def decode_groups(self) -> list[DecodeGroup]:
-        return [self._decode_group(start, end) for start, end in self._decode_ranges()]
+    def _reads(self) -> dict[int, Reads]:
+        return {}
 
-    @cached_property
-    def prefill_rows(self) -> list[PrefillRow]:
-        return [self._prefill_row(row) for row in range(self.num_decodes, len(self.seq_lens))]
+    def reads(self, window: int) -> Reads:
+        """For layers whose tokens see themselves and `window` - 1 before them; 0: all."""
+        if window not in self._reads:
+            rows = range(self.num_decodes, len(self.seq_lens))
+            self._reads[window] = Reads(
+                decode_groups=[self._decode_group(*ends, window) for ends in self._decode_ranges(window)],
+                prefill_rows=[self._prefill_row(row, window) for row in rows],
+            )
+        return self._reads[window]
 
-    def _decode_ranges(self) -> list[tuple[int, int]]:
+    def _num_seen(self, window: int) -> list[int]:
+        """Of each row, how much of its context its last token sees."""
+        return [min(seq_len, window) if window else seq_len for seq_len in self.seq_lens]
+
+    def _decode_ranges(self, window: int) -> list[tuple[int, int]]:
         ranges, start, longest = [], 0, 0
-        for row, seq_len in enumerate(self.seq_lens[: self.num_decodes]):
-            longest = max(longest, seq_len)
+        for row, num_seen in enumerate(self._num_seen(window)[: self.num_decodes]):
+            longest = max(longest, num_seen)
             if row > start and (row + 1 - start) * longest > MAX_GROUP_SLOTS:
                 ranges.append((start, row))
-                start, longest = row, seq_len
+                start, longest = row, num_seen
         if start < self.num_decodes:
             ranges.append((start, self.num_decodes))
         return ranges
 
-    def _decode_group(self, start: int, end: int) -> DecodeGroup:
+    def _decode_group(self, start: int, end: int, window: int) -> DecodeGroup:
         device = self.block_tables.device
-        lengths = torch.tensor(self.seq_lens[start:end], device=device)[:, None]
-        context = -(-max(self.seq_lens[start:end]) // CONTEXT_STEP) * CONTEXT_STEP
-        position = torch.arange(context, device=device)[None, :]
-        padding = position >= lengths
+        num_seen = self._num_seen(window)[start:end]
+        counts = torch.tensor(num_seen, device=device)[:, None]
+        first = torch.tensor(self.seq_lens[start:end], device=device)[:, None] - counts
+        context = -(-max(num_seen) // CONTEXT_STEP) * CONTEXT_STEP
+        place = torch.arange(context, device=device)[None, :]
+        padding = place >= counts
         # A padded place must hold finite numbers, and never another request's: 0 x NaN would be NaN.
-        slots = self._slots(slice(start, end), position.masked_fill(padding, 0))
+        slots = self._slots(slice(start, end), first + place.masked_fill(padding, 0))
         return DecodeGroup(start=start, end=end, slots=slots, padding=padding[:, None, None, :])
 
-    def _prefill_row(self, row: int) -> PrefillRow:
+    def _prefill_row(self, row: int, window: int) -> PrefillRow:
         start, end, context = self.query_starts[row], self.query_starts[row + 1], self.seq_lens[row]
-        position = torch.arange(context, device=self.block_tables.device)
-        slots = self._slots(slice(row, row + 1), position[None, :])[0]
         num_before = context - (end - start)
-        visible = position[None, :] <= position[num_before:, None] if num_before else None
+        first = max(0, num_before - window + 1) if window else 0
+        position = torch.arange(first, context, device=self.block_tables.device)
+        slots = self._slots(slice(row, row + 1), position[None, :])[0]
+        visible, query = None, position[num_before - first :, None]
+        if num_before:
+            visible = position <= query
+        if window and context > window:
+            visible = (position <= query) & (position > query - window)
         return PrefillRow(start=start, end=end, slots=slots, visible=visible)
 
     def _slots(self, rows: slice, position: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, AttentionMetadata, DecodeGroup, LayerKV, PrefillRow
-from penstock.kernels.cpu.ops import HeadShape
+from penstock.kernels.cpu.ops import HeadShape, Sight
 
 
 class TorchPagedAttention:
@@ -25,13 +25,15 @@ class TorchPagedAttention:
         self._shape = shape
         self._dtype = dtype
 
-    def attend(self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata) -> Tensor:
+    def attend(
+        self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata, sight: Sight
+    ) -> Tensor:
         assert isinstance(kv, LayerKV)
         num_heads, num_kv_heads = self._shape.num_heads, self._shape.num_kv_heads
         heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, self._shape.head_dim)
         rotated, value = torch.split(heads, [num_heads + num_kv_heads, num_kv_heads], dim=1)
         query, key = torch.split(angles.rotate(rotated), [num_heads, num_kv_heads], dim=1)
-        return attend(query, key, value, kv, metadata).flatten(1)
+        return attend(query, key, value, kv, metadata, sight).flatten(1)
 
     def block_bytes(self, block_size: int) -> int:
         return 2 * block_size * self._shape.num_kv_heads * self._shape.head_dim * self._dtype.itemsize
@@ -41,7 +43,9 @@ class TorchPagedAttention:
         return LayerKV(key=slots[0], value=slots[1])
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, metadata: AttentionMetadata) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, metadata: AttentionMetadata, sight: Sight
+) -> Tensor:
     """Store the step's keys and values, then attend.
 
     Args:
@@ -54,26 +58,34 @@ def attend(query: Tensor, key: Tensor, value: Tensor, kv: LayerKV, metadata: Att
     kv.key.index_copy_(0, metadata.slot_mapping, key)
     kv.value.index_copy_(0, metadata.slot_mapping, value)
     output = torch.empty_like(query)
-    for group in metadata.decode_groups:
-        output[group.start : group.end] = _decode(query[group.start : group.end], kv, group)
-    for row in metadata.prefill_rows:
-        output[row.start : row.end] = _prefill(query[row.start : row.end], kv, row)
+    reads = metadata.reads(sight.window)
+    for group in reads.decode_groups:
+        output[group.start : group.end] = _decode(query[group.start : group.end], kv, group, sight)
+    for row in reads.prefill_rows:
+        output[row.start : row.end] = _prefill(query[row.start : row.end], kv, row, sight)
     return output
 
 
-def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup) -> Tensor:
+def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, sight: Sight) -> Tensor:
     """[num_rows, num_heads, head_dim], one token a row -> the same."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = kv.key.shape[1]
     folded = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     places = _places(group.slots, num_kv_heads)
     keys, values = _gather(kv.key, places), _gather(kv.value, places)
-    scores = torch.matmul(folded * head_dim**-0.5, keys.transpose(2, 3))  # [rows, kv heads, group, context]
-    weights = scores.float().masked_fill_(group.padding, float("-inf")).softmax(-1).to(query.dtype)
-    return torch.matmul(weights, values).view(num_rows, num_heads, head_dim)
+    return _weighted(folded, keys, values, group.padding, sight).view(num_rows, num_heads, head_dim)
 
 
-def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow) -> Tensor:
+def _weighted(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sight: Sight) -> Tensor:
+    """[..., queries, head_dim] over [..., context, head_dim]; `hidden`: True where a query does not see."""
+    scores = torch.matmul(query * sight.scale, keys.transpose(-2, -1)).float()
+    if sight.soft_cap:
+        scores = scores.div_(sight.soft_cap).tanh_().mul_(sight.soft_cap)
+    weights = scores.masked_fill_(hidden, float("-inf")).softmax(-1).to(query.dtype)
+    return torch.matmul(weights, values)
+
+
+def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tensor:
     """[num_tokens, num_heads, head_dim] of one row -> the same."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = kv.key.shape[1]
@@ -84,10 +96,21 @@ def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow) -> Tensor:
     places = _places(row.slots, num_kv_heads)
     keys = _gather(kv.key, places)[:, None].expand(shared)
     values = _gather(kv.value, places)[:, None].expand(shared)
-    attended = F.scaled_dot_product_attention(
-        folded, keys, values, attn_mask=row.visible, is_causal=row.visible is None
-    )
+    if sight.soft_cap:  # which torch's own attention has not
+        attended = _weighted(folded, keys, values, ~_visible(row), sight)
+    else:
+        attended = F.scaled_dot_product_attention(
+            folded, keys, values, attn_mask=row.visible, is_causal=row.visible is None, scale=sight.scale
+        )
     return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
+
+
+def _visible(row: PrefillRow) -> Tensor:
+    """[num_tokens, context] bool."""
+    if row.visible is not None:
+        return row.visible
+    size = len(row.slots)
+    return torch.ones(size, size, dtype=torch.bool, device=row.slots.device).tril()
 
 
 def _places(slots: Tensor, num_kv_heads: int) -> Tensor:

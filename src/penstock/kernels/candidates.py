@@ -18,6 +18,30 @@ NO_ID = -1  # of a candidate that is missing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LogitCurve:
+    """How logits follow from the products of hidden states and vocabulary: cap * tanh(multiplier * x / cap).
+
+    Attributes:
+        soft_cap: 0: none.
+    """
+
+    multiplier: float = 1.0
+    soft_cap: float = 0.0
+
+    def of(self, products: Tensor) -> Tensor:
+        """Logits, float32; of products that are not finite they are not finite either."""
+        logits = products.float()
+        if self.multiplier != 1.0:
+            logits = logits * self.multiplier
+        if self.soft_cap:
+            logits = (logits / self.soft_cap).tanh_().mul_(self.soft_cap).add_(logits * 0)
+        return logits
+
+
+STRAIGHT = LogitCurve()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SparseBias:
     """What is added to single logits, row by row, before candidates are chosen."""
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.layers.kinds import Activation
+
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up (SwiGLU, arXiv 2002.05202): two [num_tokens, size] -> [num_tokens, size]."""
     return F.silu(gate).mul_(up)
+
+
+def gate_and_multiply(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
+    """The same with any gate; gelu by its approximation with tanh (arXiv 1606.08415)."""
+    if activation == "silu":
+        return silu_and_multiply(gate, up)
+    return F.gelu(gate, approximate="tanh").mul_(up)

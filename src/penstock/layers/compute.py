@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch import nn
 from penstock.distributed.group import SOLO, TensorGroup
 from penstock.errors import NotEnoughMemoryError
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
+from penstock.layers.kinds import Activation
 from penstock.layers.matrix import (
     Matrix,
     OnednnMatrix,
@@ -28,6 +30,12 @@ from penstock.layers.matrix import (
     QuantizedMatrix,
     RoundedMatrix,
 )
+
+
+class _Gate(TypedDict):
+    gated: bool
+    activation: Activation
+
 
 FormatOf = Callable[[Mapping[str, int], int], QuantizedFormat | None]
 
@@ -67,6 +75,7 @@ class Compute:
         in_size: int,
         *,
         gated: bool = False,
+        activation: Activation = "silu",
         whole_in_size: int | None = None,
     ) -> nn.Parameter | Matrix:
         """An empty weight [out_size, in_size] in the best form.
@@ -74,18 +83,20 @@ class Compute:
         Args:
             parts: the checkpoint's projections that it is made of, without ".weight", and all their outputs.
             gated: it is [gate; up].
+            activation: of the gate.
             whole_in_size: inputs of the checkpoint's projections, where they are more than `in_size`.
         """
         quantized = self.format_of(parts, whole_in_size or in_size)
         kernels = self.kernels_for("linear")
+        gate = _Gate(gated=gated, activation=activation)
         if quantized is not None and kernels is not None:
-            return QuantizedMatrix(out_size, in_size, self.dtype, quantized, kernels, gated=gated)
+            return QuantizedMatrix(out_size, in_size, self.dtype, quantized, kernels, **gate)
         if quantized is not None:
-            return RoundedMatrix(out_size, in_size, self.dtype, quantized, gated=gated)
+            return RoundedMatrix(out_size, in_size, self.dtype, quantized, **gate)
         if kernels is not None:
-            return PackedMatrix(out_size, in_size, self.dtype, kernels, gated=gated)
+            return PackedMatrix(out_size, in_size, self.dtype, kernels, **gate)
         if self.device.type == "cpu" and self.dtype == torch.bfloat16 and _has_onednn():
-            return OnednnMatrix(out_size, in_size, self.dtype, gated=gated)
+            return OnednnMatrix(out_size, in_size, self.dtype, **gate)
         return self.parameter(out_size, in_size)
 
     def table(

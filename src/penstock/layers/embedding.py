@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from penstock.distributed.group import TensorGroup
 from penstock.distributed.share import Share
 from penstock.kernels.candidate_shares import gathered_logits, merged, request_of_share
-from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
+from penstock.kernels.candidates import STRAIGHT, HeadOutput, HeadRequest, LogitCurve, head_output_of
 from penstock.layers.compute import Compute
 from penstock.layers.matrix import Matrix
+from penstock.layers.scale import scale_by
 
 
 class Vocabulary(nn.Module):
@@ -25,14 +26,15 @@ class Vocabulary(nn.Module):
 
     weight: nn.Parameter | Matrix
 
-    def __init__(self, ids: Share, group: TensorGroup) -> None:
+    def __init__(self, ids: Share, group: TensorGroup, curve: LogitCurve) -> None:
         super().__init__()
-        self._ids, self._group = ids, group
+        self._ids, self._group, self._curve = ids, group, curve
 
     def logits(self, hidden_states: Tensor) -> Tensor:
-        """[num_rows, hidden] -> [num_rows, num_ids], of all ranks' ids."""
-        own = self._own_logits(hidden_states)
-        return own if self._ids.is_whole else gathered_logits(own, self._ids, self._group)
+        """[num_rows, hidden] -> [num_rows, num_ids] float32, of all ranks' ids."""
+        own = self._own_products(hidden_states)
+        whole = own if self._ids.is_whole else gathered_logits(own, self._ids, self._group)
+        return self._curve.of(whole)
 
     def candidates(self, hidden_states: Tensor, request: HeadRequest) -> HeadOutput:
         """What `request` asks of the logits of [num_rows, hidden]; the same on all ranks."""
@@ -45,15 +47,15 @@ class Vocabulary(nn.Module):
         """Which rows and columns of the checkpoint's tensor the weight is."""
         return self._ids, None
 
-    def _own_logits(self, hidden_states: Tensor) -> Tensor:
+    def _own_products(self, hidden_states: Tensor) -> Tensor:
         if isinstance(self.weight, Matrix):
             return self.weight.multiply(hidden_states, None)
         return F.linear(hidden_states, self.weight)
 
     def _own_candidates(self, hidden_states: Tensor, request: HeadRequest) -> HeadOutput:
         if isinstance(self.weight, Matrix):
-            return self.weight.head(hidden_states, request)
-        return head_output_of(self._own_logits(hidden_states).float(), request)
+            return self.weight.head(hidden_states, request, self._curve)
+        return head_output_of(self._curve.of(self._own_products(hidden_states)), request)
 
 
 class VocabEmbedding(Vocabulary):
@@ -64,6 +66,8 @@ class VocabEmbedding(Vocabulary):
     Args:
         ids: rows that this rank has; of others it gives zeros (row S4), and the ranks' sum is the embedding.
         is_head: it is used as the head too.
+        multiplier: of the vectors; not of the weight as a head.
+        curve: of the head's logits.
     """
 
     def __init__(
@@ -74,8 +78,11 @@ class VocabEmbedding(Vocabulary):
         compute: Compute,
         parts: Mapping[str, int] | None = None,
         is_head: bool = False,
+        multiplier: float = 1.0,
+        curve: LogitCurve = STRAIGHT,
     ) -> None:
-        super().__init__(ids, compute.group)
+        super().__init__(ids, compute.group, curve)
+        self._scale = scale_by(multiplier, compute)
         self.weight = compute.table(parts or {}, ids.size, hidden_size, multiplied=is_head)
 
     @property
@@ -86,11 +93,11 @@ class VocabEmbedding(Vocabulary):
     def forward(self, input_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden]."""
         if self._ids.is_whole:
-            return self._look_up(input_ids)
+            return self._scale(self._look_up(input_ids))
         local = input_ids - self._ids.start
         outside = (local < 0) | (local >= self._ids.size)
         vectors = self._look_up(local.masked_fill(outside, 0))
-        return self._group.all_reduce(vectors.masked_fill_(outside[:, None], 0))
+        return self._scale(self._group.all_reduce(vectors.masked_fill_(outside[:, None], 0)))
 
     def _look_up(self, ids: Tensor) -> Tensor:
         if isinstance(self.weight, Matrix):
@@ -102,7 +109,13 @@ class OutputHead(Vocabulary):
     """An output head with a weight of its own, or this rank's rows of it."""
 
     def __init__(
-        self, ids: Share, hidden_size: int, *, compute: Compute, parts: Mapping[str, int] | None = None
+        self,
+        ids: Share,
+        hidden_size: int,
+        *,
+        compute: Compute,
+        parts: Mapping[str, int] | None = None,
+        curve: LogitCurve = STRAIGHT,
     ) -> None:
-        super().__init__(ids, compute.group)
+        super().__init__(ids, compute.group, curve)
         self.weight = compute.weight(parts or {}, ids.size, hidden_size)

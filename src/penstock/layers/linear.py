@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.distributed.share import Share
-from penstock.layers.activation import silu_and_multiply
+from penstock.layers.activation import gate_and_multiply
 from penstock.layers.compute import Compute
+from penstock.layers.kinds import Activation
 from penstock.layers.matrix import GATE, PLAIN, UP, Matrix
 
 
@@ -39,10 +40,16 @@ class Linear(nn.Module):
         compute: Compute,
         parts: Mapping[str, int] | None = None,
         gated: bool = False,
+        activation: Activation = "silu",
     ) -> None:
         super().__init__()
         self.weight = compute.weight(
-            parts or {}, out_size, in_share.size, gated=gated, whole_in_size=in_share.whole
+            parts or {},
+            out_size,
+            in_share.size,
+            gated=gated,
+            activation=activation,
+            whole_in_size=in_share.whole,
         )
         self.bias = compute.parameter(out_size) if bias else None
         self._in_share = in_share
@@ -70,9 +77,11 @@ class FusedLinear(Linear):
 
     Args:
         out_shares: name of each projection -> outputs that this rank has.
+        stored_as: name of the one tensor that the checkpoint has for all projections, in their order; empty:
+            it has one for each.
 
     Attributes:
-        parts: checkpoint name of each projection -> its rows `[start, end)` of weight and bias.
+        parts: name of each projection -> its rows `[start, end)` of weight and bias.
     """
 
     def __init__(
@@ -83,16 +92,26 @@ class FusedLinear(Linear):
         bias: bool,
         compute: Compute,
         parent: str = "",
+        stored_as: str = "",
         gated: bool = False,
+        activation: Activation = "silu",
     ) -> None:
         parts = {f"{parent}.{name}": share.whole for name, share in out_shares.items()}
+        if stored_as:
+            parts = {f"{parent}.{stored_as}": sum(parts.values())}
         out_sizes = [share.size for share in out_shares.values()]
         super().__init__(
-            Share.all(in_size), sum(out_sizes), bias=bias, compute=compute, parts=parts, gated=gated
+            Share.all(in_size),
+            sum(out_sizes),
+            bias=bias,
+            compute=compute,
+            parts=parts,
+            gated=gated,
+            activation=activation,
         )
-        self.out_sizes = out_sizes
+        self.out_sizes, self.stored_as = out_sizes, stored_as
         self.parts: dict[str, tuple[int, int]] = {}
-        self._out_shares = dict(out_shares)
+        self._out_shares = _one_after_another(out_shares) if stored_as else dict(out_shares)
         start = 0
         for name, share in out_shares.items():
             self.parts[name] = (start, start + share.size)
@@ -111,7 +130,7 @@ class FusedLinear(Linear):
 
 
 class GatedLinear(FusedLinear):
-    """silu(gate(x)) * up(x), both projections in one matrix.
+    """activation(gate(x)) * up(x), both projections in one matrix.
 
     Args:
         names: the checkpoint's, of gate and up.
@@ -126,14 +145,39 @@ class GatedLinear(FusedLinear):
         compute: Compute,
         parent: str = "",
         names: tuple[str, str] = ("gate_proj", "up_proj"),
+        stored_as: str = "",
+        activation: Activation = "silu",
     ) -> None:
         out_shares = dict.fromkeys(names, out_share)
-        super().__init__(in_size, out_shares, bias=bias, compute=compute, parent=parent, gated=True)
+        super().__init__(
+            in_size,
+            out_shares,
+            bias=bias,
+            compute=compute,
+            parent=parent,
+            stored_as=stored_as,
+            gated=True,
+            activation=activation,
+        )
         self._gate_name = names[0]
+        self._activation: Activation = activation
 
     def role(self, part: str) -> int:
         return GATE if part == self._gate_name else UP
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)
-        return output if isinstance(self.weight, Matrix) else silu_and_multiply(*self.split(output))
+        if isinstance(self.weight, Matrix):
+            return output
+        gate, up = self.split(output)
+        return gate_and_multiply(gate, up, self._activation)
+
+
+def _one_after_another(shares: Mapping[str, Share]) -> dict[str, Share]:
+    """Shares of projections as rows of one tensor that has all of them."""
+    placed, start = {}, 0
+    whole = sum(share.whole for share in shares.values())
+    for name, share in shares.items():
+        placed[name] = Share(start=start + share.start, end=start + share.end, whole=whole)
+        start += share.whole
+    return placed

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
+from penstock.kernels.candidates import STRAIGHT, HeadOutput, HeadRequest, LogitCurve, head_output_of
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.head import Head, dense_product
 from penstock.kernels.cpu.ops import DTYPES, PANEL, CpuKernels
@@ -26,11 +26,13 @@ from penstock.kernels.quantized_rows import (
     quantize_rows,
     round_activations,
 )
-from penstock.layers.activation import silu_and_multiply
+from penstock.layers.activation import gate_and_multiply
+from penstock.layers.kinds import Activation
 
 # How rows lie among the packed columns (csrc/epilogue.h): gate and up projections share panels.
 PLAIN, GATE, UP = 0, 1, 2
 
+_GATES: dict[Activation, int] = {"silu": abi.SILU, "gelu_tanh": abi.GELU_TANH}
 _SCALE_DTYPES = DTYPES | {torch.float16: abi.FLOAT16}
 
 
@@ -49,11 +51,22 @@ class Matrix(nn.Module, ABC):
 
     Attributes:
         dtype: of inputs and outputs.
+        activation: of the gate, if gated.
     """
 
-    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, *, gated: bool = False) -> None:
+    def __init__(
+        self,
+        out_size: int,
+        in_size: int,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        activation: Activation = "silu",
+    ) -> None:
         super().__init__()
         self.out_size, self.in_size, self.dtype, self.gated = out_size, in_size, dtype, gated
+        self.activation: Activation = activation
+        self._gate = _GATES[activation] if gated else 0
 
     @property
     @abstractmethod
@@ -66,7 +79,7 @@ class Matrix(nn.Module, ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """[num_tokens, in_size] -> x W^T + bias; gated: silu(gate) * up, half as wide."""
+        """[num_tokens, in_size] -> x W^T + bias; gated: activation(gate) * up, half as wide."""
 
     @abstractmethod
     def gather(self, ids: Tensor) -> Tensor:
@@ -75,18 +88,32 @@ class Matrix(nn.Module, ABC):
     def finish(self) -> None:
         """All rows are there."""
 
-    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+    def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
         """Candidates and logits of rows [num_rows, in_size] where W is a vocabulary."""
-        return head_output_of(self.multiply(x, None).float(), request)
+        return head_output_of(curve.of(self.multiply(x, None)), request)
+
+    def _through_gate(self, y: Tensor) -> Tensor:
+        """[..., 2 n] of gate and up -> [..., n]; all of it where there is no gate."""
+        if not self.gated:
+            return y
+        gate, up = y.chunk(2, dim=-1)
+        return gate_and_multiply(gate, up, self.activation)
 
 
 class PackedMatrix(Matrix):
     """Panels of float32 or bfloat16 for our kernels (csrc/panels.h)."""
 
     def __init__(
-        self, out_size: int, in_size: int, dtype: torch.dtype, kernels: CpuKernels, *, gated: bool = False
+        self,
+        out_size: int,
+        in_size: int,
+        dtype: torch.dtype,
+        kernels: CpuKernels,
+        *,
+        gated: bool = False,
+        activation: Activation = "silu",
     ) -> None:
-        super().__init__(out_size, in_size, dtype, gated=gated)
+        super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
         self._kernels, self._head = kernels, Head(kernels.library)
         columns = padded_columns(out_size, gated)
         padded_in = in_size + in_size % 2 if dtype == torch.bfloat16 else in_size
@@ -113,15 +140,15 @@ class PackedMatrix(Matrix):
         )
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._kernels.linear(x, self._panels, bias, out_size=self.out_size, gated=self.gated)
+        return self._kernels.linear(x, self._panels, bias, out_size=self.out_size, gated=self._gate)
 
     def gather(self, ids: Tensor) -> Tensor:
         return self._kernels.gather(ids, self._panels, in_size=self.in_size, out_size=self.out_size)
 
-    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+    def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
         if not self._kernels.has("head"):
-            return super().head(x, request)
-        return self._head.answer(x, self._head_product, request)
+            return super().head(x, request, curve)
+        return self._head.answer(x, self._head_product, request, curve)
 
     def product(self) -> abi.LinearArgs:
         """This weight for a kernel that brings the rest itself."""
@@ -140,8 +167,9 @@ class QuantizedMatrix(Matrix):
         kernels: CpuKernels,
         *,
         gated: bool = False,
+        activation: Activation = "silu",
     ) -> None:
-        super().__init__(out_size, in_size, dtype, gated=gated)
+        super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
         self._kernels, self._format, self._head = kernels, quantized, Head(kernels.library)
         self._scale_type = _SCALE_DTYPES[quantized.scale_dtype]
         sizes = abi.QuantizedSizes()
@@ -206,13 +234,13 @@ class QuantizedMatrix(Matrix):
         )
         return self._kernels.gather_quantized(ids, args, self.dtype)
 
-    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+    def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
         if not self._kernels.has("head"):
-            return super().head(x, request)
+            return super().head(x, request, curve)
         scratch = torch.empty(len(x), self._token_bytes, dtype=torch.uint8)
         product = self.product()
         product.dtype, product.scratch = DTYPES[x.dtype], scratch.data_ptr()
-        return self._head.answer(x, product, request)
+        return self._head.answer(x, product, request, curve)
 
     def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
         """This weight for a kernel that brings the rest itself."""
@@ -225,7 +253,7 @@ class QuantizedMatrix(Matrix):
             out_size=self.out_size,
             group_size=self._format.group_size,
             bits=self._format.bits,
-            gated=self.gated,
+            gated=self._gate,
             scale_dtype=self._scale_type,
         )
 
@@ -233,8 +261,16 @@ class QuantizedMatrix(Matrix):
 class OnednnMatrix(Matrix):
     """bfloat16 without our kernels: prepacked once, which `F.linear` would do at every call."""
 
-    def __init__(self, out_size: int, in_size: int, dtype: torch.dtype, *, gated: bool = False) -> None:
-        super().__init__(out_size, in_size, dtype, gated=gated)
+    def __init__(
+        self,
+        out_size: int,
+        in_size: int,
+        dtype: torch.dtype,
+        *,
+        gated: bool = False,
+        activation: Activation = "silu",
+    ) -> None:
+        super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
         # Pages of its own, which go back to the system once the rows are prepacked.
         pages = zero_pages(out_size * in_size * dtype.itemsize, *_said(out_size, in_size))
         self._rows: Tensor | None = pages.view(dtype).view(out_size, in_size)
@@ -257,7 +293,7 @@ class OnednnMatrix(Matrix):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._prepacked, bias, "none", [], "")
-        return _gated(y) if self.gated else y
+        return self._through_gate(y)
 
     def gather(self, ids: Tensor) -> Tensor:
         raise NotImplementedError("a prepacked matrix cannot be read; embeddings stay plain")
@@ -277,8 +313,9 @@ class RoundedMatrix(Matrix):
         quantized: QuantizedFormat,
         *,
         gated: bool = False,
+        activation: Activation = "silu",
     ) -> None:
-        super().__init__(out_size, in_size, dtype, gated=gated)
+        super().__init__(out_size, in_size, dtype, gated=gated, activation=activation)
         self._format = quantized
         pages = _pages(out_size * in_size * 4, out_size, in_size)
         self._rows = pages.view(torch.float32).view(out_size, in_size)
@@ -298,14 +335,14 @@ class RoundedMatrix(Matrix):
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         rounded = round_activations(x, self._format.group_size)
         y = F.linear(rounded, self._rows, None if bias is None else bias.float())
-        return (_gated(y) if self.gated else y).to(self.dtype)
+        return self._through_gate(y).to(self.dtype)
 
     def gather(self, ids: Tensor) -> Tensor:
         return self._rows[ids].to(self.dtype)
 
-    def head(self, x: Tensor, request: HeadRequest) -> HeadOutput:
+    def head(self, x: Tensor, request: HeadRequest, curve: LogitCurve = STRAIGHT) -> HeadOutput:
         rounded = round_activations(x, self._format.group_size)
-        return head_output_of(F.linear(rounded, self._rows), request)
+        return head_output_of(curve.of(F.linear(rounded, self._rows)), request)
 
 
 def padded_columns(out_size: int, gated: bool) -> int:
@@ -313,11 +350,6 @@ def padded_columns(out_size: int, gated: bool) -> int:
     width = out_size // 2 if gated else out_size
     part = PANEL // 2 if gated else PANEL
     return -(-width // part) * PANEL
-
-
-def _gated(y: Tensor) -> Tensor:
-    """[..., 2 n] of gate and up -> [..., n]."""
-    return silu_and_multiply(*y.chunk(2, dim=-1))
 
 
 def _pages(num_bytes: int, out_size: int, in_size: int) -> Tensor:

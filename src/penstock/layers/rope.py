@@ -2,8 +2,8 @@
 
 The angles of a step are worked out once and shared by all its layers; no table over the whole context is
 kept. Formulas: RoPE arXiv 2104.09864, halves rotated as in transformers; linear arXiv 2306.15595; yarn arXiv
-2309.00071; llama3 as in Meta's release of Llama 3.1. They are evaluated in float32 in the order that
-transformers uses, because a last-bit difference of a frequency grows with the position.
+2309.00071; longrope arXiv 2402.13753; llama3 as in Meta's release of Llama 3.1. They are evaluated in float32
+in the order that transformers uses, because a last-bit difference of a frequency grows with the position.
 """
 
 from __future__ import annotations
@@ -22,35 +22,40 @@ from penstock.layers.rope_spec import RopeSpec
 class RotaryAngles:
     """Cosines and sines of a step's positions, laid out for rotating halves."""
 
-    cos: Tensor  # [num_tokens, 1, head_dim]
-    sin: Tensor  # [num_tokens, 1, head_dim], first half negated
+    cos: Tensor  # [num_tokens, 1, rotary_dim]
+    sin: Tensor  # [num_tokens, 1, rotary_dim], first half negated
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Turn each pair (i, i + head_dim / 2) of [num_tokens, num_heads, head_dim] by its angle."""
-        half = heads.shape[-1] // 2
-        swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
-        return (heads * self.cos).add_(swapped.mul_(self.sin))
+        """Turn each pair (i, i + rotary_dim / 2) of [num_tokens, num_heads, head_dim] by its angle."""
+        rotary_dim = self.cos.shape[-1]
+        if rotary_dim < heads.shape[-1]:
+            rotated = self.rotate(heads[..., :rotary_dim])
+            return torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)
+        wide, half = heads.to(self.cos.dtype), rotary_dim // 2
+        swapped = torch.cat((wide[..., half:], wide[..., :half]), dim=-1)
+        return (wide * self.cos).add_(swapped.mul_(self.sin)).to(heads.dtype)
 
 
 class RotaryEmbedding:
-    """Angles for any position; holds [head_dim / 2] frequencies and no parameters."""
+    """Angles for any position; holds [rotary_dim / 2] frequencies and no parameters."""
 
     def __init__(self, rope: RopeSpec, head_dim: int, *, compute: Compute) -> None:
-        self._frequencies = inverse_frequencies(rope, head_dim).to(compute.device)  # [head_dim / 2] float32
+        self._rotary_dim = rope.rotary_dim(head_dim)
+        frequencies = inverse_frequencies(rope, self._rotary_dim)
+        self._frequencies = frequencies.to(compute.device)  # [rotary_dim / 2] float32
         self._attention_factor = rope.attention_factor
-        self._head_dim = head_dim
-        self._dtype = compute.dtype
+        self._dtype = compute.dtype if rope.rounds_angles else torch.float32
         self._kernels = compute.kernels_for("attention")
 
     def angles(self, positions: Tensor) -> RotaryAngles | Tensor:
-        """[num_tokens] int64 -> the angles, computed in float32 and rounded to the model's dtype once.
+        """[num_tokens] int64 -> the angles, computed in float32 and rounded once, if at all.
 
-        For our attention kernels: [num_tokens, head_dim] float32, cosines and sines.
+        For our attention kernels: [num_tokens, rotary_dim] float32, cosines and sines.
         """
         if self._kernels is not None:
             factor = self._attention_factor
             return self._kernels.rope_angles(
-                positions, self._frequencies, factor, self._head_dim, self._dtype
+                positions, self._frequencies, factor, self._rotary_dim, self._dtype
             )
         turns = positions[:, None].float() * self._frequencies
         cos = (turns.cos() * self._attention_factor).to(self._dtype)
@@ -60,16 +65,18 @@ class RotaryEmbedding:
         )
 
 
-def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Radians per position for each pair of dimensions: [head_dim / 2] float32."""
-    wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def inverse_frequencies(rope: RopeSpec, rotary_dim: int) -> Tensor:
+    """Radians per position for each pair of dimensions: [rotary_dim / 2] float32."""
+    wavelengths = rope.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
     match rope.kind:
         case "linear":
             return 1.0 / wavelengths / rope.factor
         case "llama3":
             return _llama3(rope, 1.0 / wavelengths)
         case "yarn":
-            return _yarn(rope, wavelengths, head_dim)
+            return _yarn(rope, wavelengths, rotary_dim)
+        case "longrope":
+            return 1.0 / (torch.tensor(rope.short_factors) * wavelengths)
     return 1.0 / wavelengths
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-RopeKind = Literal["default", "linear", "llama3", "yarn"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,10 @@ class RopeSpec:
         low_freq_factor, high_freq_factor: bounds of llama3's blend, in turns over the original context.
         beta_fast, beta_slow: bounds of yarn's ramp, in turns over the original context.
         truncate: round yarn's bounds to whole dimensions.
-        attention_factor: cosines and sines are multiplied by it (yarn).
+        attention_factor: cosines and sines are multiplied by it (yarn, longrope).
+        short_factors: of each pair of dimensions, how far its wavelength is stretched (longrope).
+        rotary_fraction: of a head's dimensions, the first that are rotated.
+        rounds_angles: cosines and sines are rounded to the dtype of the computation.
     """
 
     kind: RopeKind = "default"
@@ -33,3 +36,10 @@ class RopeSpec:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    short_factors: tuple[float, ...] = ()
+    rotary_fraction: float = 1.0
+    rounds_angles: bool = True
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.rotary_fraction)

@@ -99,6 +99,10 @@ class ConfigFields:
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
 
+    def is_null(self, name: str) -> bool:
+        """Whether the field is there as null, for the few that say something so."""
+        return name in self._values and self._values[name] is None
+
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """A whole number within `[low, high]`; required unless it has a default."""
         value = self._get(name, default)
@@ -149,6 +153,15 @@ class ConfigFields:
         if any(type(item) is not int or not low <= item <= high for item in items):
             raise self.error(name, f"a list of integers from {low} to {high}", value)
         return items
+
+    def number_list(self, name: str, low: float, high: float) -> list[float]:
+        """Finite numbers within `[low, high]`."""
+        value = self._get(name, None)
+        numbers: list[Any] = value if isinstance(value, list) else [None]
+        for number in numbers:
+            if type(number) not in (int, float) or not low <= number <= high:
+                raise self.error(name, f"a list of numbers from {low:g} to {high:g}", number or value)
+        return [float(number) for number in numbers]
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One token id or a list of them; absent is none."""

@@ -21,15 +21,16 @@ from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.distributed.group import SOLO, TensorGroup
 from penstock.distributed.share import Share, even_share, vocab_share
-from penstock.kernels.candidates import HeadOutput, HeadRequest
+from penstock.kernels.candidates import HeadOutput, HeadRequest, LogitCurve
 from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
 from penstock.layers.experts import RoutedExperts
-from penstock.layers.linear import FusedLinear, GatedLinear, Linear
+from penstock.layers.linear import GatedLinear, Linear
 from penstock.layers.missing import MissingLayer
-from penstock.layers.norm import AddRMSNorm
-from penstock.layers.rope import RotaryAngles, RotaryEmbedding
+from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
+from penstock.layers.scale import scale_by
+from penstock.models.attention import Angles, Attention, Place, Rotation
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
 from penstock.models.recorded import RecordedForward, StageParts
 from penstock.models.sharding import HeadShares
@@ -37,43 +38,35 @@ from penstock.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
-
-class Attention(nn.Module):
-    """Self-attention of one layer: of this rank's heads."""
-
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, parent: str) -> None:
-        super().__init__()
-        heads = HeadShares.of(spec, compute.group)
-        queries, keys = heads.queries.scaled(spec.head_dim), heads.keys.scaled(spec.head_dim)
-        out_shares = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-        self.qkv_proj = FusedLinear(
-            spec.hidden_size, out_shares, bias=spec.qkv_bias, compute=compute, parent=parent
-        )
-        self.o_proj = Linear(
-            queries,
-            spec.hidden_size,
-            bias=spec.o_bias,
-            compute=compute,
-            parts={f"{parent}.o_proj": spec.hidden_size},
-        )
-        self.backend = backend
-
-    def forward(
-        self, hidden_states: Tensor, angles: RotaryAngles | Tensor, kv: AnyKV, metadata: AttentionMetadata
-    ) -> Tensor:
-        attended = self.backend.attend(self.qkv_proj(hidden_states), angles, kv, metadata)
-        output: Tensor = self.o_proj(attended)
-        return output
+# Before attention, after it, before the MLP, after it: as checkpoints call the norm there, if there is one.
+_NORM_NAMES = {
+    "before": ("input_layernorm", "", "post_attention_layernorm", ""),
+    "after": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
+    "both": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate(x)) * up(x)): of this rank's columns of the middle."""
+    """down(activation(gate(x)) * up(x)): of this rank's columns of the middle."""
 
     def __init__(self, spec: ModelSpec, compute: Compute, parent: str) -> None:
         super().__init__()
         group, bias = compute.group, spec.mlp_bias
         inner = even_share(spec.intermediate_size, group.rank, group.size)
-        self.gate_up_proj = GatedLinear(spec.hidden_size, inner, bias=bias, compute=compute, parent=parent)
+        self.gate_up_proj = GatedLinear(
+            spec.hidden_size,
+            inner,
+            bias=bias,
+            compute=compute,
+            parent=parent,
+            stored_as="gate_up_proj" if spec.stored_together else "",
+            activation=spec.activation,
+        )
         self.down_proj = Linear(
             inner,
             spec.hidden_size,
@@ -88,17 +81,24 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, MLP or experts. The residual stream travels beside the branch (row A11)."""
+    """Attention and MLP or experts, with norms before, after or around each.
 
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, layer: int) -> None:
+    The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
+    """
+
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: Place) -> None:
         super().__init__()
-        eps, parent = spec.rms_norm_eps, f"model.layers.{layer}"
-        self.input_layernorm = AddRMSNorm(spec.hidden_size, eps, compute=compute)
-        self.self_attn = Attention(spec, backend, compute, f"{parent}.self_attn")
-        self.post_attention_layernorm = AddRMSNorm(spec.hidden_size, eps, compute=compute)
-        experts = spec.experts_of(layer)
+        # In tuples for `forward`; norms by their names too, for the checkpoint.
+        self._before = _before(spec, compute), _before(spec, compute)
+        self._after = _after(spec, compute), _after(spec, compute)
+        around = self._before[0], self._after[0], self._before[1], self._after[1]
+        for name, norm in zip(_NORM_NAMES[spec.norm_places], around, strict=True):
+            if isinstance(norm, nn.Module):
+                self.add_module(name, norm)
+        self.self_attn = Attention(spec, backend, compute, place)
+        experts = spec.experts_of(place.layer)
         self._mlp_name = "mlp" if experts is None else experts.names.block
-        block = f"{parent}.{self._mlp_name}"
+        block = f"{place.name}.{self._mlp_name}"
         if experts is None:
             self.mlp = GatedMLP(spec, compute, block)
         else:
@@ -108,14 +108,31 @@ class DecoderLayer(nn.Module):
         self,
         hidden_states: Tensor,
         residual: Tensor,
-        angles: RotaryAngles | Tensor,
+        angles: Angles,
         kv: AnyKV,
         metadata: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
-        hidden_states, residual = self.input_layernorm(hidden_states, residual)
-        hidden_states = self.self_attn(hidden_states, angles, kv, metadata)
-        hidden_states, residual = self.post_attention_layernorm(hidden_states, residual)
-        return getattr(self, self._mlp_name)(hidden_states), residual
+        before_attention, before_mlp = self._before
+        after_attention, after_mlp = self._after
+        hidden_states, residual = before_attention(hidden_states, residual)
+        hidden_states = after_attention(self.self_attn(hidden_states, angles, kv, metadata))
+        hidden_states, residual = before_mlp(hidden_states, residual)
+        return after_mlp(getattr(self, self._mlp_name)(hidden_states)), residual
+
+
+def _before(spec: ModelSpec, compute: Compute) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """What adds the branch to the stream, and gives attention or MLP their input."""
+    if spec.norm_places == "after":
+        return Add(compute=compute)
+    return AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
+
+
+def _after(spec: ModelSpec, compute: Compute) -> Callable[[Tensor], Tensor]:
+    """What is done to the output of attention or MLP before it is added."""
+    if spec.norm_places == "before":
+        return scale_by(spec.residual_multiplier, compute)
+    assert spec.residual_multiplier == 1.0, "no family has both"
+    return RMSNorm(Share.all(spec.hidden_size), spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
 
 
 class Backbone(nn.Module):
@@ -133,17 +150,23 @@ class Backbone(nn.Module):
             names = (EMBEDDING, HEAD) if spec.tie_word_embeddings else ()
             parts = dict.fromkeys(names, spec.vocab_size)
             self.embed_tokens = VocabEmbedding(
-                _ids(spec, compute), spec.hidden_size, compute=compute, parts=parts, is_head=is_head
+                _ids(spec, compute),
+                spec.hidden_size,
+                compute=compute,
+                parts=parts,
+                is_head=is_head,
+                multiplier=_embedding_multiplier(spec, compute.dtype),
+                curve=_curve(spec),
             )
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, backend, compute, index)
+            DecoderLayer(spec, backend, compute, Place(index, f"model.layers.{index}"))
             if start_layer <= index < end_layer
             else MissingLayer()
             for index in range(spec.num_layers)
         )
         self.norm: AddRMSNorm | MissingLayer = MissingLayer()
         if is_last:
-            self.norm = AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute)
+            self.norm = AddRMSNorm(spec.hidden_size, spec.rms_norm_eps, compute=compute, kind=spec.norm_kind)
 
 
 class Decoder(nn.Module):
@@ -195,8 +218,10 @@ class Decoder(nn.Module):
         self.lm_head: OutputHead | MissingLayer = MissingLayer()
         if self.end_layer == spec.num_layers and not spec.tie_word_embeddings:
             parts = {HEAD: spec.vocab_size}
-            self.lm_head = OutputHead(_ids(spec, compute), spec.hidden_size, compute=compute, parts=parts)
-        self.rope = RotaryEmbedding(spec.rope, spec.head_dim, compute=compute)
+            self.lm_head = OutputHead(
+                _ids(spec, compute), spec.hidden_size, compute=compute, parts=parts, curve=_curve(spec)
+            )
+        self.rotation = Rotation(spec, compute)
         self.make_empty_intermediate_tensors = make_empty_intermediate_tensors_factory(
             spec.hidden_size, dtype=dtype, device=compute.device
         )
@@ -236,7 +261,7 @@ class Decoder(nn.Module):
         is_first = self.start_layer == 0 and isinstance(embedding, VocabEmbedding)
         parts = StageParts(
             embed=embedding if is_first and embedding.can_be_recorded else None,
-            angles=self.rope.angles,
+            angles=self.rotation.angles,
             run_layers=self._run_layers,
             final_norm=None if isinstance(norm, MissingLayer) else lambda *rows: norm(*rows)[0],
         )
@@ -272,14 +297,14 @@ class Decoder(nn.Module):
             replayed = self._recorded.forward(hidden_states, residual, positions, metadata)
             self._compute.group.check()
             return _intermediate(*replayed)
-        angles = self.rope.angles(positions)
+        angles = self.rotation.angles(positions)
         return _intermediate(*self._run_layers(hidden_states, residual.clone(), angles, kv, metadata))
 
     def _run_layers(
         self,
         hidden_states: Tensor,
         residual: Tensor,
-        angles: RotaryAngles | Tensor,
+        angles: Angles,
         kv: Sequence[AnyKV],
         metadata: AttentionMetadata,
         start_layer: Callable[[], None] = lambda: None,
@@ -296,7 +321,7 @@ class Decoder(nn.Module):
         Args:
             tensors: what `forward` has returned for it.
         """
-        return self._head.logits(self._last_hidden(tensors, indices)).float()
+        return self._head.logits(self._last_hidden(tensors, indices))
 
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
@@ -327,6 +352,15 @@ def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionB
     if kernels is not None:
         return CpuPagedAttention(shape, compute.dtype, block_size, kernels)
     return TorchPagedAttention(shape, compute.dtype)
+
+
+def _embedding_multiplier(spec: ModelSpec, dtype: torch.dtype) -> float:
+    multiplier = spec.embedding_multiplier
+    return torch.tensor(multiplier, dtype=dtype).item() if spec.rounds_embedding_multiplier else multiplier
+
+
+def _curve(spec: ModelSpec) -> LogitCurve:
+    return LogitCurve(multiplier=spec.logit_multiplier, soft_cap=spec.logit_soft_cap)
 
 
 def _ids(spec: ModelSpec, compute: Compute) -> Share:

@@ -6,13 +6,23 @@ Called by `models.registry`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from penstock.layers.kinds import Activation
+from penstock.layers.rope_spec import RopeSpec
 from penstock.models.config_fields import ConfigFields
 from penstock.models.quantization_fields import read_quantization
 from penstock.models.rope_fields import MAX_POSITIONS, read_rope, stretched_positions
 from penstock.models.spec import ModelSpec
+from penstock.models.window_fields import NO_WINDOWS, WindowRule, read_windows
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_MAX_LAYERS = 1024
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+MAX_LAYERS = 1024
 _MAX_WIDTH = 1 << 20
 _MAX_HEADS = 4096
 _MAX_HEAD_DIM = 4096
@@ -32,28 +42,49 @@ def llama_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def read_decoder(
-    config: ConfigFields, architecture: str, *, qkv_bias: bool, o_bias: bool, mlp_bias: bool
+    config: ConfigFields,
+    architecture: str,
+    *,
+    qkv_bias: bool = False,
+    o_bias: bool = False,
+    mlp_bias: bool = False,
+    windows: WindowRule = NO_WINDOWS,
+    read_rope: Callable[[ConfigFields, int], RopeSpec] = read_rope,
+    activation_field: str = "hidden_act",
+    activation: str = "silu",
+    head_dim: int | None = None,
+    max_positions: int = 2048,
+    eps: float = 1e-6,
+    is_tied: bool = False,
 ) -> ModelSpec:
-    """The fields that all families of this shape share, with the defaults of transformers."""
-    _refuse_what_is_not_built(config)
+    """The fields that all families share.
+
+    Args:
+        windows: which layers have one.
+        read_rope: the rotary embedding, from the configuration and its longest sequence.
+        activation_field: its name in the configuration.
+        activation, head_dim, max_positions, eps, is_tied: of a configuration that does not say; as in
+            transformers. No head_dim: hidden_size / num_attention_heads.
+    """
     vocab_size = config.integer("vocab_size", 1, _MAX_VOCABULARY)
-    max_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS, 2048)
+    num_layers = config.integer("num_hidden_layers", 1, MAX_LAYERS)
+    max_positions = config.integer("max_position_embeddings", 1, MAX_POSITIONS, max_positions)
     rope = read_rope(config, max_positions)
     num_heads = config.integer("num_attention_heads", 1, _MAX_HEADS)
     bos = config.token_ids("bos_token_id", vocab_size)
     return ModelSpec(
         architecture=architecture,
-        num_layers=config.integer("num_hidden_layers", 1, _MAX_LAYERS),
+        num_layers=num_layers,
         hidden_size=config.integer("hidden_size", 1, _MAX_WIDTH),
         intermediate_size=config.integer("intermediate_size", 1, _MAX_WIDTH),
         num_heads=num_heads,
         num_kv_heads=_num_kv_heads(config, num_heads),
-        head_dim=_head_dim(config, num_heads),
+        head_dim=_head_dim(config, num_heads, head_dim),
         vocab_size=vocab_size,
-        rms_norm_eps=config.number("rms_norm_eps", 0.0, 1.0, 1e-6),
+        rms_norm_eps=config.number("rms_norm_eps", 0.0, 1.0, eps),
         rope=rope,
         max_position_embeddings=stretched_positions(rope, max_positions),
-        tie_word_embeddings=config.flag("tie_word_embeddings", False),
+        tie_word_embeddings=config.flag("tie_word_embeddings", is_tied),
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         mlp_bias=mlp_bias,
@@ -61,15 +92,9 @@ def read_decoder(
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=config.token_ids("eos_token_id", vocab_size),
         quantization=read_quantization(config),
+        activation=_ACTIVATIONS[config.choice(activation_field, tuple(_ACTIVATIONS), activation)],
+        layer_windows=read_windows(config, num_layers, windows),
     )
-
-
-def _refuse_what_is_not_built(config: ConfigFields) -> None:
-    config.choice("hidden_act", ("silu", "swish"), "silu")
-    if config.has("layer_types"):
-        for kind in config.text_list("layer_types"):
-            if kind != "full_attention":
-                raise config.error("layer_types", "full_attention everywhere", kind)
 
 
 def _num_kv_heads(config: ConfigFields, num_heads: int) -> int:
@@ -81,14 +106,14 @@ def _num_kv_heads(config: ConfigFields, num_heads: int) -> int:
     return num_kv_heads
 
 
-def _head_dim(config: ConfigFields, num_heads: int) -> int:
-    if not config.has("head_dim"):
+def _head_dim(config: ConfigFields, num_heads: int, default: int | None) -> int:
+    if default is None and not config.has("head_dim"):
         hidden_size = config.integer("hidden_size", 1, _MAX_WIDTH)
         if hidden_size % num_heads:
             expected = f"a multiple of num_attention_heads ({num_heads})"
             raise config.error("hidden_size", expected, hidden_size)
         return _even(config, "hidden_size / num_attention_heads", hidden_size // num_heads)
-    return _even(config, "head_dim", config.integer("head_dim", 2, _MAX_HEAD_DIM))
+    return _even(config, "head_dim", config.integer("head_dim", 2, _MAX_HEAD_DIM, default))
 
 
 def _even(config: ConfigFields, name: str, head_dim: int) -> int:

@@ -1,4 +1,7 @@
-"""Qwen2-MoE: Qwen2 with many small experts and one that all tokens share. Called by `models.registry`."""
+"""Qwen2-MoE and Qwen3-MoE: many small experts, in Qwen2-MoE also one that all tokens share.
+
+Called by `models.registry`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,22 @@ _MAX_WIDTH = 1 << 20
 
 def qwen2_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """`Qwen2MoeForCausalLM`; its optional sliding window is not built."""
-    if config.flag("use_sliding_window", False):
-        raise config.error("use_sliding_window", "false (sliding windows are not supported)", True)
+    _refuse_window(config)
     config = config.with_defaults(max_position_embeddings=32768)
     qkv_bias = config.flag("qkv_bias", True)
     spec = read_decoder(config, architecture, qkv_bias=qkv_bias, o_bias=False, mlp_bias=False)
     shared_size = config.integer("shared_expert_intermediate_size", 1, _MAX_WIDTH, 5632)
     return with_experts(spec, config, num_experts=60, num_chosen=4, inner_size=1408, shared_size=shared_size)
+
+
+def qwen3_moe_spec(config: ConfigFields, architecture: str) -> ModelSpec:
+    """`Qwen3MoeForCausalLM`: queries and keys are normalised, and no expert is shared."""
+    _refuse_window(config)
+    config = config.with_defaults(max_position_embeddings=32768, num_key_value_heads=4)
+    has_bias = config.flag("attention_bias", False)
+    spec = read_decoder(config, architecture, qkv_bias=has_bias, o_bias=has_bias)
+    spec = replace(spec, qk_norm="each_head")
+    return with_experts(spec, config, num_experts=128, num_chosen=8, inner_size=768)
 
 
 def with_experts(
@@ -45,6 +57,11 @@ def with_experts(
         dense_layers=_dense_layers(config, spec.num_layers),
     )
     return replace(spec, experts=experts)
+
+
+def _refuse_window(config: ConfigFields) -> None:
+    if config.flag("use_sliding_window", False):
+        raise config.error("use_sliding_window", "false (sliding windows are not supported)", True)
 
 
 def _dense_layers(config: ConfigFields, num_layers: int) -> frozenset[int]:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock.layers.experts_spec import ExpertsSpec
+from penstock.layers.kinds import Activation, NormKind
 from penstock.layers.rope_spec import RopeSpec
 from penstock.weights.quantization_spec import QuantizationSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm, rotary positions, grouped-query attention, gated MLP.
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP.
+
+    What has a default is a plain Llama's where a family does not say otherwise.
 
     Attributes:
         architecture: as in `config.json`, such as "LlamaForCausalLM".
@@ -28,6 +32,21 @@ class ModelSpec:
         them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
         experts: in place of the MLP, in all layers but some; None: every layer has a plain MLP.
+        layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
+            layers see all.
+        local_rope: of the layers with a window; None: as the others.
+        attention_scale: of the scores; 0: 1 / sqrt(head_dim).
+        attention_soft_cap, logit_soft_cap: cap * tanh(x / cap) of scores and of logits; 0: none.
+        qk_norm: whether queries and keys are normalised, each head on its own or all heads together.
+        norm_kind: what all norms do with their weights.
+        norm_places: norms stand before attention and MLP, after them, or both.
+        activation: of the gate of the MLP.
+        embedding_multiplier: of the vectors that tokens become.
+        rounds_embedding_multiplier: it is rounded to the dtype of the computation first.
+        residual_multiplier: of what attention and MLP add to the residual stream.
+        logit_multiplier: of the logits, before their cap.
+        stored_together: the checkpoint has query, key and value as one tensor `qkv_proj`, gate and up as one
+            `gate_up_proj`.
     """
 
     architecture: str
@@ -51,6 +70,24 @@ class ModelSpec:
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     quantization: QuantizationSpec | None = None
     experts: ExpertsSpec | None = None
+    layer_windows: tuple[int, ...] = ()
+    local_rope: RopeSpec | None = None
+    attention_scale: float = 0.0
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    qk_norm: Literal["none", "each_head", "all_heads"] = "none"
+    norm_kind: NormKind = "plain"
+    norm_places: Literal["before", "after", "both"] = "before"
+    activation: Activation = "silu"
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    stored_together: bool = False
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees; 0: all."""
+        return self.layer_windows[layer] if self.layer_windows else 0
 
     @property
     def query_size(self) -> int:
@@ -72,16 +109,22 @@ class ModelSpec:
         """The experts of a layer; None: it has a plain MLP."""
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
+    def norm_parameters(self) -> int:
+        """Of one layer: before or after attention and MLP, and of queries and keys."""
+        places = 4 if self.norm_places == "both" else 2
+        heads = {"none": 0, "each_head": 2 * self.head_dim, "all_heads": self.query_size + self.kv_size}
+        return places * self.hidden_size + heads[self.qk_norm]
+
     def mlp_parameters(self) -> int:
         """Of one layer with a plain MLP: gate, up and down projections."""
         weights = 3 * self.hidden_size * self.intermediate_size
         return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
 
     def layer_parameters(self, layer: int | None = None) -> int:
-        """Of a layer, its two norms included; None: of one with experts, if the model has any."""
+        """Of a layer, its norms included; None: of one with experts, if the model has any."""
         experts = self.experts if layer is None else self.experts_of(layer)
         mlp = self.mlp_parameters() if experts is None else experts.parameters(self.hidden_size)
-        return self.attention_parameters() + mlp + 2 * self.hidden_size
+        return self.attention_parameters() + mlp + self.norm_parameters()
 
     def embedding_parameters(self) -> int:
         """Of the token embedding; an untied output head has as many."""

@@ -36,6 +36,13 @@ class Fused(Protocol):
 
 
 @runtime_checkable
+class StoredTogether(Fused, Protocol):
+    """A fused module whose parts may be one tensor in the checkpoint already: its name, or empty."""
+
+    stored_as: str
+
+
+@runtime_checkable
 class Shared(Protocol):
     """A module whose weight may be a share of the checkpoint's tensor."""
 
@@ -156,7 +163,8 @@ def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:
         for part, (start, end) in module.parts.items():
             rows, columns = _shares(module, part, end - start, kind)
             target = parameter.data[start:end]
-            yield TensorSlot(name=f"{parent}.{part}.{kind}", target=target, rows=rows, columns=columns)
+            name = f"{parent}.{_stored_name(module, part)}.{kind}"
+            yield TensorSlot(name=name, target=target, rows=rows, columns=columns)
     weight = getattr(module, "weight", None)
     if not isinstance(weight, RowSink):
         return
@@ -168,13 +176,17 @@ def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:
         role = module.role(part)
         rows, columns = _shares(module, part, end - start)
         yield RowSlot(
-            name=f"{parent}.{part}.weight",
+            name=f"{parent}.{_stored_name(module, part)}.weight",
             sink=weight,
             first_row=start if role == 0 else 0,
             role=role,
             rows=rows,
             columns=columns,
         )
+
+
+def _stored_name(module: Fused, part: str) -> str:
+    return (isinstance(module, StoredTogether) and module.stored_as) or part
 
 
 def _shares(module: nn.Module, part: str, num_rows: int, kind: str = "weight") -> tuple[Share, Share | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +11,10 @@ from torch import Tensor
 from penstock.attention import metadata as metadata_module
 from penstock.attention.metadata import AttentionMetadata, LayerKV
 from penstock.attention.torch_paged import attend
+from penstock.kernels.cpu.ops import Sight
 
 HEAD_DIM = 8
+PLAIN = Sight(scale=HEAD_DIM**-0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,7 @@ class Step:
     kv: LayerKV
     metadata: AttentionMetadata
     expected: Tensor
+    sight: Sight
 
 
 def make_step(
@@ -37,6 +39,7 @@ def make_step(
     block_size: int = 4,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    sight: Sight = PLAIN,
 ) -> Step:
     """Rows with `counts` new tokens whose contexts then have `contexts` tokens."""
     generator = torch.Generator().manual_seed(seed)
@@ -62,7 +65,7 @@ def make_step(
         queries.append(query)
         keys.append(key[num_before:])
         values.append(value[num_before:])
-        expected.append(reference(query, key, value))
+        expected.append(reference(query, key, value, sight))
     starts = [sum(counts[:row]) for row in range(len(counts) + 1)]
     metadata = AttentionMetadata(
         query_starts=starts,
@@ -79,23 +82,27 @@ def make_step(
         kv=kv,
         metadata=metadata,
         expected=torch.cat(expected),
+        sight=sight,
     )
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def reference(query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
     """Causal attention of the last `len(query)` tokens, one head and one token at a time."""
     count, context, group = len(query), len(key), query.shape[1] // key.shape[1]
     output = torch.zeros(query.shape, dtype=torch.float64)
     for token in range(count):
         seen = context - count + token + 1
+        first = max(0, seen - sight.window) if sight.window else 0
         for head in range(query.shape[1]):
-            scores = key[:seen, head // group].double() @ query[token, head].double() / math.sqrt(HEAD_DIM)
-            output[token, head] = scores.softmax(0) @ value[:seen, head // group].double()
+            scores = key[first:seen, head // group].double() @ query[token, head].double() * sight.scale
+            if sight.soft_cap:
+                scores = sight.soft_cap * (scores / sight.soft_cap).tanh()
+            output[token, head] = scores.softmax(0) @ value[first:seen, head // group].double()
     return output
 
 
 def run(step: Step) -> Tensor:
-    return attend(step.query, step.key, step.value, step.kv, step.metadata)
+    return attend(step.query, step.key, step.value, step.kv, step.metadata, step.sight)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 2), (1, 1)])
@@ -141,9 +148,7 @@ def test_no_tokens() -> None:
         num_decodes=0,
         block_size=4,
     )
-    output = attend(
-        torch.empty(0, 4, HEAD_DIM), torch.empty(0, 2, HEAD_DIM), torch.empty(0, 2, HEAD_DIM), kv, empty
-    )
+    output = attend(*(torch.empty(0, heads, HEAD_DIM) for heads in (4, 2, 2)), kv, empty, PLAIN)
     assert output.shape == (0, 4, HEAD_DIM)
     assert not kv.key.any()
 
@@ -160,10 +165,31 @@ def test_stores_keys_and_values_at_the_mapped_slots_only() -> None:
     assert torch.equal(step.kv.value[step.metadata.slot_mapping], step.value)
 
 
+@pytest.mark.parametrize("soft_cap", [0.0, 1.5])
+@pytest.mark.parametrize("window", [0, 1, 6, 100])
+@pytest.mark.parametrize(
+    ("counts", "contexts"),
+    [([1, 1, 1], [4, 40, 6]), ([1, 3, 9], [9, 30, 9]), ([5], [6]), ([9], [9]), ([20, 2], [20, 8])],
+)
+def test_windows_and_caps_in_steps_of_any_kind(
+    counts: list[int], contexts: list[int], window: int, soft_cap: float
+) -> None:
+    sight = Sight(scale=0.5, soft_cap=soft_cap, window=window)
+    step = make_step(counts, contexts, sight=sight)
+    torch.testing.assert_close(run(step).double(), step.expected, atol=2e-6, rtol=1e-5)
+
+
+def test_decodes_in_a_window_gather_no_more_than_the_window() -> None:
+    step = make_step([1, 1], [300, 70], sight=Sight(scale=1.0, window=40))
+    assert step.metadata.reads(40).decode_groups[0].slots.shape == (2, 64)
+    assert step.metadata.reads(0).decode_groups[0].slots.shape == (2, 320)
+    assert len(make_step([3], [200]).metadata.reads(10).prefill_rows[0].slots) == 12
+
+
 def test_decode_groups_bound_the_gathered_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata_module, "MAX_GROUP_SLOTS", 20)
     step = make_step([1] * 6, [9, 10, 3, 25, 2, 4])
-    groups = step.metadata.decode_groups
+    groups = step.metadata.reads(0).decode_groups
     assert [(group.start, group.end) for group in groups] == [(0, 2), (2, 3), (3, 4), (4, 6)]
     torch.testing.assert_close(run(step).double(), step.expected, atol=2e-6, rtol=1e-5)
 

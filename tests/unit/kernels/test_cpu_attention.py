@@ -100,7 +100,7 @@ class Pool:
         angles = torch.full((len(qkv), 2, shape.head_dim // 2), math.nan)
         sizes = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
         turning = RopeAnglesArgs(
-            frequencies=self.frequencies.data_ptr(), angles=angles.data_ptr(), head_dim=shape.head_dim,
+            frequencies=self.frequencies.data_ptr(), angles=angles.data_ptr(), rotary_dim=shape.head_dim,
             factor=1.0, dtype=dtype,
         )  # fmt: skip
         storing = RopeStoreArgs(
@@ -347,7 +347,7 @@ def test_angles_are_those_of_the_formula(flags: str, dtype: torch.dtype, head_di
     frequencies = 10_000.0 ** -(torch.arange(0, head_dim, 2).float() / head_dim)
     angles = torch.full((len(positions), 2, head_dim // 2), math.nan)
     args = RopeAnglesArgs(
-        frequencies=frequencies.data_ptr(), angles=angles.data_ptr(), head_dim=head_dim, factor=1.25,
+        frequencies=frequencies.data_ptr(), angles=angles.data_ptr(), rotary_dim=head_dim, factor=1.25,
         dtype=TYPES[dtype],
     )  # fmt: skip
     step = Step(num_tokens=len(positions), positions=positions.data_ptr())

@@ -251,8 +251,13 @@ def test_a_bad_rope_field_is_named_with_its_section(
         assert refusal(tmp_path, **{section: scaling}).param == f"{section}.{field}"
 
 
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, QWEN, use_sliding_window=True).param == "use_sliding_window"
+def test_windows_of_qwen_are_those_of_the_upper_layers_if_switched_on(tmp_path: Path) -> None:
+    window = {"sliding_window": 100, "max_window_layers": 3}
+    assert load_spec(write(tmp_path, QWEN | window)).layer_windows == ()
+    spec = load_spec(write(tmp_path, QWEN | window | {"use_sliding_window": True}))
+    assert spec.layer_windows == (0, 0, 0, 100, 100)
+    assert refusal(tmp_path, QWEN, use_sliding_window=True, sliding_window=0).param == "sliding_window"
+    assert refusal(tmp_path, QWEN, layer_types=["sliding_attention"] * 5).param == "layer_types"
 
 
 @pytest.mark.parametrize(
@@ -328,23 +333,38 @@ JSON_VALUES = st.recursive(
     max_leaves=6,
 )
 FIELDS = [*BASE, "head_dim", "rope_scaling", "rope_parameters", "rope_theta", "tie_word_embeddings", "dtype"]
-ROPE_FIELDS = ["rope_type", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "rope_theta"]
+FIELDS += ["layer_types", "sliding_window", "use_sliding_window", "sliding_window_pattern", "logits_scaling"]
+FIELDS += ["query_pre_attn_scalar", "final_logit_softcapping", "partial_rotary_factor"]
+ROPE_FIELDS = [
+    "rope_type",
+    "factor",
+    "short_factor",
+    "long_factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "rope_theta",
+]
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=4),
     scaling=st.dictionaries(st.sampled_from(ROPE_FIELDS), JSON_VALUES, max_size=3),
-    kind=st.sampled_from(["default", "linear", "llama3", "yarn"]),
+    kind=st.sampled_from(["default", "linear", "llama3", "longrope", "yarn"]),
+    architecture=st.sampled_from(SUPPORTED_ARCHITECTURES),
 )
 def test_any_configuration_is_a_spec_or_a_typed_error(
     tmp_path_factory: pytest.TempPathFactory,
     changes: dict[str, Any],
     scaling: dict[str, Any],
     kind: str,
+    architecture: str,
 ) -> None:
     directory = tmp_path_factory.mktemp("any", numbered=True)
-    write(directory, BASE | {"rope_scaling": {"rope_type": kind, "factor": 2.0} | scaling} | changes)
+    own = BASE | {"architectures": [architecture]}
+    write(directory, own | {"rope_scaling": {"rope_type": kind, "factor": 2.0} | scaling} | changes)
     spec_or_error = spec_or_refusal(directory)
     if isinstance(spec_or_error, ModelConfigError):
         assert spec_or_error.message.isprintable()

@@ -12,6 +12,9 @@ FLOAT32 = 0
 BFLOAT16 = 1
 FLOAT16 = 2  # only of scales
 
+SILU, GELU_TANH = 1, 2  # gates; 0: none
+PLAIN_NORM, WIDE_NORM, ONE_PLUS_NORM = 0, 1, 2
+
 
 class Step(ctypes.Structure):
     """What changes from step to step."""
@@ -124,14 +127,59 @@ class NormArgs(ctypes.Structure):
         ("size", c_int64),
         ("eps", c_float),
         ("dtype", c_int32),
+        ("kind", c_int32),
+        ("reserved", c_int32),
     ]
+
+
+class GroupNormArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("weight", c_void_p),
+        ("squares", c_void_p),
+        ("squares_stride", c_int64),
+        ("squared_size", c_int64),
+        ("num_groups", c_int64),
+        ("size", c_int64),
+        ("eps", c_float),
+        ("dtype", c_int32),
+        ("kind", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class SquaresArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("squares", c_void_p),
+        ("squares_stride", c_int64),
+        ("size", c_int64),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class AddArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("residual", c_void_p),
+        ("size", c_int64),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]
+
+
+class ScaleArgs(ctypes.Structure):
+    _fields_ = [("x", c_void_p), ("size", c_int64), ("factor", c_float), ("dtype", c_int32)]
 
 
 class RopeAnglesArgs(ctypes.Structure):
     _fields_ = [
         ("frequencies", c_void_p),
         ("angles", c_void_p),
-        ("head_dim", c_int64),
+        ("rotary_dim", c_int64),
         ("factor", c_float),
         ("dtype", c_int32),
     ]
@@ -147,7 +195,7 @@ class RopeStoreArgs(ctypes.Structure):
         ("head_dim", c_int64),
         ("block_size", c_int64),
         ("dtype", c_int32),
-        ("reserved", c_int32),
+        ("rotary_dim", c_int32),
     ]
 
 
@@ -199,6 +247,8 @@ class HeadArgs(ctypes.Structure):
         ("ids", c_void_p),
         ("width", c_int64),
         ("is_finite", c_void_p),
+        ("multiplier", c_float),
+        ("soft_cap", c_float),
     ]
 
 

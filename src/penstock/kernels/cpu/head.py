@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.kernels.candidates import Candidates, HeadOutput, HeadRequest
+from penstock.kernels.candidates import STRAIGHT, Candidates, HeadOutput, HeadRequest, LogitCurve
 from penstock.kernels.cpu.abi import HeadArgs, LinearArgs, QuantizedLinearArgs
 from penstock.kernels.cpu.ops import DTYPES
 
@@ -43,19 +43,24 @@ class Head:
         self._call: _Call | None = None
 
     def answer(
-        self, x: Tensor, product: LinearArgs | QuantizedLinearArgs, request: HeadRequest
+        self,
+        x: Tensor,
+        product: LinearArgs | QuantizedLinearArgs,
+        request: HeadRequest,
+        curve: LogitCurve = STRAIGHT,
     ) -> HeadOutput:
         """Candidates and whole logits of rows of hidden states.
 
         Args:
             x: [num_rows, in_size], one row per row of the request.
             product: its weight; x is filled in here. Its y, bias and gate are not used.
+            curve: from the product to logits; always the same.
 
         Returns:
             Candidates in memory that the next answer to the same request writes again.
         """
         if self._call is None or self._call.request is not request:
-            self._call = _Call(request, product.out_size)
+            self._call = _Call(request, product.out_size, curve)
         assert x.stride(1) == 1, "a row of hidden states must be contiguous"
         assert DTYPES[x.dtype] == product.dtype
         product.x, product.x_stride = x.data_ptr(), x.stride(0)
@@ -65,7 +70,7 @@ class Head:
 class _Call:
     """The arguments of a request, and the memory of its answer."""
 
-    def __init__(self, request: HeadRequest, vocab_size: int) -> None:
+    def __init__(self, request: HeadRequest, vocab_size: int, curve: LogitCurve) -> None:
         self.request, self._vocab_size = request, vocab_size
         num_rows, width = len(request), int(request.num_candidates.max(initial=1))
         self._candidates = Candidates(
@@ -90,6 +95,8 @@ class _Call:
             ids=_address(self._candidates.ids),
             width=width,
             is_finite=_address(self._candidates.is_finite),
+            multiplier=curve.multiplier,
+            soft_cap=curve.soft_cap,
         )
 
     def run(self, library: ctypes.CDLL, product: LinearArgs | QuantizedLinearArgs) -> HeadOutput:

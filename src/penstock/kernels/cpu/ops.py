@@ -39,6 +39,21 @@ class HeadShape:
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sight:
+    """How a layer's queries look at the keys.
+
+    Attributes:
+        scale: of the scores.
+        soft_cap: then cap * tanh(score / cap); 0: none.
+        window: a token sees itself and window - 1 before it; 0: all.
+    """
+
+    scale: float
+    soft_cap: float = 0.0
+    window: int = 0
+
+
 class CpuKernels:
     """The kernels of one rank.
 
@@ -65,14 +80,15 @@ class CpuKernels:
             self._tape = None
 
     def linear(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out_size: int, gated: bool = False
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *, out_size: int, gated: int = 0
     ) -> Tensor:
-        """x W^T + bias; gated: silu(gate) * up of the two halves.
+        """x W^T + bias; gated: silu(gate) * up of the two halves, or with gelu.
 
         Args:
             x: [num_tokens, in_size].
             weight: packed (`csrc/panels.h`), of the dtype of `x`; `out_size` counts gate and up.
             bias: [out_size].
+            gated: 0, `abi.SILU` or `abi.GELU_TANH`.
 
         Returns:
             [num_tokens, out_size], half as wide if gated.
@@ -127,11 +143,18 @@ class CpuKernels:
         return y
 
     def add_rms_norm(
-        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, selected: Tensor | None = None
+        self,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor,
+        eps: float,
+        selected: Tensor | None = None,
+        kind: int = abi.PLAIN_NORM,
     ) -> Tensor:
         """Adds x to the residual stream, in place, and normalises the sum; all [num_tokens, size].
 
         Args:
+            kind: `abi.PLAIN_NORM`, `WIDE_NORM` or `ONE_PLUS_NORM`.
             selected: [num_selected] int64, the tokens to do it for; the result has as many rows.
         """
         assert x.is_contiguous()
@@ -145,10 +168,75 @@ class CpuKernels:
             size=x.shape[1],
             eps=eps,
             dtype=DTYPES[x.dtype],
+            kind=kind,
         )
         step = abi.Step(num_tokens=len(y), selected=None if selected is None else selected.data_ptr())
         self._call("penstock_add_rms_norm", args, len(y), step)
         return y
+
+    def group_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        kind: int,
+        squares: Tensor | None = None,
+        squared_size: int = 0,
+    ) -> None:
+        """Normalises x [num_tokens, n * size] in place, each `size` columns on their own.
+
+        Args:
+            weight: [size], of every group.
+            kind: as for `add_rms_norm`.
+            squares: [num_tokens] float32 of any stride: sums of the squares of `squared_size` numbers, to be
+                used in place of the groups' own.
+        """
+        assert _has_contiguous_rows(x)
+        args = abi.GroupNormArgs(
+            x=x.data_ptr(),
+            x_stride=x.stride(0),
+            weight=weight.data_ptr(),
+            squares=None if squares is None else squares.data_ptr(),
+            squares_stride=0 if squares is None else squares.stride(0),
+            squared_size=squared_size,
+            num_groups=x.shape[1] // len(weight),
+            size=len(weight),
+            eps=eps,
+            dtype=DTYPES[x.dtype],
+            kind=kind,
+        )
+        self._call("penstock_group_norm", args, len(x))
+
+    def sums_of_squares(self, *parts: Tensor) -> Tensor:
+        """[num_tokens, len(parts)] float32 of parts [num_tokens, any size]."""
+        squares = self._output(parts[0], len(parts), torch.float32)
+        for column, x in enumerate(parts):
+            assert _has_contiguous_rows(x)
+            args = abi.SquaresArgs(
+                x=x.data_ptr(),
+                x_stride=x.stride(0),
+                squares=squares[:, column].data_ptr(),
+                squares_stride=squares.stride(0),
+                size=x.shape[1],
+                dtype=DTYPES[x.dtype],
+            )
+            self._call("penstock_squares", args, len(x))
+        return squares
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """Adds x to the residual stream, in place; both [num_tokens, size]."""
+        assert x.is_contiguous()
+        assert residual.is_contiguous()
+        args = abi.AddArgs(
+            x=x.data_ptr(), residual=residual.data_ptr(), size=x.shape[1], dtype=DTYPES[x.dtype]
+        )
+        self._call("penstock_add", args, len(x))
+
+    def scale(self, x: Tensor, factor: float) -> None:
+        """Multiplies x [num_tokens, size] in place."""
+        assert x.is_contiguous()
+        args = abi.ScaleArgs(x=x.data_ptr(), size=x.shape[1], factor=factor, dtype=DTYPES[x.dtype])
+        self._call("penstock_scale", args, len(x))
 
     def zeros(self, rows: Tensor, width: int, dtype: torch.dtype) -> Tensor:
         """[num_tokens, width] of zeros, as many as there are `rows`."""
@@ -158,14 +246,14 @@ class CpuKernels:
         return y
 
     def rope_angles(
-        self, positions: Tensor, frequencies: Tensor, factor: float, head_dim: int, dtype: torch.dtype
+        self, positions: Tensor, frequencies: Tensor, factor: float, rotary_dim: int, dtype: torch.dtype
     ) -> Tensor:
-        """[num_tokens, head_dim] float32: cosines, then sines, of positions times frequencies."""
-        angles = self._output(positions, head_dim, torch.float32)
+        """[num_tokens, rotary_dim] float32: cosines, then sines, of positions times frequencies."""
+        angles = self._output(positions, rotary_dim, torch.float32)
         args = abi.RopeAnglesArgs(
             frequencies=frequencies.data_ptr(),
             angles=angles.data_ptr(),
-            head_dim=head_dim,
+            rotary_dim=rotary_dim,
             factor=factor,
             dtype=DTYPES[dtype],
         )
@@ -186,10 +274,13 @@ class CpuKernels:
             head_dim=shape.head_dim,
             block_size=block_size,
             dtype=DTYPES[qkv.dtype],
+            rotary_dim=angles.shape[1],
         )
         self._call("penstock_rope_store", args, len(qkv), step)
 
-    def attention(self, qkv: Tensor, kv: Tensor, shape: HeadShape, block_size: int, step: abi.Step) -> Tensor:
+    def attention(
+        self, qkv: Tensor, kv: Tensor, shape: HeadShape, sight: Sight, block_size: int, step: abi.Step
+    ) -> Tensor:
         """[num_tokens, num_heads * head_dim]: causal attention of the step's queries."""
         y = self._output(qkv, shape.query_size)
         args = abi.AttentionArgs(
@@ -200,7 +291,9 @@ class CpuKernels:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             block_size=block_size,
-            scale=shape.head_dim**-0.5,
+            window=sight.window,
+            scale=sight.scale,
+            soft_cap=sight.soft_cap,
             dtype=DTYPES[qkv.dtype],
         )
         self._call("penstock_attention", args, len(qkv), step)

@@ -34,8 +34,12 @@ struct Call {
     const void* args;
 };
 
+// What becomes of a gate before it is multiplied with what it lets through; 0 = there is none.
+constexpr int32_t kSilu = 1;
+constexpr int32_t kGeluTanh = 2;
+
 // y = x W^T + bias over all tokens of the step. W is packed (panels.h); with `gated`, columns of W are
-// [gate | up] interleaved by halves of a panel and y = silu(gate) * up has out_size / 2 columns.
+// [gate | up] interleaved by halves of a panel and y = silu(gate) * up, or with gelu, has out_size / 2 columns.
 struct LinearArgs {
     const void* x;
     int64_t x_stride;
@@ -46,7 +50,7 @@ struct LinearArgs {
     int64_t in_size;
     int64_t out_size;
     int32_t dtype;  // of x, weight, bias and y
-    int32_t gated;
+    int32_t gated;  // 0, kSilu or kGeluTanh
 };
 
 // Panels of unsigned 8- or 4-bit weights: w = scale * (q - zero), per output and group of `group_size` inputs.
@@ -66,7 +70,7 @@ struct QuantizedLinearArgs {
     void* scratch;       // rounded activations of the step: token_bytes of QuantizedSizes for each token
     int32_t bits;   // 8 or 4
     int32_t dtype;  // of x, bias and y
-    int32_t gated;
+    int32_t gated;  // as above
     int32_t scale_dtype;  // kFloat32, kBFloat16 or kFloat16
 };
 
@@ -110,6 +114,10 @@ struct QuantizedGatherArgs {
     int32_t out_size;  // ids beyond it give zeros
 };
 
+// What a norm does with its weight: rounds to `dtype` and multiplies; multiplies and rounds; multiplies with
+// 1 + weight and rounds.
+constexpr int32_t kPlainNorm = 0, kWideNorm = 1, kOnePlusNorm = 2;
+
 // residual += x; y = residual / rms(residual) * weight, of all rows or the selected ones. x, residual:
 // [rows, size], y: [num_tokens, size], contiguous.
 struct NormArgs {
@@ -120,13 +128,59 @@ struct NormArgs {
     int64_t size;
     float eps;
     int32_t dtype;
+    int32_t kind;
+    int32_t reserved;
 };
 
-// cosines and sines of the step's positions: [num_tokens, 2, head_dim / 2] float32, rounded to `dtype`.
+// x = x / rms(x) * weight in place, of `num_groups` groups of `size` columns, each on its own and all with one weight.
+struct GroupNormArgs {
+    void* x;
+    int64_t x_stride;
+    const void* weight;    // [size]
+    const float* squares;  // first of a token's sum of squares over all ranks; null: the group's own
+    int64_t squares_stride;
+    int64_t squared_size;  // of so many numbers
+    int64_t num_groups;
+    int64_t size;
+    float eps;
+    int32_t dtype;
+    int32_t kind;
+    int32_t reserved;
+};
+
+// squares[t] = sum of the squares of `size` columns, with `squares_stride` from token to token.
+struct SquaresArgs {
+    const void* x;
+    int64_t x_stride;
+    float* squares;
+    int64_t squares_stride;
+    int64_t size;
+    int32_t dtype;
+    int32_t reserved;
+};
+
+// residual += x: [num_tokens, size], contiguous.
+struct AddArgs {
+    const void* x;
+    void* residual;
+    int64_t size;
+    int32_t dtype;
+    int32_t reserved;
+};
+
+// x *= factor: [num_tokens, size], contiguous.
+struct ScaleArgs {
+    void* x;
+    int64_t size;
+    float factor;
+    int32_t dtype;
+};
+
+// cosines and sines of the step's positions: [num_tokens, 2, rotary_dim / 2] float32, rounded to `dtype`.
 struct RopeAnglesArgs {
-    const float* frequencies;  // [head_dim / 2] radians per position
+    const float* frequencies;  // [rotary_dim / 2] radians per position
     float* angles;
-    int64_t head_dim;
+    int64_t rotary_dim;
     float factor;  // cosines and sines are multiplied by it
     int32_t dtype;
 };
@@ -141,7 +195,7 @@ struct RopeStoreArgs {
     int64_t head_dim;
     int64_t block_size;
     int32_t dtype;
-    int32_t reserved;
+    int32_t rotary_dim;  // of a head, its first dims; the others are left as they are. 0 = all
 };
 
 // Causal attention of the step's queries over the blocks of their rows.
@@ -194,6 +248,8 @@ struct HeadArgs {
     int64_t* ids;   // [num_rows, width]
     int64_t width;
     uint8_t* is_finite;  // [num_rows] 1 = all logits were, before bias and mask
+    float multiplier;    // of every logit
+    float soft_cap;      // then cap * tanh(logit / cap); 0 = none
 };
 
 constexpr int64_t kPage = 4096;

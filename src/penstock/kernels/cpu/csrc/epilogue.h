@@ -1,9 +1,10 @@
 // What becomes of a tile of products: bias, gate, rounding, and its place in the output.
 #pragma once
+#include "abi.h"
 #include "panels.h"
 
 // Where row `row` of a weight lies among the packed columns. Gate and up projections share panels half by half,
-// so that silu(gate) * up finds both in one tile. role: 0 = plain, 1 = gate, 2 = up.
+// so that the gate finds both in one tile. role: 0 = plain, 1 = gate, 2 = up.
 INLINE int64_t packed_column(int64_t row, int32_t role) {
     if (role == 0) return row;
     return row / kLanes * kPanel + row % kLanes + (role == 2 ? kLanes : 0);
@@ -11,7 +12,7 @@ INLINE int64_t packed_column(int64_t row, int32_t role) {
 
 template <class T, class Panels>
 void write_product(const Panels& panels, int64_t num_rows, int64_t out_size, const T* bias, T* y, int64_t y_stride,
-                   bool gated) {
+                   int32_t gated) {
     int64_t width = gated ? out_size / 2 : out_size;
     int64_t packed_size = gated ? (width + kLanes - 1) / kLanes * kPanel : out_size;
     for_each_tile(panels, num_rows, packed_size, [=](int64_t first, int rows, int64_t panel, const float* tile) {
@@ -31,7 +32,7 @@ void write_product(const Panels& panels, int64_t num_rows, int64_t out_size, con
             f32x16 low = load(tile + r * kPanel) + bias_low;
             f32x16 high = load(tile + r * kPanel + kLanes) + bias_high;
             if (gated) {
-                f32x16 product = silu(low) * high;
+                f32x16 product = (gated == kGeluTanh ? gelu_tanh(low) : silu(low)) * high;
                 low_count == kLanes ? store(to, product) : store_some(to, product, low_count);
                 continue;
             }

@@ -103,9 +103,12 @@ public:
 
     template <class Panels>
     void run(const Panels& panels) {
-        for_each_tile(panels, args.num_rows, vocab, [this](int64_t first, int rows, int64_t panel, const float* tile) {
+        const bool is_bent = args.multiplier != 1.0f || args.soft_cap > 0;
+        for_each_tile(panels, args.num_rows, vocab, [this, is_bent](int64_t first, int rows, int64_t panel, const float* tile) {
             int64_t thread = omp_get_thread_num();
             bool is_whole = (panel + 1) * kPanel <= vocab;
+            alignas(64) float bent[kMaxRows * kPanel];
+            if (is_bent) tile = bend(tile, rows, bent);
             for (int r = 0; r < rows; r++) {
                 const float* logits = tile + r * kPanel;
                 Collection& own = collection(thread, first + r);
@@ -124,6 +127,17 @@ private:
     Collection* collections;  // [num_threads, num_rows]
 
     Collection& collection(int64_t thread, int64_t row) { return collections[thread * args.num_rows + row]; }
+
+    // Logits as the model gives them, from bare products. A product that is not finite stays so under a cap: 0 * x.
+    const float* bend(const float* tile, int rows, float* bent) const {
+        for (int64_t i = 0; i < rows * kPanel; i += kLanes) {
+            f32x16 logits = load(tile + i) * args.multiplier;
+            if (args.soft_cap > 0)
+                logits = fma(logits, splat(0.0f), tanh(logits * (1.0f / args.soft_cap)) * args.soft_cap);
+            store(bent + i, logits);
+        }
+        return bent;
+    }
 
     template <bool is_whole>
     void take(Collection& own, int64_t row, int64_t panel, const float* logits) {

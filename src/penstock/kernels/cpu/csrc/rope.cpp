@@ -5,7 +5,7 @@ constexpr int64_t kManyTokens = 32;  // from here on the tokens are cut among th
 
 template <class T>
 static void angles_of(float position, const RopeAnglesArgs& args, float* angles) {
-    int64_t half = args.head_dim / 2;
+    int64_t half = args.rotary_dim / 2;
     for (int64_t i = 0; i < half; i++) {
         float turn = position * args.frequencies[i];
         angles[i] = cosf(turn) * args.factor;
@@ -23,7 +23,7 @@ template <class T>
 static void all_angles(const RopeAnglesArgs& args, const Step& step) {
 #pragma omp parallel for schedule(static) if (step.num_tokens >= kManyTokens)
     for (int64_t t = 0; t < step.num_tokens; t++)
-        angles_of<T>((float)step.positions[t], args, args.angles + t * args.head_dim);
+        angles_of<T>((float)step.positions[t], args, args.angles + t * args.rotary_dim);
 }
 
 PENSTOCK_EXPORT void penstock_rope_angles(const void* args, const Step* step) {
@@ -49,15 +49,17 @@ template <class T>
 struct RopeStore {
     const RopeStoreArgs& args;
     KVLayout<T> layout;
-    int64_t half;
+    int64_t half;  // of the dims that are rotated
 
     explicit RopeStore(const RopeStoreArgs& args)
-        : args(args), layout{args.num_kv_heads, args.head_dim, args.block_size}, half(args.head_dim / 2) {}
+        : args(args),
+          layout{args.num_kv_heads, args.head_dim, args.block_size},
+          half((args.rotary_dim ? args.rotary_dim : args.head_dim) / 2) {}
 
     void token(int64_t index, int64_t slot) const {
         int64_t size = args.head_dim, block = slot / args.block_size, offset = slot % args.block_size;
         T* head = (T*)args.qkv + index * (args.num_heads + 2 * args.num_kv_heads) * size;
-        const float* angles = args.angles + index * size;
+        const float* angles = args.angles + index * 2 * half;
         for (int64_t h = 0; h < args.num_heads; h++, head += size) rotate_query(head, angles);
         for (int64_t h = 0; h < args.num_kv_heads; h++, head += size) {
             T* tile = (T*)args.kv + layout.tile_at(block, offset, h);
@@ -83,6 +85,7 @@ struct RopeStore {
                 keys[layout.key_at(lane, half + i + k)] = high[k];
             }
         });
+        for (int64_t d = 2 * half; d < args.head_dim; d++) keys[layout.key_at(lane, d)] = key[d];
     }
 
     void put_value(const T* value, T* values, int64_t lane) const {

@@ -134,6 +134,12 @@ INLINE f32x16 exp(f32x16 x) {
 
 INLINE f32x16 silu(f32x16 x) { return x / (exp(-x) + 1.0f); }
 
+// x * (1 + tanh(u)) / 2 with u = sqrt(2 / pi) * (x + 0.044715 x^3) (arXiv 1606.08415), which is x / (1 + e^-2u).
+INLINE f32x16 gelu_tanh(f32x16 x) {
+    f32x16 u = fma(x * x * x, splat(0.044715f), x) * 0.79788456f;
+    return x / (exp(-(u + u)) + 1.0f);
+}
+
 INLINE f32x16 tanh(f32x16 x) {
     f32x16 bounded = max(splat(-20.0f), -max(splat(-20.0f), -x));
     return 1.0f - 2.0f / (exp(bounded + bounded) + 1.0f);

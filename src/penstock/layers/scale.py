@@ -1,0 +1,34 @@
+"""Multiplication of hidden states by a constant of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from penstock.layers.compute import Compute
+
+
+class Scale:
+    """x * factor, rounded once. No module: it holds no weights."""
+
+    def __init__(self, factor: float, *, compute: Compute) -> None:
+        self._factor = factor
+        self._kernels = compute.kernels_for("norm")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, size] -> the same; our kernel writes over `x`."""
+        if self._kernels is None:
+            return x * self._factor
+        self._kernels.scale(x, self._factor)
+        return x
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """x as it is."""
+    return x
+
+
+def scale_by(factor: float, compute: Compute) -> Callable[[Tensor], Tensor]:
+    """`Scale`, or nothing at all for a factor of 1."""
+    return unchanged if factor == 1.0 else Scale(factor, compute=compute)
