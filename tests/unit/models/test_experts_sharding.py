@@ -65,8 +65,7 @@ def recorded(driver: StageDriver) -> StageDriver:
 
 @WAYS
 @pytest.mark.parametrize("with_kernels", [False, True])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("cuts", [(), (1,), (1, 2)])
+@pytest.mark.parametrize(("size", "cuts"), [(2, ()), (2, (1, 2)), (4, (1,))])
 def test_ranks_that_share_experts_give_the_logits_of_one(
     checkpoint: Path, size: int, cuts: tuple[int, ...], with_kernels: bool, expert_parallel: bool
 ) -> None:
