@@ -47,6 +47,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         faults: what a test has armed; a rank that takes the place of another has none.
         tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
         next_tp_size: how many share those of the next stage.
+        expert_parallel: the ranks of a stage have experts whole, and not each a part of all.
         are_threads: the ranks are threads of one process.
         replica: which pipeline it belongs to; None where there is one.
     """
@@ -79,6 +80,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int = 0
     tp_size: int = 1
     next_tp_size: int = 1
+    expert_parallel: bool = False
     are_threads: bool = False
     replica: int | None = None
 

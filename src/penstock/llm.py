@@ -62,6 +62,7 @@ class LLM:
         model: directory of a checkpoint, `demo`, or a hub name already downloaded.
         pipeline_parallel_size: number of stages.
         tensor_parallel_size: ranks that share a stage's layers, or of each stage, such as "2,1" or [2, 1].
+        enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
         topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
         dtype: of weights and computation; "auto" takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
@@ -100,6 +101,7 @@ class LLM:
         *,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int | str | Sequence[int] = 1,
+        enable_expert_parallel: bool = False,
         topology: str | os.PathLike[str] | None = None,
         dtype: DType = "auto",
         max_model_len: int | None = None,
@@ -138,6 +140,7 @@ class LLM:
             "parallel": {
                 "pipeline_parallel_size": pipeline_parallel_size,
                 "tensor_parallel_size": tensor_parallel_size,
+                "enable_expert_parallel": enable_expert_parallel,
                 "partition": partition,
                 "partition_mix": partition_mix,
                 "async_depth": async_depth,
@@ -168,13 +171,12 @@ class LLM:
             },
             "seed": seed,
         }
-        config = _engine_config(values)
+        self._start(_engine_config(values), topology)
+
+    def _start(self, config: EngineConfig, topology: str | os.PathLike[str] | None) -> None:
         if topology is not None:
             parallel = with_topology(config.parallel, topology)
             config = msgspec.structs.replace(config, parallel=parallel)
-        self._start(config)
-
-    def _start(self, config: EngineConfig) -> None:
         host = Host.detect()
         config = settle_partition(config, host, LogReporter())
         plan = resolve(config, host)

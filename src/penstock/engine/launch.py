@@ -156,6 +156,7 @@ def _rank_configs(
             wait_timeout_s=wait_timeout_s,
             tp_rank=place.tp_rank,
             tp_size=sizes[place.stage],
+            expert_parallel=parallel.enable_expert_parallel,
             next_tp_size=[*sizes, 1][place.stage + 1],
             replica=place.replica if replicas > 1 else None,
         )
@@ -313,8 +314,10 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
             param="tied_head",
         )
     for size in parallel.tp_sizes:
-        require_shardable(spec, size)
-        require_whole_groups(spec, size, _QUANTIZATION_BITS.get(form.quantization))
+        whole_experts = parallel.enable_expert_parallel
+        require_shardable(spec, size, expert_parallel=whole_experts)
+        load_bits = _QUANTIZATION_BITS.get(form.quantization)
+        require_whole_groups(spec, size, load_bits, expert_parallel=whole_experts)
 
 
 def _check_weights_fit(

@@ -87,6 +87,10 @@ class EngineSettings:
             group="pipeline",
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        flag("ranks of a stage have whole experts", "--enable-expert-parallel", "--ep", group="pipeline"),
+    ] = False
     topology: Annotated[
         Path | None,
         flag("TOML file of unlike stages, in place of these five flags", "--topology", group="pipeline"),
@@ -220,6 +224,7 @@ class EngineSettings:
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
             tensor_parallel_size=self.tensor_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
             partition=self.partition,
             partition_mix=self.partition_mix,
             async_depth=self.async_depth,
