@@ -26,6 +26,7 @@ from penstock.config import (
     ServerConfig,
     TiedHead,
 )
+from penstock.engine.refused_settings import require_backend
 from penstock.engine.topology import with_topology
 from penstock.errors import UsageError
 
@@ -91,6 +92,9 @@ class EngineSettings:
         bool,
         flag("ranks of a stage have whole experts", "--enable-expert-parallel", "--ep", group="pipeline"),
     ] = False
+    distributed_executor_backend: Annotated[
+        str, flag("mp: a process per rank", "--distributed-executor-backend", group="pipeline")
+    ] = "mp"
     topology: Annotated[
         Path | None,
         flag("TOML file of unlike stages, in place of these five flags", "--topology", group="pipeline"),
@@ -220,6 +224,7 @@ class EngineSettings:
         )
 
     def _parallel_config(self) -> ParallelConfig:
+        require_backend(self.distributed_executor_backend, ("mp",))
         parallel = ParallelConfig(
             data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=self.pipeline_parallel_size,
