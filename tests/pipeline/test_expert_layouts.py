@@ -9,9 +9,7 @@ import pytest
 
 import checkpoints
 from hand_core import Wanted, small_core
-from penstock.executor import loading
 from penstock.executor.inprocess import InprocessExecutor
-from penstock.models.decoder import Decoder
 from rank_configs import make_rank_configs
 
 PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]
@@ -20,13 +18,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "num_local_experts": 5},
     "qwen2_moe": {"family": "qwen2_moe", "mlp_only_layers": [1]},
 }
-
-
-class ExpertParallelDecoder(Decoder):
-    """Ranks with whole experts."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options, expert_parallel=True)
 
 
 def outputs(model: Path, tp: tuple[int, ...], **changes: object) -> list[list[int]]:
@@ -42,11 +33,9 @@ def outputs(model: Path, tp: tuple[int, ...], **changes: object) -> list[list[in
 @pytest.mark.parametrize("whole_experts", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_of_experts_gives_the_tokens_of_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, whole_experts: bool, kernels: str
+    tmp_path: Path, name: str, whole_experts: bool, kernels: str
 ) -> None:
     checkpoints.make_checkpoint(tmp_path, layers=3, vocab_size=150, seed=3, **MODELS[name])
     one = outputs(tmp_path, (1,), kernels="off")
-    if whole_experts:
-        monkeypatch.setattr(loading, "Decoder", ExpertParallelDecoder)
     for tp in LAYOUTS if not whole_experts else [tp for tp in LAYOUTS if 2 in tp]:
-        assert outputs(tmp_path, tp, kernels=kernels) == one, tp
+        assert outputs(tmp_path, tp, kernels=kernels, expert_parallel=whole_experts) == one, tp
