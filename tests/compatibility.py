@@ -165,12 +165,13 @@ def page() -> str:
 
 _HEAD = """# What goes with what
 
-Written by `tests/compatibility.py`, which runs each pair with small models, and held up to date by a test. `=`: the
-tokens are those of one rank, whatever they are. `~`: it runs; numbers are rounded so that sums over ranks may end in
-another token where two are almost equally likely. A number: refused before anything starts, with this text.
+Written by `tests/compatibility.py`, which runs each pair with small models, and kept up to date by a test.
+`=`: the tokens are those of one rank, whatever they are. `~`: it runs; numbers are rounded so that sums over
+ranks may end in another token where two are almost equally likely. A number: refused before anything starts,
+with this text.
 
-`pp`: stages, `tp`: ranks that share a stage, `dp`: pipelines side by side (here one of the two is run; the tests of the
-server run both).
+`pp`: stages, `tp`: ranks that share a stage, `dp`: pipelines side by side (here one of the two is run; the
+tests of the server run both).
 """
 _REFUSED = "\nRefused:\n"
 
