@@ -82,8 +82,8 @@ class LLM:
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
-        distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what makes
-            an `executor.base.Executor` of a `LaunchPlan`.
+        distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
+            makes an `executor.base.Executor` of a `LaunchPlan`.
         threads_per_rank: CPU threads of a rank, or of each, such as "1,3" or [1, 3]; None shares the cores
             among the ranks.
         heartbeat_limit_s: a stage without a sign of life for this long is started again.

@@ -313,11 +313,28 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
             remedy="Use --tied-head load.",
             param="tied_head",
         )
+    layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
+    for rank in range(layout.world_size):
+        _check_devices_of_stage([form.devices[other] for other in layout.tensor_group(rank).ranks])
     for size in parallel.tp_sizes:
         whole_experts = parallel.enable_expert_parallel
         require_shardable(spec, size, expert_parallel=whole_experts)
         load_bits = _QUANTIZATION_BITS.get(form.quantization)
         require_whole_groups(spec, size, load_bits, expert_parallel=whole_experts)
+
+
+def _check_devices_of_stage(devices: list[str]) -> None:
+    """Sums over the ranks of a stage are taken on the CPU, or between GPUs."""
+    kinds = {device.partition(":")[0] for device in devices}
+    shared = next((device for device in devices if device != "cpu" and devices.count(device) > 1), None)
+    if len(kinds) == 1 and shared is None:
+        return
+    what = f"two of them would be on {shared}" if shared else "some are on the CPU and some on a GPU"
+    raise UsageError(
+        f"the ranks of one stage are to run on {', '.join(devices)}: {what}.",
+        remedy="Give each rank of a stage a GPU of its own, or all of them the CPU; stages may differ.",
+        param="device",
+    )
 
 
 def _check_weights_fit(
