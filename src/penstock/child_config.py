@@ -181,6 +181,7 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank: in service, but for its layers: only as many as are timed.
         start_fd: a pipe that ends when all ranks are ready.
+        meeting: of the ranks of the stage, if there are several.
         num_rows: of the decode steps, rising.
         context: tokens of each row, the one that it decodes included.
         prefill_tokens: of the chunk of a prompt.
@@ -194,6 +195,7 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     prefill_tokens: int
     case_s: float
+    meeting: MeetingHandle | None = None
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
