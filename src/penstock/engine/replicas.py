@@ -7,6 +7,7 @@ of all together.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -19,6 +20,8 @@ from penstock.engine.stats import CoreStats
 from penstock.errors import OverloadedError, PenstockError, UnavailableError
 from penstock.request import SamplingParams
 
+_TOTALS = ("num_preemptions", "step_id", "recovered_requests", "generated_tokens", "prompt_tokens")
+
 
 class Replicas:
     """Args:
@@ -27,6 +30,7 @@ class Replicas:
 
     def __init__(self, engines: Sequence[AsyncEngine]) -> None:
         self._engines = list(engines)
+        self._steady = [SteadyStats() for _ in self._engines]
         self._router = Router(len(self._engines), has_cache=False)
 
     async def start(self, timeout_s: float | None = None) -> None:
@@ -64,7 +68,9 @@ class Replicas:
             stage=None if is_ready else broken[0][1].stage,
             reason="" if is_ready else "; ".join(f"replica {i}: {status.reason}" for i, status in broken),
             since=min(status.since for status in found if status.ready == is_ready),
-            stats=merged_stats([status.stats for status in found]),
+            stats=merged_stats(
+                [steady.of(status.stats) for steady, status in zip(self._steady, found, strict=True)]
+            ),
         )
 
     async def trace(self) -> list[StageSpans]:
@@ -84,6 +90,30 @@ class Replicas:
         """Leave all; streams that are open end with an error."""
         for engine in self._engines:
             engine.close()
+
+
+class SteadyStats:
+    """The numbers of one replica, whose totals never fall: a core that is away has those of its last word,
+    and one that takes its place goes on from them."""
+
+    def __init__(self) -> None:
+        self._last: CoreStats | None = None
+        self._before: Counter[str] = Counter()  # totals of the cores before this one
+
+    def of(self, stats: CoreStats | None) -> CoreStats | None:
+        """What to show while the core says this; None: it is away."""
+        last = self._last
+        if stats is None and last is not None:
+            stats = msgspec.structs.replace(
+                last, num_running=0, num_waiting=0, free_blocks=last.num_blocks, inflight=0, stage_times=[]
+            )
+        if stats is None:
+            return None
+        if last is not None and stats.step_id < last.step_id:
+            self._before.update({name: getattr(last, name) for name in _TOTALS})
+        self._last = stats
+        totals = {name: getattr(stats, name) + self._before[name] for name in _TOTALS}
+        return msgspec.structs.replace(stats, **totals)
 
 
 def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:

@@ -11,7 +11,7 @@ import pytest
 from penstock.batch import StageSpans, StageTimes
 from penstock.child_config import Restarts
 from penstock.engine.async_engine import EngineStatus
-from penstock.engine.replicas import Replicas, merged_stats
+from penstock.engine.replicas import Replicas, SteadyStats, merged_stats
 from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
 from penstock.request import SamplingParams
@@ -125,6 +125,23 @@ def test_numbers_of_all_together() -> None:
     assert both.restarts == Restarts(stages=[2, 0], core=2)
     assert [(times.replica, times.stage) for times in both.stage_times] == [(0, 1), (2, 1)]
     assert merged_stats([None, None]) is None
+
+
+def test_totals_of_a_replica_never_fall() -> None:
+    """Its core is away, and another one begins at zero."""
+    steady = SteadyStats()
+    assert steady.of(None) is None
+    assert steady.of(STATS) == STATS
+    away = steady.of(None)
+    assert away is not None
+    assert (away.generated_tokens, away.num_running, away.free_blocks) == (500, 0, 100)
+    young = msgspec.structs.replace(STATS, generated_tokens=7, step_id=1, prompt_tokens=0)
+    found = steady.of(young)
+    assert found is not None
+    assert (found.generated_tokens, found.step_id, found.prompt_tokens) == (507, 11, 70)
+    found = steady.of(msgspec.structs.replace(young, generated_tokens=9, step_id=2))
+    assert found is not None
+    assert found.generated_tokens == 509
 
 
 def test_all_are_left() -> None:
