@@ -28,19 +28,24 @@ ENVIRONMENT = "PENSTOCK_FAULTS"
 POINTS = ("rank.load", "rank.allocate", "stage.forward", "stage.put")
 ACTIONS = ("kill", "stop", "hang", "raise", "nan")
 
-_SPEC = re.compile(r"(?P<point>[a-z.]+)@(?P<stage>\d+):(?P<count>\d+)=(?P<action>[a-z]+)")
+_SPEC = re.compile(r"(?P<point>[a-z.]+)@(?P<stage>\d+)(\.(?P<tp>\d+))?:(?P<count>\d+)=(?P<action>[a-z]+)")
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """What happens at the `count`-th call of a place in a stage; calls count from 1."""
+    """What happens at the `count`-th call of a place in a stage; calls count from 1.
+
+    Attributes:
+        tp_rank: of which rank of the stage; None: of each.
+    """
 
     point: str
     stage: int
     count: int
     action: str
+    tp_rank: int | None = None
 
 
 class InjectedError(Exception):
@@ -57,9 +62,11 @@ def _parse_one(spec: str) -> Fault:
     if found is None or found["point"] not in POINTS or found["action"] not in ACTIONS:
         raise UsageError(
             f"{ENVIRONMENT}: {spec!r} is no fault.",
-            remedy=f"Write POINT@STAGE:COUNT=ACTION, with a point of {POINTS} and an action of {ACTIONS}.",
+            remedy=f"Write POINT@STAGE:COUNT=ACTION, or STAGE.RANK for one rank of a stage, with a point of "
+            f"{POINTS} and an action of {ACTIONS}.",
         )
-    return Fault(found["point"], int(found["stage"]), int(found["count"]), found["action"])
+    tp_rank = None if found["tp"] is None else int(found["tp"])
+    return Fault(found["point"], int(found["stage"]), int(found["count"]), found["action"], tp_rank)
 
 
 def armed(

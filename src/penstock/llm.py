@@ -36,7 +36,7 @@ from penstock.engine.outputs import (
     completion_output,
     output_assembler,
 )
-from penstock.engine.refused_settings import refuse_if_known, require_backend
+from penstock.engine.refused_settings import refuse_if_known, refuse_replicas, require_backend
 from penstock.engine.reports import LogReporter
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.stats import CoreStats
@@ -462,12 +462,7 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
     name = next(iter(unknown))
     refuse_if_known(name)
     if name == "data_parallel_size":
-        raise UsageError(
-            "an LLM is one pipeline; data_parallel_size is for the server.",
-            remedy="Use `penstock serve --dp`, or an LLM for each replica.",
-            param=name,
-            code="unsupported",
-        )
+        refuse_replicas()
     known = [parameter for parameter in inspect.signature(LLM.__init__).parameters if parameter != "unknown"]
     nearest = difflib.get_close_matches(name, known, n=1)
     remedy = f"Did you mean {nearest[0]}?" if nearest else "See help(penstock.LLM)."

@@ -37,7 +37,7 @@ class TorchGroup:
         self.close()
         self._group = self._meet(place.store_path)
         if self._group is None:
-            raise self._missed()
+            raise self._missed(self._timeout_s)
 
     def _meet(self, store_path: str) -> Any:
         """The group, or None where not all have come: no error, since its frames would hold the store."""
@@ -56,10 +56,10 @@ class TorchGroup:
         return ordered_sum(self.all_gather(x))
 
     def all_gather(self, x: Tensor) -> list[Tensor]:
-        x = x.contiguous()
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        self._run("allgather", [parts], [x])
-        return parts
+        own = x.contiguous().to(self._device)  # candidates of a vocabulary are on the CPU: NCCL takes none
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        self._run("allgather", [parts], [own])
+        return [part.to(x.device) for part in parts]
 
     def check(self) -> None:
         """Calls have raised."""

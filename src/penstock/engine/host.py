@@ -96,12 +96,15 @@ def cpus_of_ranks(
 
 
 def cpus_of_core(ranks: list[RankConfig], host: Host) -> tuple[int, ...]:
-    """Any but those that the output rank is bound to: a result wakes the core up where it was sent, and there
-    it would push the sender aside, which has the next micro-batch to run. One stage has none."""
-    (output,) = (rank for rank in ranks if rank.is_output)
-    if output.is_first or not output.cpus:
-        return ()
-    return tuple(cpu for cpu in host.cpus if cpu not in output.cpus)
+    """Any but those that output ranks are bound to: a result wakes the core up where it was sent, and there
+    it would push the sender aside, which has the next micro-batch to run. One stage has none.
+
+    Args:
+        ranks: of all replicas.
+    """
+    outputs = [rank for rank in ranks if rank.is_output]
+    theirs = {cpu for rank in outputs for cpu in rank.cpus}
+    return tuple(cpu for cpu in host.cpus if cpu not in theirs) if theirs and not outputs[0].is_first else ()
 
 
 def _why_not_pinned(parallel: ParallelConfig, num_threads: int, devices: list[str], host: Host) -> str:

@@ -98,13 +98,16 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
     _check_weights_fit(spec, ranges, parallel, form, host)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host)
+    core = _core_config(
+        config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
+    )
     size = len(ranks) // parallel.data_parallel_size
     return [
         LaunchPlan(
             model_path=str(directory),
             spec=spec,
             ranks=own,
-            core=_core_config(config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, own, host),
+            core=msgspec.structs.replace(core, replica=own[0].replica),
             frame_bytes=frame_bytes(
                 max_num_tokens=config.scheduler.max_num_batched_tokens,
                 width=spec.hidden_size,
@@ -167,7 +170,14 @@ def _rank_configs(
 def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
     """The plan with what a test wants to break."""
     ranks = [
-        msgspec.structs.replace(rank, faults=[fault for fault in faults if fault.stage == rank.stage])
+        msgspec.structs.replace(
+            rank,
+            faults=[
+                fault
+                for fault in faults
+                if fault.stage == rank.stage and fault.tp_rank in (None, rank.tp_rank)
+            ],
+        )
         for rank in plan.ranks
     ]
     return msgspec.structs.replace(plan, ranks=ranks)
@@ -178,8 +188,7 @@ def _core_config(
     spec: ModelSpec,
     max_model_len: int,
     stall_timeout_s: float,
-    ranks: list[RankConfig],
-    host: Host,
+    cpus: tuple[int, ...],
 ) -> CoreConfig:
     return CoreConfig(
         parallel=config.parallel,
@@ -190,8 +199,7 @@ def _core_config(
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
         stall_timeout_s=stall_timeout_s,
-        replica=ranks[0].replica,
-        cpus=cpus_of_core(ranks, host),
+        cpus=cpus,
     )
 
 

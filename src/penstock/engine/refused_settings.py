@@ -5,6 +5,8 @@ Asked by `llm` for unknown arguments and by the command line for unknown flags.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from penstock.errors import UsageError
 
 _CONTEXT = ("context parallelism is not built", "Use more stages (--pp) or more ranks for each (--tp).")
@@ -28,6 +30,16 @@ def refuse_if_known(name: str) -> None:
     if name in _REFUSED:
         what, remedy = _REFUSED[name]
         raise UsageError(f"{name} is not supported: {what}.", remedy=remedy, param=name, code="unsupported")
+
+
+def refuse_replicas() -> NoReturn:
+    """An `LLM` has one pipeline."""
+    raise UsageError(
+        "an LLM is one pipeline; data_parallel_size is for the server.",
+        remedy="Use `penstock serve --dp`, or an LLM for each replica.",
+        param="data_parallel_size",
+        code="unsupported",
+    )
 
 
 def require_backend(name: str, known: tuple[str, ...]) -> None:

@@ -30,12 +30,20 @@ class Replicas:
 
     def __init__(self, engines: Sequence[AsyncEngine]) -> None:
         self._engines = list(engines)
+        self._starts: list[asyncio.Task[None]] = []
         self._steady = [SteadyStats() for _ in self._engines]
         self._router = Router(len(self._engines), has_cache=False)
 
     async def start(self, timeout_s: float | None = None) -> None:
-        """Wait until all pipelines stand; raises what the first that does not raises."""
-        await asyncio.gather(*(engine.start(timeout_s) for engine in self._engines))
+        """Wait until a pipeline stands; the others may come later. Raises what one raised if none does."""
+        self._starts = [asyncio.create_task(engine.start(timeout_s)) for engine in self._engines]
+        failed: list[BaseException] = []
+        for start in asyncio.as_completed(self._starts):
+            try:
+                return await start
+            except PenstockError as error:
+                failed.append(error)
+        raise failed[0]
 
     @property
     def max_model_len(self) -> int:
@@ -43,8 +51,11 @@ class Replicas:
         return min(engine.max_model_len for engine in self._engines)
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
-        """Start a sequence in the replica that will come to it first; where that one is full or away, in the
-        next best. Raises what `AsyncEngine.add` does."""
+        """Start a sequence in the replica that will come to it first; where this front knows that one to be
+        full or away, in the next best. What a core refuses later is final.
+
+        Raises what `AsyncEngine.add` does.
+        """
         ahead = [engine.tokens_ahead for engine in self._engines]
         ready = [engine.status().ready for engine in self._engines]
         refusals: list[PenstockError] = []
@@ -59,15 +70,15 @@ class Replicas:
         raise refusals[0]
 
     def status(self) -> EngineStatus:
-        """Ready if any replica is."""
+        """Ready if any replica is; the reason names those that are not."""
         found = [engine.status() for engine in self._engines]
         is_ready = any(status.ready for status in found)
         broken = [(index, status) for index, status in enumerate(found) if not status.ready]
         return EngineStatus(
             ready=is_ready,
             stage=None if is_ready else broken[0][1].stage,
-            reason="" if is_ready else "; ".join(f"replica {i}: {status.reason}" for i, status in broken),
-            since=min(status.since for status in found if status.ready == is_ready),
+            reason="; ".join(f"replica {index}: {status.reason}" for index, status in broken),
+            since=(min if is_ready else max)(status.since for status in found if status.ready == is_ready),
             stats=merged_stats(
                 [steady.of(status.stats) for steady, status in zip(self._steady, found, strict=True)]
             ),
@@ -88,6 +99,8 @@ class Replicas:
 
     def close(self) -> None:
         """Leave all; streams that are open end with an error."""
+        for start in self._starts:
+            start.cancel()
         for engine in self._engines:
             engine.close()
 
@@ -109,7 +122,7 @@ class SteadyStats:
             )
         if stats is None:
             return None
-        if last is not None and stats.step_id < last.step_id:
+        if last is not None and stats.restarts.core != last.restarts.core:
             self._before.update({name: getattr(last, name) for name in _TOTALS})
         self._last = stats
         totals = {name: getattr(stats, name) + self._before[name] for name in _TOTALS}

@@ -10,7 +10,7 @@
     device = "cpu"
     threads = 12
 
-It stands for `--pp`, `--tp`, `--partition`, `--device` and `--threads-per-rank`.
+It stands for `--pp`, `--tp`, `--device` and `--threads-per-rank`, and with `layers` for `--partition`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from penstock.config import ParallelConfig
 from penstock.errors import UsageError
 
-_GIVEN_BY_IT = ("pipeline_parallel_size", "tensor_parallel_size", "partition", "device", "threads_per_rank")
+_GIVEN_BY_IT = ("pipeline_parallel_size", "tensor_parallel_size", "device", "threads_per_rank")
 
 Value = TypeVar("Value", int, str)
 
@@ -48,16 +48,19 @@ def with_topology(parallel: ParallelConfig, path: str | os.PathLike[str]) -> Par
     Raises:
         UsageError: the file cannot be read, does not add up, or a setting that it stands for is given too.
     """
-    for name in _GIVEN_BY_IT:
+    stages = _read(Path(path))
+    says_layers = any(stage.layers is not None for stage in stages)
+    for name in (*_GIVEN_BY_IT, *(["partition"] if says_layers else [])):
         if getattr(parallel, name) != getattr(ParallelConfig(), name):
             raise UsageError(
                 f"both {name} and a topology file say what the stages are.",
                 remedy="Leave one of them out.",
                 param=name,
             )
-    stages = _read(Path(path))
     layers = [stage.layers for stage in stages]
-    threads = [_for_each_rank(path, stage, "threads", stage.threads) for stage in stages if stage.threads]
+    threads = [
+        _for_each_rank(path, stage, "threads", stage.threads) for stage in stages if stage.threads is not None
+    ]
     for name, num_given in (("layers", len(layers) - layers.count(None)), ("threads", len(threads))):
         if num_given not in (0, len(stages)):
             raise _bad(path, f"{num_given} of {len(stages)} stages have {name}", "Give all of them, or none.")
@@ -66,7 +69,7 @@ def with_topology(parallel: ParallelConfig, path: str | os.PathLike[str]) -> Par
         parallel,
         pipeline_parallel_size=len(stages),
         tensor_parallel_size=[stage.tp for stage in stages],
-        partition="even" if None in layers else ",".join(map(str, layers)),
+        partition=",".join(map(str, layers)) if says_layers else parallel.partition,
         device=",".join(devices),
         threads_per_rank=[count for own in threads for count in own] or None,
     )

@@ -32,6 +32,7 @@ from penstock.child_config import rank_names
 from penstock.errors import (
     ErrorInfo,
     LinkClosedError,
+    PeerError,
     PenstockError,
     ProtocolError,
     StageLostError,
@@ -184,6 +185,7 @@ class RankChannels:
         return len(self._loaded) == len(self._channels)
 
     def _allocate(self) -> None:
+        self._check_carriers()
         self._has_allocated = True
         if not self._start.num_blocks:
             num_blocks = min(rank.max_blocks for rank in self._loaded.values())
@@ -192,6 +194,18 @@ class RankChannels:
         for channel in self._channels:
             with contextlib.suppress(LinkClosedError):
                 channel.send(frame)
+
+    def _check_carriers(self) -> None:
+        """The ranks of a stage add by our kernels, or all of them without."""
+        for stage in set(self._stages):
+            own = [rank for rank, of_stage in enumerate(self._stages) if of_stage == stage]
+            without = [rank for rank in own if self._loaded[rank].kernels.startswith("none")]
+            if without and len(without) < len(own):
+                name, reason = self._names[without[0]], self._loaded[without[0]].kernels
+                raise PeerError(
+                    f"{name} has no kernels, and the other ranks of its stage have: {reason}",
+                    remedy="Start again, or use --kernels off.",
+                )
 
     def submit(self, plan: ScheduledBatch) -> int:
         """Encode once, send to every rank. That a rank has gone is told by `poll`, with the cause."""

@@ -148,12 +148,12 @@ class Rank:
         """One epoch, until the core says `Shutdown`."""
         config, plans = self._config, connections.plans
         loaded, message = self._load()
-        if connections.meeting is not None:
-            loaded.group.join(connections.meeting)
         plans.send(encode(message))
         start = _await_start(connections)
         if start is None:
             return
+        if connections.meeting is not None:  # not before: others may load as long as they need
+            loaded.group.join(connections.meeting)
         if transfers_head(config, loaded.spec):
             _transfer_head(config, loaded, connections, has_it=self._runner is not None)
         runner = self._runner_for(start.num_blocks, loaded)

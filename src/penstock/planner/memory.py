@@ -42,10 +42,13 @@ def _tokens(costs: Sequence[StageCosts], rank: RankConfig, count: int, num_layer
 def _weights_beside(costs: Sequence[StageCosts], own: StageCosts, count: int, num_layers: int) -> int:
     """Weights in the memory of a stage with `count` layers.
 
-    Where all stages share one memory, all layers are in it, however they are split. Where some do, as on
+    Where all stages share one memory, all layers are in it, however they are split; and those of other
+    replicas, which have as many ranks. Where some do, as on
     several GPUs with several stages each, every one is taken to be as large as this one.
     """
-    if own.num_sharers < sum(stage.num_ranks for stage in costs):
+    num_ranks = sum(stage.num_ranks for stage in costs)
+    if own.num_sharers < num_ranks:
         return own.num_sharers * own.weight_bytes(count)
     layer_bytes = max(stage.num_ranks * stage.layer_bytes for stage in costs)
-    return num_layers * layer_bytes + sum(stage.num_ranks * stage.end_bytes for stage in costs)
+    replica_bytes = num_layers * layer_bytes + sum(stage.num_ranks * stage.end_bytes for stage in costs)
+    return own.num_sharers // num_ranks * replica_bytes

@@ -30,13 +30,13 @@ def plan(
     """The command. Returns 0 with a table on standard output."""
     if not model:
         raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
-    if engine.pipeline_parallel_size == 1:
+    config = dataclasses.replace(engine, partition="auto").engine_config(model)
+    if config.parallel.pipeline_parallel_size == 1:
         raise UsageError(
             "one stage holds all layers; there is nothing to choose.",
             remedy="Give the number of stages, such as --pp 2.",
             param="pipeline_parallel_size",
         )
-    config = dataclasses.replace(engine, partition="auto").engine_config(model)
     settled = settle_partition(config, Host.detect(), _Speaker(invocation))
     invocation.say(f"Serve it with --partition {settled.parallel.partition}, or with --partition auto.")
     return 0

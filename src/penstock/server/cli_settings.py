@@ -97,7 +97,7 @@ class EngineSettings:
     ] = "mp"
     topology: Annotated[
         Path | None,
-        flag("TOML file of unlike stages, in place of these five flags", "--topology", group="pipeline"),
+        flag("TOML file of unlike stages, in place of --pp, --tp and others", "--topology", group="pipeline"),
     ] = None
     partition: Annotated[
         str,

@@ -112,7 +112,7 @@ class HealthRoute:
             return Health(state="overloaded", reason=f"{waiting} requests wait, which is the limit")
         if shortage := self._context.memory.shortage:
             return Health(state="overloaded", reason=shortage)
-        return Health(state="ready", since=status.since)
+        return Health(state="ready", reason=status.reason, since=status.since)
 
 
 def _respond(health: Health) -> Response:

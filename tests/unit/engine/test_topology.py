@@ -56,6 +56,7 @@ def test_what_is_left_out_is_left_to_the_engine(tmp_path: Path) -> None:
         ("[[stage]]\nthreads = [1, 2]", "a stage of 1 ranks has 2 entries of threads"),
         ("[[stage]]\nlayers = 3\n[[stage]]", "1 of 2 stages have layers"),
         ("[[stage]]\nthreads = 3\n[[stage]]", "1 of 2 stages have threads"),
+        ("[[stage]]\nthreads = 0\n[[stage]]", "1 of 2 stages have threads"),
     ],
 )
 def test_a_file_that_does_not_add_up_is_refused(tmp_path: Path, text: str, said: str) -> None:
@@ -78,3 +79,12 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_setting_that_the_file_stands_for_must_not_be_given_too(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="both pipeline_parallel_size and a topology file"):
         read(tmp_path, UNLIKE, ParallelConfig(pipeline_parallel_size=2))
+
+
+def test_layers_may_be_left_to_a_policy(tmp_path: Path) -> None:
+    auto = ParallelConfig(partition="auto")
+    assert read(tmp_path, "[[stage]]\n[[stage]]\ntp = 2\n", auto).partition == "auto"
+    with pytest.raises(UsageError, match="both partition and a topology file"):
+        read(tmp_path, UNLIKE, auto)
+    with pytest.raises(UsageError, match="threads_per_rank is 0"):
+        read(tmp_path, "[[stage]]\nthreads = 0")

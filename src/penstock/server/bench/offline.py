@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from penstock.engine.refused_settings import refuse_replicas
 from penstock.errors import PenstockError, UsageError
 from penstock.request import SamplingParams
 from penstock.server.bench.results import percentile, write_json
@@ -162,7 +163,9 @@ def offline_engine(model: str, engine: EngineSettings) -> Iterator[Generate]:
 
 
 def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
-    """The engine's settings as keyword arguments of `LLM`."""
+    """The engine's settings as keyword arguments of `LLM`. Raises `UsageError` for what an `LLM` has not."""
+    if engine.data_parallel_size > 1:
+        refuse_replicas()
     names = (
         "pipeline_parallel_size",
         "tensor_parallel_size",
