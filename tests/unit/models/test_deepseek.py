@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from deepseek_models import MODELS
 from hf_reference import MIN_MARGIN, reference
 from kernel_builds import built
+from penstock.executor.compute_choice import is_invariant
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.registry import load_spec
@@ -81,6 +82,7 @@ def test_any_kernel_of_deepseek_can_be_switched_off_and_none_is_recorded(checkpo
         for stage, kv in zip(driver.stages, driver.kv, strict=True):
             stage.record(kv, 64)
             assert not stage.is_recorded
+        assert not is_invariant(kernels(*names), driver.spec)
         torch.testing.assert_close(driver.prefill(0, PROMPT, 16), by_torch, rtol=0, atol=1e-4)
 
 
