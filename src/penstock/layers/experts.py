@@ -196,7 +196,7 @@ def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None = None) 
 
 def _in_best_groups(preference: Tensor, routing: RoutingSpec) -> Tensor:
     """[num_tokens, num_experts] -> the same as bool: whether the expert's group is among the best."""
-    groups = preference.view(len(preference), routing.num_groups, -1)
+    groups = preference.view(len(preference), routing.num_groups, preference.shape[1] // routing.num_groups)
     value = groups.topk(2).values.sum(-1) if routing.is_corrected else groups.amax(-1)
     best = value.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen_groups]
     is_best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, best, True)

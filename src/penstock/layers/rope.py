@@ -33,7 +33,7 @@ class RotaryAngles:
         second ones: queries and keys may be in any order that is the same.
         """
         if self.interleaved:
-            heads = heads.view(*heads.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+            heads = heads.view(*heads.shape[:-1], heads.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
         rotary_dim = self.cos.shape[-1]
         if rotary_dim < heads.shape[-1]:
             rotated = self.rotate(heads[..., :rotary_dim])

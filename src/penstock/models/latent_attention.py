@@ -43,7 +43,7 @@ class LatentExpansion(nn.Module):
     def values(self, attended: Tensor) -> Tensor:
         """[num_tokens, num_heads * rank] -> [num_tokens, num_heads * value_dim]."""
         _, to_value = self._heads()
-        heads = attended.view(len(attended), len(to_value), -1).transpose(0, 1)
+        heads = attended.view(len(attended), len(to_value), self._rank).transpose(0, 1)
         return torch.bmm(heads, to_value.transpose(1, 2)).transpose(0, 1).flatten(1)
 
     def shares(self, part: str, rows: int) -> tuple[Share, Share | None]:
@@ -80,7 +80,7 @@ class LatentAttention(nn.Module):
             parts={f"{parent}.o_proj": spec.hidden_size},
         )
         self.backend = backend
-        self._latent, self._sight = latent, sight_of(spec, place.layer)
+        self._num_heads, self._latent, self._sight = heads.size, latent, sight_of(spec, place.layer)
 
     def forward(
         self, hidden_states: Tensor, angles: Angles, kv: AnyKV, metadata: AttentionMetadata
@@ -94,7 +94,7 @@ class LatentAttention(nn.Module):
         """[num_tokens, num_heads * width], not rotated."""
         if self._latent.query_rank:
             x = self.q_a_layernorm(self.q_a_proj(x))
-        heads = self.query_proj(x).view(len(x), -1, self._latent.head_dim)
+        heads = self.query_proj(x).view(len(x), self._num_heads, self._latent.head_dim)
         plain, rotary = heads.split([self._latent.plain_dim, self._latent.rotary_dim], dim=-1)
         return torch.cat((self.kv_b_proj.absorb(plain), rotary), dim=-1).flatten(1)
 

@@ -75,6 +75,13 @@ def test_company_changes_little(checkpoint: Path, with_kernels: bool) -> None:
     torch.testing.assert_close(torch.stack(in_company), alone, atol=1e-4, rtol=0)
 
 
+def test_a_step_without_tokens_is_nothing(checkpoint: Path) -> None:
+    """Such a step asks whether all stages are well."""
+    for own_kernels in (None, kernels()):
+        driver = StageDriver(checkpoint, (1,), kernels=own_kernels)
+        assert driver.step({}).shape == (0, 150)
+
+
 def test_any_kernel_of_deepseek_can_be_switched_off_and_none_is_recorded(checkpoint: Path) -> None:
     by_torch = StageDriver(checkpoint, (1,)).prefill(0, PROMPT, 16)
     for names in ((), *((name,) for name in KERNEL_NAMES)):
