@@ -32,7 +32,8 @@ class RoutingSpec:
             its best two together.
         num_chosen_groups: those from which a token's experts are taken.
         factor: of the weights, after they were normalised.
-        in_float32: the router's logits are float32 whatever the dtype of the computation.
+        in_float32: the router's weights and logits are float32 whatever the dtype of the computation. Plans
+            count these weights as the others, for they are few.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"

@@ -34,7 +34,8 @@ def deepseek_v2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     if method == "group_limited_greedy":
         routing = _grouped(config, routing, experts, (None, None))
     if config.flag("norm_topk_prob", False):
-        # Implementations do not agree on whether normalised weights are scaled.
+        # As in DeepSeek's own code, which does not scale normalised weights; others do, and transformers 5
+        # does not normalise. No published model asks for it.
         if routing.factor != 1.0:
             expected = "1 where norm_topk_prob is true (both together are not supported)"
             raise config.error("routed_scaling_factor", expected, routing.factor)
