@@ -1,8 +1,8 @@
 """The seam between the model and whoever computes attention.
 
-Two implementations: `attention.cpu_paged`, our kernels, and `attention.torch_paged`, everywhere else. A
-backend holds no state of a request or a step. It says how keys and values lie in memory, for nobody else
-reads them.
+`attention.cpu_paged` is by our kernels, `attention.torch_paged` everywhere else; `attention.latent_paged` is
+for models that keep one latent vector of a token in place of keys and values. A backend holds no state of a
+request or a step. It says how keys and values lie in memory, for nobody else reads them.
 """
 
 from __future__ import annotations

@@ -59,7 +59,14 @@ class BlockKV:
     blocks: Tensor  # uint8 [num_blocks * block_bytes]
 
 
-AnyKV = LayerKV | BlockKV
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentKV:
+    """What one layer of latent attention keeps, for all blocks: keys, of which the front is the value."""
+
+    latent: Tensor  # [num_slots, rank + rotary_dim]
+
+
+AnyKV = LayerKV | BlockKV | LatentKV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +87,13 @@ class PrefillRow:
     end: int
     slots: Tensor  # [context] int64, from the first that is seen up to and with the step's own tokens
     visible: Tensor | None  # [end - start, context] bool; None: the row starts here, plainly causal
+
+    def sight(self) -> Tensor:
+        """`visible` in any case."""
+        if self.visible is not None:
+            return self.visible
+        size = len(self.slots)
+        return torch.ones(size, size, dtype=torch.bool, device=self.slots.device).tril()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

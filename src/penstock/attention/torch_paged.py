@@ -73,11 +73,17 @@ def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, sight: Sight) -> Ten
     folded = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
     places = _places(group.slots, num_kv_heads)
     keys, values = _gather(kv.key, places), _gather(kv.value, places)
-    return _weighted(folded, keys, values, group.padding, sight).view(num_rows, num_heads, head_dim)
+    return weighted(folded, keys, values, group.padding, sight).view(num_rows, num_heads, head_dim)
 
 
-def _weighted(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sight: Sight) -> Tensor:
-    """[..., queries, head_dim] over [..., context, head_dim]; `hidden`: True where a query does not see."""
+def weighted(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sight: Sight) -> Tensor:
+    """What queries get of the values of keys: [..., queries, value_dim].
+
+    Args:
+        query: [..., queries, head_dim].
+        keys, values: [..., context, head_dim] and [..., context, value_dim].
+        hidden: [..., queries or 1, context] bool, True where a query does not see.
+    """
     scores = torch.matmul(query * sight.scale, keys.transpose(-2, -1)).float()
     if sight.soft_cap:
         scores = scores.div_(sight.soft_cap).tanh_().mul_(sight.soft_cap)
@@ -97,20 +103,12 @@ def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tenso
     keys = _gather(kv.key, places)[:, None].expand(shared)
     values = _gather(kv.value, places)[:, None].expand(shared)
     if sight.soft_cap:  # which torch's own attention has not
-        attended = _weighted(folded, keys, values, ~_visible(row), sight)
+        attended = weighted(folded, keys, values, ~row.sight(), sight)
     else:
         attended = F.scaled_dot_product_attention(
             folded, keys, values, attn_mask=row.visible, is_causal=row.visible is None, scale=sight.scale
         )
     return attended.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, head_dim)
-
-
-def _visible(row: PrefillRow) -> Tensor:
-    """[num_tokens, context] bool."""
-    if row.visible is not None:
-        return row.visible
-    size = len(row.slots)
-    return torch.ones(size, size, dtype=torch.bool, device=row.slots.device).tril()
 
 
 def _places(slots: Tensor, num_kv_heads: int) -> Tensor:

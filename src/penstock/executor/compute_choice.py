@@ -40,9 +40,10 @@ def load_kernels(config: RankConfig, *, is_quantized: bool) -> tuple[CpuKernels 
     return CpuKernels(loaded.library, enabled), _described(loaded, enabled, config.kernels)
 
 
-def is_invariant(kernels: CpuKernels | None) -> bool:
+def is_invariant(kernels: CpuKernels | None, spec: ModelSpec) -> bool:
     """Whether numbers do not depend on what is computed together with them: torch does not promise that."""
-    return kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
+    has_all = kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
+    return has_all and spec.latent is None
 
 
 def _described(loaded: Loaded, enabled: frozenset[str], asked: str) -> str:

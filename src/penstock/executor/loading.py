@@ -93,7 +93,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
         report=report,
         kernels=description,
         has_kernels=kernels is not None,
-        is_invariant=is_invariant(kernels),
+        is_invariant=is_invariant(kernels, spec),
     )
 
 

@@ -1,10 +1,11 @@
 """Experts in place of an MLP: a router sends each token through a few of them (arXiv 2401.04088).
 
-    y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x))   (+ the shared expert, weighted)
+    y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x))   (+ the shared expert)
 
 Ranks of a stage have a part of every expert, or some experts whole (`Compute.expert_parallel`); all of them
 have the router, and one all-reduce sums what they have, the shared expert's part included. Torch goes from
-expert to expert; our kernel takes all of them at once (`csrc/experts.cpp`).
+expert to expert; our kernel takes all of them at once (`csrc/experts.cpp`), and where a plain softmax chooses
+them it does that too.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from penstock.distributed.share import Share
 from penstock.kernels.cpu.experts import ExpertsShape, ExpertTables, have_one_form
 from penstock.kernels.cpu.ops import DTYPES
 from penstock.layers.compute import Compute, never_quantized
-from penstock.layers.experts_spec import ExpertNames, ExpertShares, ExpertsSpec
+from penstock.layers.experts_spec import ExpertNames, ExpertShares, ExpertsSpec, RoutingSpec
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
 from penstock.layers.matrix import PackedMatrix, QuantizedMatrix
 from penstock.layers.missing import MissingLayer
@@ -52,6 +53,14 @@ class Expert(nn.Module):
         return self.down.product(self.gate_up_proj(x))
 
 
+class Correction(nn.Module):
+    """What is added to each expert's score for the choice, in float32; stands beside the router's weights."""
+
+    def __init__(self, num_experts: int, compute: Compute) -> None:
+        super().__init__()
+        self.e_score_correction_bias = replace(compute, dtype=torch.float32).parameter(num_experts)
+
+
 class RoutedExperts(nn.Module):
     """The router, this rank's share of the experts, and of the shared one if there is one.
 
@@ -66,10 +75,13 @@ class RoutedExperts(nn.Module):
         group = compute.group
         own = ExpertShares.of(spec, group.rank, group.size, whole_experts=compute.expert_parallel)
         outputs = {"gate": Share.all(spec.num_experts)}
-        if spec.has_shared:
+        if spec.has_shared_gate:
             outputs["shared_expert_gate"] = Share.all(1)
         # A router is a small part of the weights, and what it rounds away chooses other experts.
-        plain = replace(compute, format_of=never_quantized)
+        self._logits_dtype = torch.float32 if spec.routing.in_float32 else compute.dtype
+        plain = replace(compute, format_of=never_quantized, dtype=self._logits_dtype)
+        if spec.routing.is_corrected:
+            self.gate = Correction(spec.num_experts, compute)
         self.router = FusedLinear(hidden_size, outputs, bias=False, compute=plain)
         self.experts = nn.ModuleList(
             Expert(hidden_size, own.inner, spec.names, compute, f"{parent}.experts.{index}")
@@ -77,11 +89,10 @@ class RoutedExperts(nn.Module):
             else MissingLayer()
             for index in range(spec.num_experts)
         )
-        self.shared_expert: Expert | MissingLayer = MissingLayer()
         if spec.has_shared:
-            self.shared_expert = Expert(
-                hidden_size, own.shared, spec.names, compute, f"{parent}.shared_expert"
-            )
+            name = spec.names.shared
+            expert = Expert(hidden_size, own.shared, spec.names, compute, f"{parent}.{name}")
+            self.add_module(name, expert)
         self.elsewhere = _projections(spec, own.experts)
         self.num_chosen = spec.num_chosen
         self._own, self._spec, self._group = own.experts, spec, group
@@ -90,16 +101,29 @@ class RoutedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """[num_tokens, hidden] -> the same; summed over the ranks."""
-        return self._group.all_reduce(self.sum(hidden_states, self.router(hidden_states)))
+        logits = self.router(hidden_states.to(self._logits_dtype))
+        return self._group.all_reduce(self.sum(hidden_states, logits))
 
     @property
     def is_grouped(self) -> bool:
-        """Whether our kernel takes all experts at once, so that the layer can be recorded."""
+        """Whether our kernel takes all experts at once."""
         return self._tables is not None
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether all is done by kernels, the choice included."""
+        return self.is_grouped and self._spec.routing == RoutingSpec()
+
+    @property
+    def shared(self) -> Expert | MissingLayer:
+        """The one that all tokens go through."""
+        found = getattr(self, self._spec.names.shared) if self._spec.has_shared else MissingLayer()
+        assert isinstance(found, Expert | MissingLayer)
+        return found
 
     def _tabulated(self, hidden_size: int, compute: Compute) -> ExpertTables | None:
         """The own experts' weights for our kernel; None if they are not of one form that it takes."""
-        held = (*self.experts, self.shared_expert)  # those of other ranks are placeholders
+        held = (*self.experts, self.shared)  # those of other ranks are placeholders
         own = [expert for expert in held if isinstance(expert, Expert)]
         weights = [(expert.gate_up_proj.weight, expert.down.weight) for expert in own]
         if not all(isinstance(each, PackedMatrix | QuantizedMatrix) for pair in weights for each in pair):
@@ -115,6 +139,7 @@ class RoutedExperts(nn.Module):
             first_own=self._own.start,
             num_own=self._own.size,
             has_shared=self._spec.has_shared,
+            is_shared_gated=self._spec.is_shared_gated,
             normalized=self._spec.normalized,
         )
         return ExpertTables(compute.kernels.library, shape, gate_up, down, DTYPES[compute.dtype])
@@ -122,12 +147,13 @@ class RoutedExperts(nn.Module):
     def sum(self, x: Tensor, logits: Tensor) -> Tensor:
         """Over this rank's experts, in float32, in their order. logits: [num_tokens, num_experts (+ 1)]."""
         if self._kernels is not None and self._tables is not None:
-            return self._kernels.experts(x, logits, self._tables)
+            choice = None if self.can_be_recorded else self._choice(logits)
+            return self._kernels.experts(x, logits, self._tables, choice)
         return self.sum_one_by_one(x, logits)
 
     def sum_one_by_one(self, x: Tensor, logits: Tensor) -> Tensor:
         """The same in torch, expert by expert."""
-        weights, chosen = choose(logits[:, : self._spec.num_experts], self._spec)
+        weights, chosen = self._choice(logits)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(self._own.start, self._own.end):
             tokens, places = torch.where(chosen == index)
@@ -135,22 +161,46 @@ class RoutedExperts(nn.Module):
                 found = self.experts[index](x[tokens]).float() * weights[tokens, places, None]
                 total.index_add_(0, tokens, found)
         if self._spec.has_shared:
-            total += self.shared_expert(x).float() * logits[:, -1:].float().sigmoid()
+            shared = self.shared(x).float()
+            total += shared * logits[:, -1:].float().sigmoid() if self._spec.is_shared_gated else shared
         return total.to(x.dtype)
 
+    def _choice(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """As `choose`."""
+        correction = self.gate.e_score_correction_bias if self._spec.routing.is_corrected else None
+        return choose(logits[:, : self._spec.num_experts], self._spec, correction)
 
-def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
-    """Weights (float32) and numbers of each token's experts, likeliest first: two [num_tokens, num_chosen].
+
+def choose(logits: Tensor, spec: ExpertsSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Weights (float32) and numbers of each token's experts, best first: two [num_tokens, num_chosen].
 
     Args:
         logits: [num_tokens, num_experts].
+        correction: [num_experts] float32, where scores are corrected.
     """
+    routing = spec.routing
+    if correction is None:
+        scores, preference = logits.float().softmax(-1), logits
+    else:
+        scores = logits.float().sigmoid()
+        preference = scores + correction
+    if routing.num_groups > 1:
+        preference = preference.masked_fill(~_in_best_groups(preference, routing), float("-inf"))
     # Stable: of equals the first, as our kernel does it, for another rank may use that.
-    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, : spec.num_chosen]
-    weights = logits.float().softmax(-1).gather(-1, chosen)
+    chosen = preference.sort(dim=-1, descending=True, stable=True).indices[:, : spec.num_chosen]
+    weights = scores.gather(-1, chosen)
     if spec.normalized:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return weights, chosen
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)  # sigmoids may all be 0
+    return weights * routing.factor, chosen
+
+
+def _in_best_groups(preference: Tensor, routing: RoutingSpec) -> Tensor:
+    """[num_tokens, num_experts] -> the same as bool: whether the expert's group is among the best."""
+    groups = preference.view(len(preference), routing.num_groups, preference.shape[1] // routing.num_groups)
+    value = groups.topk(2).values.sum(-1) if routing.is_corrected else groups.amax(-1)
+    best = value.sort(dim=-1, descending=True, stable=True).indices[:, : routing.num_chosen_groups]
+    is_best = torch.zeros_like(value, dtype=torch.bool).scatter_(1, best, True)
+    return is_best[..., None].expand_as(groups).flatten(-2)
 
 
 def _projections(spec: ExpertsSpec, own: Share) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from penstock.distributed.share import Share, even_share, near_share
 
@@ -17,6 +18,34 @@ class ExpertNames:
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    shared: str = "shared_expert"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutingSpec:
+    """How a token's experts are chosen and weighted. The defaults are what our kernel does by itself.
+
+    Attributes:
+        scoring: "softmax" of the router's logits; or their "sigmoid", with a number for each expert that is
+            added for the choice, but not in the weight (arXiv 2412.19437, section 2.1.2).
+        num_groups: of as many experts, side by side. A group is as good as its best expert, with "sigmoid" as
+            its best two together.
+        num_chosen_groups: those from which a token's experts are taken.
+        factor: of the weights, after they were normalised.
+        in_float32: the router's weights and logits are float32 whatever the dtype of the computation. Plans
+            count these weights as the others, for they are few.
+    """
+
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    factor: float = 1.0
+    in_float32: bool = False
+
+    @property
+    def is_corrected(self) -> bool:
+        """Whether each expert has a number that counts for the choice only."""
+        return self.scoring == "sigmoid"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +57,9 @@ class ExpertsSpec:
         num_chosen: for each token.
         inner_size: width of the middle of an expert.
         normalized: the weights of the chosen experts are scaled so that their sum is 1.
-        shared_size: width of the middle of an expert that all tokens go through, weighted by a sigmoid; 0:
-            there is none.
+        shared_size: width of the middle of an expert that all tokens go through; 0: there is none. Several
+            are one, as wide as all of them.
+        is_shared_gated: the shared expert is weighted by a sigmoid; else by 1.
         dense_layers: those that have a plain MLP instead.
     """
 
@@ -38,17 +68,24 @@ class ExpertsSpec:
     inner_size: int
     normalized: bool
     shared_size: int = 0
+    is_shared_gated: bool = True
     dense_layers: frozenset[int] = frozenset()
     names: ExpertNames = field(default_factory=ExpertNames)
+    routing: RoutingSpec = field(default_factory=RoutingSpec)
 
     @property
     def has_shared(self) -> bool:
         return self.shared_size > 0
 
+    @property
+    def has_shared_gate(self) -> bool:
+        return self.has_shared and self.is_shared_gated
+
     def parameters(self, hidden_size: int) -> int:
         """Of one layer: experts, router, the shared expert and its gate."""
         experts = 3 * hidden_size * (self.num_experts * self.inner_size + self.shared_size)
-        return experts + hidden_size * (self.num_experts + self.has_shared)
+        router = hidden_size * (self.num_experts + self.has_shared_gate)
+        return experts + router + self.routing.is_corrected * self.num_experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,7 +99,7 @@ class RMSNorm(nn.Module):
             kind = _KERNEL_KINDS[self._kind]
             self._kernels.group_norm(x, self.weight, self.eps, kind, squares, squared_size)
             return x
-        wide = x.float().reshape(len(x), -1, self._share.size)
+        wide = x.float().reshape(len(x), x.shape[1] // self._share.size, self._share.size)
         if squares is None:
             mean = wide.square().mean(-1, keepdim=True)
         else:

@@ -24,9 +24,16 @@ class RotaryAngles:
 
     cos: Tensor  # [num_tokens, 1, rotary_dim]
     sin: Tensor  # [num_tokens, 1, rotary_dim], first half negated
+    interleaved: bool = False
 
     def rotate(self, heads: Tensor) -> Tensor:
-        """Turn each pair (i, i + rotary_dim / 2) of [num_tokens, num_heads, head_dim] by its angle."""
+        """Turn each pair (i, i + rotary_dim / 2) of [num_tokens, num_heads, head_dim] by its angle.
+
+        Of interleaved ones each pair (2 i, 2 i + 1), of which the result has the first numbers before the
+        second ones: queries and keys may be in any order that is the same.
+        """
+        if self.interleaved:
+            heads = heads.view(*heads.shape[:-1], heads.shape[-1] // 2, 2).transpose(-1, -2).flatten(-2)
         rotary_dim = self.cos.shape[-1]
         if rotary_dim < heads.shape[-1]:
             rotated = self.rotate(heads[..., :rotary_dim])
@@ -45,7 +52,9 @@ class RotaryEmbedding:
         self._frequencies = frequencies.to(compute.device)  # [rotary_dim / 2] float32
         self._attention_factor = rope.attention_factor
         self._dtype = compute.dtype if rope.rounds_angles else torch.float32
+        self._interleaved = rope.interleaved
         self._kernels = compute.kernels_for("attention")
+        assert self._kernels is None or not rope.interleaved, "our kernels rotate halves"
 
     def angles(self, positions: Tensor) -> RotaryAngles | Tensor:
         """[num_tokens] int64 -> the angles, computed in float32 and rounded once, if at all.
@@ -61,7 +70,9 @@ class RotaryEmbedding:
         cos = (turns.cos() * self._attention_factor).to(self._dtype)
         sin = (turns.sin() * self._attention_factor).to(self._dtype)
         return RotaryAngles(
-            cos=torch.cat((cos, cos), dim=-1)[:, None], sin=torch.cat((-sin, sin), dim=-1)[:, None]
+            cos=torch.cat((cos, cos), dim=-1)[:, None],
+            sin=torch.cat((-sin, sin), dim=-1)[:, None],
+            interleaved=self._interleaved,
         )
 
 

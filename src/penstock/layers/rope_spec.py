@@ -24,6 +24,7 @@ class RopeSpec:
         short_factors: of each pair of dimensions, how far its wavelength is stretched (longrope).
         rotary_fraction: of a head's dimensions, the first that are rotated.
         rounds_angles: cosines and sines are rounded to the dtype of the computation.
+        interleaved: pairs of dimensions are neighbours, not half a head apart.
     """
 
     kind: RopeKind = "default"
@@ -39,6 +40,7 @@ class RopeSpec:
     short_factors: tuple[float, ...] = ()
     rotary_fraction: float = 1.0
     rounds_angles: bool = True
+    interleaved: bool = False
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""

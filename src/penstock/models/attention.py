@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -96,7 +96,10 @@ class Rotation:
 
     def __init__(self, spec: ModelSpec, compute: Compute) -> None:
         ropes = [spec.rope] if spec.local_rope is None else [spec.rope, spec.local_rope]
-        self._embeddings = [RotaryEmbedding(rope, spec.head_dim, compute=compute) for rope in ropes]
+        head_dim = spec.head_dim
+        if spec.latent is not None:  # whose attention is by torch
+            head_dim, compute = spec.latent.rotary_dim, replace(compute, kernels=None)
+        self._embeddings = [RotaryEmbedding(rope, head_dim, compute=compute) for rope in ropes]
 
     def angles(self, positions: Tensor) -> Angles:
         """[num_tokens] int64 -> what each kind of layer rotates by."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.cpu_paged import CpuPagedAttention
+from penstock.attention.latent_paged import LatentPagedAttention
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.distributed.group import SOLO, TensorGroup
@@ -32,6 +33,7 @@ from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
 from penstock.layers.scale import scale_by
 from penstock.models.attention import Angles, Attention, Place, Rotation
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
+from penstock.models.latent_attention import LatentAttention
 from penstock.models.recorded import RecordedForward, StageParts
 from penstock.models.sharding import HeadShares
 from penstock.models.spec import ModelSpec
@@ -95,7 +97,8 @@ class DecoderLayer(nn.Module):
         for name, norm in zip(_NORM_NAMES[spec.norm_places], around, strict=True):
             if isinstance(norm, nn.Module):
                 self.add_module(name, norm)
-        self.self_attn = Attention(spec, backend, compute, place)
+        attention = Attention if spec.latent is None else LatentAttention
+        self.self_attn = attention(spec, backend, compute, place)
         experts = spec.experts_of(place.layer)
         self._mlp_name = "mlp" if experts is None else experts.names.block
         block = f"{place.name}.{self._mlp_name}"
@@ -185,6 +188,7 @@ class Decoder(nn.Module):
 
     Attributes:
         attention: shared by all layers; knows how their keys and values lie in memory.
+        unused_layers: of the checkpoint, after the last.
     """
 
     supports_pp: ClassVar[Literal[True]] = True
@@ -213,6 +217,7 @@ class Decoder(nn.Module):
         )
         self.start_layer, self.end_layer = _bounds(layer_range)
         assert 0 <= self.start_layer < self.end_layer <= spec.num_layers, layer_range
+        self.unused_layers = range(spec.num_layers, spec.num_layers + spec.num_unused_layers)
         self.attention = _attention(spec, compute, block_size)
         self.model = Backbone(spec, self.start_layer, self.end_layer, self.attention, compute)
         self.lm_head: OutputHead | MissingLayer = MissingLayer()
@@ -255,7 +260,9 @@ class Decoder(nn.Module):
         kernels = self._compute.kernels
         if kernels is None or not all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
             return
-        if not all(block.is_grouped for block in self.modules() if isinstance(block, RoutedExperts)):
+        if not isinstance(self.attention, CpuPagedAttention):
+            return
+        if not all(block.can_be_recorded for block in self.modules() if isinstance(block, RoutedExperts)):
             return
         embedding, norm = self.model.embed_tokens, self.model.norm
         is_first = self.start_layer == 0 and isinstance(embedding, VocabEmbedding)
@@ -347,6 +354,8 @@ class Decoder(nn.Module):
 
 def _attention(spec: ModelSpec, compute: Compute, block_size: int) -> AttentionBackend:
     heads = HeadShares.of(spec, compute.group)
+    if spec.latent is not None:
+        return LatentPagedAttention(heads.queries.size, spec.latent, compute.dtype)
     shape = HeadShape(num_heads=heads.queries.size, num_kv_heads=heads.keys.size, head_dim=spec.head_dim)
     kernels = compute.kernels_for("attention")
     if kernels is not None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.models.config_fields import ConfigFields, kind_of, read_config
+from penstock.models.deepseek import deepseek_v2_spec, deepseek_v3_spec
 from penstock.models.gemma import gemma2_spec, gemma3_spec
 from penstock.models.granite import granite_spec
 from penstock.models.llama import llama_spec
@@ -32,6 +33,8 @@ DEMO_MODEL = "demo"
 _logger = logging.getLogger(__name__)
 
 _FAMILIES: dict[str, Callable[[ConfigFields, str], ModelSpec]] = {
+    "DeepseekV2ForCausalLM": deepseek_v2_spec,
+    "DeepseekV3ForCausalLM": deepseek_v3_spec,
     "Gemma2ForCausalLM": gemma2_spec,
     "Gemma3ForCausalLM": gemma3_spec,
     "GraniteForCausalLM": granite_spec,

@@ -187,9 +187,10 @@ def _yarn_attention_factor(scaling: ConfigFields, factor: float) -> float:
     mscale = scaling.number("mscale", 0.0, 1e3, 0.0)
     mscale_all_dim = scaling.number("mscale_all_dim", 0.0, 1e3, 0.0)
     if mscale and mscale_all_dim:
-        return _sharpening(factor, mscale) / _sharpening(factor, mscale_all_dim)
-    return _sharpening(factor, 1.0)
+        return sharpening(factor, mscale) / sharpening(factor, mscale_all_dim)
+    return sharpening(factor, 1.0)
 
 
-def _sharpening(factor: float, mscale: float) -> float:
+def sharpening(factor: float, mscale: float) -> float:
+    """By how much yarn makes scores larger where the context is `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0

@@ -76,7 +76,7 @@ def require_whole_groups(
     if size == 1:
         return
     cuts = mlp_cuts(spec, expert_parallel=expert_parallel)
-    widths = {name: inner for _, name, inner in cuts} | {"self_attn.o_proj": spec.query_size}
+    widths = {name: inner for _, name, inner in cuts} | {"self_attn.o_proj": spec.attended_size}
     for name, width in widths.items():
         for unit in _groups_of(spec, name, width, load_bits):
             if width // size % unit:
@@ -111,7 +111,7 @@ def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, 
     if not expert_parallel:
         cuts.append(("an expert", f"{names.block}.experts.0.{names.down}", experts.inner_size))
     if experts.has_shared:
-        cuts.append(("the shared expert", f"{names.block}.shared_expert.{names.down}", experts.shared_size))
+        cuts.append(("the shared expert", f"{names.block}.{names.shared}.{names.down}", experts.shared_size))
     return cuts
 
 

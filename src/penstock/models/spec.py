@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.attention.latent_spec import LatentSpec
 from penstock.layers.experts_spec import ExpertsSpec
 from penstock.layers.kinds import Activation, NormKind
 from penstock.layers.rope_spec import RopeSpec
@@ -20,6 +21,8 @@ from penstock.weights.quantization_spec import QuantizationSpec
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP.
+
+    With `latent` attention `num_kv_heads` is 1, for all heads look at one key, and `head_dim` a query's.
 
     What has a default is a plain Llama's where a family does not say otherwise.
 
@@ -31,6 +34,8 @@ class ModelSpec:
         generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p`, where it gives
         them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
+        latent: attention that keeps a latent vector in place of keys and values; None: plain attention.
+        num_unused_layers: that the checkpoint has after the last, for other purposes.
         experts: in place of the MLP, in all layers but some; None: every layer has a plain MLP.
         layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
             layers see all.
@@ -69,6 +74,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     quantization: QuantizationSpec | None = None
+    latent: LatentSpec | None = None
+    num_unused_layers: int = 0
     experts: ExpertsSpec | None = None
     layer_windows: tuple[int, ...] = ()
     local_rope: RopeSpec | None = None
@@ -99,8 +106,16 @@ class ModelSpec:
         """Width of the keys (or of the values) of all KV heads."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def attended_size(self) -> int:
+        """Width of what attention gives to its output projection."""
+        return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
+
     def attention_parameters(self) -> int:
         """Of one layer: query, key, value and output projections."""
+        if self.latent is not None:
+            inputs = self.latent.attention_parameters(self.hidden_size, self.num_heads, bias=self.qkv_bias)
+            return inputs + (self.attended_size + self.o_bias) * self.hidden_size
         qkv_width = self.query_size + 2 * self.kv_size
         weights = self.hidden_size * (qkv_width + self.query_size)
         return weights + self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
@@ -110,10 +125,11 @@ class ModelSpec:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def norm_parameters(self) -> int:
-        """Of one layer: before or after attention and MLP, and of queries and keys."""
+        """Of one layer: before or after attention and MLP, of queries and keys, and of latent vectors."""
         places = 4 if self.norm_places == "both" else 2
         heads = {"none": 0, "each_head": 2 * self.head_dim, "all_heads": self.query_size + self.kv_size}
-        return places * self.hidden_size + heads[self.qk_norm]
+        latent = 0 if self.latent is None else self.latent.norm_parameters()
+        return places * self.hidden_size + heads[self.qk_norm] + latent
 
     def mlp_parameters(self) -> int:
         """Of one layer with a plain MLP: gate, up and down projections."""
@@ -149,8 +165,9 @@ class ModelSpec:
         return sum(self.parameter_counts(start_layer, end_layer).values())
 
     def kv_bytes_per_token(self, num_layers: int, itemsize: int) -> int:
-        """Bytes of keys and values that one token takes over `num_layers` layers."""
-        return num_layers * 2 * self.kv_size * itemsize
+        """Bytes of keys and values, or of latent vectors, that one token takes over `num_layers` layers."""
+        numbers = 2 * self.kv_size if self.latent is None else self.latent.width
+        return num_layers * numbers * itemsize
 
     def hidden_state_bytes(self, num_tokens: int, itemsize: int) -> int:
         """Bytes that a step of `num_tokens` moves over one link: hidden states and residual (rows S1, I8)."""

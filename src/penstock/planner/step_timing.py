@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 
 import msgspec
 import torch
 
-from penstock.attention.metadata import AnyKV, BlockKV
+from penstock.attention.metadata import AnyKV
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
 from penstock.child_config import MeasureConfig, RankConfig
 from penstock.distributed.group import open_meeting
@@ -206,5 +207,5 @@ class _Loop:
 def _make_resident(kv: Sequence[AnyKV]) -> None:
     """Pages that were never written are all the same page of zeros, which is faster to read."""
     for layer in kv:
-        for tensor in [layer.blocks] if isinstance(layer, BlockKV) else [layer.key, layer.value]:
-            tensor.zero_()
+        for field in fields(layer):
+            getattr(layer, field.name).zero_()

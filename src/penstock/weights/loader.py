@@ -30,6 +30,7 @@ from penstock.weights.mapping import (
     row_sinks,
     tensor_slots,
     unexpected_names,
+    unused_names,
 )
 from penstock.weights.quantized_formats import QuantizedCheckpoint
 from penstock.weights.tensor_bytes import TORCH_DTYPES, opened, read_exactly
@@ -119,7 +120,8 @@ def load_weights(
     started = time.perf_counter()
     slots = tensor_slots(model)
     packed = [slot for slot in slots if quantized is not None and quantized.holds(_projection(slot))]
-    _check_surplus(slots, _tensors_elsewhere(model, packed, quantized), checkpoint)
+    known = _tensors_elsewhere(model, packed, quantized) | unused_names(model, checkpoint.names)
+    _check_surplus(slots, known, checkpoint)
     others = set(map(id, packed))
     plain = [slot for slot in slots if id(slot) not in others]
     loads = [load for load in _plan(plain, checkpoint) if load.entry.name not in left_out]

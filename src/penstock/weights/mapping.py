@@ -64,6 +64,13 @@ class SharedOut(Protocol):
 
 
 @runtime_checkable
+class LeavesOut(Protocol):
+    """A model whose checkpoint has layers after the last that nobody runs."""
+
+    unused_layers: range
+
+
+@runtime_checkable
 class RowSink(Protocol):
     """A weight that is not plain memory: it takes rows and holds them in its own form (`layers.matrix`)."""
 
@@ -166,6 +173,12 @@ def projections_elsewhere(model: nn.Module) -> list[str]:
     """Projections in the checkpoint that are other ranks' of this stage."""
     modules = (pair for pair in model.named_modules() if isinstance(pair[1], SharedOut))
     return [f"{path}.{name}" for path, module in modules for name in module.elsewhere]
+
+
+def unused_names(model: nn.Module, checkpoint_names: Iterable[str]) -> set[str]:
+    """Tensors of layers that nobody runs."""
+    layers = model.unused_layers if isinstance(model, LeavesOut) else range(0)
+    return {name for name in checkpoint_names if _layer(name) in layers}
 
 
 def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:

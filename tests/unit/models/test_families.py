@@ -102,6 +102,13 @@ def test_a_recorded_forward_is_the_forward_of_every_family(checkpoint: Path, dty
         assert torch.equal(recorded.step(step), eager.step(step))
 
 
+def test_a_step_without_tokens_is_nothing(checkpoint: Path) -> None:
+    """Such a step asks whether all stages are well."""
+    for own_kernels in (None, kernels()):
+        driver = StageDriver(checkpoint, (1,), kernels=own_kernels)
+        assert driver.step({}).shape == (0, 150)
+
+
 def test_any_kernel_of_any_family_can_be_switched_off(checkpoint: Path) -> None:
     by_torch = StageDriver(checkpoint, (1,)).prefill(0, PROMPT, 16)
     for name in KERNEL_NAMES:

@@ -293,6 +293,8 @@ class ExpertsArgs(ctypes.Structure):
     _fields_ = [
         ("x", c_void_p),
         ("logits", c_void_p),
+        ("chosen", c_void_p),
+        ("chosen_weights", c_void_p),
         ("y", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),
@@ -307,5 +309,5 @@ class ExpertsArgs(ctypes.Structure):
         ("has_shared", c_int32),
         ("normalized", c_int32),
         ("dtype", c_int32),
-        ("reserved", c_int32),
+        ("is_shared_gated", c_int32),
     ]

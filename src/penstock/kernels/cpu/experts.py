@@ -22,6 +22,7 @@ class ExpertsShape:
     Attributes:
         num_own: experts from `first_own` on, at least one; besides these the shared one, if there is one.
         normalized: the weights of the chosen experts are scaled so that their sum is 1.
+        is_shared_gated: the last logit weights the shared expert.
     """
 
     hidden_size: int
@@ -31,6 +32,7 @@ class ExpertsShape:
     num_own: int
     has_shared: bool
     normalized: bool
+    is_shared_gated: bool = True
 
 
 class ExpertTables:
@@ -74,6 +76,7 @@ class ExpertTables:
             has_shared=shape.has_shared,
             normalized=shape.normalized,
             dtype=self._dtype,
+            is_shared_gated=shape.is_shared_gated,
             **tables,
         )
 

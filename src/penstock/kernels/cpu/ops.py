@@ -125,20 +125,33 @@ class CpuKernels:
         self._call("penstock_quantized_linear", product, len(x))
         return y
 
-    def experts(self, x: Tensor, logits: Tensor, tables: ExpertTables) -> Tensor:
+    def experts(
+        self, x: Tensor, logits: Tensor, tables: ExpertTables, choice: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
         """The sum over each token's chosen experts that this rank has: [num_tokens, hidden_size].
 
         Args:
             x: [num_tokens, hidden_size].
-            logits: [num_tokens, num_experts], and one more if there is a shared expert: of its gate.
+            logits: [num_tokens, num_experts], and one more if the shared expert has a gate: of that.
+            choice: weights (float32) and numbers of each token's experts, two [num_tokens, num_chosen]; None:
+                by a softmax of the logits. With a choice a step is not recorded, and no expert has a gate.
         """
+        shape = tables.shape
+        is_gated = shape.has_shared and shape.is_shared_gated
         assert x.is_contiguous()
         assert logits.is_contiguous()
-        assert logits.shape[1] == tables.shape.num_experts + tables.shape.has_shared
+        assert logits.shape[1] == shape.num_experts + is_gated
         y, args = self._output(x, x.shape[1]), tables.args()
         scratch = self._scratch(len(x), tables.token_bytes)
         args.x, args.logits = x.data_ptr(), logits.data_ptr()
         args.y, args.scratch = y.data_ptr(), scratch.data_ptr()
+        if choice is None:
+            assert logits.dtype == x.dtype
+        else:
+            assert self._tape is None
+            assert not is_gated
+            weights, chosen = choice[0].contiguous(), choice[1].to(torch.int32).contiguous()
+            args.chosen_weights, args.chosen = weights.data_ptr(), chosen.data_ptr()
         self._call("penstock_experts", args, len(x))
         return y
 

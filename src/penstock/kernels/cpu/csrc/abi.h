@@ -296,8 +296,10 @@ constexpr int64_t kMaxExperts = 1024;
 // experts [first_own, first_own + num_own) and the shared one, which all tokens go through.
 struct ExpertsArgs {
     const void* x;       // [num_tokens, hidden_size]
-    const void* logits;  // [num_tokens, num_experts + has_shared]: the router's, then the shared expert's
-    void* y;             // [num_tokens, hidden_size]
+    const void* logits;  // [num_tokens, num_experts (+ 1)]: the router's, then that of the shared expert's gate
+    const int32_t* chosen;        // [num_tokens, num_chosen], of float weights; null: by a softmax of the logits,
+    const float* chosen_weights;  // which are not read otherwise, but for the gate
+    void* y;                      // [num_tokens, hidden_size]
     const LinearArgs* gate_up;
     const LinearArgs* down;
     const QuantizedLinearArgs* quantized_gate_up;
@@ -311,5 +313,5 @@ struct ExpertsArgs {
     int32_t has_shared;
     int32_t normalized;  // the weights of the chosen experts are scaled so that their sum is 1
     int32_t dtype;       // of x, logits and y
-    int32_t reserved;
+    int32_t is_shared_gated;
 };

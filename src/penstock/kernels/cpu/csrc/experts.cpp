@@ -125,8 +125,7 @@ struct Block {
 
     void run(int64_t first_token) {
         const T* x = (const T*)args.x + first_token * args.hidden_size;
-        int64_t num_logits = args.num_experts + args.has_shared;
-        route((const T*)args.logits + first_token * num_logits, num_logits);
+        route(first_token);
         sort();
         if (Form::kRounds)
             Form::round(x, args.hidden_size, num_tokens, gate_up[0], source.at);
@@ -144,15 +143,19 @@ struct Block {
         for_output((T*)args.y + first_token * args.hidden_size);
     }
 
-    void route(const T* logits, int64_t stride) {
+    void route(int64_t first_token) {
+        int64_t num_gates = args.has_shared && args.is_shared_gated, stride = args.num_experts + num_gates;
+        if (args.chosen) {
+            memcpy(chosen, args.chosen + first_token * args.num_chosen, num_routed * sizeof(int32_t));
+            memcpy(chosen_weights, args.chosen_weights + first_token * args.num_chosen, num_routed * sizeof(float));
+        }
 #pragma omp parallel for schedule(static) if (num_tokens > 16)
         for (int64_t t = 0; t < num_tokens; t++) {
-            const T* own = logits + t * stride;
-            choose(own, chosen + t * args.num_chosen, chosen_weights + t * args.num_chosen);
+            const T* own = (const T*)args.logits + (first_token + t) * stride;
+            if (!args.chosen) choose(own, chosen + t * args.num_chosen, chosen_weights + t * args.num_chosen);
             if (!args.has_shared) continue;
-            f32x16 gate = splat(widen(own[args.num_experts]));
             tokens[num_routed + t] = (int32_t)t;
-            weights[num_routed + t] = (1.0f / (exp(-gate) + 1.0f))[0];
+            weights[num_routed + t] = num_gates ? (1.0f / (exp(-splat(widen(own[args.num_experts]))) + 1.0f))[0] : 1.0f;
         }
     }
 

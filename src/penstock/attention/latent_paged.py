@@ -1,0 +1,77 @@
+"""Paged attention over latent vectors, in plain torch, for CPUs and GPUs (arXiv 2405.04434, section 2.1.2).
+
+The projections from a latent vector to keys and values are applied to queries and results instead
+(`models.latent_attention`), so that all query heads look at one key, and the value is the front of that key:
+
+    query [rank | rotary]      key [latent: rank | rotary]      value = latent
+
+So a token keeps `LatentSpec.width` numbers a layer, however many heads there are, and each rank of a stage
+keeps all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.attention.latent_spec import LatentSpec
+from penstock.attention.metadata import AnyKV, AttentionMetadata, DecodeGroup, LatentKV, PrefillRow
+from penstock.attention.torch_paged import weighted
+from penstock.kernels.cpu.ops import Sight
+
+MAX_SCORES = 1 << 24  # of queries that are computed together: bounds the temporary memory of long prompts
+
+
+class LatentPagedAttention:
+    """Implements `attention.backend.AttentionBackend`. Keys lie slot by slot; there are no values."""
+
+    def __init__(self, num_heads: int, latent: LatentSpec, dtype: torch.dtype) -> None:
+        self._num_heads, self._latent, self._dtype = num_heads, latent, dtype
+
+    def attend(
+        self, qkv: Tensor, angles: Any, kv: AnyKV, metadata: AttentionMetadata, sight: Sight
+    ) -> Tensor:
+        """As the protocol says, but `qkv` has queries and one key, each [rank | rotary]: [num_tokens,
+        (num_heads + 1) width]; and the result is [num_tokens, num_heads * rank]."""
+        assert isinstance(kv, LatentKV)
+        rank = self._latent.rank
+        heads = qkv.view(len(qkv), self._num_heads + 1, self._latent.width)
+        heads[..., rank:] = angles.rotate(heads[..., rank:])
+        query, key = heads[:, :-1], heads[:, -1]
+        kv.latent.index_copy_(0, metadata.slot_mapping, key)
+        output = torch.empty(len(qkv), self._num_heads, rank, dtype=qkv.dtype, device=qkv.device)
+        reads = metadata.reads(sight.window)
+        for group in reads.decode_groups:
+            rows = slice(group.start, group.end)
+            output[rows] = self._decode(query[rows], kv, group, sight)
+        for row in reads.prefill_rows:
+            self._prefill(query[row.start : row.end], kv, row, sight, output[row.start : row.end])
+        return output.flatten(1)
+
+    def block_bytes(self, block_size: int) -> int:
+        return block_size * self._latent.width * self._dtype.itemsize
+
+    def layer_kv(self, memory: Tensor) -> LatentKV:
+        return LatentKV(latent=memory.view(self._dtype).view(-1, self._latent.width))
+
+    def _decode(self, query: Tensor, kv: LatentKV, group: DecodeGroup, sight: Sight) -> Tensor:
+        """[num_rows, num_heads, width], one token a row -> [num_rows, num_heads, rank]."""
+        slots = group.slots
+        keys = kv.latent.index_select(0, slots.view(-1)).view(*slots.shape, self._latent.width)
+        values = keys[..., : self._latent.rank]
+        return weighted(query, keys, values, group.padding.squeeze(1), sight)
+
+    def _prefill(self, query: Tensor, kv: LatentKV, row: PrefillRow, sight: Sight, output: Tensor) -> None:
+        """[num_tokens, num_heads, width] of one row; writes [num_tokens, num_heads, rank]."""
+        keys = kv.latent.index_select(0, row.slots)
+        values, hidden = keys[:, : self._latent.rank], ~row.sight()[:, None]
+        for piece in self._pieces(len(query), len(keys)):
+            output[piece] = weighted(query[piece], keys, values, hidden[piece], sight)
+
+    def _pieces(self, num_tokens: int, context: int) -> Iterator[slice]:
+        """Of the tokens of a row, those that are computed together."""
+        step = max(1, MAX_SCORES // (self._num_heads * context))
+        return (slice(first, first + step) for first in range(0, num_tokens, step))

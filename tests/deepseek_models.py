@@ -1,0 +1,111 @@
+"""Seeded random DeepSeek checkpoints, written by transformers: all that V2 and V3 differ in, in small.
+
+Heads of queries, of values and latent vectors have widths of their own, and so have layers with and without
+experts. Corrections are as large as the scores that they correct.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
+
+SIZES = {
+    "vocab_size": 150,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "rope_theta": 1e4,
+    "mscale": 1.4,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 32,
+}
+GROUPS = {"n_group": 4, "topk_group": 2}
+
+
+@dataclass(frozen=True)
+class DeepseekModel:
+    """A configuration beside `SIZES`, and a seed that keeps the likeliest two tokens apart."""
+
+    config: type[PreTrainedConfig]
+    fields: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
+
+    def make(self, directory: Path, **changes: Any) -> Path:
+        """The checkpoint in float32."""
+        torch.manual_seed(self.seed)
+        config = self.config(**(SIZES | self.fields | changes))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(self.seed)
+        for name, weight in (*sorted(model.named_parameters()), *_corrections(model)):
+            noise = torch.randn(weight.shape, generator=generator)
+            if "norm" in name:
+                weight.data += 0.3 * noise
+            elif weight.dim() == 1:
+                weight.data = 0.3 * noise
+            else:
+                weight.data = noise * (0.5 if "embed_tokens" in name else 1.5 * weight.shape[-1] ** -0.5)
+        model.save_pretrained(directory)
+        return directory
+
+
+def _corrections(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, each) for name, each in sorted(model.named_buffers()) if name.endswith("correction_bias")]
+
+
+MODELS = {
+    "v2": DeepseekModel(DeepseekV2Config),
+    "v2 lite": DeepseekModel(
+        DeepseekV2Config, {"q_lora_rank": None, "attention_bias": True, "n_shared_experts": 1}
+    ),
+    "v2 groups, yarn": DeepseekModel(
+        DeepseekV2Config,
+        GROUPS
+        | {
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 1.7,
+            "rope_parameters": YARN,
+        },
+        seed=1,
+    ),
+    "v3": DeepseekModel(DeepseekV3Config, GROUPS),
+    "v3 yarn": DeepseekModel(
+        DeepseekV3Config,
+        {
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": None,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 0.9,
+            "rope_parameters": YARN,
+        },
+        seed=2,
+    ),
+    "v3 halves": DeepseekModel(DeepseekV3Config, GROUPS | {"rope_interleave": False}),
+}
