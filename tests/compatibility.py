@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import deepseek_models
 from checkpoints import make_checkpoint, make_quantized_checkpoint
 from families import FAMILIES
 from penstock import LLM, SamplingParams
@@ -88,6 +89,7 @@ FEATURES = {
     "tied head by transfer": Feature(tied, {"tied_head": "transfer"}),
     "experts (Mixtral)": Feature(mixtral),
     "experts, `--enable-expert-parallel`": Feature(mixtral, {"enable_expert_parallel": True}),
+    "latent attention (DeepSeek-V3)": Feature(deepseek_models.MODELS["v3"].make),
     "sliding window (Mistral)": Feature(FAMILIES["mistral"].make),
     "soft caps, norms around (Gemma 2)": Feature(FAMILIES["gemma2"].make),
 }
