@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config import (
     CacheConfig,
+    ModelImpl,
     ParallelConfig,
     Quantization,
     SchedulerConfig,
@@ -49,6 +50,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         next_tp_size: how many share those of the next stage.
         are_threads: the ranks are threads of one process.
         replica: which pipeline it belongs to; None where there is one.
+        model_impl: whose layers run, as in `ModelConfig`.
     """
 
     model_path: str  # resolved directory
@@ -81,6 +83,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     next_tp_size: int = 1
     are_threads: bool = False
     replica: int | None = None
+    model_impl: ModelImpl = "auto"
 
     @property
     def device_type(self) -> str:
