@@ -28,6 +28,7 @@ from penstock.models.spec import ModelSpec
 from penstock.models.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
 
 DEMO_MODEL = "demo"
+GENERATION_FILE = "generation_config.json"
 
 _logger = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
         _logger.warning("config.json: auto_map names code to run; ignored")
     architecture, read = _architecture(config, model_impl)
     spec = read(config, architecture)
-    generation_file = directory / "generation_config.json"
+    generation_file = directory / GENERATION_FILE
     return _with_generation(spec, read_config(generation_file)) if generation_file.exists() else spec
 
 
@@ -108,6 +109,16 @@ def _with_generation(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
         eos_token_ids=tuple(dict.fromkeys(own_eos + spec.eos_token_ids)),
         generation_defaults=_generation_defaults(fields, spec.vocab_size),
     )
+
+
+def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, float]:
+    """`ModelSpec.generation_defaults` alone, whoever runs the model.
+
+    Raises:
+        ModelConfigError: `generation_config.json` is unreadable, or a field of it is bad.
+    """
+    path = directory / GENERATION_FILE
+    return _generation_defaults(read_config(path), vocab_size) if path.exists() else {}
 
 
 def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, float]:

@@ -40,6 +40,8 @@ from penstock.models.transformers_weights import (
     weight_tree,
 )
 
+_OUTPUT = "output"  # of the last stage's layers and norm, for its own head
+
 
 @dataclass(slots=True)
 class _StagePass:
@@ -157,8 +159,7 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.start_layer, self.end_layer = layer_range
         self._is_last = self.end_layer == spec.num_layers
-        seen = survey(directory, spec, max_model_len)
-        _check_dtype(seen, spec, compute.dtype)
+        seen = survey(directory, spec, compute.dtype, max_model_len)
         self._head = (_head_alone(seen, spec),)
         self._track = seen.track
         self._tree = _load_on(seen, spec, layer_range, stored, compute)
@@ -208,13 +209,14 @@ class TransformersModel(nn.Module):
         first = received if self.start_layer == 0 else torch.zeros_like(received)  # may be written over
         with self._track.run(running):
             output = self._whole[1](inputs_embeds=first, position_ids=positions[None], use_cache=False)
-        given = output.last_hidden_state if self._is_last else running.given
-        assert isinstance(given, Tensor)
-        return _intermediate(given[0])
+        if self._is_last:  # beside what was received: the output may be of another width
+            return IntermediateTensors(dict(tensors.items()) | {_OUTPUT: output.last_hidden_state[0]})
+        assert running.given is not None
+        return _intermediate(running.given[0])
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """Logits after the tokens `indices` ([num_rows] int64) of a step: [num_rows, vocab] float32."""
-        rows = tensors["hidden_states"].index_select(0, indices)[None]
+        rows = tensors[_OUTPUT].index_select(0, indices)[None]
         logits: Tensor = self._head[0](inputs_embeds=rows, use_cache=False).logits[0]
         return logits.float()
 
@@ -236,14 +238,12 @@ def _load_on(
     model, (start, end) = seen.model, layer_range
     sources = sources_of(model, stored)
     check_layers(seen.layers_path, spec.num_layers, sources)
-    names = dict(model.named_parameters(remove_duplicate=False))
     own = [
         *(seen.layers[index] for index in range(start, end)),
         *(model.get_submodule(name) for name in seen.before if start == 0),
         *(model.get_submodule(name) for name in seen.after if end == spec.num_layers),
     ]
-    made = materialise(own, compute)
-    weights = {name: made[id(old)] for name, old in names.items() if id(old) in made}
+    weights = materialise(model, own, compute)
     tree = weight_tree(model, dict(checkpoint_weights(model, weights, sources)))
     _put_stand_ins(seen, spec, layer_range, compute)
     compute_buffers(model, model.modules(), compute.device)
@@ -276,7 +276,7 @@ def _head_alone(seen: Survey, spec: ModelSpec) -> nn.Module:
         node._modules[parent] = child
         node = child
     node._modules[body] = _Given()
-    rows = torch.zeros((1, 1, seen.output_width), device="meta")
+    rows = torch.zeros((1, 1, seen.output_width), dtype=seen.model.dtype, device="meta")
     try:
         head(inputs_embeds=rows, use_cache=False)
     except Exception as error:
@@ -289,15 +289,6 @@ def _shell_of(module: nn.Module) -> nn.Module:
     shell = copy.copy(module)
     shell._modules = dict(module._modules)
     return shell
-
-
-def _check_dtype(seen: Survey, spec: ModelSpec, dtype: torch.dtype) -> None:
-    """Some models keep parts of themselves in float32 whatever the rest is."""
-    kept = list(getattr(seen.model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept += getattr(seen.model, "_keep_in_fp32_modules", None) or ()
-    if kept and dtype != torch.float32:
-        raise refused(spec.architecture, f"{', '.join(sorted(kept))} must be float32, so use --dtype float32")
 
 
 def _intermediate(hidden_states: Tensor) -> IntermediateTensors:

@@ -70,14 +70,14 @@ class Survey:
         return layers
 
 
-def survey(directory: Path, spec: ModelSpec, max_model_len: int) -> Survey:
+def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> Survey:
     """What the model in `directory` is made of. Allocates nothing.
 
     Raises:
         UnsupportedModelError: no list of layers, or several; or it computes in a way that cannot be served.
         ModelConfigError: config.json was understood otherwise than transformers does.
     """
-    model = build_on_meta(directory, spec)
+    model = build_on_meta(directory, spec, dtype)
     _check_config(model.config, spec, max_model_len)
     _check_memoryless(model, spec)
     path = find_layers(model, spec.num_layers)
@@ -111,7 +111,7 @@ def survey(directory: Path, spec: ModelSpec, max_model_len: int) -> Survey:
     )
 
 
-def build_on_meta(directory: Path, spec: ModelSpec) -> Any:
+def build_on_meta(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
     """transformers' model, with our attention. Code that the checkpoint brings along is never run."""
     fields = read_config(directory / "config.json").values()
     fields.pop("auto_map", None)  # names code that would be run
@@ -127,7 +127,7 @@ def build_on_meta(directory: Path, spec: ModelSpec) -> Any:
                     config,
                     attn_implementation=transformers_attention.NAME,
                     experts_implementation="batched_mm",  # the one whose shapes do not depend on numbers
-                    dtype=torch.float32,
+                    dtype=dtype,
                 )
             model.tie_weights()
         except Exception as error:

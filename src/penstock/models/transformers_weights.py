@@ -7,9 +7,10 @@ does it, for checkpoints of older versions or other programs. Called by `models.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,40 +25,57 @@ _LOADED = "_is_hf_initialized"  # transformers leaves tensors alone that are mar
 _NUMBERED = re.compile(r"(\D+)(\d*)")
 
 
-def materialise(modules: Iterable[nn.Module], compute: Compute) -> dict[int, nn.Parameter]:
-    """Give every weight of `modules` its own memory; one that several share stays shared.
+def materialise(model: Any, modules: Iterable[nn.Module], compute: Compute) -> dict[str, nn.Parameter]:
+    """Give every weight of `modules` its own memory, and every buffer that checkpoints store.
+
+    Args:
+        model: whole, on the meta device. A weight under several names stays one.
 
     Returns:
-        The new weight for the id of each old one.
+        The weights by their names in the model.
 
     Raises:
         NotEnoughMemoryError: the device refuses.
     """
+    names: dict[int, list[str]] = {}
+    for name, old in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(old), []).append(name)
+    wide = _kept_wide(model, compute.dtype)
     made: dict[int, nn.Parameter] = {}
-    for module in modules:
-        for part in module.modules():
-            for name, old in part._parameters.items():
-                if old is not None and old.is_meta:
-                    if id(old) not in made:
-                        made[id(old)] = compute.parameter(*old.shape)
-                        setattr(made[id(old)], _LOADED, True)
-                    part._parameters[name] = made[id(old)]
-    return made
+    for part in dict.fromkeys(part for module in modules for part in module.modules()):
+        stores: tuple[dict[str, Any], dict[str, Any]] = (part._parameters, part._buffers)
+        for tensors in stores:
+            for key, old in tensors.items():
+                if old is None or id(old) not in names:
+                    continue
+                if id(old) not in made:
+                    is_wide = any(wide(name) for name in names[id(old)])
+                    dtype = torch.float32 if is_wide else old.dtype
+                    made[id(old)] = dataclasses.replace(compute, dtype=dtype).parameter(*old.shape)
+                    setattr(made[id(old)], _LOADED, True)
+                new = made[id(old)]
+                tensors[key] = new if tensors is part._parameters else new.data
+    return {name: weight for old, weight in made.items() for name in names[old]}
+
+
+def _kept_wide(model: Any, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which weights stay float32 whatever the others are, as transformers has it."""
+    kept = [] if dtype == torch.float32 else list(model._keep_in_fp32_modules_strict or ())
+    if dtype == torch.float16:
+        kept += model._keep_in_fp32_modules or ()
+    patterns = [re.compile(text.replace("*", ".*")) for text in kept]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
 
 
 def compute_buffers(model: Any, modules: Iterable[nn.Module], device: torch.device) -> None:
     """Give buffers memory, and have the model work their numbers out, as transformers does after loading.
 
     Raises:
-        UnsupportedModelError: some are left without, or would have to be loaded.
+        UnsupportedModelError: some are left without.
     """
     for module in modules:
         empty = {name: old for name, old in module._buffers.items() if old is not None and old.is_meta}
         for name, old in empty.items():
-            if name not in module._non_persistent_buffers_set:
-                raise refused(
-                    type(model).__name__, f"{type(module).__name__}.{name} is a buffer that checkpoints store"
-                )
             fill = math.nan if old.is_floating_point() else -1
             module._buffers[name] = torch.full(old.shape, fill, dtype=old.dtype, device=device)
         if empty:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, BartConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, BartConfig, Glm4MoeConfig, LlamaConfig
 
 from families import FAMILIES, SIZES
 from foreign_families import FOREIGN
@@ -163,7 +163,7 @@ def test_models_that_compute_otherwise_are_refused_without_memory(
     directory = only_config(tmp_path, model_type, architecture, **fields)
     spec = load_spec(directory)
     with pytest.raises(UnsupportedModelError, match=message):
-        survey(directory, spec, 64)
+        survey(directory, spec, torch.float32, 64)
 
 
 def test_a_rank_refuses_before_it_allocates(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +286,7 @@ def test_experts_are_read_one_by_one_into_their_places(tmp_path: Path) -> None:
 
 def test_a_rule_that_is_not_built_is_refused(tmp_path: Path) -> None:
     directory = FOREIGN["olmoe"].make(tmp_path)
-    seen = survey(directory, load_spec(directory), 64)
+    seen = survey(directory, load_spec(directory), torch.float32, 64)
     name = "model.layers.0.mlp.experts.down_proj"
     weights = {name: nn.Parameter(torch.zeros(4, 32, 48))}
     stored = [f"model.layers.0.mlp.experts.{expert}.down_proj.weight" for expert in range(3)]
@@ -304,6 +304,17 @@ def test_numbers_that_are_not_finite_are_refused_and_dtypes_converted(tmp_path: 
     model.save_pretrained(directory)
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight"):
         load_rank(config, nothing)
+
+
+def test_buffers_that_checkpoints_store_are_loaded_and_some_weights_stay_float32(tmp_path: Path) -> None:
+    fields = {"n_routed_experts": 4, "n_group": 1, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
+    model = AutoModelForCausalLM.from_config(Glm4MoeConfig(**SIZES, **fields, head_dim=8))
+    model.model.layers[2].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    model.save_pretrained(tmp_path)
+    (config,) = make_rank_configs(tmp_path, 1, dtype="bfloat16")
+    gate = load_rank(config, nothing).model.layers[2].mlp.gate
+    assert gate.weight.dtype == torch.bfloat16
+    assert gate.e_score_correction_bias.tolist() == torch.tensor([0.1, 0.2, 0.3, 0.4]).tolist()
 
 
 def test_llama_configurations_of_transformers_are_read_as_ours(tmp_path: Path) -> None:
