@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from importlib import metadata
 from pathlib import Path
 
 from penstock.config import ParallelConfig, Quantization
@@ -20,6 +21,8 @@ from penstock.models.spec import ModelSpec
 
 EXTRA = "penstock[hf]"
 
+_OLDEST = 5, 23  # as in pyproject.toml
+_VERSION = re.compile(r"(\d+)\.(\d+)")
 _DTYPES = ("float32", "bfloat16", "float16")
 _MOST = 1 << 24
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -33,8 +36,19 @@ _MODEL_TYPE = re.compile(r"[a-z0-9][a-z0-9_]{0,63}")
 
 
 def has_transformers() -> bool:
-    """Whether the extra is installed."""
-    return importlib.util.find_spec("transformers") is not None
+    """Whether the extra is installed, and new enough."""
+    return _folder() is not None
+
+
+def _folder() -> Path | None:
+    """Where the installed transformers is, if it can be used."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    found = _VERSION.match(metadata.version("transformers"))
+    if found is None or (int(found[1]), int(found[2])) < _OLDEST:
+        return None
+    return Path(spec.submodule_search_locations[0])
 
 
 def knows(architecture: str, model_type: str) -> bool:
@@ -42,13 +56,11 @@ def knows(architecture: str, model_type: str) -> bool:
 
     Its sources say so: importing them would take seconds, and torch.
     """
-    spec = importlib.util.find_spec("transformers")
-    folder = model_type.removesuffix("_text").replace("-", "_")
-    if spec is None or not spec.submodule_search_locations or not _MODEL_TYPE.fullmatch(folder):
+    installed, name = _folder(), model_type.removesuffix("_text").replace("-", "_")
+    if installed is None or not _MODEL_TYPE.fullmatch(name):
         return False
-    path = Path(spec.submodule_search_locations[0]) / "models" / folder / f"modeling_{folder}.py"
     try:
-        source = path.read_text(encoding="utf-8")
+        source = (installed / "models" / name / f"modeling_{name}.py").read_text(encoding="utf-8")
     except OSError:
         return False
     return f"class {architecture}(" in source and "ALL_ATTENTION_FUNCTIONS" in source

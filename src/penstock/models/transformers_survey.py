@@ -30,6 +30,17 @@ _NUM_TOKENS = 3
 # Angles that depend on the longest sequence of a step: keys that are stored would have to be turned anew.
 _MOVING_ROPES = frozenset({"dynamic", "longrope"})
 _MEETINGS = (nn.Conv1d, nn.Conv2d, nn.RNNBase)
+# Of code to be run, from the checkpoint or the hub.
+_NAMES_OF_CODE = frozenset(
+    {
+        "auto_map",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation",
+    }
+)
 # transformers sets global state while it builds a model; ranks may be threads.
 _BUILDING = threading.Lock()
 
@@ -113,8 +124,8 @@ def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: 
 
 def build_on_meta(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
     """transformers' model, with our attention. Code that the checkpoint brings along is never run."""
-    fields = read_config(directory / "config.json").values()
-    fields.pop("auto_map", None)  # names code that would be run
+    given = read_config(directory / "config.json").values()
+    fields = {name: value for name, value in given.items() if name not in _NAMES_OF_CODE}
     with _BUILDING:
         from transformers import CONFIG_MAPPING, AutoModelForCausalLM
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

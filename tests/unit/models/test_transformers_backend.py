@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from transformers import AutoModelForCausalLM, BartConfig, Glm4MoeConfig, LlamaC
 
 from families import FAMILIES, SIZES
 from foreign_families import FOREIGN
+from paths import REPOSITORY
 from penstock.config import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.host import Host
 from penstock.engine.launch import resolve
@@ -22,6 +25,7 @@ from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelE
 from penstock.executor.loading import load_rank
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
+from penstock.models import transformers_fields
 from penstock.models.registry import load_spec
 from penstock.models.transformers_attention import Site, Track, attend, read_sight
 from penstock.models.transformers_survey import find_layers, survey
@@ -70,6 +74,26 @@ def test_without_the_extra_the_remedy_names_it(neox: Path, monkeypatch: pytest.M
         load_spec(neox)
     assert "pip install penstock[hf]" in caught.value.remedy
     assert caught.value.exit_code == 3
+
+
+def test_an_old_transformers_counts_as_none(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in ("4.57.1", "5.9.0", "unknown"):
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
+        with pytest.raises(UnsupportedModelError, match=r"penstock\[hf\]"):
+            load_spec(neox)
+
+
+def test_the_version_that_is_asked_for_is_the_one_that_is_declared() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = project["project"]["optional-dependencies"]["hf"]
+    assert declared == [f"transformers>={'.'.join(map(str, transformers_fields._OLDEST))}"]
+
+
+def test_code_that_a_checkpoint_names_is_left_alone(neox: Path, tmp_path: Path) -> None:
+    names = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    directory = changed(neox, tmp_path, auto_map=names, _attn_implementation="someone/kernel")
+    (tmp_path / "evil.py").write_text("raise SystemExit(3)")
+    assert load_rank(make_rank_configs(directory, 1)[0], nothing).spec.implementation == "transformers"
 
 
 @pytest.mark.parametrize(
