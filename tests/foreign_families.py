@@ -96,8 +96,8 @@ def greedy(directory: Path, prompts: Sequence[Sequence[int]], count: int) -> tup
 
 
 @torch.no_grad()
-def logits_of(directory: Path, ids: Sequence[int]) -> Tensor:
-    """After every token: [len(ids), vocab]."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+def logits_of(directory: Path, ids: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """After every token: [len(ids), vocab] float32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
     found: Tensor = model(torch.tensor([list(ids)])).logits[0]
-    return found
+    return found.float()

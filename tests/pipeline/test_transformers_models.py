@@ -49,9 +49,9 @@ def tokens(model: Path, num_stages: int, **changes: object) -> list[list[int]]:
     return [request.output for request in wanted]
 
 
-def loaded_stages(model: Path, cuts: Sequence[int]) -> list[TransformersModel]:
+def loaded_stages(model: Path, cuts: Sequence[int], dtype: str = "float32") -> list[TransformersModel]:
     spec, stages = load_spec(model), []
-    (config,) = make_rank_configs(model, 1)
+    (config,) = make_rank_configs(model, 1, dtype=dtype)
     for start, end in pairwise([0, *cuts, spec.num_layers]):
         own = msgspec.structs.replace(config, start_layer=start, end_layer=end)
         stage = build_transformers(own, spec, Checkpoint(model))
@@ -86,6 +86,15 @@ def test_a16_logits_of_chunks_and_decodes_are_those_of_transformers(
             found[1].append(step[1:])
     for row, ids in ((0, first[:27]), (1, second[:19])):
         torch.testing.assert_close(torch.cat(found[row]), logits_of(checkpoint, ids), atol=1e-4, rtol=0)
+
+
+def test_bfloat16_rounds_where_transformers_rounds(checkpoint: Path) -> None:
+    """Nearer to transformers in bfloat16 than that is to float32."""
+    ids, stages = PROMPTS[2], loaded_stages(checkpoint, (1,), "bfloat16")
+    with torch.inference_mode():
+        found = StageDriver(checkpoint, (1,), dtype=torch.bfloat16, stages=stages).prefill(0, ids, 7)
+    expected = logits_of(checkpoint, ids, torch.bfloat16)
+    assert (found - expected).abs().max() < (logits_of(checkpoint, ids) - expected).abs().max()
 
 
 def test_a12_a_stage_reads_and_holds_its_own_share(checkpoint: Path) -> None:
