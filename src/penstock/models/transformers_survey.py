@@ -97,7 +97,7 @@ def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: 
         Site(index, track).bind(layer)
     seen = _Seen(spec.num_layers)
     try:
-        with torch.no_grad(), _watched(model, path, seen), track.run(seen):
+        with torch.enable_grad(), _watched(model, path, seen), track.run(seen):
             logits = _run_on_meta(model)
     except PenstockError:
         raise
@@ -107,6 +107,8 @@ def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: 
         ) from error
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
+    if logits.requires_grad:
+        seen.strange.append("its head takes more of what was before than the last layer's hidden states")
     _check_numbers(spec, seen, logits)
     _check_windows(model.config, spec, seen)
     _check_all_called(spec, model, path, seen)
@@ -193,6 +195,7 @@ class _Seen:
     num_tokens: int = _NUM_TOKENS
     next_layer: int = 0
     is_within: bool = False
+    between: Any = None
     gives_tuples: bool = False
     width: int = 0
     output_width: int = 0
@@ -211,15 +214,28 @@ class _Seen:
         )
         return query.transpose(1, 2).contiguous()
 
-    def enter(self, layer: int) -> None:
+    def enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A layer is called. Nothing that stages do not send may reach it from before."""
         if layer != self.next_layer:
             self.strange.append(f"layer {layer} comes where {self.next_layer} is due")
+        hidden_states = args[0] if args else kwargs.get("hidden_states")
+        if layer and hidden_states is not self.between:
+            self.strange.append(f"hidden states change between layers {layer - 1} and {layer}")
+        others = [tensor for tensor in _tensors((args, dict(kwargs))) if tensor is not hidden_states]
+        if any(tensor.requires_grad for tensor in others):
+            self.strange.append(f"layer {layer} takes more of what was before than hidden states")
         self.is_within = True
 
-    def leave(self, output: Any) -> None:
+    def leave(self, output: Any) -> Any:
+        """A layer is done. What it gives begins anew, so that all other ways from before can be told."""
         self.gives_tuples = isinstance(output, tuple)
-        self.width = (output[0] if isinstance(output, tuple) else output).shape[-1]
+        hidden_states, *others = output if isinstance(output, tuple) else (output,)
+        if any(other is not None for other in others):
+            self.strange.append("a layer gives more than hidden states")
+        self.width = hidden_states.shape[-1]
         self.next_layer, self.is_within = self.next_layer + 1, False
+        self.between = hidden_states.detach().requires_grad_(self.next_layer < self.num_layers)
+        return (self.between, *others) if self.gives_tuples else self.between
 
     def end(self, output: Any) -> None:
         """The module that runs the layers is done."""
@@ -243,7 +259,10 @@ def _watched(model: nn.Module, path: str, seen: _Seen) -> Iterator[None]:
     """Tell what is called until the end of the block."""
     with ExitStack() as stack:
         for index, layer in enumerate(model.get_submodule(path).children()):
-            stack.callback(layer.register_forward_pre_hook(lambda *_, layer=index: seen.enter(layer)).remove)
+            enter = layer.register_forward_pre_hook(
+                lambda _, args, kwargs, layer=index: seen.enter(layer, args, kwargs), with_kwargs=True
+            )
+            stack.callback(enter.remove)
             stack.callback(layer.register_forward_hook(lambda _, __, output: seen.leave(output)).remove)
         body = model.get_submodule(path.rpartition(".")[0])
         stack.callback(body.register_forward_hook(lambda _, __, output: seen.end(output)).remove)
@@ -251,6 +270,17 @@ def _watched(model: nn.Module, path: str, seen: _Seen) -> Iterator[None]:
             hook = module.register_forward_hook(lambda _, __, output, name=name: seen.called(name, output))
             stack.callback(hook.remove)
         yield
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """All in nested tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
 
 
 def with_weights(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
@@ -265,7 +295,7 @@ def with_weights(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
 def _run_on_meta(model: Any) -> Tensor:
     ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device="meta")
     positions = torch.arange(_NUM_TOKENS, device="meta")[None]
-    vectors = model.get_input_embeddings()(ids)
+    vectors = model.get_input_embeddings()(ids).requires_grad_().clone()
     logits = model(inputs_embeds=vectors, position_ids=positions, use_cache=False).logits
     assert isinstance(logits, Tensor)
     return logits

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelE
 from penstock.executor.loading import load_rank
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
-from penstock.models import transformers_fields
+from penstock.models import transformers_fields, transformers_survey
 from penstock.models.registry import load_spec
 from penstock.models.transformers_attention import Site, Track, attend, read_sight
 from penstock.models.transformers_survey import find_layers, survey
@@ -178,6 +179,63 @@ REFUSED = [
         "dynamic",
     ),
 ]
+
+
+class OddLayer(nn.Module):
+    def forward(self, hidden_states: torch.Tensor, first: torch.Tensor | None = None) -> torch.Tensor:
+        heads = hidden_states.view(1, -1, 4, 8).transpose(1, 2)
+        attended, _ = attend(self, heads, heads, heads, None)
+        return hidden_states + attended.flatten(2)
+
+
+class OddModel(nn.Module):
+    """Three layers of attention, and one way past them that stages know nothing of."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.config = way, SimpleNamespace()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(OddLayer() for _ in range(3))
+        self.model.forward = self.body  # type: ignore[method-assign]
+        self.embedding, self.head = nn.Embedding(150, 32), nn.Linear(32, 150)
+        self.to("meta").requires_grad_(False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def _can_set_experts_implementation(self) -> bool:
+        return False
+
+    def body(self, vectors: torch.Tensor) -> SimpleNamespace:
+        hidden_states = vectors
+        for index, layer in enumerate(self.model.layers):
+            if self.way == "between" and index:
+                hidden_states = hidden_states + vectors
+            hidden_states = layer(hidden_states, first=vectors if self.way == "argument" else None)
+        return SimpleNamespace(last_hidden_state=hidden_states + (vectors if self.way == "head" else 0))
+
+    def forward(self, inputs_embeds: torch.Tensor, **kwargs: Any) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.head(self.model(inputs_embeds).last_hidden_state))
+
+
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("between", "change between layers 0 and 1"),
+        ("argument", "takes more of what was before"),
+        ("head", "its head takes more"),
+    ],
+)
+def test_ways_past_the_layers_are_seen(
+    neox: Path, monkeypatch: pytest.MonkeyPatch, way: str, message: str
+) -> None:
+    """A later stage would compute with zeros there, and nothing would fail."""
+    spec, model = load_spec(neox), OddModel("none")
+    monkeypatch.setattr(transformers_survey, "build_on_meta", lambda *args: model)
+    assert survey(neox, spec, torch.float32, 64).before == {"embedding": 32}
+    model = OddModel(way)
+    with pytest.raises(UnsupportedModelError, match=message):
+        survey(neox, spec, torch.float32, 64)
 
 
 @pytest.mark.parametrize(("model_type", "architecture", "fields", "message"), REFUSED)
