@@ -98,7 +98,7 @@ def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: 
     seen = _Seen(spec.num_layers)
     try:
         with torch.enable_grad(), _watched(model, path, seen), track.run(seen):
-            logits = _run_on_meta(model)
+            logits = _run_on_meta(model, seen)
     except PenstockError:
         raise
     except Exception as error:
@@ -196,6 +196,7 @@ class _Seen:
     next_layer: int = 0
     is_within: bool = False
     between: Any = None
+    inputs: list[Tensor] = field(default_factory=list)
     gives_tuples: bool = False
     width: int = 0
     output_width: int = 0
@@ -213,6 +214,12 @@ class _Seen:
             HeadShape(num_heads=query.shape[1], num_kv_heads=key.shape[1], head_dim=query.shape[-1])
         )
         return query.transpose(1, 2).contiguous()
+
+    def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """The module that runs the layers is called, as a stage will call it by itself."""
+        given = list(_tensors((args, dict(kwargs))))
+        if any(all(tensor is not one for one in self.inputs) for tensor in given) or len(given) < 2:
+            self.strange.append("its vectors or positions change on the way to the layers' module")
 
     def enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """A layer is called. Nothing that stages do not send may reach it from before."""
@@ -265,6 +272,10 @@ def _watched(model: nn.Module, path: str, seen: _Seen) -> Iterator[None]:
             stack.callback(enter.remove)
             stack.callback(layer.register_forward_hook(lambda _, __, output: seen.leave(output)).remove)
         body = model.get_submodule(path.rpartition(".")[0])
+        begin = body.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.begin(args, kwargs), with_kwargs=True
+        )
+        stack.callback(begin.remove)
         stack.callback(body.register_forward_hook(lambda _, __, output: seen.end(output)).remove)
         for name, module in with_weights(model, path):
             hook = module.register_forward_hook(lambda _, __, output, name=name: seen.called(name, output))
@@ -292,10 +303,11 @@ def with_weights(model: nn.Module, path: str) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _run_on_meta(model: Any) -> Tensor:
+def _run_on_meta(model: Any, seen: _Seen) -> Tensor:
     ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device="meta")
     positions = torch.arange(_NUM_TOKENS, device="meta")[None]
     vectors = model.get_input_embeddings()(ids).requires_grad_().clone()
+    seen.inputs = [vectors, positions]
     logits = model(inputs_embeds=vectors, position_ids=positions, use_cache=False).logits
     assert isinstance(logits, Tensor)
     return logits

@@ -206,7 +206,7 @@ class OddModel(nn.Module):
     def _can_set_experts_implementation(self) -> bool:
         return False
 
-    def body(self, vectors: torch.Tensor) -> SimpleNamespace:
+    def body(self, vectors: torch.Tensor, positions: torch.Tensor) -> SimpleNamespace:
         hidden_states = vectors
         for index, layer in enumerate(self.model.layers):
             if self.way == "between" and index:
@@ -214,13 +214,17 @@ class OddModel(nn.Module):
             hidden_states = layer(hidden_states, first=vectors if self.way == "argument" else None)
         return SimpleNamespace(last_hidden_state=hidden_states + (vectors if self.way == "head" else 0))
 
-    def forward(self, inputs_embeds: torch.Tensor, **kwargs: Any) -> SimpleNamespace:
-        return SimpleNamespace(logits=self.head(self.model(inputs_embeds).last_hidden_state))
+    def forward(
+        self, inputs_embeds: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any
+    ) -> SimpleNamespace:
+        vectors = inputs_embeds * 2 if self.way == "vectors" else inputs_embeds
+        return SimpleNamespace(logits=self.head(self.model(vectors, position_ids).last_hidden_state))
 
 
 @pytest.mark.parametrize(
     ("way", "message"),
     [
+        ("vectors", "vectors or positions change"),
         ("between", "change between layers 0 and 1"),
         ("argument", "takes more of what was before"),
         ("head", "its head takes more"),
