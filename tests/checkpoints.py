@@ -16,9 +16,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Family = Literal["llama", "qwen2"]
+Family = Literal["llama", "qwen2", "mixtral", "qwen2_moe"]
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+}
+
+# Fields that a family's checkpoints have besides those of Llama; an argument wins.
+_FAMILY_FIELDS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+}
 _SAFETENSORS_DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -78,6 +97,7 @@ def make_checkpoint(
         "torch_dtype": str(dtype).removeprefix("torch."),
         "bos_token_id": 1,
         "eos_token_id": 2,
+        **_FAMILY_FIELDS.get(family, {}),
         **config,
     }
     directory.mkdir(parents=True, exist_ok=True)
@@ -90,10 +110,10 @@ def make_checkpoint(
 
 def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Checkpoint tensors of a configuration, in the order in which transformers names them."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    hidden = config["hidden_size"]
     head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     query, kv = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    is_qwen = config["model_type"] == "qwen2"
+    is_qwen = config["model_type"] in ("qwen2", "qwen2_moe")
     qkv_bias = is_qwen or config.get("attention_bias", False)
     o_bias, mlp_bias = config.get("attention_bias", False) and not is_qwen, config.get("mlp_bias", False)
     projections = {
@@ -101,14 +121,12 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_proj": (kv, hidden, qkv_bias),
         "self_attn.v_proj": (kv, hidden, qkv_bias),
         "self_attn.o_proj": (hidden, query, o_bias),
-        "mlp.gate_proj": (inner, hidden, mlp_bias),
-        "mlp.up_proj": (inner, hidden, mlp_bias),
-        "mlp.down_proj": (hidden, inner, mlp_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
-        for name, (rows, columns, has_bias) in projections.items():
+        mlp = {name: (*shape, mlp_bias) for name, shape in _mlp_shapes(config, layer).items()}
+        for name, (rows, columns, has_bias) in (projections | mlp).items():
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
@@ -118,6 +136,34 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     if not config["tie_word_embeddings"]:
         shapes["lm_head.weight"] = (config["vocab_size"], hidden)
     return shapes
+
+
+def _mlp_shapes(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, int]]:
+    """Of a layer's MLP, or of its experts."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    if config["model_type"] == "mixtral":
+        block, (gate, up, down), count = "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
+    else:
+        block, (gate, up, down), count = "mlp", ("gate_proj", "up_proj", "down_proj"), 0
+    if config["model_type"] == "qwen2_moe" and _is_sparse(config, layer):
+        inner, count = config["moe_intermediate_size"], config["num_experts"]
+    expert = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
+    if not count:
+        return {f"{block}.{name}": shape for name, shape in expert.items()}
+    shapes = {f"{block}.gate": (count, hidden)}
+    shapes |= {
+        f"{block}.experts.{index}.{name}": shape for index in range(count) for name, shape in expert.items()
+    }
+    if config["model_type"] == "qwen2_moe":
+        shared = config["shared_expert_intermediate_size"]
+        shapes |= {f"{block}.shared_expert.{name}": (shared, hidden) for name in (gate, up)}
+        shapes[f"{block}.shared_expert.{down}"] = (hidden, shared)
+        shapes[f"{block}.shared_expert_gate"] = (1, hidden)
+    return shapes
+
+
+def _is_sparse(config: Mapping[str, Any], layer: int) -> bool:
+    return layer not in config["mlp_only_layers"] and (layer + 1) % config["decoder_sparse_step"] == 0
 
 
 def random_tensors(
@@ -187,7 +233,9 @@ def write_raw_safetensors(path: Path, header: object, data: bytes) -> None:
 
 QuantizedLayout = Literal["gptq", "gptq_v2", "awq", "packed", "int8"]
 
-_PROJECTIONS = re.compile(r"model\.layers\.\d+\.(self_attn|mlp)\.\w+_proj\.weight")
+_PROJECTIONS = re.compile(
+    r"model\.layers\.\d+\.((self_attn|mlp|mlp\.shared_expert)\.\w+_proj|\w+\.experts\.\d+\.\w+)\.weight"
+)
 _AWQ_COLUMN_OF_NIBBLE = [0, 2, 4, 6, 1, 3, 5, 7]
 
 

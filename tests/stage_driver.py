@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.distributed.group import SOLO, TensorGroup
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.layers.compute import FormatOf, never_quantized
 from penstock.models.decoder import Decoder
 from penstock.models.registry import load_spec
 from penstock.weights.checkpoint import Checkpoint
@@ -36,6 +37,8 @@ class StageDriver:
         max_len: int = 256,
         kernels: CpuKernels | None = None,
         group: TensorGroup = SOLO,
+        expert_parallel: bool = False,
+        format_of: FormatOf = never_quantized,
         stages: Sequence[Decoder] = (),
     ) -> None:
         self.spec = load_spec(directory)
@@ -51,6 +54,8 @@ class StageDriver:
                 kernels=kernels,
                 block_size=block_size,
                 group=group,
+                expert_parallel=expert_parallel,
+                format_of=format_of,
             )
             for start, end in pairwise(bounds)
         ]
@@ -127,6 +132,8 @@ def load_stage(
     kernels: CpuKernels | None = None,
     block_size: int = 4,
     group: TensorGroup = SOLO,
+    expert_parallel: bool = False,
+    format_of: FormatOf = never_quantized,
 ) -> Decoder:
     """The layers `[start, end)` of a checkpoint, weights loaded."""
     spec = load_spec(directory)
@@ -138,6 +145,8 @@ def load_stage(
         kernels=kernels,
         block_size=block_size,
         group=group,
+        expert_parallel=expert_parallel,
+        format_of=format_of,
     )
     load_weights(stage, Checkpoint(directory), lambda done, total: None)
     return stage

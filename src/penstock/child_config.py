@@ -48,6 +48,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         faults: what a test has armed; a rank that takes the place of another has none.
         tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
         next_tp_size: how many share those of the next stage.
+        expert_parallel: the ranks of a stage have experts whole, and not each a part of all.
         are_threads: the ranks are threads of one process.
         replica: which pipeline it belongs to; None where there is one.
         model_impl: whose layers run, as in `ModelConfig`.
@@ -81,6 +82,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     tp_rank: int = 0
     tp_size: int = 1
     next_tp_size: int = 1
+    expert_parallel: bool = False
     are_threads: bool = False
     replica: int | None = None
     model_impl: ModelImpl = "auto"
@@ -182,6 +184,7 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rank: in service, but for its layers: only as many as are timed.
         start_fd: a pipe that ends when all ranks are ready.
+        meeting: of the ranks of the stage, if there are several.
         num_rows: of the decode steps, rising.
         context: tokens of each row, the one that it decodes included.
         prefill_tokens: of the chunk of a prompt.
@@ -195,6 +198,7 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
     context: int
     prefill_tokens: int
     case_s: float
+    meeting: MeetingHandle | None = None
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

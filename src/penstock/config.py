@@ -92,6 +92,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         pipeline_parallel_size: number of stages P.
         data_parallel_size: pipelines that serve the same model side by side, each with all its weights.
         tensor_parallel_size: ranks that share each stage's layers, or of each stage, such as "2,1".
+        enable_expert_parallel: the ranks of a stage have whole experts, and not each a part of all.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         async_depth: plans issued ahead; P + async_depth plans are in flight. `auto` measures at start whether
@@ -115,6 +116,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     tensor_parallel_size: int | str | list[int] = 1
+    enable_expert_parallel: bool = False
     partition: str = "even"
     partition_mix: str = "512:128"
     async_depth: int | Literal["auto"] = "auto"

@@ -14,8 +14,9 @@ from __future__ import annotations
 import difflib
 import inspect
 import itertools
+import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -35,10 +36,13 @@ from penstock.engine.outputs import (
     completion_output,
     output_assembler,
 )
+from penstock.engine.refused_settings import refuse_if_known, require_backend
 from penstock.engine.reports import LogReporter
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.stats import CoreStats
+from penstock.engine.topology import with_topology
 from penstock.errors import InvalidRequestError, UsageError, error_from_info
+from penstock.executor.base import Executor
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -46,6 +50,7 @@ from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
 Prompt = str | Mapping[str, Any]
+MakeExecutor = Callable[[LaunchPlan], Executor]
 POLL_S = 1.0
 _MAX_WAITING = 1 << 31  # here the caller is the queue: it may hold any number, for any time
 _MAX_WAITING_TOKENS = 1 << 62
@@ -60,6 +65,8 @@ class LLM:
         model: directory of a checkpoint, `demo`, or a hub name already downloaded.
         pipeline_parallel_size: number of stages.
         tensor_parallel_size: ranks that share a stage's layers, or of each stage, such as "2,1" or [2, 1].
+        enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
+        topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
         dtype: of weights and computation; "auto" takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         seed: of requests that bring none.
@@ -75,7 +82,8 @@ class LLM:
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
-        distributed_executor_backend: `mp` (a process per rank) or `inprocess` (a thread per rank).
+        distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
+            makes an `executor.base.Executor` of a `LaunchPlan`.
         threads_per_rank: CPU threads of a rank, or of each, such as "1,3" or [1, 3]; None shares the cores
             among the ranks.
         heartbeat_limit_s: a stage without a sign of life for this long is started again.
@@ -99,6 +107,8 @@ class LLM:
         *,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int | str | Sequence[int] = 1,
+        enable_expert_parallel: bool = False,
+        topology: str | os.PathLike[str] | None = None,
         dtype: DType = "auto",
         max_model_len: int | None = None,
         seed: int = 0,
@@ -114,7 +124,7 @@ class LLM:
         partition: str = "even",
         partition_mix: str = "512:128",
         device: str = "cpu",
-        distributed_executor_backend: Backend = "mp",
+        distributed_executor_backend: Backend | MakeExecutor = "mp",
         threads_per_rank: int | str | Sequence[int] | None = None,
         tied_head: TiedHead = "load",
         heartbeat_limit_s: float = 5.0,
@@ -127,6 +137,7 @@ class LLM:
         **unknown: Any,
     ) -> None:
         _refuse_unknown(unknown)
+        backend, make_executor = _executor_backend(distributed_executor_backend)
         values = {
             "model": {
                 "model": str(model),
@@ -138,6 +149,7 @@ class LLM:
             "parallel": {
                 "pipeline_parallel_size": pipeline_parallel_size,
                 "tensor_parallel_size": tensor_parallel_size,
+                "enable_expert_parallel": enable_expert_parallel,
                 "partition": partition,
                 "partition_mix": partition_mix,
                 "async_depth": async_depth,
@@ -149,7 +161,7 @@ class LLM:
                 "step_timeout_s": step_timeout_s,
                 "kernels": kernels,
                 "pin_threads": pin_threads,
-                "backend": distributed_executor_backend,
+                "backend": backend,
             },
             "cache": {
                 "block_size": block_size,
@@ -168,9 +180,17 @@ class LLM:
             },
             "seed": seed,
         }
-        self._start(_engine_config(values))
+        self._start(_engine_config(values), topology, make_executor)
 
-    def _start(self, config: EngineConfig) -> None:
+    def _start(
+        self,
+        config: EngineConfig,
+        topology: str | os.PathLike[str] | None,
+        make_executor: MakeExecutor | None,
+    ) -> None:
+        if topology is not None:
+            parallel = with_topology(config.parallel, topology)
+            config = msgspec.structs.replace(config, parallel=parallel)
         host = Host.detect()
         config = settle_partition(config, host, LogReporter())
         plan = resolve(config, host)
@@ -178,7 +198,7 @@ class LLM:
         self._tokenizer = load_tokenizer(directory)
         self._chat_template = load_chat_template(directory, self._tokenizer)
         self._default_sampling = default_sampling(plan.spec.generation_defaults)
-        self._client = _make_client(config, plan)
+        self._client = _make_client(config, plan, make_executor)
         self._limits = RequestLimits(
             max_model_len=self._client.max_model_len, vocab_size=plan.spec.vocab_size
         )
@@ -444,6 +464,7 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
     if not unknown:
         return
     name = next(iter(unknown))
+    refuse_if_known(name)
     if name == "data_parallel_size":
         raise UsageError(
             "an LLM is one pipeline; data_parallel_size is for the server.",
@@ -457,7 +478,17 @@ def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
     raise UsageError(f"LLM has no argument {name!r}.", remedy=remedy, param=name, code="unknown_argument")
 
 
-def _make_client(config: EngineConfig, plan: LaunchPlan) -> EngineClient:
+def _executor_backend(given: str | MakeExecutor) -> tuple[str, MakeExecutor | None]:
+    """Where ranks run, and what makes the executor if it is the caller's own."""
+    if callable(given):
+        return "inprocess", given
+    require_backend(given, ("mp", "inprocess"))
+    return given, None
+
+
+def _make_client(config: EngineConfig, plan: LaunchPlan, make_executor: MakeExecutor | None) -> EngineClient:
+    if make_executor is not None:
+        return InprocessClient(plan, make_executor(plan))
     if config.parallel.backend == "mp":
         return ProcessClient(config, LogReporter())
     # Here and not above: this imports torch, which the processes of the other backend do for themselves.

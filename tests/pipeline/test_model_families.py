@@ -22,7 +22,7 @@ from stage_driver import StageDriver
 from tensor_ranks import joined, together
 
 PROMPTS = [[(7 * i + 3 * j) % 150 for j in range(5 + 14 * i)] for i in range(3)]
-LAYOUTS = [(1,), (2,), (1, 1), (2, 2), (1, 1, 1), (2, 2, 2)]
+LAYOUTS = [(1,), (2,), (4,), (1, 1), (2, 2), (1, 1, 1), (2, 2, 2)]
 CUTS = [(), (1,), (1, 2)]
 
 
@@ -50,6 +50,13 @@ def test_a10_b1_d13_every_layout_gives_the_tokens_of_one_rank(checkpoint: Path) 
     whole = tokens(checkpoint, (1,), "off")
     assert tokens(checkpoint, (2, 1), "off") == whole
     for tp in LAYOUTS:
+        assert tokens(checkpoint, tp, "auto") == whole, tp
+
+
+@pytest.mark.soak
+def test_a10_b1_four_ranks_a_stage_give_the_tokens_of_one_rank(checkpoint: Path) -> None:
+    whole = tokens(checkpoint, (1,), "off")
+    for tp in ((4, 4), (4, 4, 4), (4, 2, 1), (1, 2, 4)):
         assert tokens(checkpoint, tp, "auto") == whole, tp
 
 

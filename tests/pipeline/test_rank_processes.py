@@ -50,6 +50,15 @@ def test_a10_b1_d13_processes_give_the_tokens_of_one_rank(model: Path, layout: d
     assert tokens(model, **layout) == tokens(model, "inprocess", kernels="off")
 
 
+def test_d13_stages_that_ranks_share_are_measured_together(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("penstock.engine.auto_partition.MEASURE_S", 0.2)
+    layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1", "partition": "auto"}
+    assert tokens(model, "inprocess", **layout) == tokens(model, "inprocess")
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with Server(2, "--tp", "2,1") as served:
@@ -86,5 +95,3 @@ def test_a_layout_that_does_not_fit_is_refused_before_anything_starts(tmp_path: 
     heads = json.loads((directory / "config.json").read_text())["num_attention_heads"]
     with pytest.raises(UsageError, match=f"{heads} attention heads, which 3 ranks cannot share"):
         LLM(str(directory), tensor_parallel_size=3)
-    with pytest.raises(UsageError, match="--partition is auto; stages that ranks share"):
-        LLM(str(directory), tensor_parallel_size=2, pipeline_parallel_size=2, partition="auto")

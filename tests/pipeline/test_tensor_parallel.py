@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from torch import Tensor
 
 import checkpoints
 from hand_core import Wanted, small_core
 from penstock.errors import StageLostError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.faults import parse
+from penstock.pipeline.link import MemoryLink
 from rank_configs import make_rank_configs
 
 PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]
@@ -46,3 +51,25 @@ def test_r2_a_rank_that_fails_lets_go_those_that_share_its_stage(tmp_path: Path,
         small_core(2, 0, 8).generate(executor, [Wanted(list(prompt), 12) for prompt in PROMPTS])
     assert lost.value.stage == 0
     executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("tp", "share"), [((2, 2), 2), ((4, 4), 4), ((2, 1), 1), ((1, 2), 2), ((4, 2), 2)], ids=str
+)
+def test_c5_each_link_carries_a_receivers_part_of_the_hidden_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp: tuple[int, ...], share: int
+) -> None:
+    checkpoints.make_checkpoint(tmp_path, layers=3, vocab_size=150, seed=3)
+    sent: Counter[str] = Counter()
+    send = MemoryLink.send
+
+    def counted(link: MemoryLink, header: Any, tensors: Sequence[Tensor], *more: Any) -> None:
+        sent[link._name] += sum(tensor.nbytes for tensor in tensors)
+        send(link, header, tensors, *more)
+
+    monkeypatch.setattr(MemoryLink, "send", counted)
+    outputs(tmp_path, (1, 1))
+    (whole,) = sent.values()
+    sent.clear()
+    outputs(tmp_path, tp)
+    assert list(sent.values()) == [whole / share] * tp[1], "one link for each rank that receives"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ import torch
 from checkpoints import make_checkpoint
 from paths import shared_data
 from penstock import LLM, SamplingParams
+from penstock.engine.launch import LaunchPlan
 from penstock.errors import InvalidRequestError, ModelError, UsageError
+from penstock.executor.inprocess import InprocessExecutor
 from penstock.llm import CompletionOutput, RequestOutput, default_sampling
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -225,3 +228,35 @@ def test_after_shutdown_it_says_so(tmp_path: Path) -> None:
 def test_device_cuda_without_a_gpu_says_so() -> None:
     with pytest.raises(UsageError, match=r"sees no GPU.*--device cpu"):
         LLM("demo", device="cuda", distributed_executor_backend="inprocess")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"distributed_executor_backend": "ray"}, "Ray starts no ranks here"),
+        ({"distributed_executor_backend": "external_launcher"}, "ranks that another program starts"),
+        ({"distributed_executor_backend": "uni"}, "there is no executor of this name"),
+        ({"context_parallel_size": 2}, "context parallelism is not built"),
+        ({"enable_elastic_ep": True}, "elastic expert parallelism does not go with a pipeline"),
+        ({"data_parallel_size": 2}, "an LLM is one pipeline"),
+    ],
+)
+def test_i2_i3_i5_layouts_that_are_not_built_are_refused_by_name(
+    arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        LLM("demo", **arguments)
+
+
+def test_i2_the_caller_may_bring_an_executor() -> None:
+    made = []
+
+    def make(plan: LaunchPlan) -> InprocessExecutor:
+        made.append(InprocessExecutor(plan.ranks))
+        return made[-1]
+
+    settings = SMALL | {"distributed_executor_backend": make}
+    with LLM("demo", pipeline_parallel_size=2, **settings) as own, LLM("demo", **SMALL) as llm:
+        greedy = SamplingParams(temperature=0.0, max_tokens=8)
+        assert own.generate("ROMEO:", greedy)[0].outputs == llm.generate("ROMEO:", greedy)[0].outputs
+    assert len(made) == 1

@@ -43,6 +43,13 @@ def even_share(whole: int, rank: int, size: int) -> Share:
     return Share(start=rank * each, end=rank * each + each, whole=whole)
 
 
+def near_share(whole: int, rank: int, size: int) -> Share:
+    """The share of rank `rank` of `size`; the first ranks may have one more than the others."""
+    each, more = divmod(whole, size)
+    start = rank * each + min(rank, more)
+    return Share(start=start, end=start + each + (rank < more), whole=whole)
+
+
 def vocab_share(num_ids: int, rank: int, size: int) -> Share:
     """Ids of a rank, in blocks of `IDS`; the first ranks may have a block more. Nothing is padded, so an id
     that does not exist can never be sampled (rows B6, B7).
@@ -52,10 +59,8 @@ def vocab_share(num_ids: int, rank: int, size: int) -> Share:
     """
     blocks = -(-num_ids // IDS)
     assert blocks >= size, (num_ids, size)
-    each, more = divmod(blocks, size)
-    start = rank * each + min(rank, more)
-    end = start + each + (rank < more)
-    return Share(start=start * IDS, end=min(end * IDS, num_ids), whole=num_ids)
+    own = near_share(blocks, rank, size)
+    return Share(start=own.start * IDS, end=min(own.end * IDS, num_ids), whole=num_ids)
 
 
 def head_share(num_heads: int, rank: int, size: int) -> Share:

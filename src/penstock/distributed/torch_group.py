@@ -35,13 +35,19 @@ class TorchGroup:
 
     def join(self, place: MeetingPlace) -> None:
         self.close()
-        store = FileStore(place.store_path, self.size)
+        self._group = self._meet(place.store_path)
+        if self._group is None:
+            raise self._missed()
+
+    def _meet(self, store_path: str) -> Any:
+        """The group, or None where not all have come: no error, since its frames would hold the store."""
         timeout = datetime.timedelta(seconds=self._timeout_s)
-        store.set_timeout(timeout)
         try:
-            self._group = process_group(self._device, store, self.rank, self.size, timeout)
-        except RuntimeError as error:
-            raise self._missed() from error
+            store = FileStore(store_path, self.size)
+            store.set_timeout(timeout)
+            return process_group(self._device, store, self.rank, self.size, timeout)
+        except RuntimeError:
+            return None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._device.type == "cuda":
@@ -59,6 +65,8 @@ class TorchGroup:
         """Calls have raised."""
 
     def close(self) -> None:
+        """Before the store's descriptor is closed: the destructor of the store opens its path once more, and
+        where that has become another file it ends the process."""
         group, self._group = self._group, None
         if group is not None:
             group.abort()

@@ -6,6 +6,7 @@ process per rank (`planner.measure`) unless the cache knows the costs; all have 
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import msgspec
@@ -16,7 +17,6 @@ from penstock.engine.host import Host
 from penstock.engine.launch import ITEM_SIZES, LaunchPlan, resolve
 from penstock.engine.measuring import measure
 from penstock.engine.reports import Notice, PartitionChosen, Reporter
-from penstock.errors import UsageError
 from penstock.models.spec import ModelSpec
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
@@ -52,28 +52,24 @@ def settle_partition(config: EngineConfig, host: Host, reporter: Reporter) -> En
 
 def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Reporter) -> PartitionChoice:
     """Measure the ranks of a configuration with several stages, or recall what was measured; and choose."""
-    if max(config.parallel.tp_sizes) > 1:
-        raise UsageError(
-            "--partition is auto; stages that ranks share (--tp) cannot be measured so far.",
-            remedy="Use --partition even, or a list such as 5,6,5,6.",
-            param="partition",
-            code="unsupported",
-        )
     plan = _plan_of_any_split(config, host)
     configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, host)
     cache, key = CostCache.open(os.environ), cost_key(configs, plan.spec, os.environ)
     costs = cache.find(key, plan.num_stages)
     if costs is None:
         reporter.report(Notice(text=f"measuring {plan.num_stages} stages to choose the partition."))
-        costs = measure(configs)
+        of_ranks = measure(configs)
+        firsts = [config.rank.tp_rank == 0 for config in configs]
+        costs = list(itertools.compress(of_ranks, firsts))
         if are_to_keep(costs, os.environ):
             cache.put(key, costs)
     if (path := cache.path(key)) and path.exists():
         reporter.report(Notice(text=f"the stages' costs are in {path}; without it they are measured again."))
     even = partition_layers(plan.spec.num_layers, plan.num_stages, "even", environ={})
+    stages = [rank for rank in plan.ranks if rank.tp_rank == 0]
     return choose(
-        [_with_free_memory(own, rank, host) for own, rank in zip(costs, plan.ranks, strict=True)],
-        plan.ranks,
+        [_with_free_memory(own, rank, host) for own, rank in zip(costs, stages, strict=True)],
+        stages,
         mix,
         [end - start for start, end in even],
     )
@@ -125,7 +121,7 @@ def _num_timed_layers(plan: LaunchPlan, host: Host) -> int:
     spec, rank = plan.spec, plan.ranks[0]
     layer_bytes = max(1, int(spec.layer_parameters() * _item_size(spec, rank)))
     most = spec.num_layers - plan.num_stages + 1
-    fitting = host.free_bytes // (2 * plan.num_stages * layer_bytes)
+    fitting = host.free_bytes // (2 * len(plan.ranks) * layer_bytes)
     return max(1, min(max(2, -(-_LAYERS_BYTES // layer_bytes)), most, fitting))
 
 

@@ -26,6 +26,7 @@ from penstock.models.spec import ModelSpec
 from penstock.models.transformers_fields import implementation_notes, require_plain
 from penstock.pipeline.frame import frame_bytes
 from penstock.pipeline.partition import partition_layers
+from penstock.pipeline.rank_layout import RankLayout
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -130,21 +131,16 @@ def _rank_configs(
     threads = parallel.rank_threads or shared_threads(form.devices, host.num_cpus)
     cpus = cpus_of_ranks(parallel, threads, form.devices, host)
     sizes, replicas = parallel.tp_sizes, parallel.data_parallel_size
-    places = [
-        (replica if replicas > 1 else None, stage, tp_rank)
-        for replica in range(replicas)
-        for stage, size in enumerate(sizes)
-        for tp_rank in range(size)
-    ]
+    layout = RankLayout(tp_sizes=tuple(sizes), data_parallel_size=replicas)
     return [
         RankConfig(
             model_path=model_path,
             dtype=form.dtype,
             max_model_len=max_model_len,
-            stage=stage,
+            stage=place.stage,
             num_stages=len(ranges),
-            start_layer=ranges[stage][0],
-            end_layer=ranges[stage][1],
+            start_layer=ranges[place.stage][0],
+            end_layer=ranges[place.stage][1],
             device=form.devices[rank],
             num_sharers=form.devices.count(form.devices[rank]),
             threads=threads[rank],
@@ -160,13 +156,14 @@ def _rank_configs(
             kernels=parallel.kernels,
             cpus=cpus[rank],
             wait_timeout_s=wait_timeout_s,
-            tp_rank=tp_rank,
-            tp_size=sizes[stage],
-            next_tp_size=sizes[stage + 1] if stage + 1 < len(sizes) else 1,
-            replica=replica,
+            tp_rank=place.tp_rank,
+            tp_size=sizes[place.stage],
+            expert_parallel=parallel.enable_expert_parallel,
+            next_tp_size=[*sizes, 1][place.stage + 1],
+            replica=place.replica if replicas > 1 else None,
             model_impl=config.model.model_impl,
         )
-        for rank, (replica, stage, tp_rank) in enumerate(places)
+        for rank, place in enumerate(layout.places)
     ]
 
 
@@ -319,9 +316,28 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
             remedy="Use --tied-head load.",
             param="tied_head",
         )
+    layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
+    for rank in range(layout.world_size):
+        _check_devices_of_stage([form.devices[other] for other in layout.tensor_group(rank).ranks])
     for size in parallel.tp_sizes:
-        require_shardable(spec, size)
-        require_whole_groups(spec, size, _QUANTIZATION_BITS.get(form.quantization))
+        whole_experts = parallel.enable_expert_parallel
+        require_shardable(spec, size, expert_parallel=whole_experts)
+        load_bits = _QUANTIZATION_BITS.get(form.quantization)
+        require_whole_groups(spec, size, load_bits, expert_parallel=whole_experts)
+
+
+def _check_devices_of_stage(devices: list[str]) -> None:
+    """Sums over the ranks of a stage are taken on the CPU, or between GPUs."""
+    kinds = {device.partition(":")[0] for device in devices}
+    shared = next((device for device in devices if device != "cpu" and devices.count(device) > 1), None)
+    if len(kinds) == 1 and shared is None:
+        return
+    what = f"two of them would be on {shared}" if shared else "some are on the CPU and some on a GPU"
+    raise UsageError(
+        f"the ranks of one stage are to run on {', '.join(devices)}: {what}.",
+        remedy="Give each rank of a stage a GPU of its own, or all of them the CPU; stages may differ.",
+        param="device",
+    )
 
 
 def _check_weights_fit(

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.child_config import MeasureConfig
+from penstock.child_config import MeasureConfig, MeetingHandle
+from penstock.distributed.meeting import close_meeting, create_meeting
 from penstock.engine.children import Child, Family, spawn
 from penstock.errors import WaitTimeoutError, error_from_info
 from penstock.executor.child import Measured, StatusEvent, encode_config
@@ -34,13 +35,24 @@ def measure(configs: Sequence[MeasureConfig]) -> list[StageCosts]:
         stack.callback(os.close, start_fd)
         held = stack.enter_context(os.fdopen(held_fd, "wb"))
         fleet = stack.enter_context(contextlib.closing(_Fleet()))
-        children = [fleet.start(config, start_fd) for config in configs]
+        meetings = _meetings(configs, stack)
+        children = [fleet.start(config, start_fd, meetings.get(config.rank.stage)) for config in configs]
         while not all(child.is_ready for child in children):
             fleet.hear()
         held.close()  # the end of the pipe, which all are waiting for
         while len(fleet.costs) < len(children):
             fleet.hear()
         return [fleet.costs[child] for child in children]
+
+
+def _meetings(configs: Sequence[MeasureConfig], closing: contextlib.ExitStack) -> dict[int, MeetingHandle]:
+    """Where the ranks of each stage meet that several share."""
+    sizes = {config.rank.stage: config.rank.tp_size for config in configs if config.rank.tp_size > 1}
+    meetings = {}
+    for stage, size in sizes.items():
+        meetings[stage] = create_meeting(size)
+        closing.callback(close_meeting, meetings[stage])
+    return meetings
 
 
 class _Fleet:
@@ -55,16 +67,16 @@ class _Fleet:
         self._deadline = time.monotonic() + TIMEOUT_S
         self._family = Family(self._take)
 
-    def start(self, config: MeasureConfig, start_fd: int) -> Child:
-        config = msgspec.structs.replace(config, parent_pid=os.getpid(), start_fd=start_fd)
-        stage = config.rank.stage
+    def start(self, config: MeasureConfig, start_fd: int, meeting: MeetingHandle | None) -> Child:
+        config = msgspec.structs.replace(config, parent_pid=os.getpid(), start_fd=start_fd, meeting=meeting)
+        inherit = [start_fd] if meeting is None else [start_fd, meeting.memory_fd, meeting.store_fd]
         return self._family.add(
             spawn(
                 "penstock.planner.measure",
                 encode_config(config),
-                name=f"the measuring of stage {stage}",
-                stage=stage,
-                inherit=[start_fd],
+                name=f"the measuring of {config.rank.name}",
+                stage=config.rank.stage,
+                inherit=inherit,
             )
         )
 

@@ -136,6 +136,7 @@ def build_model(
         format_of=format_of(config, quantized),
         block_size=config.block_size,
         group=group,
+        expert_parallel=config.expert_parallel,
     )
 
 

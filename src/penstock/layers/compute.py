@@ -53,6 +53,7 @@ class Compute:
         format_of: the projections of one matrix (checkpoint name -> outputs) and its in_size -> how they are
             quantised; None: not at all.
         group: the ranks that share the weights.
+        expert_parallel: they share out whole experts; else each has a part of the width of every expert.
     """
 
     dtype: torch.dtype
@@ -60,6 +61,7 @@ class Compute:
     kernels: CpuKernels | None = None
     format_of: FormatOf = never_quantized
     group: TensorGroup = SOLO
+    expert_parallel: bool = False
 
     def kernels_for(self, name: str) -> CpuKernels | None:
         """Our kernels, if those of this name may be used and take the rank's dtype."""

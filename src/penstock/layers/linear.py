@@ -56,10 +56,11 @@ class Linear(nn.Module):
         self._group = compute.group
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self._product(x)
+        y = self.product(x)
         return y if self._in_share.is_whole else self._group.all_reduce(y)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def product(self, x: Tensor) -> Tensor:
+        """y of the inputs that this rank has, not summed over the ranks."""
         # Of ranks whose results are summed each holds the bias, and the first adds it.
         bias = self.bias if self._in_share.start == 0 else None
         if isinstance(self.weight, Matrix):
@@ -129,7 +130,11 @@ class FusedLinear(Linear):
 
 
 class GatedLinear(FusedLinear):
-    """activation(gate(x)) * up(x), both projections in one matrix."""
+    """activation(gate(x)) * up(x), both projections in one matrix.
+
+    Args:
+        names: the checkpoint's, of gate and up.
+    """
 
     def __init__(
         self,
@@ -139,10 +144,11 @@ class GatedLinear(FusedLinear):
         bias: bool,
         compute: Compute,
         parent: str = "",
+        names: tuple[str, str] = ("gate_proj", "up_proj"),
         stored_as: str = "",
         activation: Activation = "silu",
     ) -> None:
-        out_shares = {"gate_proj": out_share, "up_proj": out_share}
+        out_shares = dict.fromkeys(names, out_share)
         super().__init__(
             in_size,
             out_shares,
@@ -153,10 +159,11 @@ class GatedLinear(FusedLinear):
             gated=True,
             activation=activation,
         )
+        self._gate_name = names[0]
         self._activation: Activation = activation
 
     def role(self, part: str) -> int:
-        return GATE if part == "gate_proj" else UP
+        return GATE if part == self._gate_name else UP
 
     def forward(self, x: Tensor) -> Tensor:
         output = super().forward(x)

@@ -120,7 +120,7 @@ class PackedMatrix(Matrix):
         padded_in = in_size + in_size % 2 if dtype == torch.bfloat16 else in_size
         self._panels = _pages(columns * padded_in * dtype.itemsize, out_size, in_size)
         self._panels = self._panels.view(dtype)
-        self._head_product = dense_product(self._panels.data_ptr(), in_size, out_size, dtype)
+        self._head_product = self.product()
 
     @property
     def nbytes(self) -> int:
@@ -150,6 +150,10 @@ class PackedMatrix(Matrix):
         if not self._kernels.has("head"):
             return super().head(x, request, curve)
         return self._head.answer(x, self._head_product, request, curve)
+
+    def product(self) -> abi.LinearArgs:
+        """This weight for a kernel that brings the rest itself."""
+        return dense_product(self._panels.data_ptr(), self.in_size, self.out_size, self.dtype)
 
 
 class QuantizedMatrix(Matrix):
@@ -221,7 +225,7 @@ class QuantizedMatrix(Matrix):
         self._kernels.library.penstock_pack_quantized(ctypes.addressof(args))
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._kernels.quantized_linear(x, self._product(bias), self._token_bytes)
+        return self._kernels.quantized_linear(x, self.product(bias), self._token_bytes)
 
     def gather(self, ids: Tensor) -> Tensor:
         args = abi.QuantizedGatherArgs(
@@ -240,11 +244,12 @@ class QuantizedMatrix(Matrix):
         if not self._kernels.has("head"):
             return super().head(x, request, curve)
         scratch = torch.empty(len(x), self._token_bytes, dtype=torch.uint8)
-        product = self._product(None)
+        product = self.product()
         product.dtype, product.scratch = DTYPES[x.dtype], scratch.data_ptr()
         return self._head.answer(x, product, request, curve)
 
-    def _product(self, bias: Tensor | None) -> abi.QuantizedLinearArgs:
+    def product(self, bias: Tensor | None = None) -> abi.QuantizedLinearArgs:
+        """This weight for a kernel that brings the rest itself."""
         return abi.QuantizedLinearArgs(
             weight=self._panels.data_ptr(),
             scales=self._scales.data_ptr(),

@@ -148,6 +148,16 @@ class ConfigFields:
             raise self.error(name, "a list of strings", value)
         return value
 
+    def integer_list(self, name: str, low: int, high: int) -> list[int]:
+        """Whole numbers within `[low, high]`; absent is none."""
+        value = self._values.get(name)
+        if value is None:
+            return []
+        items: list[int] = value if isinstance(value, list) else [low - 1]
+        if any(type(item) is not int or not low <= item <= high for item in items):
+            raise self.error(name, f"a list of integers from {low} to {high}", value)
+        return items
+
     def number_list(self, name: str, low: float, high: float) -> list[float]:
         """Finite numbers within `[low, high]`."""
         value = self._get(name, None)
@@ -174,6 +184,11 @@ class ConfigFields:
         if not isinstance(value, dict):
             raise self.error(name, "an object", value)
         return ConfigFields(value, file=self._file, prefix=f"{self._field(name)}.")
+
+    def with_defaults(self, **values: Any) -> ConfigFields:
+        """The same object with other defaults for some fields."""
+        present = {name: value for name, value in self._values.items() if value is not None}
+        return ConfigFields({**values, **present}, file=self._file, prefix=self._prefix)
 
     def error(self, name: str, expected: str, found: object) -> ModelConfigError:
         """The error for a field, ready to raise."""

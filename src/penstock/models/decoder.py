@@ -25,6 +25,7 @@ from penstock.kernels.candidates import HeadOutput, HeadRequest, LogitCurve
 from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.embedding import OutputHead, VocabEmbedding, Vocabulary
+from penstock.layers.experts import RoutedExperts
 from penstock.layers.linear import GatedLinear, Linear
 from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
@@ -80,7 +81,7 @@ class GatedMLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, with norms before, after or around each.
+    """Attention and MLP or experts, with norms before, after or around each.
 
     The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
     """
@@ -95,7 +96,13 @@ class DecoderLayer(nn.Module):
             if isinstance(norm, nn.Module):
                 self.add_module(name, norm)
         self.self_attn = Attention(spec, backend, compute, place)
-        self.mlp = GatedMLP(spec, compute, f"{place.name}.mlp")
+        experts = spec.experts_of(place.layer)
+        self._mlp_name = "mlp" if experts is None else experts.names.block
+        block = f"{place.name}.{self._mlp_name}"
+        if experts is None:
+            self.mlp = GatedMLP(spec, compute, block)
+        else:
+            self.add_module(self._mlp_name, RoutedExperts(experts, spec.hidden_size, compute, block))
 
     def forward(
         self,
@@ -110,7 +117,7 @@ class DecoderLayer(nn.Module):
         hidden_states, residual = before_attention(hidden_states, residual)
         hidden_states = after_attention(self.self_attn(hidden_states, angles, kv, metadata))
         hidden_states, residual = before_mlp(hidden_states, residual)
-        return after_mlp(self.mlp(hidden_states)), residual
+        return after_mlp(getattr(self, self._mlp_name)(hidden_states)), residual
 
 
 def _before(spec: ModelSpec, compute: Compute) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
@@ -174,6 +181,7 @@ class Decoder(nn.Module):
         format_of: how projections are quantised (`layers.compute.Compute`).
         block_size: tokens of a block of the KV cache.
         group: the ranks that have shares of these layers; the model must fit (`models.sharding`).
+        expert_parallel: a rank has whole experts (`layers.compute.Compute`).
 
     Attributes:
         attention: shared by all layers; knows how their keys and values lie in memory.
@@ -192,10 +200,16 @@ class Decoder(nn.Module):
         format_of: FormatOf = never_quantized,
         block_size: int = 16,
         group: TensorGroup = SOLO,
+        expert_parallel: bool = False,
     ) -> None:
         super().__init__()
         compute = Compute(
-            dtype=dtype, device=torch.device(device), kernels=kernels, format_of=format_of, group=group
+            dtype=dtype,
+            device=torch.device(device),
+            kernels=kernels,
+            format_of=format_of,
+            group=group,
+            expert_parallel=expert_parallel,
         )
         self.start_layer, self.end_layer = _bounds(layer_range)
         assert 0 <= self.start_layer < self.end_layer <= spec.num_layers, layer_range
@@ -220,6 +234,11 @@ class Decoder(nn.Module):
         """All layers of the model, placeholders outside the own range."""
         return self.model.layers
 
+    @property
+    def is_recorded(self) -> bool:
+        """Whether calls are replayed (`record`)."""
+        return self._recorded is not None
+
     def embed(self, input_ids: Tensor) -> IntermediateTensors:
         """[num_tokens] int64 -> what the first layer takes; the residual stream starts at zero."""
         if self._recorded is not None and self._recorded.has_embedding:
@@ -235,6 +254,8 @@ class Decoder(nn.Module):
         """
         kernels = self._compute.kernels
         if kernels is None or not all(map(self._compute.kernels_for, RecordedForward.NEEDED)):
+            return
+        if not all(block.is_grouped for block in self.modules() if isinstance(block, RoutedExperts)):
             return
         embedding, norm = self.model.embed_tokens, self.model.norm
         is_first = self.start_layer == 0 and isinstance(embedding, VocabEmbedding)

@@ -21,9 +21,11 @@ from penstock.models.gemma import gemma2_spec, gemma3_spec
 from penstock.models.granite import granite_spec
 from penstock.models.llama import llama_spec
 from penstock.models.mistral import mistral_spec
+from penstock.models.mixtral import mixtral_spec
 from penstock.models.olmo import olmo2_spec, olmo3_spec
 from penstock.models.phi import phi3_spec
 from penstock.models.qwen import qwen2_spec, qwen3_spec
+from penstock.models.qwen_moe import qwen2_moe_spec, qwen3_moe_spec
 from penstock.models.spec import ModelSpec
 from penstock.models.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
 
@@ -40,11 +42,14 @@ _FAMILIES: dict[str, _Read] = {
     "GraniteForCausalLM": granite_spec,
     "LlamaForCausalLM": llama_spec,
     "MistralForCausalLM": mistral_spec,
+    "MixtralForCausalLM": mixtral_spec,
     "Olmo2ForCausalLM": olmo2_spec,
     "Olmo3ForCausalLM": olmo3_spec,
     "Phi3ForCausalLM": phi3_spec,
     "Qwen2ForCausalLM": qwen2_spec,
+    "Qwen2MoeForCausalLM": qwen2_moe_spec,
     "Qwen3ForCausalLM": qwen3_spec,
+    "Qwen3MoeForCausalLM": qwen3_moe_spec,
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 

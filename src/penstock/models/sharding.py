@@ -36,8 +36,12 @@ class HeadShares:
         )
 
 
-def require_shardable(spec: ModelSpec, size: int) -> None:
-    """Raise `UsageError` if so many ranks cannot share the layers; names the number that is in the way."""
+def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> None:
+    """Raise `UsageError` if so many ranks cannot share the layers; names the number that is in the way.
+
+    Args:
+        expert_parallel: each rank is to have whole experts (`layers.compute.Compute`).
+    """
     if size == 1:
         return
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
@@ -50,23 +54,30 @@ def require_shardable(spec: ModelSpec, size: int) -> None:
             "by equally many ranks each",
             heads,
         )
-    if spec.intermediate_size % size:
-        inner = spec.intermediate_size
-        raise _refused(size, f"the MLP is {inner} wide, which {size} ranks cannot share equally", heads)
+    for what, _, inner in mlp_cuts(spec, expert_parallel=expert_parallel):
+        if inner % size:
+            raise _refused(size, f"{what} is {inner} wide, which {size} ranks cannot share equally", heads)
+    if expert_parallel and spec.experts is not None and spec.experts.num_experts < size:
+        raise _refused(size, f"a layer has {spec.experts.num_experts} experts, fewer than ranks", heads)
     if spec.vocab_size < IDS * size:
         raise _refused(size, f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks", heads)
 
 
-def require_whole_groups(spec: ModelSpec, size: int, load_bits: int | None) -> None:
+def require_whole_groups(
+    spec: ModelSpec, size: int, load_bits: int | None, *, expert_parallel: bool = False
+) -> None:
     """Raise `UsageError` if a group of quantised weights, or of the activations that meet them, would lie on
     two ranks: its numbers would depend on the layout.
 
     Args:
         load_bits: of weights that are quantised while they are loaded; None: they are not.
+        expert_parallel: as for `require_shardable`.
     """
     if size == 1:
         return
-    for name, width in (("self_attn.o_proj", spec.query_size), ("mlp.down_proj", spec.intermediate_size)):
+    cuts = mlp_cuts(spec, expert_parallel=expert_parallel)
+    widths = {name: inner for _, name, inner in cuts} | {"self_attn.o_proj": spec.query_size}
+    for name, width in widths.items():
         for unit in _groups_of(spec, name, width, load_bits):
             if width // size % unit:
                 raise UsageError(
@@ -86,6 +97,22 @@ def _groups_of(spec: ModelSpec, name: str, width: int, load_bits: int | None) ->
         return set()
     schemes = [spec.quantization.scheme(f"model.layers.{layer}.{name}") for layer in range(spec.num_layers)]
     return {inputs_together(scheme.group_size or width, width) for scheme in schemes if scheme is not None}
+
+
+def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, int]]:
+    """What of MLPs and experts is cut by its width: in words, the projection in a layer whose inputs are cut
+    (of experts the first one's), and how many inputs it has."""
+    dense = ("the MLP", "mlp.down_proj", spec.intermediate_size)
+    experts = spec.experts
+    if experts is None:
+        return [dense]
+    names = experts.names
+    cuts = [dense] if experts.dense_layers else []
+    if not expert_parallel:
+        cuts.append(("an expert", f"{names.block}.experts.0.{names.down}", experts.inner_size))
+    if experts.has_shared:
+        cuts.append(("the shared expert", f"{names.block}.shared_expert.{names.down}", experts.shared_size))
+    return cuts
 
 
 def _refused(size: int, what: str, num_heads: int) -> UsageError:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from penstock.layers.experts_spec import ExpertsSpec
 from penstock.layers.kinds import Activation, NormKind
 from penstock.layers.rope_spec import RopeSpec
 from penstock.weights.quantization_spec import QuantizationSpec
@@ -30,6 +31,7 @@ class ModelSpec:
         generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p`, where it gives
         them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
+        experts: in place of the MLP, in all layers but some; None: every layer has a plain MLP.
         layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
             layers see all.
         local_rope: of the layers with a window; None: as the others.
@@ -70,6 +72,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     generation_defaults: Mapping[str, float] = field(default_factory=dict)
     quantization: QuantizationSpec | None = None
+    experts: ExpertsSpec | None = None
     layer_windows: tuple[int, ...] = ()
     local_rope: RopeSpec | None = None
     attention_scale: float = 0.0
@@ -107,6 +110,10 @@ class ModelSpec:
         weights = self.hidden_size * (qkv_width + self.query_size)
         return weights + self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
 
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer; None: it has a plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
     def norm_parameters(self) -> int:
         """Of one layer: before or after attention and MLP, and of queries and keys."""
         places = 4 if self.norm_places == "both" else 2
@@ -114,13 +121,15 @@ class ModelSpec:
         return places * self.hidden_size + heads[self.qk_norm]
 
     def mlp_parameters(self) -> int:
-        """Of one layer: gate, up and down projections."""
+        """Of one layer with a plain MLP: gate, up and down projections."""
         weights = (2 + self.gated_mlp) * self.hidden_size * self.intermediate_size
         return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
 
-    def layer_parameters(self) -> int:
-        """Of one layer, its norms included."""
-        return self.attention_parameters() + self.mlp_parameters() + self.norm_parameters()
+    def layer_parameters(self, layer: int | None = None) -> int:
+        """Of a layer, its norms included; None: of one with experts, if the model has any."""
+        experts = self.experts if layer is None else self.experts_of(layer)
+        mlp = self.mlp_parameters() if experts is None else experts.parameters(self.hidden_size)
+        return self.attention_parameters() + mlp + self.norm_parameters()
 
     def embedding_parameters(self) -> int:
         """Of the token embedding; an untied output head has as many."""
@@ -135,7 +144,7 @@ class ModelSpec:
         holds_embedding = is_first or (is_last and self.tie_word_embeddings)
         return {
             "embedding": holds_embedding * self.embedding_parameters(),
-            "layers": (end_layer - start_layer) * self.layer_parameters(),
+            "layers": sum(map(self.layer_parameters, range(start_layer, end_layer))),
             "norm": is_last * self.hidden_size,
             "head": (is_last and not self.tie_word_embeddings) * self.embedding_parameters(),
         }

@@ -1,18 +1,30 @@
-"""Which rank is where: pipeline neighbours, tensor groups, and the rank that answers.
+"""Which rank is where: replica, stage, context part and tensor part; its groups, and the rank that answers.
 
-Ranks are numbered stage by stage, the ranks of one stage side by side (`tp` = tensor-parallel size):
+Ranks are numbered replica by replica (`dp`), in it stage by stage (`pp`), in a stage context part by context
+part (`cp`), and the tensor ranks (`tp`) of one part side by side:
 
-    tp 2, 4 stages      stage 0   stage 1   stage 2   stage 3
+    dp 1, pp 4, tp 2    stage 0   stage 1   stage 2   stage 3
     tensor rank 0          0         2         4         6      a pipeline group
     tensor rank 1          1         3         5         7      another
 
-Pure numbers (rows C1, C2, D8). While a stage is one rank, rank and stage are the same number and nobody
-needs to ask; tensor-parallel stages will. Opens nothing.
+Stages may be ragged: each has its own number of tensor ranks. Pure numbers (rows C1, C2, D8, I1, I5); context
+parts have their place here, and are refused by the configuration until they are built.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Where a rank is."""
+
+    replica: int
+    stage: int
+    context_rank: int
+    tp_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,29 +63,78 @@ class RankGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLayout:
-    """Sizes of a pipeline replica."""
+    """Sizes of everything.
 
-    num_stages: int
-    tensor_parallel_size: int = 1
+    Attributes:
+        tp_sizes: tensor ranks of each stage.
+    """
+
+    tp_sizes: tuple[int, ...]
+    data_parallel_size: int = 1
+    context_parallel_size: int = 1
+
+    @classmethod
+    def regular(
+        cls,
+        num_stages: int,
+        tensor_parallel_size: int = 1,
+        *,
+        data_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+    ) -> RankLayout:
+        """All stages alike."""
+        return cls(
+            tp_sizes=(tensor_parallel_size,) * num_stages,
+            data_parallel_size=data_parallel_size,
+            context_parallel_size=context_parallel_size,
+        )
+
+    @property
+    def places(self) -> list[RankPlace]:
+        """Of each rank, in order."""
+        return [
+            RankPlace(replica=replica, stage=stage, context_rank=part, tp_rank=tp_rank)
+            for replica in range(self.data_parallel_size)
+            for stage, tp_size in enumerate(self.tp_sizes)
+            for part in range(self.context_parallel_size)
+            for tp_rank in range(tp_size)
+        ]
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        return sum(self.tp_sizes) * self.context_parallel_size
 
     @property
     def world_size(self) -> int:
-        return self.num_stages * self.tensor_parallel_size
+        return self.data_parallel_size * self.replica_size
 
-    @property
-    def output_rank(self) -> int:
-        """The rank that answers the core: the first of the last stage (row D8)."""
-        return self.world_size - self.tensor_parallel_size
-
-    def stage(self, rank: int) -> int:
-        return rank // self.tensor_parallel_size
-
-    def pipeline_group(self, rank: int) -> RankGroup:
-        """The ranks that pass hidden states to each other, first stage first."""
-        first = rank % self.tensor_parallel_size
-        return RankGroup(rank=rank, ranks=tuple(range(first, self.world_size, self.tensor_parallel_size)))
+    def output_rank(self, replica: int = 0) -> int:
+        """The rank of a replica that answers its core: the first of the last stage (row D8)."""
+        return (replica + 1) * self.replica_size - self.context_parallel_size * self.tp_sizes[-1]
 
     def tensor_group(self, rank: int) -> RankGroup:
-        """The ranks of one stage."""
-        first = self.stage(rank) * self.tensor_parallel_size
-        return RankGroup(rank=rank, ranks=tuple(range(first, first + self.tensor_parallel_size)))
+        """The ranks that share the layers of a stage."""
+        return self._group(rank, "replica", "stage", "context_rank")
+
+    def context_group(self, rank: int) -> RankGroup:
+        """The ranks that share a context."""
+        return self._group(rank, "replica", "stage", "tp_rank")
+
+    def pipeline_group(self, rank: int) -> RankGroup:
+        """The ranks that have the same place in each stage, first stage first; of ragged stages those that
+        have it."""
+        return self._group(rank, "replica", "context_rank", "tp_rank")
+
+    def data_group(self, rank: int) -> RankGroup:
+        """The ranks that hold the same weights."""
+        return self._group(rank, "stage", "context_rank", "tp_rank")
+
+    def _group(self, rank: int, *alike: str) -> RankGroup:
+        """The ranks that agree with this one in these coordinates."""
+        of_group = attrgetter(*alike)
+        places = self.places
+        own = of_group(places[rank])
+        return RankGroup(
+            rank=rank, ranks=tuple(i for i, place in enumerate(places) if of_group(place) == own)
+        )

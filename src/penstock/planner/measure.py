@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(config: MeasureConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    enter_child(f"penstock measures stage {config.rank.stage}", config.parent_pid)
+    enter_child(f"penstock measures {config.rank.name}", config.parent_pid)
     bound_thread_pools(config.rank.threads)
     # Here and not above: torch reads its environment when it is imported.
     from penstock.planner.step_timing import TimedRank

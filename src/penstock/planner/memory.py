@@ -45,7 +45,7 @@ def _weights_beside(costs: Sequence[StageCosts], own: StageCosts, count: int, nu
     Where all stages share one memory, all layers are in it, however they are split. Where some do, as on
     several GPUs with several stages each, every one is taken to be as large as this one.
     """
-    if own.num_sharers < len(costs):
+    if own.num_sharers < sum(stage.num_ranks for stage in costs):
         return own.num_sharers * own.weight_bytes(count)
-    layer_bytes = max(stage.layer_bytes for stage in costs)
-    return num_layers * layer_bytes + sum(stage.end_bytes for stage in costs)
+    layer_bytes = max(stage.num_ranks * stage.layer_bytes for stage in costs)
+    return num_layers * layer_bytes + sum(stage.num_ranks * stage.end_bytes for stage in costs)

@@ -35,7 +35,7 @@ class StepCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that was measured of one rank.
+    """Everything that was measured of a stage: of its first rank, where several share it.
 
     Attributes:
         decode: steps of one token a row, by rising number of rows.
@@ -46,6 +46,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
         block_size: tokens of a block.
         available_bytes: free memory of the rank's device before anything was loaded.
         num_sharers: ranks that share this memory.
+        num_ranks: those of this stage among them.
         has_kernels: whether our kernels ran, and not torch.
     """
 
@@ -58,6 +59,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
     available_bytes: int
     num_sharers: int
     has_kernels: bool
+    num_ranks: int = 1
 
     def decode_step_s(self, num_layers: int, num_rows: int) -> float:
         """Seconds of a decode step: linear between the measured numbers of rows, and beyond them."""
@@ -69,7 +71,7 @@ class StageCosts(msgspec.Struct, frozen=True, kw_only=True):
         return self.prefill.step_s(num_layers) / self.prefill.num_tokens
 
     def weight_bytes(self, num_layers: int) -> int:
-        """Weights of a stage with so many layers."""
+        """Weights of a rank with so many layers."""
         return self.end_bytes + num_layers * self.layer_bytes
 
 

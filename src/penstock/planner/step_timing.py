@@ -18,6 +18,7 @@ import torch
 from penstock.attention.metadata import AnyKV, BlockKV
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
 from penstock.child_config import MeasureConfig, RankConfig
+from penstock.distributed.group import open_meeting
 from penstock.executor.loading import (
     available_bytes,
     build_runner,
@@ -62,7 +63,10 @@ class TimedRank:
 
     @torch.inference_mode()
     def measure(self) -> StageCosts:
-        """Time all cases, in turns. A rank whose steps are so long that it is late skips turns."""
+        """Time all cases, in turns. A rank whose steps are so long that it is late skips turns; those that
+        share a stage, with which it goes in step, skip them too."""
+        if self._config.meeting is not None:
+            self._loaded.group.join(open_meeting(self._config.meeting))
         config, model = self._config, self._loaded.model
         plans = [self._plan([config.context] * count, is_decode=True) for count in config.num_rows]
         plans.append(self._plan([config.prefill_tokens], is_decode=False))
@@ -70,7 +74,7 @@ class TimedRank:
         late_at = time.monotonic() + config.case_s * len(plans) + _MAX_LATE_S
         for _ in range(_ROUNDS):
             for plan, of_plan in zip(plans, steps, strict=True):
-                if not of_plan or time.monotonic() < late_at:
+                if self._agree(not of_plan or time.monotonic() < late_at):
                     of_plan += self._steps(plan, config.case_s / _ROUNDS, late_at)
         *decode, prefill = (self._costs(plan, of_plan) for plan, of_plan in zip(plans, steps, strict=True))
         num_layers = self._rank.end_layer - self._rank.start_layer
@@ -84,6 +88,7 @@ class TimedRank:
             block_size=self._rank.block_size,
             available_bytes=self._available,
             num_sharers=self._rank.num_sharers,
+            num_ranks=1 if self._device.type == "cuda" else self._rank.tp_size,
             has_kernels=self._loaded.has_kernels,
         )
 
@@ -117,9 +122,13 @@ class TimedRank:
         """
         until = time.monotonic() + seconds
         steps = [self._timed_step(plan)]
-        while time.monotonic() < until or (len(steps) == 1 and time.monotonic() < late_at):
+        while self._agree(time.monotonic() < until or (len(steps) == 1 and time.monotonic() < late_at)):
             steps.append(self._timed_step(plan))
         return steps[1:] or steps
+
+    def _agree(self, goes_on: bool) -> bool:
+        """What the first rank of the stage says: all make the same steps."""
+        return bool(self._loaded.group.all_gather(torch.tensor([goes_on], device=self._device))[0])
 
     def _costs(self, plan: ScheduledBatch, steps: Sequence[_Step]) -> StepCosts:
         """What one step of this plan costs."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from cyclopts import App, CycloptsError
 
 from penstock import __version__
+from penstock.engine.refused_settings import refuse_if_known
 from penstock.errors import UsageError
 from penstock.server.cli_help import COMMANDS, GROUPS, ROOT_HELP, help_screen
 from penstock.server.cli_settings import KEY_ENV
@@ -115,6 +116,9 @@ def _dispatch(words: list[str], invocation: Invocation) -> int:
         return _show_help(command, words, asked, invocation)
     if command not in COMMANDS:
         raise _unknown_command(" ".join(command))
+    for word in words:
+        if word.startswith("--"):
+            refuse_if_known(word.partition("=")[0].lstrip("-").replace("-", "_"))
     app = build_app(invocation)
     function, bound, ignored = app.parse_args(words, print_error=False, exit_on_error=False)
     assert set(ignored) == {"invocation"}

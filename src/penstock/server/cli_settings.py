@@ -27,6 +27,8 @@ from penstock.config import (
     ServerConfig,
     TiedHead,
 )
+from penstock.engine.refused_settings import require_backend
+from penstock.engine.topology import with_topology
 from penstock.errors import UsageError
 
 ENV_PREFIX = "PENSTOCK_"
@@ -90,6 +92,17 @@ class EngineSettings:
             group="pipeline",
         ),
     ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        flag("ranks of a stage have whole experts", "--enable-expert-parallel", "--ep", group="pipeline"),
+    ] = False
+    distributed_executor_backend: Annotated[
+        str, flag("mp: a process per rank", "--distributed-executor-backend", group="pipeline")
+    ] = "mp"
+    topology: Annotated[
+        Path | None,
+        flag("TOML file of unlike stages, in place of these five flags", "--topology", group="pipeline"),
+    ] = None
     partition: Annotated[
         str,
         flag(
@@ -198,22 +211,7 @@ class EngineSettings:
                 quantization=self.quantization,
                 model_impl=self.model_impl,
             ),
-            parallel=ParallelConfig(
-                pipeline_parallel_size=self.pipeline_parallel_size,
-                partition=self.partition,
-                partition_mix=self.partition_mix,
-                async_depth=self.async_depth,
-                data_parallel_size=self.data_parallel_size,
-                tensor_parallel_size=self.tensor_parallel_size,
-                threads_per_rank=self.threads_per_rank,
-                device=self.device,
-                tied_head=self.tied_head,
-                heartbeat_limit_s=self.heartbeat_limit,
-                load_timeout_s=self.load_timeout,
-                step_timeout_s=self.step_timeout,
-                kernels=self.kernels,
-                pin_threads=self.pin_threads,
-            ),
+            parallel=self._parallel_config(),
             cache=CacheConfig(
                 block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_bytes=self.kv_cache_bytes
             ),
@@ -229,6 +227,27 @@ class EngineSettings:
             ),
             seed=self.seed,
         )
+
+    def _parallel_config(self) -> ParallelConfig:
+        require_backend(self.distributed_executor_backend, ("mp",))
+        parallel = ParallelConfig(
+            data_parallel_size=self.data_parallel_size,
+            pipeline_parallel_size=self.pipeline_parallel_size,
+            tensor_parallel_size=self.tensor_parallel_size,
+            enable_expert_parallel=self.enable_expert_parallel,
+            partition=self.partition,
+            partition_mix=self.partition_mix,
+            async_depth=self.async_depth,
+            threads_per_rank=self.threads_per_rank,
+            device=self.device,
+            tied_head=self.tied_head,
+            heartbeat_limit_s=self.heartbeat_limit,
+            load_timeout_s=self.load_timeout,
+            step_timeout_s=self.step_timeout,
+            kernels=self.kernels,
+            pin_threads=self.pin_threads,
+        )
+        return parallel if self.topology is None else with_topology(parallel, self.topology)
 
 
 @Parameter(name="*")

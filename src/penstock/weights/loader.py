@@ -26,6 +26,7 @@ from penstock.weights.mapping import (
     RowSlot,
     Slot,
     TensorSlot,
+    projections_elsewhere,
     row_sinks,
     tensor_slots,
     unexpected_names,
@@ -118,8 +119,9 @@ def load_weights(
     started = time.perf_counter()
     slots = tensor_slots(model)
     packed = [slot for slot in slots if quantized is not None and quantized.holds(_projection(slot))]
-    _check_surplus(slots, packed, checkpoint, quantized)
-    plain = [slot for slot in slots if slot not in packed]
+    _check_surplus(slots, _tensors_elsewhere(model, packed, quantized), checkpoint)
+    others = set(map(id, packed))
+    plain = [slot for slot in slots if id(slot) not in others]
     loads = [load for load in _plan(plain, checkpoint) if load.entry.name not in left_out]
     total = sum(load.num_bytes for load in loads)
     if quantized is not None:
@@ -200,14 +202,21 @@ def _plan(slots: list[Slot], checkpoint: Checkpoint) -> list[_Load]:
     return sorted(loads, key=lambda load: (load.entry.path, load.entry.begin))
 
 
-def _check_surplus(
-    slots: list[Slot], packed: list[Slot], checkpoint: Checkpoint, quantized: QuantizedCheckpoint | None
-) -> None:
-    """Raise for a tensor that the model should have a place for, and has not."""
-    known: set[str] = set()
+def _tensors_elsewhere(
+    model: nn.Module, packed: list[Slot], quantized: QuantizedCheckpoint | None
+) -> set[str]:
+    """Tensors that belong to the stage, and to no slot by their name: other ranks', and quantised ones."""
+    others = projections_elsewhere(model)
+    found = {f"{projection}.weight" for projection in others}
     if quantized is not None:
-        for slot in packed:
-            known.update(quantized.tensor_names(_projection(slot)))
+        held = [projection for projection in others if quantized.holds(projection)]
+        for projection in (*map(_projection, packed), *held):
+            found.update(quantized.tensor_names(projection))
+    return found
+
+
+def _check_surplus(slots: list[Slot], known: set[str], checkpoint: Checkpoint) -> None:
+    """Raise for a tensor that the model should have a place for, and has not."""
     surplus = unexpected_names(slots, [name for name in checkpoint.names if name not in known])
     if surplus:
         entry = checkpoint.entry(surplus[0])

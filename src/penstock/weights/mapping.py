@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -54,6 +54,13 @@ class Shared(Protocol):
             rows: of its own weight.
         """
         ...
+
+
+@runtime_checkable
+class SharedOut(Protocol):
+    """A module of which other ranks of the stage have parts that this one has not."""
+
+    elsewhere: Sequence[str]  # projections, from the module
 
 
 @runtime_checkable
@@ -153,6 +160,12 @@ def tensor_slots(model: nn.Module) -> list[Slot]:
 def row_sinks(model: nn.Module) -> list[RowSink]:
     """All weights that are not plain memory."""
     return [module for module in model.modules() if isinstance(module, RowSink)]
+
+
+def projections_elsewhere(model: nn.Module) -> list[str]:
+    """Projections in the checkpoint that are other ranks' of this stage."""
+    modules = (pair for pair in model.named_modules() if isinstance(pair[1], SharedOut))
+    return [f"{path}.{name}" for path, module in modules for name in module.elsewhere]
 
 
 def _module_slots(path: str, module: nn.Module) -> Iterator[Slot]:

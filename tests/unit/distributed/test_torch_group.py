@@ -40,6 +40,7 @@ def test_b1_gloo_sums_in_the_order_of_ranks(place: MeetingPlace, dtype: torch.dt
         total = group.all_reduce(parts[group.rank])
         gathered = group.all_gather(parts[group.rank])
         assert all(map(torch.equal, gathered, parts))
+        group.close()
         return total
 
     assert all(torch.equal(total, ordered_sum(parts)) for total in together(groups(3), act))
@@ -52,7 +53,9 @@ def test_r2_a_rank_that_goes_or_does_not_come_is_missed(place: MeetingPlace) -> 
             return group.close()
         return group.all_reduce(torch.ones(2, 2))
 
-    assert isinstance(outcomes(groups(2), act)[0], LinkClosedError)
+    both = groups(2)
+    assert isinstance(outcomes(both, act)[0], LinkClosedError)
+    both[0].close()
     alone = TorchGroup(0, 2, device=torch.device("cpu"), name="stage 1", timeout_s=0.2)
     fd = os.memfd_create("store")
     with pytest.raises((WaitTimeoutError, LinkClosedError), match=r"stage 1: .*rank 1"):

@@ -516,9 +516,7 @@ def test_a14_a_tied_head_that_ranks_share_is_not_sent(model: str) -> None:
 
 def test_quantised_groups_that_straddle_a_shard_are_refused(model: str) -> None:
     tp = ParallelConfig(tensor_parallel_size=2)
-    with pytest.raises(
-        UsageError, match=r"self_attn.o_proj is quantised in groups: 2 ranks get 16 of its 32"
-    ):
+    with pytest.raises(UsageError, match=r"mlp.down_proj is quantised in groups: 2 ranks get 24 of its 48"):
         plan_for(model, parallel=tp, quantization="int8")
     wide = {"hidden_size": 1024, "intermediate_size": 1024 + 64}
     (Path(model) / "config.json").write_text(json.dumps(FIELDS | wide))
@@ -559,3 +557,19 @@ def test_weights_of_all_replicas_must_fit(model: str) -> None:
     with pytest.raises(NotEnoughMemoryError):
         plan_for(model, room, parallel=ParallelConfig(data_parallel_size=2))
     plan_for(model, room, parallel=ParallelConfig(tensor_parallel_size=2))
+
+
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        ("cpu,cuda:0", "cpu, cuda:0: some are on the CPU and some on a GPU"),
+        ("cuda:1", "cuda:1, cuda:1: two of them would be on cuda:1"),
+        ("cuda", "cuda:0, cuda:0: two of them would be on cuda:0"),
+    ],
+)
+def test_d13_ranks_of_a_stage_are_on_devices_that_can_add(model: str, device: str, said: str) -> None:
+    parallel = ParallelConfig(tensor_parallel_size=2, device=device)
+    with pytest.raises(UsageError, match=said):
+        plan_for(model, parallel=parallel)
+    ragged = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size="2,1", device="cuda:0,cuda:1,cpu")
+    assert [rank.device for rank in plan_for(model, parallel=ragged).ranks] == ["cuda:0", "cuda:1", "cpu"]

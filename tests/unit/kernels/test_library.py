@@ -53,8 +53,8 @@ def garbage(directory: Path) -> Built:
 def test_kernels_are_chosen_by_name() -> None:
     assert parse_kernels("auto").enabled == set(KERNEL_NAMES)
     assert parse_kernels("off").enabled == set()
-    assert parse_kernels("-attention,-head").enabled == {"linear", "norm"}
-    assert parse_kernels(" -norm , -norm").enabled == {"linear", "attention", "head"}
+    assert parse_kernels("-attention,-head").enabled == {"linear", "norm", "experts"}
+    assert parse_kernels(" -norm , -norm").enabled == {"linear", "attention", "head", "experts"}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_an_unknown_choice_names_the_known_ones(text: str) -> None:
 # --- without a library ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["off", "-linear,-norm,-attention,-head"])
+@pytest.mark.parametrize("text", ["off", "-linear,-norm,-attention,-head,-experts"])
 def test_switched_off_builds_and_loads_nothing(
     text: str, monkeypatch: pytest.MonkeyPatch, fresh: None
 ) -> None:

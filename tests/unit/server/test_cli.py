@@ -255,3 +255,21 @@ def test_a_key_leaves_what_can_be_read_of_the_process(monkeypatch: pytest.Monkey
     assert titles == ["penstock serve", "penstock serve"]
     hide_keys(["serve", "demo", "--port", "1"], {"PENSTOCK_API_KEY": "s3cret"})
     assert titles[2:] == ["penstock serve demo --port 1"]  # a title overwrites the first environment too
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--distributed-executor-backend", "ray"],
+            "'ray', which is not supported: Ray starts no ranks here",
+        ),
+        (["--distributed_executor_backend=external_launcher"], "ranks that another program starts"),
+        (["--prefill-context-parallel-size", "2"], "context parallelism is not built"),
+        (["--pp", "2", "--enable-elastic-ep"], "elastic expert parallelism does not go with a pipeline"),
+    ],
+)
+def test_i2_i3_i5_layouts_that_are_not_built_are_refused_by_name(words: list[str], said: str) -> None:
+    code, _, err = penstock("serve", "demo", *words)
+    assert code == 2
+    assert said in " ".join(err.split())

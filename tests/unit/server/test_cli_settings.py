@@ -150,10 +150,10 @@ def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple
 
 
 EVERY_FLAG = """
-m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --dp 2 --partition 4,1
---partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1 --tied-head transfer
---heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8 --kernels -attention,-head
---pin-threads off --model-impl penstock
+m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --dp 2 --ep
+--partition 4,1 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1
+--tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
+--kernels -attention,-head --pin-threads off --model-impl penstock
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
@@ -185,6 +185,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "pipeline_parallel_size": 2,
             "data_parallel_size": 2,
             "tensor_parallel_size": "2,1",
+            "enable_expert_parallel": True,
             "partition": "4,1",
             "partition_mix": "24:25",
             "async_depth": 1,

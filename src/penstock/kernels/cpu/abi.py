@@ -287,3 +287,25 @@ class AllReduceArgs(ctypes.Structure):
 
 class AllGatherArgs(ctypes.Structure):
     _fields_ = [("group", c_void_p), ("x", c_void_p), ("y", c_void_p), ("num_bytes", c_int64)]
+
+
+class ExpertsArgs(ctypes.Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("logits", c_void_p),
+        ("y", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("quantized_gate_up", c_void_p),
+        ("quantized_down", c_void_p),
+        ("scratch", c_void_p),
+        ("hidden_size", c_int64),
+        ("num_experts", c_int64),
+        ("num_chosen", c_int64),
+        ("first_own", c_int64),
+        ("num_own", c_int64),
+        ("has_shared", c_int32),
+        ("normalized", c_int32),
+        ("dtype", c_int32),
+        ("reserved", c_int32),
+    ]

@@ -25,7 +25,7 @@ from penstock.errors import UsageError
 from penstock.kernels.cpu.abi import FLOAT32, LinearArgs, Step
 from penstock.kernels.cpu.compiler import Built, Machine, NotBuilt, build
 
-KERNEL_NAMES = ("linear", "norm", "attention", "head")
+KERNEL_NAMES = ("linear", "norm", "attention", "head", "experts")
 
 _EXPORT = re.compile(r"\bPENSTOCK_EXPORT\s+([\w ]+?[\s*]+)(penstock_\w+)\s*\(([^)]*)\)")
 _TYPES: dict[str, Any] = {

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.cpu import abi
+from penstock.kernels.cpu.experts import ExpertTables
 from penstock.kernels.cpu.tape import Tape
 
 DTYPES = {torch.float32: abi.FLOAT32, torch.bfloat16: abi.BFLOAT16}
@@ -122,6 +123,23 @@ class CpuKernels:
         product.x, product.x_stride, product.dtype = x.data_ptr(), x.stride(0), DTYPES[x.dtype]
         product.y, product.y_stride, product.scratch = y.data_ptr(), y.shape[1], scratch.data_ptr()
         self._call("penstock_quantized_linear", product, len(x))
+        return y
+
+    def experts(self, x: Tensor, logits: Tensor, tables: ExpertTables) -> Tensor:
+        """The sum over each token's chosen experts that this rank has: [num_tokens, hidden_size].
+
+        Args:
+            x: [num_tokens, hidden_size].
+            logits: [num_tokens, num_experts], and one more if there is a shared expert: of its gate.
+        """
+        assert x.is_contiguous()
+        assert logits.is_contiguous()
+        assert logits.shape[1] == tables.shape.num_experts + tables.shape.has_shared
+        y, args = self._output(x, x.shape[1]), tables.args()
+        scratch = self._scratch(len(x), tables.token_bytes)
+        args.x, args.logits = x.data_ptr(), logits.data_ptr()
+        args.y, args.scratch = y.data_ptr(), scratch.data_ptr()
+        self._call("penstock_experts", args, len(x))
         return y
 
     def add_rms_norm(

@@ -166,6 +166,8 @@ def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
     names = (
         "pipeline_parallel_size",
         "tensor_parallel_size",
+        "enable_expert_parallel",
+        "topology",
         "partition",
         "partition_mix",
         "async_depth",

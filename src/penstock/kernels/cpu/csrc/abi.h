@@ -288,3 +288,28 @@ struct AllGatherArgs {
     uint8_t* y;
     int64_t num_bytes;
 };
+
+constexpr int64_t kMaxExperts = 1024;
+
+// y = the sum over each token's chosen experts of weight * down(silu(gate) * up): experts.cpp. Of the products only
+// weight, sizes and, where quantised, form are used; one of the two pairs of tables is given, [num_own + has_shared]:
+// experts [first_own, first_own + num_own) and the shared one, which all tokens go through.
+struct ExpertsArgs {
+    const void* x;       // [num_tokens, hidden_size]
+    const void* logits;  // [num_tokens, num_experts + has_shared]: the router's, then the shared expert's
+    void* y;             // [num_tokens, hidden_size]
+    const LinearArgs* gate_up;
+    const LinearArgs* down;
+    const QuantizedLinearArgs* quantized_gate_up;
+    const QuantizedLinearArgs* quantized_down;
+    uint8_t* scratch;  // penstock_expert_token_bytes for each token
+    int64_t hidden_size;
+    int64_t num_experts;  // at most kMaxExperts
+    int64_t num_chosen;   // for each token, at most num_experts
+    int64_t first_own;
+    int64_t num_own;  // at least 1
+    int32_t has_shared;
+    int32_t normalized;  // the weights of the chosen experts are scaled so that their sum is 1
+    int32_t dtype;       // of x, logits and y
+    int32_t reserved;
+};

@@ -1,0 +1,42 @@
+"""Settings that users of other engines know, and that are not built here: refused by name (I2, I3, I5).
+
+Asked by `llm` for unknown arguments and by the command line for unknown flags.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import UsageError
+
+_CONTEXT = ("context parallelism is not built", "Use more stages (--pp) or more ranks for each (--tp).")
+_REFUSED = {
+    "context_parallel_size": _CONTEXT,
+    "prefill_context_parallel_size": _CONTEXT,
+    "decode_context_parallel_size": _CONTEXT,
+    "enable_elastic_ep": (
+        "elastic expert parallelism does not go with a pipeline: its ranks come and go, and stages do not",
+        "Use --enable-expert-parallel.",
+    ),
+}
+_BACKENDS = {
+    "ray": "Ray starts no ranks here",
+    "external_launcher": "ranks that another program starts, such as torchrun, are not built",
+}
+
+
+def refuse_if_known(name: str) -> None:
+    """Raise `UsageError` for a setting that is known elsewhere; `name` with underscores."""
+    if name in _REFUSED:
+        what, remedy = _REFUSED[name]
+        raise UsageError(f"{name} is not supported: {what}.", remedy=remedy, param=name, code="unsupported")
+
+
+def require_backend(name: str, known: tuple[str, ...]) -> None:
+    """Raise `UsageError` for the name of an executor that is not among those known here."""
+    if name not in known:
+        reason = _BACKENDS.get(name, "there is no executor of this name")
+        raise UsageError(
+            f"distributed_executor_backend is {name!r}, which is not supported: {reason}.",
+            remedy=f"Use {' or '.join(known)}.",
+            param="distributed_executor_backend",
+            code="unsupported",
+        )

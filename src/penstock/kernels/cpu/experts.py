@@ -1,0 +1,96 @@
+"""The weights of a layer's experts as the grouped kernel takes them (`csrc/experts.cpp`).
+
+`layers.experts` makes an `ExpertTables` for each layer; `CpuKernels.experts` runs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.kernels.cpu.abi import ExpertsArgs, LinearArgs, QuantizedLinearArgs
+
+Product = LinearArgs | QuantizedLinearArgs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsShape:
+    """A layer's experts, and which of them a rank has.
+
+    Attributes:
+        num_own: experts from `first_own` on, at least one; besides these the shared one, if there is one.
+        normalized: the weights of the chosen experts are scaled so that their sum is 1.
+    """
+
+    hidden_size: int
+    num_experts: int
+    num_chosen: int
+    first_own: int
+    num_own: int
+    has_shared: bool
+    normalized: bool
+
+
+class ExpertTables:
+    """Where the weights of a rank's experts are. Who makes it keeps them alive.
+
+    Args:
+        gate_up, down: products with packed weights, all of one form: of the own experts in order, then of the
+            shared one. Their x, y and bias are not used.
+    """
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        shape: ExpertsShape,
+        gate_up: Sequence[Product],
+        down: Sequence[Product],
+        dtype: int,
+    ) -> None:
+        assert len(gate_up) == len(down) == shape.num_own + shape.has_shared
+        self.shape = shape
+        self._kind: Any = type(gate_up[0])
+        self._gate_up, self._down = self._table(gate_up), self._table(down)
+        self._dtype = dtype
+        args = self.args()
+        self.token_bytes: int = library.penstock_expert_token_bytes(ctypes.addressof(args))
+
+    def args(self) -> ExpertsArgs:
+        """Arguments of a call without x, logits, y and scratch."""
+        kind = "quantized_" if self._kind is QuantizedLinearArgs else ""
+        shape = self.shape
+        tables = {
+            f"{kind}gate_up": ctypes.addressof(self._gate_up),
+            f"{kind}down": ctypes.addressof(self._down),
+        }
+        return ExpertsArgs(
+            hidden_size=shape.hidden_size,
+            num_experts=shape.num_experts,
+            num_chosen=shape.num_chosen,
+            first_own=shape.first_own,
+            num_own=shape.num_own,
+            has_shared=shape.has_shared,
+            normalized=shape.normalized,
+            dtype=self._dtype,
+            **tables,
+        )
+
+    def _table(self, products: Sequence[Product]) -> Any:
+        assert all(type(product) is self._kind for product in products)
+        return (self._kind * len(products))(*products)
+
+
+def have_one_form(gate_up: Sequence[Product], down: Sequence[Product]) -> bool:
+    """Whether one call can take them all: plain, or of as many bits and with inputs in groups of one size."""
+    is_one_input = len({_group_size(product) for product in gate_up}) == 1
+    return is_one_input and len({_bits(product) for product in (*gate_up, *down)}) == 1
+
+
+def _bits(product: Product) -> int:
+    return 0 if isinstance(product, LinearArgs) else product.bits
+
+
+def _group_size(product: Product) -> int:
+    return 0 if isinstance(product, LinearArgs) else product.group_size

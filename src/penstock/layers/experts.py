@@ -1,0 +1,160 @@
+"""Experts in place of an MLP: a router sends each token through a few of them (arXiv 2401.04088).
+
+    y = sum over the chosen experts of weight * down(silu(gate(x)) * up(x))   (+ the shared expert, weighted)
+
+Ranks of a stage have a part of every expert, or some experts whole (`Compute.expert_parallel`); all of them
+have the router, and one all-reduce sums what they have, the shared expert's part included. Torch goes from
+expert to expert; our kernel takes all of them at once (`csrc/experts.cpp`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from penstock.distributed.share import Share
+from penstock.kernels.cpu.experts import ExpertsShape, ExpertTables, have_one_form
+from penstock.kernels.cpu.ops import DTYPES
+from penstock.layers.compute import Compute, never_quantized
+from penstock.layers.experts_spec import ExpertNames, ExpertShares, ExpertsSpec
+from penstock.layers.linear import FusedLinear, GatedLinear, Linear
+from penstock.layers.matrix import PackedMatrix, QuantizedMatrix
+from penstock.layers.missing import MissingLayer
+
+
+class Expert(nn.Module):
+    """down(silu(gate(x)) * up(x)): of this rank's columns of the middle, not summed over the ranks.
+
+    Its projections have the names that the checkpoint gives them.
+    """
+
+    def __init__(
+        self, hidden_size: int, inner: Share, names: ExpertNames, compute: Compute, parent: str
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = GatedLinear(
+            hidden_size, inner, bias=False, compute=compute, parent=parent, names=(names.gate, names.up)
+        )
+        parts = {f"{parent}.{names.down}": hidden_size}
+        down = Linear(inner, hidden_size, bias=False, compute=compute, parts=parts)
+        self.add_module(names.down, down)
+        self._down_name = names.down
+
+    @property
+    def down(self) -> Linear:
+        found = getattr(self, self._down_name)
+        assert isinstance(found, Linear)
+        return found
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down.product(self.gate_up_proj(x))
+
+
+class RoutedExperts(nn.Module):
+    """The router, this rank's share of the experts, and of the shared one if there is one.
+
+    Attributes:
+        experts: all of the layer, placeholders for those of other ranks.
+        num_chosen: for each token.
+        elsewhere: projections in the checkpoint that other ranks have, from here.
+    """
+
+    def __init__(self, spec: ExpertsSpec, hidden_size: int, compute: Compute, parent: str) -> None:
+        super().__init__()
+        group = compute.group
+        own = ExpertShares.of(spec, group.rank, group.size, whole_experts=compute.expert_parallel)
+        outputs = {"gate": Share.all(spec.num_experts)}
+        if spec.has_shared:
+            outputs["shared_expert_gate"] = Share.all(1)
+        # A router is a small part of the weights, and what it rounds away chooses other experts.
+        plain = replace(compute, format_of=never_quantized)
+        self.router = FusedLinear(hidden_size, outputs, bias=False, compute=plain)
+        self.experts = nn.ModuleList(
+            Expert(hidden_size, own.inner, spec.names, compute, f"{parent}.experts.{index}")
+            if own.experts.start <= index < own.experts.end
+            else MissingLayer()
+            for index in range(spec.num_experts)
+        )
+        self.shared_expert: Expert | MissingLayer = MissingLayer()
+        if spec.has_shared:
+            self.shared_expert = Expert(
+                hidden_size, own.shared, spec.names, compute, f"{parent}.shared_expert"
+            )
+        self.elsewhere = _projections(spec, own.experts)
+        self.num_chosen = spec.num_chosen
+        self._own, self._spec, self._group = own.experts, spec, group
+        self._kernels = compute.kernels_for("experts")
+        self._tables = None if self._kernels is None else self._tabulated(hidden_size, compute)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """[num_tokens, hidden] -> the same; summed over the ranks."""
+        return self._group.all_reduce(self.sum(hidden_states, self.router(hidden_states)))
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether our kernel takes all experts at once, so that the layer can be recorded."""
+        return self._tables is not None
+
+    def _tabulated(self, hidden_size: int, compute: Compute) -> ExpertTables | None:
+        """The own experts' weights for our kernel; None if they are not of one form that it takes."""
+        held = (*self.experts, self.shared_expert)  # those of other ranks are placeholders
+        own = [expert for expert in held if isinstance(expert, Expert)]
+        weights = [(expert.gate_up_proj.weight, expert.down.weight) for expert in own]
+        if not all(isinstance(each, PackedMatrix | QuantizedMatrix) for pair in weights for each in pair):
+            return None
+        gate_up, down = ([weight.product() for weight in part] for part in zip(*weights, strict=True))
+        if not have_one_form(gate_up, down):
+            return None
+        assert compute.kernels is not None
+        shape = ExpertsShape(
+            hidden_size=hidden_size,
+            num_experts=self._spec.num_experts,
+            num_chosen=self._spec.num_chosen,
+            first_own=self._own.start,
+            num_own=self._own.size,
+            has_shared=self._spec.has_shared,
+            normalized=self._spec.normalized,
+        )
+        return ExpertTables(compute.kernels.library, shape, gate_up, down, DTYPES[compute.dtype])
+
+    def sum(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Over this rank's experts, in float32, in their order. logits: [num_tokens, num_experts (+ 1)]."""
+        if self._kernels is not None and self._tables is not None:
+            return self._kernels.experts(x, logits, self._tables)
+        return self.sum_one_by_one(x, logits)
+
+    def sum_one_by_one(self, x: Tensor, logits: Tensor) -> Tensor:
+        """The same in torch, expert by expert."""
+        weights, chosen = choose(logits[:, : self._spec.num_experts], self._spec)
+        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        for index in range(self._own.start, self._own.end):
+            tokens, places = torch.where(chosen == index)
+            if len(tokens):
+                found = self.experts[index](x[tokens]).float() * weights[tokens, places, None]
+                total.index_add_(0, tokens, found)
+        if self._spec.has_shared:
+            total += self.shared_expert(x).float() * logits[:, -1:].float().sigmoid()
+        return total.to(x.dtype)
+
+
+def choose(logits: Tensor, spec: ExpertsSpec) -> tuple[Tensor, Tensor]:
+    """Weights (float32) and numbers of each token's experts, likeliest first: two [num_tokens, num_chosen].
+
+    Args:
+        logits: [num_tokens, num_experts].
+    """
+    # Stable: of equals the first, as our kernel does it, for another rank may use that.
+    chosen = logits.sort(dim=-1, descending=True, stable=True).indices[:, : spec.num_chosen]
+    weights = logits.float().softmax(-1).gather(-1, chosen)
+    if spec.normalized:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights, chosen
+
+
+def _projections(spec: ExpertsSpec, own: Share) -> list[str]:
+    """Of all experts but the own ones."""
+    parts = (spec.names.gate, spec.names.up, spec.names.down)
+    others = (index for index in range(spec.num_experts) if not own.start <= index < own.end)
+    return [f"experts.{index}.{part}" for index in others for part in parts]

@@ -1,0 +1,185 @@
+"""Which feature goes with which layout: found out by running each pair, and written to docs/compatibility.md.
+
+    python tests/compatibility.py        after a change that the test of the page complains about
+
+What a cell promises is decided here by a rule (`promise`); the test runs the pair and holds it to that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from checkpoints import make_checkpoint, make_quantized_checkpoint
+from families import FAMILIES
+from penstock import LLM, SamplingParams
+from penstock.config import EngineConfig, ModelConfig, ParallelConfig
+from penstock.engine.host import Host
+from penstock.engine.launch import resolve_replicas
+from penstock.errors import PenstockError
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
+PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(3)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, logprobs=2)
+HOST = Host(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
+
+EQUAL, RUNS = "=", "~"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A model, and settings of `LLM`.
+
+    Attributes:
+        is_rounded: numbers are rounded in a way that lets sums in another order show.
+    """
+
+    model: Callable[[Path], object]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SamplingParams = GREEDY
+    is_rounded: bool = False
+
+
+def plain(directory: Path) -> object:
+    return make_checkpoint(directory, layers=3, vocab_size=150, seed=3)
+
+
+def tied(directory: Path) -> object:
+    return make_checkpoint(directory, layers=3, vocab_size=150, seed=3, tied=True)
+
+
+def wide(directory: Path) -> object:
+    """Whose shares are whole groups of quantised weights."""
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "max_positions": 128}
+    return make_checkpoint(directory, layers=3, vocab_size=150, seed=3, **sizes)
+
+
+def gptq(directory: Path) -> object:
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "max_positions": 128}
+    return make_quantized_checkpoint(directory, "gptq", group_size=128, layers=3, vocab_size=160, **sizes)
+
+
+def gptq_small(directory: Path) -> object:
+    return make_quantized_checkpoint(directory, "gptq", group_size=16, layers=3, vocab_size=160)
+
+
+def mixtral(directory: Path) -> object:
+    return make_checkpoint(directory, family="mixtral", num_local_experts=5, layers=3, vocab_size=150, seed=3)
+
+
+FEATURES = {
+    "float32": Feature(plain),
+    "bfloat16": Feature(plain, {"dtype": "bfloat16"}, is_rounded=True),
+    "without our kernels": Feature(plain, {"kernels": "off"}),
+    "a plan issued ahead": Feature(plain, {"async_depth": 1}),
+    "prompts in chunks of 4": Feature(plain, {"prefill_chunk": 4}),
+    "sampling with a seed, log-probabilities": Feature(plain, sampling=SEEDED),
+    "`--quantization int8`": Feature(wide, {"quantization": "int8"}, is_rounded=True),
+    "`--quantization int4`": Feature(wide, {"quantization": "int4"}, is_rounded=True),
+    "GPTQ checkpoint, groups of 128": Feature(gptq, is_rounded=True),
+    "GPTQ checkpoint, groups of 16, MLP 48 wide": Feature(gptq_small, is_rounded=True),
+    "tied head": Feature(tied),
+    "tied head by transfer": Feature(tied, {"tied_head": "transfer"}),
+    "experts (Mixtral)": Feature(mixtral),
+    "experts, `--enable-expert-parallel`": Feature(mixtral, {"enable_expert_parallel": True}),
+    "sliding window (Mistral)": Feature(FAMILIES["mistral"].make),
+    "soft caps, norms around (Gemma 2)": Feature(FAMILIES["gemma2"].make),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp 2": {"pipeline_parallel_size": 2},
+    "pp 3": {"pipeline_parallel_size": 3},
+    "tp 2": {"tensor_parallel_size": 2},
+    "tp 4": {"tensor_parallel_size": 4},
+    "pp 2, tp 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+    "pp 2, tp 2,1": {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1"},
+    "dp 2, pp 2": {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+}
+
+
+def promise(feature: Feature, layout: Mapping[str, Any]) -> str:
+    """Equal tokens where each number is summed in one order, or exactly enough; else only that it runs."""
+    return RUNS if feature.is_rounded and "tensor_parallel_size" in layout else EQUAL
+
+
+def refusal(feature: Feature, model: Path, layout: Mapping[str, Any]) -> str:
+    """Why the pair is refused; empty if it is not."""
+    names = set(ParallelConfig.__struct_fields__)
+    parallel = {name: value for name, value in feature.settings.items() if name in names}
+    own = {name: value for name, value in feature.settings.items() if name in ("dtype", "quantization")}
+    config = EngineConfig(
+        model=ModelConfig(model=str(model), **own), parallel=ParallelConfig(**parallel, **layout)
+    )
+    try:
+        resolve_replicas(config, HOST)
+    except PenstockError as error:
+        return str(error)
+    return ""
+
+
+def tokens(feature: Feature, model: Path, layout: Mapping[str, Any]) -> list[list[int]]:
+    """Of one replica, its ranks as threads; replicas are alike."""
+    settings = {"dtype": "float32", "threads_per_rank": 1, **feature.settings, **layout}
+    settings.pop("data_parallel_size", None)
+    with LLM(str(model), distributed_executor_backend="inprocess", num_blocks=64, **settings) as llm:
+        return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, feature.sampling)]
+
+
+def found(feature: Feature, directory: Path) -> list[str]:
+    """A cell for each layout, the pair having been run."""
+    feature.model(directory)
+    alone, cells = tokens(feature, directory, {}), []
+    for layout in LAYOUTS.values():
+        reason = refusal(feature, directory, layout)
+        if reason:
+            cells.append(reason)
+            continue
+        shared = tokens(feature, directory, layout)
+        assert [len(ids) for ids in shared] == [len(ids) for ids in alone]
+        if promise(feature, layout) == EQUAL:
+            assert shared == alone, layout
+        cells.append(promise(feature, layout))
+    return cells
+
+
+def page() -> str:
+    """The whole page; what is refused is said below the table."""
+    reasons: dict[str, int] = {}
+    lines = [f"| | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
+    for name, feature in FEATURES.items():
+        with tempfile.TemporaryDirectory() as directory:
+            cells = found(feature, Path(directory))
+        shown = [
+            cell if cell in (EQUAL, RUNS) else f"[{reasons.setdefault(cell, len(reasons) + 1)}]"
+            for cell in cells
+        ]
+        lines.append(f"| {name} | {' | '.join(shown)} |")
+    notes = [f"{number}. {reason}" for reason, number in reasons.items()]
+    return "\n".join(itertools.chain([_HEAD], lines, [_REFUSED], notes)) + "\n"
+
+
+_HEAD = """# What goes with what
+
+Written by `tests/compatibility.py`, which runs each pair with small models, and kept up to date by a test.
+`=`: the tokens are those of one rank, whatever they are. `~`: it runs; numbers are rounded so that sums over
+ranks may end in another token where two are almost equally likely. A number: refused before anything starts,
+with this text.
+
+`pp`: stages, `tp`: ranks that share a stage, `dp`: pipelines side by side (here one of the two is run; the
+tests of the server run both).
+"""
+_REFUSED = "\nRefused:\n"
+
+
+def main() -> int:
+    PAGE.write_text(page(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
