@@ -13,6 +13,7 @@ import msgspec
 
 from penstock.config import (
     CacheConfig,
+    ModelImpl,
     ParallelConfig,
     Quantization,
     SchedulerConfig,
@@ -50,6 +51,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         expert_parallel: the ranks of a stage have experts whole, and not each a part of all.
         are_threads: the ranks are threads of one process.
         replica: which pipeline it belongs to; None where there is one.
+        model_impl: whose layers run, as in `ModelConfig`.
     """
 
     model_path: str  # resolved directory
@@ -83,6 +85,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_parallel: bool = False
     are_threads: bool = False
     replica: int | None = None
+    model_impl: ModelImpl = "auto"
 
     @property
     def device_type(self) -> str:

@@ -20,6 +20,7 @@ Backend = Literal["mp", "inprocess"]
 TiedHead = Literal["load", "transfer"]
 Quantization = Literal["none", "int8", "int4"]
 PinThreads = Literal["auto", "on", "off"]
+ModelImpl = Literal["auto", "penstock", "transformers"]
 
 Value = TypeVar("Value")
 
@@ -73,12 +74,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: longest prompt + output in tokens; None takes the model's own.
         quantization: how weights are held: "none" as the checkpoint has them, "int8" per channel, "int4" in
             groups. For a checkpoint that is quantised already, only "none" or the format that it has.
+        model_impl: whose layers run: "penstock" ours, "transformers" those of the extra `penstock[hf]`;
+            "auto" takes ours where there are any.
     """
 
     model: str
     dtype: DType = "auto"
     max_model_len: int | None = None
     quantization: Quantization = "none"
+    model_impl: ModelImpl = "auto"
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):

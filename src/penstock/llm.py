@@ -23,7 +23,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.config import Backend, DType, EngineConfig, PinThreads, Quantization, TiedHead
+from penstock.config import (
+    Backend,
+    DType,
+    EngineConfig,
+    ModelImpl,
+    PinThreads,
+    Quantization,
+    TiedHead,
+)
 from penstock.engine.auto_partition import settle_partition
 from penstock.engine.client import EngineClient, InprocessClient, ProcessClient
 from penstock.engine.host import Host
@@ -91,6 +99,8 @@ class LLM:
         step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
         tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
         quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
+        model_impl: whose layers run: `penstock`, `transformers` (of the extra `penstock[hf]`), or `auto`:
+            ours where there are any.
         kernels: our own CPU kernels: `auto`, `off`, or names switched off such as "-attention,-head".
         pin_threads: bind CPU threads to cores: `auto` (where they fit), `on` or `off`.
 
@@ -129,6 +139,7 @@ class LLM:
         load_timeout_s: float = 3600.0,
         step_timeout_s: float | None = None,
         quantization: Quantization = "none",
+        model_impl: ModelImpl = "auto",
         kernels: str = "auto",
         pin_threads: PinThreads = "auto",
         **unknown: Any,
@@ -141,6 +152,7 @@ class LLM:
                 "dtype": dtype,
                 "max_model_len": max_model_len,
                 "quantization": quantization,
+                "model_impl": model_impl,
             },
             "parallel": {
                 "pipeline_parallel_size": pipeline_parallel_size,

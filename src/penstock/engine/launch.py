@@ -23,6 +23,7 @@ from penstock.kernels.cpu.library import parse_kernels
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.sharding import require_shardable, require_whole_groups
 from penstock.models.spec import ModelSpec
+from penstock.models.transformers_fields import implementation_notes, require_plain
 from penstock.pipeline.frame import frame_bytes
 from penstock.pipeline.partition import partition_layers
 from penstock.pipeline.rank_layout import RankLayout
@@ -89,7 +90,8 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
     parallel = config.parallel
     parse_kernels(parallel.kernels)
     directory = resolve_model_directory(config.model.model)
-    spec = load_spec(directory)
+    spec = load_spec(directory, config.model.model_impl)
+    require_plain(spec, config.model.quantization, parallel)
     form = _weight_form(config.model, parallel, spec, host)
     _check_tensor_parallel(parallel, spec, form)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
@@ -113,7 +115,7 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
                 width=spec.hidden_size,
                 itemsize=ITEM_SIZES[form.dtype],
             ),
-            notes=form.notes,
+            notes=(*form.notes, *implementation_notes(spec)),
         )
         for own in (ranks[first : first + size] for first in range(0, len(ranks), size))
     ]
@@ -162,6 +164,7 @@ def _rank_configs(
             expert_parallel=parallel.enable_expert_parallel,
             next_tp_size=[*sizes, 1][place.stage + 1],
             replica=place.replica if replicas > 1 else None,
+            model_impl=config.model.model_impl,
         )
         for rank, place in enumerate(layout.places)
     ]

@@ -25,10 +25,12 @@ from penstock.executor.compute_choice import (
 )
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.layers.compute import Compute
 from penstock.models.decoder import EMBEDDING, Decoder
 from penstock.models.interfaces import require_pp
 from penstock.models.registry import load_spec
 from penstock.models.spec import ModelSpec
+from penstock.models.transformers_backend import TransformersModel
 from penstock.runner.buffers import BufferPool
 from penstock.runner.kv_storage import KVStorage
 from penstock.runner.memory import host_available_bytes
@@ -37,6 +39,8 @@ from penstock.runner.request_rows import RequestRows
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
 from penstock.weights.quantized_formats import QuantizedCheckpoint
+
+_NO_KERNELS = "none for transformers' layers: plain torch, which is slower"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,7 @@ class LoadedRank:
     spec: ModelSpec
     device: torch.device
     group: TensorGroup
-    model: Decoder
+    model: Decoder | TransformersModel
     storage: KVStorage
     report: LoadReport
     kernels: str
@@ -70,15 +74,20 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     """
     torch.set_num_threads(config.threads)
     device = device_of(config)
-    spec = load_spec(Path(config.model_path))
+    spec = load_spec(Path(config.model_path), config.model_impl)
     is_quantized = config.quantization != "none" or spec.quantization is not None
-    kernels, description = load_kernels(config, is_quantized=is_quantized)
+    is_ours = spec.implementation == "penstock"
+    kernels, description = load_kernels(config, is_quantized=is_quantized) if is_ours else (None, _NO_KERNELS)
     pin_threads(config, kernels)
-    require_pp(Decoder)
+    require_pp(Decoder if is_ours else TransformersModel)
     checkpoint = Checkpoint(Path(config.model_path))
     quantized = quantized_checkpoint(checkpoint, spec)
     group = tensor_group(config, kernels)
-    model = build_model(config, spec, kernels, quantized, group)
+    model = (
+        build_model(config, spec, kernels, quantized, group)
+        if is_ours
+        else build_transformers(config, spec, checkpoint)
+    )
     is_sent_head = config.is_last and transfers_head(config, spec)
     left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
     report = load_weights(model, checkpoint, progress, left_out=left_out, quantized=quantized)
@@ -131,7 +140,19 @@ def build_model(
     )
 
 
-def build_runner(config: RankConfig, model: Decoder, kv: Sequence[AnyKV]) -> ModelRunner:
+def build_transformers(config: RankConfig, spec: ModelSpec, checkpoint: Checkpoint) -> TransformersModel:
+    """The rank's layers as transformers has them, not filled."""
+    return TransformersModel(
+        spec,
+        (config.start_layer, config.end_layer),
+        directory=Path(config.model_path),
+        stored=checkpoint.names,
+        compute=Compute(dtype=dtype_of(config), device=device_of(config)),
+        max_model_len=config.max_model_len,
+    )
+
+
+def build_runner(config: RankConfig, model: Decoder | TransformersModel, kv: Sequence[AnyKV]) -> ModelRunner:
     """The runner over a model and its KV storage."""
     model.record(kv, config.max_num_batched_tokens)
     rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)

@@ -103,6 +103,10 @@ class ConfigFields:
         """Whether the field is there as null, for the few that say something so."""
         return name in self._values and self._values[name] is None
 
+    def values(self) -> dict[str, Any]:
+        """All fields as they stand in the file, unchecked: for a library that reads them itself."""
+        return dict(self._values)
+
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """A whole number within `[low, high]`; required unless it has a default."""
         value = self._get(name, default)

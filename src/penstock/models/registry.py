@@ -14,6 +14,7 @@ import string
 from collections.abc import Callable
 from pathlib import Path
 
+from penstock.config import ModelImpl
 from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.models.config_fields import ConfigFields, kind_of, read_config
 from penstock.models.deepseek import deepseek_v2_spec, deepseek_v3_spec
@@ -27,12 +28,16 @@ from penstock.models.phi import phi3_spec
 from penstock.models.qwen import qwen2_spec, qwen3_spec
 from penstock.models.qwen_moe import qwen2_moe_spec, qwen3_moe_spec
 from penstock.models.spec import ModelSpec
+from penstock.models.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
 
 DEMO_MODEL = "demo"
+GENERATION_FILE = "generation_config.json"
 
 _logger = logging.getLogger(__name__)
 
-_FAMILIES: dict[str, Callable[[ConfigFields, str], ModelSpec]] = {
+_Read = Callable[[ConfigFields, str], ModelSpec]
+
+_FAMILIES: dict[str, _Read] = {
     "DeepseekV2ForCausalLM": deepseek_v2_spec,
     "DeepseekV3ForCausalLM": deepseek_v3_spec,
     "Gemma2ForCausalLM": gemma2_spec,
@@ -58,33 +63,51 @@ _GENERATION_RANGES = {  # of penstock.request.SamplingParams
 }
 
 
-def load_spec(directory: Path) -> ModelSpec:
+def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
     """The model that `directory` holds.
 
+    Args:
+        model_impl: whose layers are to run it; "auto": ours where there are any, else transformers'.
+
     Raises:
-        UnsupportedModelError: `config.json` names an architecture that is not in `SUPPORTED_ARCHITECTURES`.
+        UnsupportedModelError: `config.json` names an architecture that is not in `SUPPORTED_ARCHITECTURES`,
+            and transformers is not to run it, not installed or cannot.
         ModelConfigError: a file is unreadable, or a field missing, of the wrong type or out of range.
     """
     config = read_config(directory / "config.json")
     if config.has("auto_map"):
         _logger.warning("config.json: auto_map names code to run; ignored")
-    architecture = _architecture(config)
-    spec = _FAMILIES[architecture](config, architecture)
-    generation_file = directory / "generation_config.json"
+    architecture, read = _architecture(config, model_impl)
+    spec = read(config, architecture)
+    generation_file = directory / GENERATION_FILE
     return _with_generation(spec, read_config(generation_file)) if generation_file.exists() else spec
 
 
-def _architecture(config: ConfigFields) -> str:
+def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Read]:
+    """The first architecture that is known, and what reads it."""
     names = config.text_list("architectures")
-    for name in names:
-        if name in _FAMILIES:
-            return name
+    if model_impl != "transformers":
+        for name in names:
+            if name in _FAMILIES:
+                return name, _FAMILIES[name]
+    if model_impl != "penstock":
+        for name in names:
+            if knows(name, config.text("model_type", "none")):
+                return name, transformers_spec
     asked = ", ".join(kind_of(name).strip('"') for name in names[:4]) or "none"
     raise UnsupportedModelError(
         f"config.json asks for architecture {asked}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.",
-        remedy="Use a model of a supported architecture.",
+        remedy=_remedy(model_impl),
         param="architectures",
     )
+
+
+def _remedy(model_impl: ModelImpl) -> str:
+    if not has_transformers():
+        return f"Install `pip install {EXTRA}` for more of them, or use a model of a supported architecture."
+    if model_impl == "penstock":
+        return "Leave --model-impl out for more of them, or use a model of a supported architecture."
+    return "Use a model of a supported architecture; the installed transformers does not run this one for us."
 
 
 def _with_generation(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
@@ -94,6 +117,16 @@ def _with_generation(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
         eos_token_ids=tuple(dict.fromkeys(own_eos + spec.eos_token_ids)),
         generation_defaults=_generation_defaults(fields, spec.vocab_size),
     )
+
+
+def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, float]:
+    """`ModelSpec.generation_defaults` alone, whoever runs the model.
+
+    Raises:
+        ModelConfigError: `generation_config.json` is unreadable, or a field of it is bad.
+    """
+    path = directory / GENERATION_FILE
+    return _generation_defaults(read_config(path), vocab_size) if path.exists() else {}
 
 
 def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, float]:

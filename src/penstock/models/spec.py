@@ -52,6 +52,9 @@ class ModelSpec:
         logit_multiplier: of the logits, before their cap.
         stored_together: the checkpoint has query, key and value as one tensor `qkv_proj`, gate and up as one
             `gate_up_proj`.
+        gated_mlp: the MLP has a gate; without one, an estimate of its size is on the low side.
+        implementation: whose layers run: ours, or transformers', of which the numbers above that need no
+            mention here say little (`models.transformers_fields`).
     """
 
     architecture: str
@@ -91,6 +94,8 @@ class ModelSpec:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     stored_together: bool = False
+    gated_mlp: bool = True
+    implementation: Literal["penstock", "transformers"] = "penstock"
 
     def window(self, layer: int) -> int:
         """How many tokens a token of this layer sees; 0: all."""
@@ -133,7 +138,7 @@ class ModelSpec:
 
     def mlp_parameters(self) -> int:
         """Of one layer with a plain MLP: gate, up and down projections."""
-        weights = 3 * self.hidden_size * self.intermediate_size
+        weights = (2 + self.gated_mlp) * self.hidden_size * self.intermediate_size
         return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
 
     def layer_parameters(self, layer: int | None = None) -> int:

@@ -28,7 +28,7 @@ from penstock.engine import listening
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
 from penstock.engine.replicas import Replicas
 from penstock.executor.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
-from penstock.models.registry import load_spec
+from penstock.models.registry import load_generation_defaults
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http_protocol import with_limits
@@ -141,7 +141,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
         created=int(time.time()),
         max_waiting_requests=config.max_waiting_requests * len(config.client_addresses),
         num_stages=config.num_stages,
-        sampling_defaults=load_spec(directory).generation_defaults,
+        sampling_defaults=load_generation_defaults(directory, config.vocab_size),
     )
 
 

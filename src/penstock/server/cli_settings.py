@@ -19,6 +19,7 @@ from penstock.config import (
     EngineConfig,
     Limits,
     ModelConfig,
+    ModelImpl,
     ParallelConfig,
     PinThreads,
     Quantization,
@@ -68,6 +69,9 @@ class EngineSettings:
     quantization: Annotated[
         Quantization, flag("of weights at load (CPU)", "--quantization", group="model")
     ] = "none"
+    model_impl: Annotated[
+        ModelImpl, flag("whose layers run: penstock, transformers, auto", "--model-impl", group="model")
+    ] = "auto"
     seed: Annotated[int, flag("of requests without a seed", "--seed", group="model")] = 0
 
     pipeline_parallel_size: Annotated[
@@ -205,6 +209,7 @@ class EngineSettings:
                 dtype=self.dtype,
                 max_model_len=self.max_model_len,
                 quantization=self.quantization,
+                model_impl=self.model_impl,
             ),
             parallel=self._parallel_config(),
             cache=CacheConfig(

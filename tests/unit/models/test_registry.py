@@ -136,7 +136,7 @@ def test_auto_map_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCa
     assert "auto_map" in caplog.text
 
 
-@pytest.mark.parametrize("names", [["GPT2LMHeadModel"], [], ["X" * 500]])
+@pytest.mark.parametrize("names", [["MambaForCausalLM"], [], ["X" * 500]])
 def test_unknown_architecture_lists_the_supported_ones(tmp_path: Path, names: list[str]) -> None:
     error = refusal(tmp_path, architectures=names)
     assert isinstance(error, UnsupportedModelError)

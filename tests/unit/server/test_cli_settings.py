@@ -153,7 +153,7 @@ EVERY_FLAG = """
 m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --dp 2 --ep
 --partition 4,1 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
---kernels -attention,-head --pin-threads off
+--kernels -attention,-head --pin-threads off --model-impl penstock
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
@@ -174,7 +174,13 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
     recorded, _ = serve(monkeypatch, *words, "--api-key-file", str(keys), "--log-format", "json")
     ((engine, server, reporter),) = recorded.calls
     assert msgspec.to_builtins(engine) == {
-        "model": {"model": "m", "dtype": "float16", "max_model_len": 11, "quantization": "int8"},
+        "model": {
+            "model": "m",
+            "dtype": "float16",
+            "max_model_len": 11,
+            "quantization": "int8",
+            "model_impl": "penstock",
+        },
         "parallel": {
             "pipeline_parallel_size": 2,
             "data_parallel_size": 2,

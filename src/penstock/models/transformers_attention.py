@@ -1,0 +1,139 @@
+"""Our paged attention, as transformers' layers call it.
+
+transformers looks attention up by name; `attend` is registered there under `NAME`
+(`models.transformers_survey`). Queries and keys come rotated; how they look at each other comes as keyword
+arguments, which are honoured or refused. Which layer calls, and in which step, is known by the `Site` that is
+tied to each module of a layer: transformers' own arguments do not reach the attention in every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from penstock.errors import UnsupportedModelError
+from penstock.kernels.cpu.ops import Sight
+
+NAME = "penstock"
+
+_SITE = "penstock_site"
+# What says nothing of how queries look at keys, or what our own metadata says better.
+_OF_NO_MATTER = frozenset(
+    {
+        "cache_position",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "logits_to_keep",
+        "max_length_k",
+        "max_length_q",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+_KNOWN = frozenset({"scaling", "sliding_window", "softcap"})
+
+
+class Passage(Protocol):
+    """One forward pass over the layers."""
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
+        """Attention of a layer of the model.
+
+        Args:
+            query: [1, num_heads, num_tokens, head_dim], rotated.
+            key, value: [1, num_kv_heads, num_tokens, head_dim], the key rotated.
+
+        Returns:
+            [1, num_tokens, num_heads, head_dim]
+        """
+        ...
+
+
+class Track:
+    """Where the forward pass that runs is found by what it meets; one per stage."""
+
+    def __init__(self) -> None:
+        self._running: Any = None
+
+    @property
+    def running(self) -> Any:
+        """The pass (`Passage`)."""
+        assert self._running is not None, "no forward pass runs"
+        return self._running
+
+    @contextmanager
+    def run(self, passage: Passage) -> Iterator[None]:
+        """Until the end of the block it is this one."""
+        self._running = passage
+        try:
+            yield
+        finally:
+            self._running = None
+
+
+class Site:
+    """A layer of a model, as its attention is reached."""
+
+    def __init__(self, layer: int, track: Track) -> None:
+        self.layer, self.track = layer, track
+
+    def bind(self, module: nn.Module) -> None:
+        """Every module in the layer belongs to it."""
+        for part in module.modules():
+            setattr(part, _SITE, self)
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """What transformers calls; as `Passage.attend`, and no weights.
+
+    Raises:
+        UnsupportedModelError: it is to look at keys in a way that is not built.
+    """
+    site = getattr(module, _SITE, None)
+    if site is None:
+        raise refused(type(module).__name__, "it attends outside of the layers")
+    if attention_mask is not None:
+        raise refused(type(module).__name__, "it brings a mask of its own")
+    if key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+        raise refused(
+            type(module).__name__,
+            f"it has keys of {key.shape[-1]} and values of {value.shape[-1]} numbers a head",
+        )
+    sight = read_sight(module, query.shape[-1], kwargs)
+    return site.track.running.attend(site.layer, query, key, value, sight), None
+
+
+def read_sight(module: nn.Module, head_dim: int, kwargs: Mapping[str, Any]) -> Sight:
+    """How queries look at keys, from the arguments that the layer gives."""
+    if not (getattr(module, "is_causal", True) and kwargs.get("is_causal") in (None, True)):
+        raise refused(type(module).__name__, "it looks in both directions")
+    for name, value in kwargs.items():
+        if name in _OF_NO_MATTER or name in _KNOWN or name == "is_causal":
+            continue
+        if value is not None and value is not False and not (name == "dropout" and value == 0):
+            raise refused(type(module).__name__, f"its attention takes {name}, which is not built")
+    scale = kwargs.get("scaling")
+    return Sight(
+        scale=float(head_dim**-0.5 if scale is None else scale),
+        soft_cap=float(kwargs.get("softcap") or 0.0),
+        window=int(kwargs.get("sliding_window") or 0),
+    )
+
+
+def refused(architecture: str, why: str) -> UnsupportedModelError:
+    """The error for a model that cannot be served by transformers' layers."""
+    text = " ".join(why.split())[:600]
+    return UnsupportedModelError(
+        f"{architecture} cannot run through transformers' layers: {text}.",
+        remedy="Use another model, or one of an architecture that Penstock has itself.",
+        param="architectures",
+    )
