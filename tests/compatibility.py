@@ -30,6 +30,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, logprobs=2)
 HOST = Host(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
 
+MODEL_SETTINGS = ("dtype", "quantization", "model_impl")
 EQUAL, RUNS = "=", "~"
 
 
@@ -89,6 +90,7 @@ FEATURES = {
     "tied head by transfer": Feature(tied, {"tied_head": "transfer"}),
     "experts (Mixtral)": Feature(mixtral),
     "experts, `--enable-expert-parallel`": Feature(mixtral, {"enable_expert_parallel": True}),
+    "transformers' own layers": Feature(plain, {"model_impl": "transformers"}),
     "latent attention (DeepSeek-V3)": Feature(deepseek_models.MODELS["v3"].make),
     "sliding window (Mistral)": Feature(FAMILIES["mistral"].make),
     "soft caps, norms around (Gemma 2)": Feature(FAMILIES["gemma2"].make),
@@ -113,7 +115,7 @@ def refusal(feature: Feature, model: Path, layout: Mapping[str, Any]) -> str:
     """Why the pair is refused; empty if it is not."""
     names = set(ParallelConfig.__struct_fields__)
     parallel = {name: value for name, value in feature.settings.items() if name in names}
-    own = {name: value for name, value in feature.settings.items() if name in ("dtype", "quantization")}
+    own = {name: value for name, value in feature.settings.items() if name in MODEL_SETTINGS}
     config = EngineConfig(
         model=ModelConfig(model=str(model), **own), parallel=ParallelConfig(**parallel, **layout)
     )
