@@ -113,7 +113,9 @@ def tensor_group(config: RankConfig, kernels: CpuKernels | None) -> TensorGroup:
     name, timeout_s = f"stage {config.stage}", config.wait_timeout_s
     rank, size = config.tp_rank, config.tp_size
     if kernels is not None:
-        return SharedGroup(kernels, rank, size, name=name, timeout_s=timeout_s)
+        return SharedGroup(
+            kernels, rank, size, name=name, timeout_s=timeout_s, has_own_cores=bool(config.cpus)
+        )
     if config.are_threads:
         return MemoryGroup(rank, size, name=name, timeout_s=timeout_s)
     return TorchGroup(rank, size, device=device_of(config), name=name, timeout_s=timeout_s)

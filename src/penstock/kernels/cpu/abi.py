@@ -266,6 +266,7 @@ class GroupState(ctypes.Structure):
         ("size", c_int64),
         ("buffer_bytes", c_int64),
         ("timeout_ns", c_int64),
+        ("spin_ns", c_int64),
         ("num_meetings", c_int64),
         ("outcome", c_int64),
         ("absent", c_int64),

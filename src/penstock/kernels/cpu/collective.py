@@ -18,6 +18,10 @@ from penstock.distributed.meeting import memory_bytes
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.ops import CpuKernels
 
+SPIN_NS = 50_000  # about what a sleep costs
+# A rank that sleeps is woken late, and then it is the one that the others wait and go to sleep for.
+OWN_CORE_SPIN_NS = 1_000_000
+
 
 class SharedGroup:
     """This rank's place.
@@ -25,13 +29,24 @@ class SharedGroup:
     Args:
         name: for messages, such as "stage 1".
         timeout_s: deadline of every wait.
+        has_own_cores: nobody else wants the core while this rank waits.
     """
 
-    def __init__(self, kernels: CpuKernels, rank: int, size: int, *, name: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        kernels: CpuKernels,
+        rank: int,
+        size: int,
+        *,
+        name: str,
+        timeout_s: float,
+        has_own_cores: bool = False,
+    ) -> None:
         assert 1 < size <= abi.MAX_GROUP, size
         self.rank, self.size = rank, size
         self._kernels, self._name, self._timeout_s = kernels, name, timeout_s
-        self._state = abi.GroupState(rank=rank, size=size, timeout_ns=int(timeout_s * 1e9))
+        spin_ns = OWN_CORE_SPIN_NS if has_own_cores else SPIN_NS
+        self._state = abi.GroupState(rank=rank, size=size, timeout_ns=int(timeout_s * 1e9), spin_ns=spin_ns)
         self._memory: Tensor | None = None
 
     def join(self, place: MeetingPlace) -> None:

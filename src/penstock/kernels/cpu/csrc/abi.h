@@ -264,6 +264,7 @@ struct GroupState {
     int64_t size;          // ranks, at most kMaxGroup
     int64_t buffer_bytes;  // a multiple of 64
     int64_t timeout_ns;    // of every wait
+    int64_t spin_ns;       // of a wait, before it sleeps
     int64_t num_meetings;  // so far
     int64_t outcome;       // 0 = all has gone well; kRankAbsent, kGroupOver
     int64_t absent;        // which rank was waited for in vain

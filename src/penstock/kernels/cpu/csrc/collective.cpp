@@ -4,7 +4,7 @@
 // all have brought. There are two buffers a rank, used in turns: who comes to meeting n + 1 has read all of
 // meeting n, so the buffer of meeting n may be written again for meeting n + 2, after one wait and not two.
 //
-// A wait spins for as long as a sleep would cost, then sleeps on a futex, at most kSleepNs at a time, so that the
+// A wait spins for a while (`spin_ns`), then sleeps on a futex, at most kSleepNs at a time, so that the
 // end of the group and the deadline are seen. A rank whose wait has failed does nothing any more until it joins
 // another group: `outcome` is for Python to look at.
 #include <linux/futex.h>
@@ -16,7 +16,7 @@
 #include "vec.h"
 
 static constexpr int64_t kLine = 64;  // bytes; each rank's words have a cache line
-static constexpr int64_t kSpinNs = 50'000, kSleepNs = 50'000'000;
+static constexpr int64_t kSleepNs = 50'000'000;
 
 // Line 0 of the shared memory: word 0 = the group is over. Line 1 + r: of rank r.
 struct alignas(kLine) RankLine {
@@ -69,7 +69,7 @@ static bool wait_for(GroupState& group, int64_t rank, uint32_t meeting) {
             group.absent = rank;
             return false;
         }
-        if (now - started < kSpinNs)
+        if (now - started < group.spin_ns)
             for (int i = 0; i < 16; i++) pause_briefly();
         else
             sleep_at(other, meeting);
