@@ -43,7 +43,7 @@ from typing import Any
 
 from peers.checkpoint import FULL_SHAPE, TINY_SHAPE, make_checkpoint, weight_bytes
 from peers.engine_process import EngineError, EngineProcess, adopt_orphans
-from peers.report import Case, ratio_table, results_table
+from peers.report import Case, ratio_table, results_table, versions_text
 
 PEERS = Path(__file__).resolve().parent / "peers"
 ENGINES = ("penstock", "transformers", "llama", "vllm")
@@ -237,13 +237,9 @@ def report(run: Run, options: argparse.Namespace, model: Path) -> str:
         step_bytes=weight_bytes(model),
         bytes_per_s=statistics.median(bandwidth) if bandwidth else 0.0,
     )
-    versions = [
-        f"{engine} ({', '.join(f'{name} {version}' for name, version in found.items())})"
-        for engine, found in results.versions.items()
-    ]
     head = [
         f"machine: {machine()}; threads: {options.threads}; commit {commit()}",
-        f"versions: {'; '.join(versions)}",
+        f"versions: {versions_text(results.versions)}",
         f"command: `{shown_command(options)}`",
     ]
     tail = [bandwidth_line(results.bandwidth), *(f"note: {note}" for note in results.notes)]

@@ -17,14 +17,13 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from cpu_peers import Run, bandwidth_line, commit, machine, make_cases, progress
+from peers.bars import Bar, bar_table
 from peers.checkpoint import FULL_SHAPE, TINY_SHAPE, make_checkpoint
 from peers.engine_process import adopt_orphans
-from peers.report import Case, Samples, markdown, medians, ratio_table, results_table
+from peers.report import ratio_table, results_table, versions_text
 
 STAGES, THREADS = 2, 1
 FULL_LENGTHS = {"inputs": (512,), "input": 128, "output": 128}
@@ -32,23 +31,12 @@ QUICK_LENGTHS = {"inputs": (64,), "input": 16, "output": 16}
 PEER_ENGINES = ("vllm", "llama")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
-    """What the ratio of our median to a peer's must reach: at least for tokens/s, at most for a time."""
-
-    ours: str  # the partition, or "best": the better one of each case
-    peer: str
-    kind: str
-    batch: int
-    wanted: float
-
-
 BARS = (
-    Bar(ours="best", peer="vllm", kind="decode", batch=8, wanted=1.7),
-    Bar(ours="best", peer="vllm", kind="decode", batch=32, wanted=1.45),
-    Bar(ours="best", peer="llama", kind="decode", batch=8, wanted=2.9),
-    Bar(ours="best", peer="llama", kind="decode", batch=32, wanted=3.7),
-    Bar(ours="even", peer="vllm", kind="prefill", batch=1, wanted=0.65),
+    Bar(ours="penstock ", called="best", peer="vllm", kind="decode", batch=8, wanted=1.7),
+    Bar(ours="penstock ", called="best", peer="vllm", kind="decode", batch=32, wanted=1.45),
+    Bar(ours="penstock ", called="best", peer="llama", kind="decode", batch=8, wanted=2.9),
+    Bar(ours="penstock ", called="best", peer="llama", kind="decode", batch=32, wanted=3.7),
+    Bar(ours="penstock even", called="even", peer="vllm", kind="prefill", batch=1, wanted=0.65),
 )
 
 
@@ -120,51 +108,19 @@ def our_name(partition: str) -> str:
 def report(run: Run, partitions: list[str]) -> tuple[str, bool]:
     """All that goes into the log, and whether every bar whose peer ran is met."""
     results, cases = run.results, run.cases
-    versions = "; ".join(
-        f"{engine} ({', '.join(f'{name} {version}' for name, version in found.items())})"
-        for engine, found in results.versions.items()
-    )
     parts = [
-        f"machine: {machine()}; {STAGES} stages of {THREADS} thread; commit {commit()}\nversions: {versions}",
+        f"machine: {machine()}; {STAGES} stages of {THREADS} thread; commit {commit()}",
+        f"versions: {versions_text(results.versions)}",
         results_table(cases, results.samples),
     ]
     for partition in partitions:
         names = {our_name(partition), *PEER_ENGINES}
         own = {name: values for name, values in results.samples.items() if name in names}
         parts.append(ratio_table(cases, own, our_name(partition)))
-    bars, all_met = bar_table(cases, results.samples)
+    bars, all_met = bar_table(BARS, cases, results.samples)
     notes = [f"note: {note}" for note in results.notes]
     parts += [bars, "\n".join([bandwidth_line(results.bandwidth), *notes])]
     return "\n\n".join(part for part in parts if part), all_met
-
-
-def bar_table(cases: Sequence[Case], samples: Samples) -> tuple[str, bool]:
-    """A line for each bar that could be measured, and whether all of those are met."""
-    middles = {engine: medians(values) for engine, values in samples.items()}
-    rows, all_met = [], True
-    for bar in BARS:
-        for case in cases:
-            ratio = bar_ratio(bar, case, middles)
-            if ratio is None:
-                continue
-            met = ratio <= bar.wanted if bar.kind == "prefill" else ratio >= bar.wanted
-            all_met &= met
-            what = f"{case.label.rpartition(', ')[0]}, {bar.ours} / {bar.peer}"
-            rows.append([what, f"{bar.wanted:g}", f"{ratio:.2f}", "met" if met else "missed"])
-    return markdown(["bar", "wanted", "found", ""], rows), all_met
-
-
-def bar_ratio(bar: Bar, case: Case, middles: Mapping[str, Mapping[Case, float]]) -> float | None:
-    """Ours over the peer's; None for another case, or when one of the two has no number."""
-    if (case.kind, case.batch) != (bar.kind, bar.batch):
-        return None
-    ours = [
-        values[case]
-        for engine, values in middles.items()
-        if case in values and engine.startswith(our_name("" if bar.ours == "best" else bar.ours))
-    ]
-    peers = middles.get(bar.peer, {})
-    return case.ratio(case.best(ours), peers[case]) if ours and case in peers else None
 
 
 if __name__ == "__main__":

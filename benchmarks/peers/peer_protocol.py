@@ -41,7 +41,8 @@ class Settings:
     threads: int
     max_batch: int  # sequences of the largest request
     max_len: int  # tokens of the longest sequence, prompt and output
-    stages: int = 1  # of a pipeline, with `threads` each
+    stages: int = 1  # of a pipeline
+    ranks: int = 1  # that share a stage, with `threads` each
     partition: str = "even"  # layers per stage, for engines that can be told
     chunk: int = 0  # prompt tokens of one step at most; 0 leaves it to the engine
 
@@ -71,7 +72,8 @@ def read_settings() -> Settings:
     parser.add_argument("--model", type=Path, required=True)
     for name in ("--threads", "--max-batch", "--max-len"):
         parser.add_argument(name, type=int, required=True)
-    parser.add_argument("--stages", type=int, default=1)
+    for name in ("--stages", "--ranks"):
+        parser.add_argument(name, type=int, default=1)
     parser.add_argument("--partition", default="even")
     parser.add_argument("--chunk", type=int, default=0)
     return Settings(**vars(parser.parse_args()))

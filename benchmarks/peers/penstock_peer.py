@@ -18,6 +18,7 @@ class Penstock:
             dtype="bfloat16",
             threads_per_rank=settings.threads,
             pipeline_parallel_size=settings.stages,
+            tensor_parallel_size=settings.ranks,
             partition=settings.partition,
             **({"prefill_chunk": settings.chunk} if settings.chunk else {}),
             max_model_len=settings.max_len,

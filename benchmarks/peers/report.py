@@ -149,3 +149,11 @@ def _ratio_row(
         for case, known in zip(cases, both, strict=True)
     ]
     return [name, *ratios]
+
+
+def versions_text(versions: Mapping[str, Mapping[str, str]]) -> str:
+    """Packages of each engine, as `name version`."""
+    return "; ".join(
+        f"{engine} ({', '.join(f'{name} {version}' for name, version in found.items())})"
+        for engine, found in versions.items()
+    )

@@ -32,18 +32,18 @@ def find_library(name: str) -> Path | None:
     return next((path for path in candidates if path.exists()), None)
 
 
-def bound_cores(threads: int, stages: int) -> str:
-    """The first cores that this process may use, `threads` for each stage, as vLLM's variable wants them."""
+def bound_cores(threads: int, processes: int) -> str:
+    """The first cores that we may use, `threads` for each of vLLM's processes, as its variable wants them."""
     cores = list(map(str, sorted(os.sched_getaffinity(0))))
-    return "|".join(",".join(cores[stage * threads :][:threads]) for stage in range(stages))
+    return "|".join(",".join(cores[process * threads :][:threads]) for process in range(processes))
 
 
-def environment(threads: int, stages: int) -> dict[str, str]:
+def environment(threads: int, processes: int) -> dict[str, str]:
     """What vLLM needs to be told before its process starts."""
     found = [str(path) for path in map(find_library, PRELOADED) if path is not None]
     return {
         "LD_PRELOAD": ":".join(found),
-        "VLLM_CPU_OMP_THREADS_BIND": bound_cores(threads, stages),
+        "VLLM_CPU_OMP_THREADS_BIND": bound_cores(threads, processes),
         "VLLM_CPU_KVCACHE_SPACE": KV_CACHE_GIB,
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -52,7 +52,7 @@ def environment(threads: int, stages: int) -> dict[str, str]:
 
 def start_over(settings: Settings) -> None:
     """Replace this process by itself with the environment that vLLM needs."""
-    os.environ.update(environment(settings.threads, settings.stages) | {MARK: "1"})
+    os.environ.update(environment(settings.threads, settings.stages * settings.ranks) | {MARK: "1"})
     os.execv(sys.executable, [sys.executable, *sys.argv])
 
 
@@ -66,6 +66,7 @@ class Vllm:
             str(settings.model),
             dtype="bfloat16",
             pipeline_parallel_size=settings.stages,
+            tensor_parallel_size=settings.ranks,
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_batch,
             max_num_batched_tokens=settings.chunk or MAX_BATCHED_TOKENS,
@@ -85,7 +86,7 @@ class Vllm:
 
 def load(settings: Settings) -> Loaded:
     missing = [name for name in PRELOADED if find_library(name) is None]
-    notes = [f"cores {bound_cores(settings.threads, settings.stages)} bound"]
+    notes = [f"cores {bound_cores(settings.threads, settings.stages * settings.ranks)} bound"]
     notes += [f"{name} not found and not preloaded" for name in missing]
     return Loaded(generator=Vllm(settings), packages=("vllm-cpu", "vllm", "torch"), notes=tuple(notes))
 

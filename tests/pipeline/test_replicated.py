@@ -14,9 +14,10 @@ from disturbed import REQUESTS, Server, Stream, named
 from served import title_of, wait_until
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(2, "--dp", "2") as served:
+@pytest.fixture(scope="module", params=["0", "2"])
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """With as many plans issued ahead of the pipe; row E12 asks for both."""
+    with Server(2, "--dp", "2", "--async-depth", request.param) as served:
         yield served
 
 

@@ -59,6 +59,7 @@ class Status:
     reason: str = ""
     since: float = 1.0
     stats: CoreStats | None = None
+    is_full: bool = False
 
 
 @dataclass(kw_only=True)

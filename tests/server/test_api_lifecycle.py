@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, Status, fake_model, stats
+from fake_engine import FakeEngine, Status, stats
 from live_server import LiveServer, events, post_bytes
 
 from fakes import FakeClock
@@ -67,7 +67,7 @@ def test_overload_of_a_later_prompt_cancels_the_earlier_ones() -> None:
 
 def test_health_tells_state_stage_reason_and_since() -> None:
     engine = FakeEngine(state=Status(ready=False, stage=1, reason="no answer for 6 s", since=123.0))
-    with LiveServer(engine, model=fake_model(max_waiting_requests=5)) as live:
+    with LiveServer(engine) as live:
         for path in ("/health", "/health/ready"):
             response, raw = live.request("GET", path)
             assert response.status == 503
@@ -84,7 +84,7 @@ def test_health_tells_state_stage_reason_and_since() -> None:
         engine.state = Status(stats=stats(num_waiting=4))
         assert live.request("GET", "/health")[0].status == 200
         assert live.request("HEAD", "/health")[0].status == 200
-        engine.state = Status(stats=stats(num_waiting=5))
+        engine.state = Status(stats=stats(num_waiting=5), is_full=True)
         response, raw = live.request("GET", "/health")
         assert (response.status, json.loads(raw)["state"]) == (503, "overloaded")
 

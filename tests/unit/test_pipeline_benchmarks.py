@@ -19,6 +19,7 @@ from penstock.trace.phases import Phase
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks" / "peers"))
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    bars: Any = importlib.import_module("peers.bars")
     report: Any = importlib.import_module("peers.report")
     link_latency: Any = importlib.import_module("link_latency")
     mixed_load: Any = importlib.import_module("mixed_load")
@@ -96,13 +97,11 @@ def test_shares_are_of_the_window_and_causes_are_named_longest_first() -> None:
 def test_a_bar_takes_our_better_partition_unless_it_names_one() -> None:
     case = report.Case(kind="decode", batch=8, input=128, output=128)
     samples = {"penstock even": {case: [90.0]}, "penstock 16,8": {case: [100.0]}, "vllm": {case: [50.0]}}
-    table, all_met = pipeline_peers.bar_table([case], samples)
+    table, all_met = bars.bar_table(pipeline_peers.BARS, [case], samples)
     assert all_met
     assert table.splitlines()[2:] == ["| decode B=8, best / vllm | 1.7 | 2.00 | met |"]
-    even = pipeline_peers.Bar(ours="even", peer="vllm", kind="decode", batch=8, wanted=1.7)
-    assert (
-        pipeline_peers.bar_ratio(even, case, {name: report.medians(s) for name, s in samples.items()}) == 1.8
-    )
+    even = bars.Bar(ours="penstock even", peer="vllm", kind="decode", batch=8, wanted=1.7)
+    assert bars.bar_ratio(even, case, {name: report.medians(s) for name, s in samples.items()}) == 1.8
 
 
 @pytest.mark.parametrize(("threads", "stages", "bound"), [(2, 1, "0,1"), (1, 2, "0|1"), (2, 2, "0,1|4,5")])

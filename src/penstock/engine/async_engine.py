@@ -87,6 +87,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         reason: why it is not ready; "" when it is.
         since: Unix time of the last change of `ready`.
         stats: the core's numbers as of its last message; None before the first.
+        is_full: as many requests wait as may: one more would be refused.
     """
 
     ready: bool
@@ -94,6 +95,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     since: float
     stats: CoreStats | None
+    is_full: bool = False
 
 
 class RequestStream:
@@ -435,9 +437,16 @@ class _Health:
         ready = not reason
         if ready != self._was_ready:
             self._was_ready, self._since = ready, self._wall_clock()
-        cause = self._stats.loss if self._stats is not None else None
-        stage = cause.stage if cause is not None else None
-        return EngineStatus(ready=ready, stage=stage, reason=reason, since=self._since, stats=self._stats)
+        stats = self._stats
+        cause = stats.loss if stats is not None else None
+        return EngineStatus(
+            ready=ready,
+            stage=cause.stage if cause is not None else None,
+            reason=reason,
+            since=self._since,
+            stats=stats,
+            is_full=stats is not None and stats.num_waiting >= self._info.max_waiting_requests,
+        )
 
     def _reason(self) -> str:
         if self._gone_at is not None:

@@ -66,7 +66,7 @@ class Members:
         self._wiring = Wiring(plan)
         self._children: dict[int, Child] = {}  # by place, those that have not been buried
         self._control: dict[int, ControlSocket] = {}
-        self._loaded: dict[int, RankLoaded] = {}
+        self._ranks: dict[int, RankLoaded] = {}  # by place, what those that were ready have said
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
         self._places = range(len(plan.ranks))  # those of ranks are their numbers
@@ -76,15 +76,25 @@ class Members:
         """Those that have not been buried."""
         return list(self._children.values())
 
+    @property
+    def have_loaded(self) -> bool:
+        """Whether all stages have."""
+        return all(child.has_loaded for place, child in self._children.items() if place != CORE)
+
     def start(self) -> None:
         """Stages first: they take longest."""
         for place in (*self._places, CORE):
             self._fill(place)
+
+    def begin(self) -> None:
+        """The first epoch."""
         self._tell_ends()
 
     def take(self, child: Child, event: child_process.StatusEvent) -> None:
         """Hear what one of them says."""
         if isinstance(event, child_process.Ready):
+            if event.rank is not None:
+                self._ranks[child.place] = event.rank
             is_present = event.epoch == self._losses.epoch and self._losses.missing is None
             if child.stage is None and is_present and event.epoch > 0:
                 seconds = self._losses.recovered(time.monotonic())
@@ -98,13 +108,12 @@ class Members:
             )
             self._reporter.report(told)
         elif isinstance(event, child_process.Loaded):
-            self._loaded[child.place] = event.rank
             self._reporter.report(
                 StageLoaded(
                     **_named(self._plan.ranks[child.place]),
                     pid=child.pid,
-                    bytes_read=event.rank.bytes_read,
-                    seconds=event.rank.load_seconds,
+                    bytes_read=event.bytes_read,
+                    seconds=event.seconds,
                 )
             )
 
@@ -158,17 +167,17 @@ class Members:
         self.client.close()
 
     def what_is_there(self) -> Iterator[Notice | StageReady]:
-        """What was decided, and a line for each stage, once all have loaded."""
-        plan, loaded = self._plan, self._loaded
-        kernels = dict.fromkeys(rank.kernels for rank in loaded.values())
+        """What was decided, and a line for each stage, once all are ready."""
+        plan, ranks = self._plan, self._ranks
+        kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
         texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
-        on_cpu = [rank.kernels for place, rank in loaded.items() if plan.ranks[place].device_type == "cpu"]
+        on_cpu = [rank.kernels for place, rank in ranks.items() if plan.ranks[place].device_type == "cpu"]
         if len({found.startswith("none") for found in on_cpu}) > 1:
             texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
         yield from (Notice(text=text) for text in texts)
-        num_blocks = min((rank.max_blocks for rank in loaded.values()), default=0)
+        num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
         for place, config in enumerate(plan.ranks):
-            rank = loaded[place]
+            rank = ranks[place]
             yield StageReady(
                 **_named(config),
                 pid=self._children[place].pid,
@@ -189,7 +198,7 @@ class Members:
             return
         rank = self._plan.ranks[place]
         if self._losses.epoch > 0:
-            rank = _replacement(rank, self._loaded.values())
+            rank = _replacement(rank, self._ranks.values())
         config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
         self._spawn(place, "penstock.executor.worker", config, of_replica(rank.replica, rank.name))
 
@@ -292,13 +301,23 @@ class Members:
         self._family.reap(self._children.pop(place))
 
 
+def begin_together(replicas: Sequence[Members]) -> bool:
+    """Begin the first epoch of all once every weight is in memory: only then is known how much is free for
+    KV caches. Whether it was time."""
+    have_loaded = all(replica.have_loaded for replica in replicas)
+    if have_loaded:
+        for replica in replicas:
+            replica.begin()
+    return have_loaded
+
+
 def _named(rank: RankConfig) -> dict[str, Any]:
     """Who it is, for a report."""
     tp_rank = rank.tp_rank if rank.tp_size > 1 else None
     return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
 
 
-def _replacement(rank: RankConfig, loaded: Iterable[RankLoaded]) -> RankConfig:
+def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded]) -> RankConfig:
     """As at the start, but for what the others have settled: they hold their KV cache, and their head."""
-    num_blocks = min(message.max_blocks for message in loaded)
+    num_blocks = min(message.max_blocks for message in ranks)
     return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load", faults=[])

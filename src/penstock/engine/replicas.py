@@ -52,14 +52,14 @@ class Replicas:
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
         """Start a sequence in the replica that will come to it first; where this front knows that one to be
-        full or away, in the next best. What a core refuses later is final.
+        full or away, in the next best. What a core refuses later is final: its queue has filled meanwhile.
 
         Raises what `AsyncEngine.add` does.
         """
         ahead = [engine.tokens_ahead for engine in self._engines]
-        ready = [engine.status().ready for engine in self._engines]
+        has_room = [status.ready and not status.is_full for status in self._statuses()]
         refusals: list[PenstockError] = []
-        for index in self._router.order(prompt_token_ids, ahead, ready):
+        for index in self._router.order(prompt_token_ids, ahead, has_room):
             try:
                 stream = self._engines[index].add(request_id, prompt_token_ids, sampling)
             except (OverloadedError, UnavailableError) as error:
@@ -70,8 +70,8 @@ class Replicas:
         raise refusals[0]
 
     def status(self) -> EngineStatus:
-        """Ready if any replica is; the reason names those that are not."""
-        found = [engine.status() for engine in self._engines]
+        """Ready if any replica is, and full if all those are; the reason names those that are not ready."""
+        found = self._statuses()
         is_ready = any(status.ready for status in found)
         broken = [(index, status) for index, status in enumerate(found) if not status.ready]
         return EngineStatus(
@@ -82,7 +82,11 @@ class Replicas:
             stats=merged_stats(
                 [steady.of(status.stats) for steady, status in zip(self._steady, found, strict=True)]
             ),
+            is_full=is_ready and all(status.is_full for status in found if status.ready),
         )
+
+    def _statuses(self) -> list[EngineStatus]:
+        return [engine.status() for engine in self._engines]
 
     async def trace(self) -> list[StageSpans]:
         """What each stage of each replica that is there did in the last seconds."""

@@ -28,15 +28,16 @@ class Router:
         self._has_cache = has_cache
         self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
 
-    def order(self, prompt: Sequence[int], ahead: Sequence[int], ready: Sequence[bool]) -> list[int]:
-        """Replicas to try, the best first; those that are not ready last.
+    def order(self, prompt: Sequence[int], ahead: Sequence[int], has_room: Sequence[bool]) -> list[int]:
+        """Replicas to try, the best first.
 
         Args:
             ahead: tokens that each has to compute before it comes to this request.
+            has_room: those that are away, or full, come last.
         """
         hashes = list(_beginnings(prompt)) if self._has_cache else []
         costs = [
-            (not ready[index], work - self._num_cached(index, hashes), self._num_routed[index])
+            (not has_room[index], work - self._num_cached(index, hashes), self._num_routed[index])
             for index, work in enumerate(ahead)
         ]
         return sorted(range(len(costs)), key=costs.__getitem__)

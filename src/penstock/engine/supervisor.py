@@ -36,7 +36,7 @@ from penstock.engine.fronts import CallerFront, Front, HttpFront
 from penstock.engine.host import Host
 from penstock.engine.launch import LaunchPlan, resolve_replicas, with_faults
 from penstock.engine.losses import BackOff, Heartbeats
-from penstock.engine.members import Members
+from penstock.engine.members import Members, begin_together
 from penstock.engine.reports import (
     Draining,
     EngineReady,
@@ -133,6 +133,7 @@ class _RunningEngine:
         self._reporter = reporter
         self._signal_fd = signal_fd
         self._started = started
+        self._has_begun = False
         self._is_serving = False
         self._family = Family(self._take)
         self._replicas = [Members(plan, self._family, reporter) for plan in plans]
@@ -153,6 +154,7 @@ class _RunningEngine:
             self._start()
             while not all(child.is_ready for child in self._family.children):
                 self._raise_if_any(self._watch(TICK_S))
+                self._has_begun = self._has_begun or begin_together(self._replicas)
                 self._end_the_lifeless()
             self._announce()
             while True:

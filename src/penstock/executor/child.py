@@ -46,13 +46,19 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_fi
 class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field="event"):
     """Weights are in memory."""
 
-    rank: RankLoaded
+    bytes_read: int
+    seconds: float
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="event"):
-    """The child serves in this epoch."""
+    """The child serves in this epoch.
+
+    Attributes:
+        rank: what a rank has told the core of itself.
+    """
 
     epoch: int = 0
+    rank: RankLoaded | None = None
 
 
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_field="event"):

@@ -7,7 +7,9 @@
                         ▲                                                     │
                         └──── new connections ◀── a neighbour or the core is gone: the epoch is over
 
-Weights and KV storage outlive an epoch; requests do not: the core sends them again.
+Weights and KV storage outlive an epoch; requests do not: the core sends them again. A process loads before it
+asks for its first connections, which it gets when all others have loaded too: what `RankLoaded` says of free
+memory is then true of all.
 """
 
 from __future__ import annotations
@@ -100,18 +102,28 @@ class RankConnections:
                 end.close()
 
 
-def run_rank(config: RankConfig, epochs: Iterable[RankConnections], report: Report) -> Failed | None:
+def run_rank(
+    config: RankConfig, epochs: Iterable[RankConnections], report: Report, *, loads_first: bool = False
+) -> Failed | None:
     """Live the life of a rank. Whatever ends an epoch, core and supervisor learn the cause before the
     neighbours do.
 
     Args:
         epochs: the connections of one epoch after the other; what is next may be waited for there.
         report: takes status events; must not block.
+        loads_first: before the first connections are asked for. Why that failed only `report` hears.
 
     Returns:
         The failure that ended it and was reported; None after `Shutdown`, or when there is no other epoch.
     """
     rank = Rank(config, report)
+    if loads_first:
+        try:
+            with blaming(config.stage, "while starting"):
+                rank.load()
+        except Exception as error:
+            report(failed := failure(error))
+            return failed
     for connections in epochs:
         try:
             with blaming(config.stage, "while starting"):
@@ -141,14 +153,26 @@ class Rank:
     def __init__(self, config: RankConfig, report: Report) -> None:
         self._config = config
         self._report = report
-        self._loaded: tuple[LoadedRank, RankLoaded] | None = None
+        self._loaded: LoadedRank | None = None
+        self._message: RankLoaded | None = None
         self._runner: ModelRunner | None = None
+
+    def load(self) -> LoadedRank:
+        """The weights."""
+        if self._loaded is None:
+            report = self._report
+            load = armed(self._config.faults, "rank.load", self._config.stage, load_rank)
+            self._loaded = load(self._config, lambda done, total: report(Progress(done=done, total=total)))
+            report(Loaded(bytes_read=self._loaded.report.bytes_read, seconds=self._loaded.report.seconds))
+        return self._loaded
 
     def serve(self, connections: RankConnections) -> None:
         """One epoch, until the core says `Shutdown`."""
         config, plans = self._config, connections.plans
-        loaded, message = self._load()
-        plans.send(encode(message))
+        loaded = self.load()
+        if self._message is None:
+            self._message = _loaded_message(config, loaded)
+        plans.send(encode(self._message))
         start = _await_start(connections)
         if start is None:
             return
@@ -162,7 +186,7 @@ class Rank:
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
         stage = Stage(config.stage, runner, source, sink, times, config.faults)
-        self._report(Ready(epoch=start.epoch))
+        self._report(Ready(epoch=start.epoch, rank=self._message))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
         log = DecisionLog(start.epoch, start.first_step)
         with blaming(config.stage, "while it waited for a plan"):
@@ -173,18 +197,7 @@ class Rank:
     def leave(self) -> None:
         """The epoch is over: who waits for this rank at a meeting of the stage is let go."""
         if self._loaded is not None:
-            self._loaded[0].group.close()
-
-    def _load(self) -> tuple[LoadedRank, RankLoaded]:
-        """The weights, and what the core is told of them in every epoch."""
-        if self._loaded is None:
-            report = self._report
-            load = armed(self._config.faults, "rank.load", self._config.stage, load_rank)
-            loaded = load(self._config, lambda done, total: report(Progress(done=done, total=total)))
-            message = _loaded_message(self._config, loaded)
-            report(Loaded(rank=message))
-            self._loaded = loaded, message
-        return self._loaded
+            self._loaded.group.close()
 
     def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
         """Over storage of so many blocks; they are as many in every epoch."""

@@ -48,7 +48,8 @@ def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
     from penstock.executor.rank import run_rank
 
     control = ControlReader(options.control_fd)
-    failed = run_rank(config.rank, _epochs(config.rank, control, status.write), status.write)
+    epochs = _epochs(config.rank, control, status.write)
+    failed = run_rank(config.rank, epochs, status.write, loads_first=True)
     return 0 if failed is None else error_from_info(failed.error).exit_code
 
 

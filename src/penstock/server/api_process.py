@@ -139,7 +139,6 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
         created=int(time.time()),
-        max_waiting_requests=config.max_waiting_requests * len(config.client_addresses),
         num_stages=config.num_stages,
         sampling_defaults=load_generation_defaults(directory, config.vocab_size),
     )

@@ -181,7 +181,7 @@ def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
 
 def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationContext) -> None:
     models = ModelsRoute(model, context.engine)
-    health = HealthRoute(model, context)
+    health = HealthRoute(context)
     for path, endpoint, name in (
         ("/v1/models", models.list, "list_models"),
         ("/v1/models/{model_id:path}", models.get, "get_model"),

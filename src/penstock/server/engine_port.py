@@ -38,7 +38,10 @@ class RequestStream(Protocol):
 
 
 class StatusLike(Protocol):
-    """Whether the pipe answers. `since`: Unix time of the last change of `ready`."""
+    """Whether the pipe answers.
+
+    `since`: Unix time of the last change of `ready`; `is_full`: no more requests may wait.
+    """
 
     @property
     def ready(self) -> bool: ...
@@ -50,6 +53,8 @@ class StatusLike(Protocol):
     def since(self) -> float: ...
     @property
     def stats(self) -> CoreStats | None: ...
+    @property
+    def is_full(self) -> bool: ...
 
 
 class EngineLike(Protocol):
@@ -107,6 +112,5 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     created: int  # Unix time
-    max_waiting_requests: int = 1024
     num_stages: int = 1
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)

@@ -18,7 +18,6 @@ from starlette.responses import Response
 from penstock import __version__
 from penstock.errors import OverloadedError, PenstockError
 from penstock.request import SamplingParams
-from penstock.server.engine_port import ServedModel
 from penstock.server.errors import RETRY_AFTER_S, json_response
 from penstock.server.generation import GenerationContext
 from penstock.server.metrics import CONTENT_TYPE
@@ -44,8 +43,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HealthRoute:
-    def __init__(self, model: ServedModel, context: GenerationContext) -> None:
-        self._max_waiting = model.max_waiting_requests
+    def __init__(self, context: GenerationContext) -> None:
         self._context = context
         self._probe: asyncio.Task[Health] | None = None  # the last one, which counts for a second
         self._probe_ended_at = -math.inf
@@ -107,9 +105,8 @@ class HealthRoute:
             return Health(
                 state="not_ready", stage=status.stage, reason=status.reason or "starting", since=status.since
             )
-        waiting = status.stats.num_waiting if status.stats is not None else 0
-        if waiting >= self._max_waiting:
-            return Health(state="overloaded", reason=f"{waiting} requests wait, which is the limit")
+        if status.is_full:
+            return Health(state="overloaded", reason="as many requests wait as may")
         if shortage := self._context.memory.shortage:
             return Health(state="overloaded", reason=shortage)
         return Health(state="ready", reason=status.reason, since=status.since)

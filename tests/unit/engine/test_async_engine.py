@@ -424,6 +424,19 @@ def test_start_does_not_wait_for_ever() -> None:
     with_rig(body)
 
 
+def test_an_engine_is_full_when_as_many_wait_as_may() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        assert not rig.engine.status().is_full
+        stream = rig.add()
+        waiting = msgspec.structs.replace(STATS, num_waiting=INFO.max_waiting_requests)
+        rig.core.tell(update("r", b"x", "length"), stats=waiting)
+        await read_all(stream)
+        assert rig.engine.status().is_full
+
+    with_rig(body)
+
+
 def test_d9_readiness_follows_the_age_of_the_last_result() -> None:
     async def body(rig: Rig) -> None:
         await rig.start()

@@ -44,7 +44,7 @@ class OneEngine:
         self.tokens_ahead, self.max_model_len = ahead, 100 + ahead
         self.is_ready, self.refusal = ready, refusal
         self.asked: list[str] = []
-        self.is_closed = False
+        self.is_closed = self.is_full = False
 
     async def start(self, timeout_s: float | None = None) -> None:
         if self.refusal is not None:
@@ -54,7 +54,9 @@ class OneEngine:
         reason = "" if self.is_ready else "stage 1 is lost"
         stage = None if self.is_ready else 1
         stats = STATS if self.is_ready else None
-        return EngineStatus(ready=self.is_ready, stage=stage, reason=reason, since=5.0, stats=stats)
+        return EngineStatus(
+            ready=self.is_ready, stage=stage, reason=reason, since=5.0, stats=stats, is_full=self.is_full
+        )
 
     def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Any:
         if self.refusal is not None:
@@ -89,6 +91,19 @@ def test_a_replica_that_refuses_is_passed_over(refusal: Exception) -> None:
     assert replicas(full, other).add("a", [1], GREEDY) is other
     with pytest.raises(type(refusal)):
         replicas(full, OneEngine(refusal=UnavailableError("later"), ahead=9)).add("a", [1], GREEDY)
+
+
+def test_a_full_queue_is_passed_over_and_the_engine_is_full_when_all_that_are_there_are() -> None:
+    """A core refuses by an update, which is final: whoever asks must not come to a full one."""
+    full, other, away = OneEngine(), OneEngine(ahead=40), OneEngine(ready=False)
+    full.is_full = True
+    three = replicas(full, other, away)
+    assert three.add("a", [1], GREEDY) is other
+    assert not three.status().is_full
+    other.is_full = True
+    assert three.status().is_full
+    full.is_ready = other.is_ready = False
+    assert not three.status().is_full, "it is not ready"
 
 
 def test_a_bad_request_is_bad_for_all() -> None:

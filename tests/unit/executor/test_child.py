@@ -88,7 +88,7 @@ def test_events_are_json_lines() -> None:
         is_invariant=False,
     )
     failed = failure(CheckpointError(file="f", tensor="t", expected="a", found="b"))
-    events = [Progress(done=1, total=2), Loaded(rank=rank), Ready(), failed]
+    events = [Progress(done=1, total=2), Loaded(bytes_read=7, seconds=0.5), Ready(epoch=1, rank=rank), failed]
     for event in events:
         status.write(event)
     lines = lines_of(read_fd, write_fd)
