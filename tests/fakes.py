@@ -28,12 +28,14 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
-from penstock.config import ParallelConfig, SchedulerConfig
+from penstock.config import EvictionPolicy, ParallelConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
 from penstock.errors import StageLostError
 from penstock.executor.base import KVPlan
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
+from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
@@ -170,6 +172,8 @@ class RankReplica:
         state = self.rows[plan.rows[index]]
         start, count = plan.start_positions[index], plan.num_tokens[index]
         assert count >= 1
+        if not state.num_computed:  # what it starts behind was found in a cache; `_sample` sees whether it is
+            state.num_computed = start
         assert start == state.num_computed, "positions are run once, in order"
         source = plan.token_from[index]
         if source != KNOWN:
@@ -178,7 +182,7 @@ class RankReplica:
             assert start + 1 == len(state.token_ids), "a decode runs the newest token"
         state.blocks += plan.new_blocks[index]
         for position in range(start, start + count):
-            self.slots[self._slot(state, position)] = (position, state.token_ids[position])
+            self._write(state, position)
         state.num_computed += count
         reaches_all = state.num_computed == len(state.token_ids)
         assert plan.need_sampled[index] == reaches_all, "sampled if and only if all known tokens have run"
@@ -198,9 +202,15 @@ class RankReplica:
         block, offset = divmod(position, self.block_size)
         return state.blocks[block] * self.block_size + offset
 
+    def _write(self, state: ReplicaRow, position: int) -> None:
+        block = state.blocks[position // self.block_size]
+        holders = sum(block in other.blocks for other in self.rows.values())
+        assert holders == 1, f"block {block} is written to and has {holders} holders"
+        self.slots[self._slot(state, position)] = (position, state.token_ids[position])
+
     def _check_blocks(self) -> None:
-        held = [block for state in self.rows.values() for block in state.blocks]
-        assert len(set(held)) == len(held), "two live rows share a block"
+        held = {block for state in self.rows.values() for block in state.blocks}
+        assert all(len(set(state.blocks)) == len(state.blocks) for state in self.rows.values())
         assert all(0 <= block < self.num_blocks for block in held)
 
 
@@ -359,6 +369,7 @@ class CoreRig:
 
     Args:
         costs: of every stage, shared and alone, if plans are to be sized by time.
+        eviction: policy of the prefix cache, if there is one.
     """
 
     def __init__(
@@ -369,6 +380,7 @@ class CoreRig:
         latency: int | None = 0,
         num_blocks: int = 64,
         block_size: int = 4,
+        eviction: EvictionPolicy | None = None,
         max_model_len: int = 64,
         eos_token_ids: Sequence[int] = (1,),
         seed: int = 0,
@@ -385,7 +397,8 @@ class CoreRig:
         self.clock = FakeClock()
         self.eos_token_ids = list(eos_token_ids)
         self.seed = seed
-        self.allocator = BlockAllocator(BlockPool(num_blocks), block_size)
+        self.cache = None if eviction is None else PrefixCache(num_blocks, eviction_order(eviction))
+        self.allocator = BlockAllocator(BlockPool(num_blocks, self.cache), block_size)
         self.scheduler = Scheduler(
             scheduler,
             self.allocator,

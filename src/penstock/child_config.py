@@ -234,6 +234,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
+        has_prefix_cache: whether each replica keeps what it has computed.
     """
 
     server: ServerConfig
@@ -248,5 +249,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_waiting_requests: int
     num_stages: int
+    has_prefix_cache: bool = False
     heartbeat_limit_s: float = 5.0
     hold_s: float = 0.0

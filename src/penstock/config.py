@@ -20,6 +20,7 @@ Backend = Literal["mp", "inprocess"]
 TiedHead = Literal["load", "transfer"]
 Quantization = Literal["none", "int8", "int4"]
 PinThreads = Literal["auto", "on", "off"]
+EvictionPolicy = Literal["lru", "lfu", "priority"]
 ModelImpl = Literal["auto", "penstock", "transformers"]
 
 Value = TypeVar("Value")
@@ -28,6 +29,7 @@ Value = TypeVar("Value")
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
+MAX_CACHE_SALT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -228,11 +230,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         block_size: tokens per block.
         num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
         kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
+        enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
+        eviction_policy: which of them is given up first when blocks are wanted (`kvcache.eviction`).
     """
 
     block_size: int = 32
     num_blocks: int | None = None
     kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    eviction_policy: EvictionPolicy = "lru"
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)

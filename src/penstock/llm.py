@@ -25,11 +25,16 @@ import msgspec
 
 from penstock.config import (
     Backend,
+    CacheConfig,
     DType,
     EngineConfig,
+    EvictionPolicy,
+    ModelConfig,
     ModelImpl,
+    ParallelConfig,
     PinThreads,
     Quantization,
+    SchedulerConfig,
     TiedHead,
 )
 from penstock.engine.auto_partition import settle_partition
@@ -60,9 +65,14 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 Prompt = str | Mapping[str, Any]
 MakeExecutor = Callable[[LaunchPlan], Executor]
 POLL_S = 1.0
-_MAX_WAITING = 1 << 31  # here the caller is the queue: it may hold any number, for any time
-_MAX_WAITING_TOKENS = 1 << 62
-_MAX_WAIT_S = 1e12
+# Here the caller is the queue: it may hold any number, for any time.
+_NO_BOUNDS = {"max_waiting_requests": 1 << 31, "max_waiting_tokens": 1 << 62, "queue_timeout_s": 1e12}
+_PARTS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+}
 NO_INTER_TOKEN_TARGET_MS = 1e9
 
 
@@ -87,6 +97,8 @@ class LLM:
         max_num_batched_tokens: tokens of one step at most.
         block_size: tokens per KV block.
         num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
+        enable_prefix_caching: keep keys and values of what was computed, for prompts that begin the same.
+        eviction_policy: what of it is given up first: `lru`, `lfu` or `priority`.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
@@ -129,6 +141,8 @@ class LLM:
         block_size: int = 32,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        eviction_policy: EvictionPolicy = "lru",
         partition: str = "even",
         partition_mix: str = "512:128",
         device: str = "cpu",
@@ -144,51 +158,11 @@ class LLM:
         pin_threads: PinThreads = "auto",
         **unknown: Any,
     ) -> None:
+        given = {**locals()}
         _refuse_unknown(unknown)
         backend, make_executor = _executor_backend(distributed_executor_backend)
-        values = {
-            "model": {
-                "model": str(model),
-                "dtype": dtype,
-                "max_model_len": max_model_len,
-                "quantization": quantization,
-                "model_impl": model_impl,
-            },
-            "parallel": {
-                "pipeline_parallel_size": pipeline_parallel_size,
-                "tensor_parallel_size": tensor_parallel_size,
-                "enable_expert_parallel": enable_expert_parallel,
-                "partition": partition,
-                "partition_mix": partition_mix,
-                "async_depth": async_depth,
-                "threads_per_rank": threads_per_rank,
-                "device": device,
-                "tied_head": tied_head,
-                "heartbeat_limit_s": heartbeat_limit_s,
-                "load_timeout_s": load_timeout_s,
-                "step_timeout_s": step_timeout_s,
-                "kernels": kernels,
-                "pin_threads": pin_threads,
-                "backend": backend,
-            },
-            "cache": {
-                "block_size": block_size,
-                "num_blocks": num_blocks,
-                "kv_cache_bytes": kv_cache_bytes,
-            },
-            "scheduler": {
-                "max_num_seqs": max_num_seqs,
-                "max_num_batched_tokens": max_num_batched_tokens,
-                "prefill_chunk": prefill_chunk,
-                "max_waiting_requests": _MAX_WAITING,
-                "max_waiting_tokens": _MAX_WAITING_TOKENS,
-                "queue_timeout_s": _MAX_WAIT_S,
-                "micro_batches": micro_batches,
-                "inter_token_target_ms": inter_token_target_ms,
-            },
-            "seed": seed,
-        }
-        self._start(_engine_config(values), topology, make_executor)
+        given |= _NO_BOUNDS | {"model": str(model), "backend": backend}
+        self._start(_engine_config(given), topology, make_executor)
 
     def _start(
         self,
@@ -458,8 +432,13 @@ def _token_id(value: Any) -> int:
         ) from error
 
 
-def _engine_config(values: Mapping[str, Any]) -> EngineConfig:
-    """The configuration, types and ranges checked."""
+def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
+    """The configuration of the arguments that are fields of it, types and ranges checked."""
+    values: dict[str, Any] = {
+        part: {name: given[name] for name in fields.__struct_fields__ if name in given}
+        for part, fields in _PARTS.items()
+    }
+    values["seed"] = given["seed"]
     try:
         return msgspec.convert(values, EngineConfig)
     except msgspec.ValidationError as error:

@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from penstock.config import (
+    MAX_CACHE_SALT_BYTES,
     MAX_LOGPROBS,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
@@ -24,7 +25,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How to choose tokens, and when to stop.
+    """How to choose tokens, when to stop, and with whom to share what was computed.
 
     Attributes:
         temperature: 0 is greedy.
@@ -41,6 +42,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         include_stop_str_in_output: leave the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False leaves the text empty.
+        cache_salt: the request shares cached keys and values only with those of the same salt.
+        priority: what its keys and values are worth to a prefix cache whose policy is `priority`.
     """
 
     temperature: float = 1.0
@@ -57,6 +60,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    cache_salt: str = ""
+    priority: int = 0
 
     @property
     def stop_strings(self) -> list[str]:
@@ -76,6 +81,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        _check_range("priority", self.priority, -(2**31), 2**31 - 1)
+        salt_bytes = len(self.cache_salt.encode("utf-8", "surrogatepass"))
+        _check_range("cache_salt", salt_bytes, 0, MAX_CACHE_SALT_BYTES, what="length of cache_salt in bytes")
         self._validate_stops(vocab_size)
 
     def _validate_stops(self, vocab_size: int) -> None:

@@ -150,6 +150,8 @@ def test_r8_every_default_is_finite() -> None:
         ("stop_token_ids", [[0, VOCAB_SIZE - 1], [1] * 64]),
         ("prompt", [["a"] * 256, [0, VOCAB_SIZE - 1]]),
         ("max_tokens", [1, 4094]),
+        ("cache_salt", ["", "x" * 256]),
+        ("priority", [-(2**31), 2**31 - 1]),
     ],
 )
 def test_r8_the_edges_of_ranges_are_within(wide: LiveServer, field: str, values: list[Any]) -> None:
@@ -169,6 +171,8 @@ def test_r8_the_edges_of_ranges_are_within(wide: LiveServer, field: str, values:
         ("logprobs", -1),
         ("max_tokens", 4095),
         ("stop_token_ids", [-1]),
+        ("cache_salt", "x" * 257),
+        ("priority", 2**31),
     ],
 )
 def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value: Any) -> None:
@@ -194,8 +198,6 @@ def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value
         ("chat_template_kwargs", {"x": 1}),
         ("presence_penalty", 2.1),
         ("repetition_penalty", 0.5),
-        ("cache_salt", "x"),
-        ("priority", 1),
     ],
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT])

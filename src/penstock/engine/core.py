@@ -214,13 +214,8 @@ class EngineCore:
         return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
-        scheduler = self._scheduler.stats()
         return CoreStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_blocks=scheduler.num_blocks,
-            free_blocks=scheduler.free_blocks,
-            num_preemptions=scheduler.num_preemptions,
+            **msgspec.structs.asdict(self._scheduler.stats()),
             step_id=self._inflight.next_step,
             inflight=len(self._inflight),
             last_result_age_s=self._clock() - self._last_result_at,
@@ -230,9 +225,6 @@ class EngineCore:
             loss=self._loss,
             restarts=self._restarts,
             recovered_requests=self._scheduler.num_requeued,
-            generated_tokens=scheduler.generated_tokens,
-            prompt_tokens=scheduler.prompt_tokens,
-            micro_batches=scheduler.micro_batches,
             stage_times=[] if self._executor is None else self._executor.stage_times(),
         )
 

@@ -45,6 +45,8 @@ from penstock.executor.control import ControlMessage, ControlReader, EpochLost, 
 from penstock.executor.mp import MpExecutor
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
+from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
@@ -67,7 +69,7 @@ def build_core(
     calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
     scheduler = Scheduler(
         config.scheduler,
-        BlockAllocator(BlockPool(kv_plan.num_blocks), config.cache.block_size),
+        BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size),
         num_stages=config.parallel.pipeline_parallel_size,
         max_model_len=config.max_model_len,
         eos_token_ids=config.eos_token_ids,
@@ -87,6 +89,13 @@ def build_core(
         restarts=restarts,
     )
     return core, scheduler
+
+
+def _pool(config: CoreConfig, num_blocks: int) -> BlockPool:
+    cache = None
+    if config.cache.enable_prefix_caching:
+        cache = PrefixCache(num_blocks, eviction_order(config.cache.eviction_policy))
+    return BlockPool(num_blocks, cache)
 
 
 def refusal(request: GenerationRequest, error: PenstockError) -> RequestUpdate:

@@ -20,19 +20,31 @@ from penstock.engine.stats import CoreStats
 from penstock.errors import OverloadedError, PenstockError, UnavailableError
 from penstock.request import SamplingParams
 
-_TOTALS = ("num_preemptions", "step_id", "recovered_requests", "generated_tokens", "prompt_tokens")
+_TOTALS = (
+    "num_preemptions",
+    "step_id",
+    "recovered_requests",
+    "generated_tokens",
+    "prompt_tokens",
+    "prefix_tokens",
+    "prefix_hit_tokens",
+    "evicted_blocks",
+)
+_SUMS = (*_TOTALS, "num_running", "num_waiting", "num_blocks", "free_blocks", "cached_blocks", "inflight")
+_WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches")
 
 
 class Replicas:
     """Args:
     engines: one per replica, at least one.
+    has_prefix_cache: whether each keeps what it has computed for prompts that begin the same.
     """
 
-    def __init__(self, engines: Sequence[AsyncEngine]) -> None:
+    def __init__(self, engines: Sequence[AsyncEngine], *, has_prefix_cache: bool = False) -> None:
         self._engines = list(engines)
         self._starts: list[asyncio.Task[None]] = []
         self._steady = [SteadyStats() for _ in self._engines]
-        self._router = Router(len(self._engines), has_cache=False)
+        self._router = Router(len(self._engines), has_cache=has_prefix_cache)
 
     async def start(self, timeout_s: float | None = None) -> None:
         """Wait until a pipeline stands; the others may come later. Raises what one raised if none does."""
@@ -144,26 +156,14 @@ def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
         for replica, stats in known
         for of_stage in stats.stage_times
     ]
+    numbers = {name: sum(getattr(stats, name) for stats in each) for name in _SUMS}
+    numbers |= {name: max(getattr(stats, name) for stats in each) for name in _WORST}
     return CoreStats(
-        num_running=sum(stats.num_running for stats in each),
-        num_waiting=sum(stats.num_waiting for stats in each),
-        num_blocks=sum(stats.num_blocks for stats in each),
-        free_blocks=sum(stats.free_blocks for stats in each),
-        num_preemptions=sum(stats.num_preemptions for stats in each),
-        step_id=sum(stats.step_id for stats in each),
-        inflight=sum(stats.inflight for stats in each),
-        last_result_age_s=max(stats.last_result_age_s for stats in each),
-        stalled_s=max(stats.stalled_s for stats in each),
-        stall_limit_s=max(stats.stall_limit_s for stats in each),
-        epoch=max(stats.epoch for stats in each),
+        **numbers,
         loss=next((stats.loss for stats in each if stats.loss is not None), None),
         restarts=Restarts(
             stages=[sum(counts) for counts in zip(*(stats.restarts.stages for stats in each), strict=True)],
             core=sum(stats.restarts.core for stats in each),
         ),
-        recovered_requests=sum(stats.recovered_requests for stats in each),
-        generated_tokens=sum(stats.generated_tokens for stats in each),
-        prompt_tokens=sum(stats.prompt_tokens for stats in each),
-        micro_batches=max(stats.micro_batches for stats in each),
         stage_times=times,
     )

@@ -30,5 +30,9 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     recovered_requests: int = 0  # that a lost stage has interrupted, counted once for each loss
     generated_tokens: int
     prompt_tokens: int  # of requests that have yielded their first token
+    prefix_tokens: int = 0  # of requests that have started, or started again
+    prefix_hit_tokens: int = 0  # of these, found in the prefix cache
+    cached_blocks: int = 0  # that a request could find, held ones included
+    evicted_blocks: int = 0  # that something else has taken the place of
     micro_batches: int = 0  # that the decoding requests were split into for the last plan
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one

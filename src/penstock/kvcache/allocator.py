@@ -3,9 +3,15 @@
 The scheduler asks for enough blocks to hold a number of tokens; the answer is the ids to append to the
 request's block table on every rank. Owners are the scheduler's arrival numbers, which are never used again,
 unlike request ids and rows. Blocks given back may be named by the very next plan: ranks run plans in order.
+
+A table may begin with blocks that others hold too, or have held (`attach`): they are whole, and nobody writes
+to them any more. Its own blocks are found by others once they are named (`name`).
 """
 
 from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
 
 from penstock.kvcache.block_pool import BlockPool
 
@@ -41,6 +47,38 @@ class BlockAllocator:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Cached blocks of the longest beginning of a chain (`kvcache.block_hash`)."""
+        cache = self.pool.cache
+        return [] if cache is None else cache.find(hashes)
+
+    def has_room(self, num_tokens: int, found: Sequence[int], num_spare: int) -> bool:
+        """Whether a new owner could hold so many tokens, the first of them in the blocks that were found, and
+        leave `num_spare` blocks."""
+        missing = self.blocks_for(num_tokens) - len(found)
+        return missing + num_spare <= self.pool.num_free - self.pool.num_idle_of(found)
+
+    def attach(self, owner: int, found: Sequence[int], priority: int = 0) -> None:
+        """Begin the owner's table, which is empty, with blocks that were found just now."""
+        assert owner not in self._tables
+        if found:
+            self.pool.share(found, priority)
+            self._tables[owner] = list(found)
+
+    def name(self, owner: int, first: int, hashes: Sequence[bytes], priority: int = 0) -> None:
+        """The owner's blocks from its `first` on are being filled with what these hashes name."""
+        table = self._tables[owner]
+        for depth, content in enumerate(hashes, first):
+            self.pool.name(table[depth], depth, content, priority)
+
+    def forget(self, hashes: Sequence[bytes]) -> None:
+        """What these name is not to be trusted: nobody finds it any more. Who holds it keeps it."""
+        self.pool.forget(hashes)
+
+    def forget_all(self) -> None:
+        """Nobody finds anything any more; who holds blocks keeps them."""
+        self.pool.forget_all()
+
     def grow(self, owner: int, num_tokens: int) -> list[int] | None:
         """Make the owner's table hold `num_tokens` tokens.
 
@@ -70,6 +108,5 @@ class BlockAllocator:
 
     def check_invariants(self) -> None:
         self.pool.check_invariants()
-        held = [block for table in self._tables.values() for block in table]
-        assert len(set(held)) == len(held), "two owners share a block"
-        assert len(held) + self.pool.num_free == self.pool.num_blocks, "a taken block has no owner"
+        holders = Counter(block for table in self._tables.values() for block in table)
+        self.pool.check_holders(holders)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from penstock.batch import RowSampling
 from penstock.errors import InvalidRequestError
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.block_hash import root_hash
 from penstock.request import GenerationRequest, SamplingParams
 from penstock.scheduler.queues import RequestState
 
@@ -59,14 +60,15 @@ class Admission:
             stop_ids=self._stop_ids(request.sampling),
             sampling=self._row_sampling(request.sampling, arrival),
             token_ids=[*request.prompt_token_ids, *output_ids],
+            cache_root=root_hash(request.sampling.cache_salt),
+            priority=request.sampling.priority,
         )
 
-    def may_start(self, request: RequestState, num_running: int) -> bool:
-        """Whether `request`, the head of the line, may get blocks now."""
+    def may_start(self, request: RequestState, num_running: int, found: Sequence[int] = ()) -> bool:
+        """Whether `request`, the head of the line, may get blocks now, beside those `found` in the cache."""
         if request.num_pending:
             return False  # preempted; its last tokens are still under way
-        needed = self._allocator.blocks_for(len(request.token_ids))
-        return needed + num_running <= self._allocator.num_free_blocks
+        return self._allocator.has_room(len(request.token_ids), found, num_running)
 
     def _check_lengths(self, prompt_len: int, sampling: SamplingParams) -> None:
         if prompt_len == 0:

@@ -27,6 +27,7 @@ from penstock.scheduler.cost_model import StepShape
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.plan_draft import PlanDraft
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
+from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import Phase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 
@@ -55,6 +56,7 @@ class Placement:
         rows: RowPool,
         allocator: BlockAllocator,
         admission: Admission,
+        prefixes: PrefixReuse,
         clock: Callable[[], float],
     ) -> None:
         self._budget = budget
@@ -64,6 +66,7 @@ class Placement:
         self._rows = rows
         self._allocator = allocator
         self._admission = admission
+        self._prefixes = prefixes
         self._clock = clock
         self.num_preemptions = 0
         self.num_groups = budget.num_stages
@@ -150,19 +153,27 @@ class Placement:
     def _admit(self, draft: PlanDraft, budget: PromptBudget) -> None:
         """Start requests in order of arrival; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (head := self._queues.head()) is not None:
-            if not self._admission.may_start(head, len(self._queues.running)):
+            found = self._prefixes.find(head)
+            if not self._admission.may_start(head, len(self._queues.running), found):
                 return
-            num_tokens = budget.take(0, len(head.token_ids))
+            num_cached = len(found) * self._allocator.block_size
+            num_tokens = budget.take(num_cached, len(head.token_ids) - num_cached)
             if num_tokens == 0:
                 return
-            self._start(draft, num_tokens)
+            self._start(draft, found, num_tokens)
 
-    def _start(self, draft: PlanDraft, num_tokens: int) -> None:
-        """Give the head of the line its row, blocks for all its tokens, and its first chunk."""
+    def _start(self, draft: PlanDraft, found: list[int], num_tokens: int) -> None:
+        """Give the head of the line its row, blocks for all its tokens, and its first chunk.
+
+        Args:
+            found: blocks of its beginning that are in the cache.
+        """
         row, generation = self._rows.take()
         request = self._queues.admit_head(row)
+        self._prefixes.attach(request, found)
         if request.queue_seconds is None:
             request.queue_seconds = self._clock() - request.arrival_time
+            request.num_cached_tokens = min(request.num_scheduled, request.prompt_len)
         blocks = self._allocator.grow(request.arrival, request.prefill_len)
         assert blocks is not None, "admission promised room"
         draft.new_rows.append(
@@ -175,4 +186,4 @@ class Placement:
                 sampling=request.sampling,
             )
         )
-        draft.add_chunk(request, num_tokens, blocks)
+        draft.add_chunk(request, num_tokens, [*found, *blocks])

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.batch import RowSampling
@@ -50,6 +50,10 @@ class RequestState:
         last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
         lost_at: outputs that it had when the pipe broke with it in a step last.
         queue_seconds: time from arrival to first admission; None before.
+        cache_root, block_hashes: names of its blocks (`kvcache.block_hash`), as far as they were wanted.
+        num_named: blocks of its table that others can find.
+        num_cached_tokens: those of its prompt that were found when it first started.
+        priority: what its blocks are worth to the cache.
     """
 
     request_id: str
@@ -68,6 +72,11 @@ class RequestState:
     last_sampled_step: int = NO_STEP
     lost_at: int = -1
     queue_seconds: float | None = None
+    cache_root: bytes = b""
+    block_hashes: list[bytes] = field(default_factory=list)
+    num_named: int = 0
+    num_cached_tokens: int = 0
+    priority: int = 0
 
     @property
     def num_outputs(self) -> int:
@@ -139,8 +148,7 @@ class RequestQueues:
         request = self.running.pop()
         request.phase = Phase.PREEMPTED
         request.row = NO_ROW
-        request.num_scheduled = 0
-        request.prefill_len = 0
+        request.num_scheduled = request.prefill_len = request.num_named = 0
         self.preempted.appendleft(request)
         self.backlog_tokens += len(request.token_ids)
         return request

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from penstock.batch import ScheduledBatch, StepResult
 from penstock.config import SchedulerConfig
 from penstock.errors import (
@@ -32,6 +34,7 @@ from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_draft import PlanDraft
 from penstock.scheduler.preemption import preempt_youngest, release
+from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stopping import finish_reason
@@ -39,9 +42,8 @@ from penstock.scheduler.stopping import finish_reason
 POOLS_IN_QUEUE = 8  # as many tokens as fill the KV pool so often may wait
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerStats:
-    """Gauges of now, and totals since the start."""
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Gauges of now, and totals since the start; by the names that `engine.stats.CoreStats` has for them."""
 
     num_running: int
     num_waiting: int  # preempted ones included
@@ -51,6 +53,10 @@ class SchedulerStats:
     prompt_tokens: int  # of requests that have yielded their first token
     generated_tokens: int
     micro_batches: int  # that the decoding requests were split into for the last plan
+    prefix_tokens: int  # of requests that have started, or started again
+    prefix_hit_tokens: int  # of these, found in the prefix cache
+    cached_blocks: int  # that a request could find, held ones included
+    evicted_blocks: int
 
 
 @dataclass(slots=True)
@@ -95,6 +101,7 @@ class Scheduler:
         budget = TokenBudget.from_config(config, num_stages)
         target_s = config.inter_token_target_ms / 1000
         pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
+        self._prefixes = PrefixReuse(allocator)
         self._placement = Placement(
             budget,
             pacing,
@@ -103,6 +110,7 @@ class Scheduler:
             self._rows,
             allocator,
             self._admission,
+            self._prefixes,
             clock,
         )
         self._issued: dict[int, PlanDraft] = {}  # by step in flight
@@ -241,6 +249,8 @@ class Scheduler:
         updates = []
         for index, (request, ids) in enumerate(zip(sampled, result.token_ids, strict=True)):
             request.num_pending -= 1
+            if index in failed:
+                self._prefixes.distrust(request)
             if request.phase is Phase.FINISHED:
                 continue
             if index in failed:
@@ -273,6 +283,7 @@ class Scheduler:
             preempt_youngest(self._queues, self._rows, self._allocator)
         for request in self._queues:
             request.num_pending, request.last_sampled_step = 0, NO_STEP
+        self._allocator.forget_all()  # who takes a lost rank's place has an empty cache
         self._returned_step = max(self._issued, default=self._returned_step)
         self._issued.clear()
         self._rows.announce_freed()  # there is nobody to tell
@@ -284,7 +295,7 @@ class Scheduler:
         return [self._fail(request, error) for request in started]
 
     def stats(self) -> SchedulerStats:
-        queues = self._queues
+        queues, cache = self._queues, self._allocator.pool.cache
         return SchedulerStats(
             num_running=len(queues.running),
             num_waiting=len(queues.waiting) + len(queues.preempted),
@@ -294,6 +305,10 @@ class Scheduler:
             prompt_tokens=self._totals.prompt_tokens,
             generated_tokens=self._totals.generated_tokens,
             micro_batches=self._placement.num_groups,
+            prefix_tokens=self._prefixes.num_queried,
+            prefix_hit_tokens=self._prefixes.num_found,
+            cached_blocks=0 if cache is None else cache.num_cached,
+            evicted_blocks=0 if cache is None else cache.num_evicted,
         )
 
     def check_invariants(self) -> None:
@@ -303,6 +318,8 @@ class Scheduler:
 
     def _issue(self, draft: PlanDraft) -> ScheduledBatch:
         self._issued[draft.step_id] = draft
+        for request in draft.requests:
+            self._prefixes.note(request)
         self._consume_through = max(self._consume_through, self._returned_step, *draft.token_from, NO_STEP)
         return draft.finish(consume_through=self._consume_through, freed_rows=self._rows.announce_freed())
 
@@ -314,6 +331,8 @@ class Scheduler:
             self._totals.prompt_tokens += request.prompt_len
         self._totals.generated_tokens += 1
         self._queues.note_token(request, token_id)
+        if request.phase is Phase.RUNNING:
+            self._prefixes.note(request)
         reason = finish_reason(request)
         if reason is not None:
             self._remove(request)
@@ -324,6 +343,7 @@ class Scheduler:
             finish_reason=reason,
             stop_token_id=token_id if reason == "stop" else None,
             queue_seconds=request.queue_seconds if is_first else None,
+            num_cached_tokens=request.num_cached_tokens if is_first else 0,
         )
 
     def _fail(self, request: RequestState, error: ErrorInfo) -> RequestUpdate:

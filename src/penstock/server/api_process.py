@@ -170,7 +170,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     tokenizer = load_tokenizer(Path(config.model_path))
     info = EngineInfo.from_config(config)
     engines = [AsyncEngine(address, tokenizer, info) for address in config.client_addresses]
-    engine = engines[0] if len(engines) == 1 else Replicas(engines)
+    engine = engines[0] if len(engines) == 1 else Replicas(engines, has_prefix_cache=config.has_prefix_cache)
     model = served_model(config, tokenizer)
     listener = socket.socket(fileno=config.listen_fd)
     ready = _Both(lambda: status.write(Ready()))

@@ -17,6 +17,7 @@ from penstock.config import (
     ConnectionLimits,
     DType,
     EngineConfig,
+    EvictionPolicy,
     Limits,
     ModelConfig,
     ModelImpl,
@@ -39,18 +40,23 @@ PARTITION_ENV = "PENSTOCK_PP_LAYER_PARTITION"
 
 
 def flag(
-    help_text: str, *names: str, group: str, env: str | None = None, leading_hyphen: bool = False
+    help_text: str,
+    *names: str,
+    group: str,
+    env: str | None = None,
+    leading_hyphen: bool = False,
+    negative: str = "",
 ) -> Parameter:
     """A flag: one line of help, its names (the first is the key in TOML), and the help page it is on.
 
     Given twice, the last one counts. `env` replaces the environment names that follow from the names.
-    With `leading_hyphen` a value may look like a flag.
+    With `leading_hyphen` a value may look like a flag; `negative` is the name that switches it off.
     """
     return Parameter(
         name=list(names),
         help=help_text,
         group=group,
-        negative="",
+        negative=negative,
         env_var=env,
         allow_repeating=True,
         allow_leading_hyphen=leading_hyphen,
@@ -166,6 +172,19 @@ class EngineSettings:
         int | None,
         flag("bytes of KV cache per rank", "--kv-cache-bytes", "--kv-cache-memory-bytes", group="kv"),
     ] = None
+    enable_prefix_caching: Annotated[
+        bool,
+        flag(
+            "keep what was computed, for requests that begin the same",
+            "--enable-prefix-caching",
+            negative="--no-enable-prefix-caching",
+            group="kv",
+        ),
+    ] = True
+    eviction_policy: Annotated[
+        EvictionPolicy,
+        flag("what of it is given up first: lru, lfu or priority", "--eviction-policy", group="kv"),
+    ] = "lru"
 
     max_num_seqs: Annotated[int, flag("requests that run at once", "--max-num-seqs", group="scheduler")] = 64
     max_num_batched_tokens: Annotated[
@@ -213,7 +232,11 @@ class EngineSettings:
             ),
             parallel=self._parallel_config(),
             cache=CacheConfig(
-                block_size=self.block_size, num_blocks=self.num_blocks, kv_cache_bytes=self.kv_cache_bytes
+                block_size=self.block_size,
+                num_blocks=self.num_blocks,
+                kv_cache_bytes=self.kv_cache_bytes,
+                enable_prefix_caching=self.enable_prefix_caching,
+                eviction_policy=self.eviction_policy,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

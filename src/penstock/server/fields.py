@@ -57,8 +57,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "detokenize": (True,),
-    "cache_salt": (),
-    "priority": (0,),
 }
 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names

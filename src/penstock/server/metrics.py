@@ -116,6 +116,9 @@ class Metrics:
         yield self._gauge("num_requests_running", "Requests that hold a row.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
         yield self._gauge("kv_cache_blocks", "Blocks of the KV pool.", stats.num_blocks)
+        yield self._gauge(
+            "prefix_cache_blocks", "Blocks that a request could begin with.", stats.cached_blocks
+        )
         yield self._gauge("pipeline_inflight_batches", "Plans in the pipe.", stats.inflight)
         yield self._gauge(
             "pipeline_micro_batches", "Parts that decoding requests are split into.", stats.micro_batches
@@ -133,6 +136,9 @@ class Metrics:
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("prefix_cache_queries", "Tokens of requests that started.", stats.prefix_tokens),
+            ("prefix_cache_hits", "Of these, found in the prefix cache.", stats.prefix_hit_tokens),
+            ("prefix_cache_evictions", "Cached blocks given up.", stats.evicted_blocks),
             ("num_preemptions", "Requests preempted.", stats.num_preemptions),
             ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),
             ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),

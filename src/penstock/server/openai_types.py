@@ -37,6 +37,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
     user: str | None = None
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 
 from penstock.kvcache.block_pool import BlockPool
@@ -60,6 +62,6 @@ def test_an_empty_pool_is_our_bug() -> None:
 def test_check_invariants_sees_damage(free: list[int], taken: list[int], message: str) -> None:
     pool = BlockPool(2)
     pool._free[:] = free
-    pool._taken[:] = bytes(taken)
+    pool._holders[:] = array("i", taken)
     with pytest.raises(AssertionError, match=message):
         pool.check_invariants()

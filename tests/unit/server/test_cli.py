@@ -101,7 +101,13 @@ def test_help_all_has_every_flag_once_with_default_and_environment_name() -> Non
 def test_help_of_a_part_shows_that_part_only() -> None:
     _, out, _ = penstock("serve", "--help", "kv")
     flags = [line.split()[0] for line in out.splitlines() if line.startswith("  --")]
-    assert flags == ["--block-size", "--num-blocks", "--kv-cache-bytes"]
+    assert flags == [
+        "--block-size",
+        "--num-blocks",
+        "--kv-cache-bytes",
+        "--enable-prefix-caching",
+        "--eviction-policy",
+    ]
     code, _, err = penstock("serve", "--help", "schedule")
     assert code == 2
     assert "Did you mean scheduler?" in err

@@ -154,7 +154,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --partition 4,1 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
 --kernels -attention,-head --pin-threads off --model-impl penstock
---block-size 13 --num-blocks 14 --kv-cache-bytes 15
+--block-size 13 --num-blocks 14 --kv-cache-bytes 15 --no-enable-prefix-caching --eviction-policy lfu
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
 --max-waiting-tokens 30
@@ -199,7 +199,13 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "pin_threads": "off",
             "backend": "mp",
         },
-        "cache": {"block_size": 13, "num_blocks": 14, "kv_cache_bytes": 15},
+        "cache": {
+            "block_size": 13,
+            "num_blocks": 14,
+            "kv_cache_bytes": 15,
+            "enable_prefix_caching": False,
+            "eviction_policy": "lfu",
+        },
         "scheduler": {
             "max_num_seqs": 16,
             "max_num_batched_tokens": 17,

@@ -1,0 +1,41 @@
+"""Names of KV blocks: each says what a block holds, and all that came before it.
+
+    root (salt) ──▶ hash of block 0 ──▶ hash of block 1 ──▶ …
+                     tokens 0 .. B-1     tokens B .. 2B-1
+
+A hash is the SHA-256 of the hash before and of the block's tokens, so that equal hashes mean equal keys and
+values, given one model and dtype. The names know nothing of stages, ranks or epochs (row d15). A salt keeps
+those who do not share it apart: they cannot tell from the time an answer takes what others have asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Sequence
+
+HASH_BYTES = 32
+
+
+def root_hash(salt: str = "") -> bytes:
+    """What the first block's hash carries on from."""
+    return hashlib.sha256(b"penstock kv block\0" + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def block_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Hashes of the whole blocks of `token_ids`, in order; what is left over has none.
+
+    Args:
+        parent: hash of the block before, or the root.
+        token_ids: each in [0, 2**32).
+    """
+    sha256, stride = hashlib.sha256, 4 * block_size
+    numbers = array("I", token_ids)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    data, hashes = memoryview(numbers.tobytes()), []
+    for start in range(0, len(data) - stride + 1, stride):
+        parent = sha256(parent + data[start : start + stride]).digest()
+        hashes.append(parent)
+    return hashes

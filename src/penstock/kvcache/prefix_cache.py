@@ -1,0 +1,147 @@
+"""What blocks hold, and which of those that nobody holds are worth keeping: one index for the whole pipe.
+
+A block id means the same slots on every stage, so what is found here is there on all of them, whatever their
+number (architecture, section 3). A block is named when the plan that fills it is issued: ranks run plans in
+order, so a later plan may read it at once.
+
+    taken ──named──▶ cached, held ──let go by all──▶ idle ──evicted──▶ taken for something else
+                          ▲                            │
+                          └─────────found again────────┘
+
+Two requests may compute the same block side by side; the first one's is named, the other's stays without a
+name. The last block of a prompt that is found whole is computed again, for the logits, and takes the name.
+Owned by `kvcache.block_pool`, which counts who holds what. Pure: no clock, no chance.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+
+from penstock.kvcache.eviction import EvictionOrder, Worth
+
+_NO_HASH = b""
+
+
+class PrefixCache:
+    """Args:
+    num_blocks: of the pool.
+    order: gives up idle blocks.
+    """
+
+    def __init__(self, num_blocks: int, order: EvictionOrder) -> None:
+        self._order = order
+        self._blocks: dict[bytes, int] = {}
+        self._hashes = [_NO_HASH] * num_blocks
+        self._depths = array("i", [0]) * num_blocks
+        self._uses = array("i", [0]) * num_blocks
+        self._priorities = array("i", [0]) * num_blocks
+        self._now = 0
+        self.num_evicted = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that have a name, held or idle."""
+        return len(self._blocks)
+
+    @property
+    def num_idle(self) -> int:
+        """Of these, those that nobody holds."""
+        return len(self._order)
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Blocks of the longest beginning of a chain that is here."""
+        found, blocks = [], self._blocks
+        for name in hashes:
+            block = blocks.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._order
+
+    def is_cached(self, block: int) -> bool:
+        return self._hashes[block] is not _NO_HASH
+
+    def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> int | None:
+        """This block, which somebody holds, is being filled with that. Where another one that is held has it
+        already, that one keeps the name; an idle one gives it away.
+
+        Returns:
+            The block that was idle, and is nobody's now.
+        """
+        assert self._hashes[block] is _NO_HASH, f"block {block} holds something else"
+        other, uses = self._blocks.get(content), 0
+        if other is not None:
+            if other not in self._order:
+                return None
+            uses, priority = self._uses[other] + 1, max(priority, self._priorities[other])
+            self.forget([content])
+        self._blocks[content] = block
+        self._hashes[block] = content
+        self._depths[block] = depth
+        self._uses[block] = uses
+        self._priorities[block] = priority
+        return other
+
+    def use(self, block: int, priority: int = 0) -> None:
+        """It was found, and is held from now on."""
+        if block in self._order:
+            self._order.discard(block)
+        self._uses[block] += 1
+        self._priorities[block] = max(self._priorities[block], priority)
+
+    def tick(self) -> None:
+        """Another event: what is let go from now on was let go later than all before."""
+        self._now += 1
+
+    def let_go(self, block: int) -> None:
+        """Nobody holds this cached block any more."""
+        worth = Worth(
+            uses=self._uses[block],
+            priority=self._priorities[block],
+            freed_at=self._now,
+            depth=self._depths[block],
+            hash=self._hashes[block],
+        )
+        self._order.add(block, worth)
+
+    def evict(self) -> int:
+        """The idle block that is given up; it holds nothing any more."""
+        block = self._order.pop()
+        self._unname(block)
+        self.num_evicted += 1
+        return block
+
+    def forget(self, hashes: Iterable[bytes]) -> list[int]:
+        """Nothing is found under these names any more; the blocks that were idle, and are nobody's now."""
+        freed = []
+        for content in hashes:
+            block = self._blocks.get(content)
+            if block is None:
+                continue
+            self._unname(block)
+            if block in self._order:
+                self._order.discard(block)
+                freed.append(block)
+        return freed
+
+    def names(self) -> list[bytes]:
+        """Of all cached blocks."""
+        return list(self._blocks)
+
+    def idle_blocks(self) -> list[int]:
+        """For checks."""
+        return [block for block in self._blocks.values() if block in self._order]
+
+    def _unname(self, block: int) -> None:
+        del self._blocks[self._hashes[block]]
+        self._hashes[block] = _NO_HASH
+
+    def check_invariants(self) -> None:
+        for content, block in self._blocks.items():
+            assert self._hashes[block] == content, f"block {block} has two names"
+        assert sum(name is not _NO_HASH for name in self._hashes) == len(self._blocks), "a name is lost"
+        assert len(self.idle_blocks()) == len(self._order), "an idle block has no name"

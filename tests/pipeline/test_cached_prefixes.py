@@ -1,0 +1,94 @@
+"""Prompts that begin alike yield with a prefix cache what they yield without, in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import checkpoints
+from penstock import LLM, SamplingParams
+from penstock.config import EvictionPolicy
+
+BLOCK, CHUNK = 8, 20
+SHARED = [(11 * index + index // 7) % 90 for index in range(64)]
+# Ends on a block, before and behind it, on a chunk and behind it, and a branch inside of a block.
+PROMPTS = [
+    [*SHARED[:length], *tail]
+    for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 40, 41, 64)
+    for tail in ([], [5], [6] * 9)
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=96)
+
+
+def engine(model: Path, **settings: Any) -> LLM:
+    common = {
+        "distributed_executor_backend": "inprocess",
+        "threads_per_rank": 1,
+        "block_size": BLOCK,
+        "prefill_chunk": CHUNK,
+        "num_blocks": 200,
+        "max_num_seqs": 4,
+        "async_depth": 0,
+    }
+    return LLM(str(model), **common | settings)
+
+
+def outputs(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
+    found = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], GREEDY)
+    return [output.outputs[0].token_ids for output in found]
+
+
+@pytest.fixture(scope="module")
+def cold(model: Path) -> list[list[int]]:
+    """Each prompt by itself in an engine that keeps nothing."""
+    with engine(model, enable_prefix_caching=False, kernels="off") as llm:
+        return [ids for prompt in PROMPTS for ids in outputs(llm, [prompt])]
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize(
+    ("pp", "tp", "depth"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (1, 2, 0), (2, 2, 1), (2, "2,1", 0)], ids=str
+)
+def test_a10_cached_prefixes_give_the_tokens_of_a_cold_run(
+    model: Path, cold: list[list[int]], pp: int, tp: int | str, depth: int, kernels: str
+) -> None:
+    settings: dict[str, Any] = {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
+    with engine(model, async_depth=depth, kernels=kernels, **settings) as llm:
+        assert outputs(llm) == cold, "side by side, some beginning with what others are computing"
+        assert outputs(llm) == cold, "all from the cache"
+        stats = llm.stats()
+        assert stats is not None
+        wholes = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS)
+        assert stats.prefix_hit_tokens >= wholes
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
+def test_a10_a_cache_that_must_give_up_blocks_all_the_time(
+    model: Path, cold: list[list[int]], policy: EvictionPolicy
+) -> None:
+    with engine(model, pipeline_parallel_size=2, num_blocks=24, eviction_policy=policy) as llm:
+        for _ in range(3):
+            assert outputs(llm) == cold
+        stats = llm.stats()
+        assert stats is not None
+        assert stats.evicted_blocks
+        assert stats.prefix_hit_tokens
+
+
+def test_usage_says_what_was_found(model: Path) -> None:
+    with engine(model) as llm:
+        prompt = {"prompt_token_ids": SHARED[:33]}
+        first, second = (llm.generate(prompt, GREEDY)[0] for _ in range(2))
+        assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 32)
+        salted = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, cache_salt="mine")
+        assert llm.generate(prompt, salted)[0].num_cached_tokens == 0
+    with engine(model, enable_prefix_caching=False) as llm:
+        assert [llm.generate(prompt, GREEDY)[0].num_cached_tokens for _ in range(2)] == [0, 0]
