@@ -24,6 +24,7 @@ from penstock.batch import (
     StageSpans,
     StageTimes,
     StepResult,
+    TierOrder,
     decode_to_core,
     decode_to_rank,
     encode,
@@ -36,6 +37,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.kvcache.storage_tier import Catalogue, StorageTier
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
@@ -254,6 +256,10 @@ class FakeExecutor:
         self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
         self.lost: StageLostError | None = None
         self.lose_at: int | None = None  # the step at whose submission a stage dies
+        self.stored: dict[bytes, list[tuple[int, int]]] = {}  # what the ranks' parts of the store hold
+        self.answers_at_once = True  # orders are answered as soon as they are given; else by `answer`
+        self._open_orders: deque[tuple[int, bool]] = deque()
+        self._answered: list[tuple[int, bool]] = []
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -302,6 +308,8 @@ class FakeExecutor:
         assert isinstance(wire, ScheduledBatch)
         self._check_cadence(wire)
         self.plans.append(wire)
+        for order in wire.orders:
+            self._carry_out(order)
         self.events.append(("submit", wire.step_id))
         self._due.append(encode(self._result(wire, self.replica.run(wire))))
         return wire.digest
@@ -317,6 +325,27 @@ class FakeExecutor:
         results = [self._show() for _ in range(min(count, len(self._due)))]
         self._num_released = max(0, self._num_released - len(results))
         return results
+
+    def _carry_out(self, order: TierOrder) -> None:
+        """As ranks do, before the step of the plan: what the block is to hold, or does hold."""
+        size = self.replica.block_size
+        places = range(order.block * size, (order.block + 1) * size)
+        is_done = True
+        if order.is_load:
+            found = self.stored.get(order.name)
+            is_done = found is not None
+            self.replica.slots.update(zip(places, found or (), strict=False))
+        else:
+            self.stored[order.name] = [self.replica.slots[place] for place in places]
+        (self._answered if self.answers_at_once else self._open_orders).append((order.order, is_done))
+
+    def answer(self, count: int) -> None:
+        """Let the ranks answer the `count` oldest orders."""
+        self._answered += [self._open_orders.popleft() for _ in range(min(count, len(self._open_orders)))]
+
+    def finished_orders(self) -> list[tuple[int, bool]]:
+        answered, self._answered = self._answered, []
+        return answered
 
     def release(self, count: int) -> None:
         """Let the next `count` results show in the next polls."""
@@ -370,6 +399,7 @@ class CoreRig:
     Args:
         costs: of every stage, shared and alone, if plans are to be sized by time.
         eviction: policy of the prefix cache, if there is one.
+        catalogue: of a store, if there is one.
     """
 
     def __init__(
@@ -381,6 +411,8 @@ class CoreRig:
         num_blocks: int = 64,
         block_size: int = 4,
         eviction: EvictionPolicy | None = None,
+        catalogue: Catalogue | None = None,
+        store_when_found: int = 0,
         max_model_len: int = 64,
         eos_token_ids: Sequence[int] = (1,),
         seed: int = 0,
@@ -399,6 +431,11 @@ class CoreRig:
         self.seed = seed
         self.cache = None if eviction is None else PrefixCache(num_blocks, eviction_order(eviction))
         self.allocator = BlockAllocator(BlockPool(num_blocks, self.cache), block_size)
+        self.tier = None
+        if catalogue is not None:
+            self.tier = StorageTier(
+                self.allocator, catalogue, self.clock, store_when_found=store_when_found, patience_s=2.0
+            )
         self.scheduler = Scheduler(
             scheduler,
             self.allocator,
@@ -408,6 +445,7 @@ class CoreRig:
             seed=seed,
             clock=self.clock,
             costs=model,
+            tier=self.tier,
         )
         self.make_executor = partial(
             FakeExecutor,

@@ -52,6 +52,19 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     sampling: RowSampling
 
 
+class TierOrder(msgspec.Struct, frozen=True, array_like=True):
+    """Copy a block between the KV cache and the store, every rank its own layers and heads.
+
+    It is carried out beside the steps that follow and answered by `OrdersDone`; until all ranks have answered
+    the core gives the block to nobody else.
+    """
+
+    order: int  # its number
+    is_load: bool  # from the store; else to it
+    block: int
+    name: bytes  # of what the block holds, or is to hold
+
+
 class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit_defaults=True):
     """One plan. An empty plan (no rows) is legal: it is the health probe and crosses every stage.
 
@@ -70,6 +83,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
+    orders: list[TierOrder] = []  # carried out once this rank has run all steps before this one
     # Why it was not issued right after the plan before: no request could run; or the pipe was full, and a
     # result had to come first. Neither: the core was not earlier.
     starved: bool = False
@@ -167,6 +181,13 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
     replica: int = 0
 
 
+class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
+    """What has become of some `TierOrder`s on one rank."""
+
+    done: list[int]
+    failed: list[int]  # not in the store, not what it should be, or the store does not work
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     """The rank is about to exit; `error` is the first cause that it knows of."""
 
@@ -179,7 +200,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 CoreToRank = ScheduledBatch | AllocateKV | Shutdown
-RankToCore = StepResult | StageTimes | StageSpans | RankLoaded | RankReady | RankFailed
+RankToCore = StepResult | StageTimes | StageSpans | OrdersDone | RankLoaded | RankReady | RankFailed
 
 Message = TypeVar("Message")
 

@@ -35,6 +35,18 @@ def rank_names(stages: Sequence[int]) -> list[str]:
     ]
 
 
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The store of KV blocks, as core and ranks open it.
+
+    Attributes:
+        namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
+    """
+
+    url: str
+    quota_bytes: int | None
+    namespace: bytes
+
+
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank is told at start. Its layers are `[start_layer, end_layer)`.
 
@@ -52,6 +64,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         are_threads: the ranks are threads of one process.
         replica: which pipeline it belongs to; None where there is one.
         model_impl: whose layers run, as in `ModelConfig`.
+        store: where KV blocks are kept beyond the cache; None: nowhere.
     """
 
     model_path: str  # resolved directory
@@ -86,6 +99,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     are_threads: bool = False
     replica: int | None = None
     model_impl: ModelImpl = "auto"
+    store: StoreConfig | None = None
 
     @property
     def device_type(self) -> str:
@@ -124,6 +138,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         stall_timeout_s: with plans in flight and no result for this long, the pipeline counts as lost; a
             little more than the waits of the ranks, which know better what they wait for.
         cpus: cores that the core's process may use; empty: all.
+        store: as for the ranks.
     """
 
     parallel: ParallelConfig
@@ -136,6 +151,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     stall_timeout_s: float = 65.0
     replica: int | None = None
     cpus: tuple[int, ...] = ()
+    store: StoreConfig | None = None
 
 
 class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):

@@ -232,6 +232,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
         enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
         eviction_policy: which of them is given up first when blocks are wanted (`kvcache.eviction`).
+        kv_store: where blocks are kept beyond the pool and the process: a directory, or a URL such as `s3://...`.
+        kv_store_bytes: of a store on disk at most.
+        kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
+        kv_store_patience_s: how long a request may wait for its blocks.
     """
 
     block_size: int = 32
@@ -239,6 +243,10 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None = None
     enable_prefix_caching: bool = True
     eviction_policy: EvictionPolicy = "lru"
+    kv_store: str | None = None
+    kv_store_bytes: int = 16 << 30
+    kv_store_when_found: int = 0
+    kv_store_patience_s: float = 2.0
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -246,6 +254,20 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
             _at_least("num_blocks", self.num_blocks, 1)
         if self.kv_cache_bytes is not None:
             _at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
+        _at_least("kv_store_bytes", self.kv_store_bytes, 1 << 20)
+        _at_least("kv_store_when_found", self.kv_store_when_found, 0)
+        if not self.kv_store_patience_s >= 0:
+            raise UsageError(
+                f"kv_store_patience_s is {self.kv_store_patience_s}; it must be at least 0 seconds.",
+                param="kv_store_patience_s",
+                code="out_of_range",
+            )
+        if self.kv_store is not None and not self.enable_prefix_caching:
+            raise UsageError(
+                "a store for KV blocks is given, but the prefix cache is off.",
+                remedy="Leave out --kv-store, or --no-enable-prefix-caching.",
+                param="kv_store",
+            )
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

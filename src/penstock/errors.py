@@ -14,6 +14,7 @@
     │   ├── WaitTimeoutError       a wait passed its deadline: peer and step
     │   ├── LinkClosedError        the other end of a link went away
     │   └── ProtocolError          a frame that is not the one both ends agreed on
+    ├── StoreError                 the storage tier of the KV cache failed: only speed is lost
     └── RequestError               one request is refused or failed; others go on
         ├── InvalidRequestError    HTTP 400: names the field
         ├── AuthenticationError    HTTP 401
@@ -169,6 +170,12 @@ class ProtocolError(PeerError):
     """A frame does not carry the header that the plan promised."""
 
     default_code = "protocol_mismatch"
+
+
+class StoreError(PenstockError):
+    """A store of KV blocks cannot do what it was asked: full, read-only, gone, or no right to it."""
+
+    default_code = "store_failed"
 
 
 class RequestError(PenstockError):

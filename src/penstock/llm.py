@@ -99,6 +99,10 @@ class LLM:
         num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
         enable_prefix_caching: keep keys and values of what was computed, for prompts that begin the same.
         eviction_policy: what of it is given up first: `lru`, `lfu` or `priority`.
+        kv_store: directory or URL where KV blocks are kept beyond the pool and this process; None: nowhere.
+        kv_store_bytes: of that directory at most.
+        kv_store_when_found: a block is stored when it was found so often; 0: when it is computed.
+        kv_store_patience_s: how long a request may wait for its blocks.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
@@ -143,6 +147,10 @@ class LLM:
         kv_cache_bytes: int | None = None,
         enable_prefix_caching: bool = True,
         eviction_policy: EvictionPolicy = "lru",
+        kv_store: str | None = None,
+        kv_store_bytes: int = 16 << 30,
+        kv_store_when_found: int = 0,
+        kv_store_patience_s: float = 2.0,
         partition: str = "even",
         partition_mix: str = "512:128",
         device: str = "cpu",

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock.batch import (
     AllocateKV,
     NewRow,
+    OrdersDone,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -18,6 +19,7 @@ from penstock.batch import (
     ScheduledBatch,
     Shutdown,
     StepResult,
+    TierOrder,
     decode_sampled_tokens,
     decode_to_core,
     decode_to_rank,
@@ -76,6 +78,7 @@ def test_messages_to_a_rank_survive_the_wire(message: ScheduledBatch | AllocateK
             is_invariant=False,
         ),
         RankReady(stage=0),
+        OrdersDone(done=[1], failed=[2, 3]),
         RankFailed(stage=1, error=ErrorInfo(kind="CheckpointError", message="bad.")),
     ],
 )
@@ -106,6 +109,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "consume_through": 7,
         "freed_rows": [],
         "new_rows": [],
+        "orders": [TierOrder(0, True, 1, b"name")],
         "starved": True,
         "held": True,
         "wants_times": True,

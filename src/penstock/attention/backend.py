@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from penstock.attention.block_codec import BlockCodec
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.kernels.cpu.ops import Sight
 
@@ -40,4 +41,8 @@ class AttentionBackend(Protocol):
 
     def layer_kv(self, memory: Tensor) -> AnyKV:
         """Zeroed memory of a layer, uint8 [num_blocks * block_bytes], as its keys and values."""
+        ...
+
+    def block_codec(self, block_size: int) -> BlockCodec:
+        """What copies blocks of a layer out of this memory and back, in an order that is nobody's own."""
         ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from penstock.attention.block_codec import check_records
 from penstock.attention.metadata import AnyKV, AttentionMetadata, BlockKV
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape, Sight
 
@@ -36,3 +37,44 @@ class CpuPagedAttention:
 
     def layer_kv(self, memory: Tensor) -> BlockKV:
         return BlockKV(blocks=memory)
+
+    def block_codec(self, block_size: int) -> PackedCodec:
+        return PackedCodec(self._shape, self._dtype, block_size, self.block_bytes(block_size), self._kernels)
+
+
+class PackedCodec:
+    """Implements `attention.block_codec.BlockCodec`.
+
+    The kernels are called past `CpuKernels`, which may be recording a step on another thread.
+    """
+
+    def __init__(
+        self, shape: HeadShape, dtype: torch.dtype, block_size: int, block_bytes: int, kernels: CpuKernels
+    ) -> None:
+        self._library, self._dtype = kernels.library, dtype
+        self._block_bytes = block_bytes  # as packed
+        self._sizes = (shape.num_kv_heads, shape.head_dim, block_size)
+
+    @property
+    def num_records(self) -> int:
+        return self._sizes[0]
+
+    @property
+    def record_bytes(self) -> int:
+        _, head_dim, block_size = self._sizes
+        return 2 * block_size * head_dim * self._dtype.itemsize
+
+    def export_block(self, kv: AnyKV, block: int, into: Tensor) -> None:
+        check_records(self, into, self._dtype)
+        memory = self._memory(kv, block)
+        self._library.penstock_kv_export(memory, into.data_ptr(), block, *self._sizes, DTYPES[self._dtype])
+
+    def import_block(self, kv: AnyKV, block: int, source: Tensor) -> None:
+        check_records(self, source, self._dtype)
+        memory = self._memory(kv, block)
+        self._library.penstock_kv_import(memory, source.data_ptr(), block, *self._sizes, DTYPES[self._dtype])
+
+    def _memory(self, kv: AnyKV, block: int) -> int:
+        assert isinstance(kv, BlockKV)
+        assert 0 <= block < len(kv.blocks) // self._block_bytes, block
+        return kv.blocks.data_ptr()

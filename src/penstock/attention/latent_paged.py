@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.attention.block_codec import SlotCodec
 from penstock.attention.latent_spec import LatentSpec
 from penstock.attention.metadata import AnyKV, AttentionMetadata, DecodeGroup, LatentKV, PrefillRow
 from penstock.attention.torch_paged import weighted
@@ -56,6 +57,10 @@ class LatentPagedAttention:
 
     def layer_kv(self, memory: Tensor) -> LatentKV:
         return LatentKV(latent=memory.view(self._dtype).view(-1, self._latent.width))
+
+    def block_codec(self, block_size: int) -> SlotCodec:
+        width = self._latent.width
+        return SlotCodec(num_heads=1, num_parts=1, width=width, dtype=self._dtype, block_size=block_size)
 
     def _decode(self, query: Tensor, kv: LatentKV, group: DecodeGroup, sight: Sight) -> Tensor:
         """[num_rows, num_heads, width], one token a row -> [num_rows, num_heads, rank]."""

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from penstock.attention.block_codec import SlotCodec
 from penstock.attention.metadata import AnyKV, AttentionMetadata, DecodeGroup, LayerKV, PrefillRow
 from penstock.kernels.cpu.ops import HeadShape, Sight
 
@@ -41,6 +42,15 @@ class TorchPagedAttention:
     def layer_kv(self, memory: Tensor) -> LayerKV:
         slots = memory.view(self._dtype).view(2, -1, self._shape.num_kv_heads, self._shape.head_dim)
         return LayerKV(key=slots[0], value=slots[1])
+
+    def block_codec(self, block_size: int) -> SlotCodec:
+        return SlotCodec(
+            num_heads=self._shape.num_kv_heads,
+            num_parts=2,
+            width=self._shape.head_dim,
+            dtype=self._dtype,
+            block_size=block_size,
+        )
 
 
 def attend(

@@ -122,6 +122,7 @@ class InprocessClient:
         if not self._closed:
             self._closed = True
             self._executor.shutdown()
+            self._core.close()
 
 
 class ProcessClient:

@@ -159,9 +159,8 @@ class EngineCore:
             return self._scheduler.expire()
         try:
             self._turn(self._executor, updates)
-            if timeout_s > 0 and not updates and len(self._inflight):
-                self._settle(self._executor.poll(timeout_s), updates)
-                self._fill()
+            if timeout_s > 0 and not updates:
+                self._wait(self._executor, timeout_s, updates)
         except PeerError as error:
             if self._recovers:
                 updates += self.lose_epoch(error.info())
@@ -206,11 +205,15 @@ class EngineCore:
         self._inflight.clear()
         return self._scheduler.fail_all(error)
 
+    def close(self) -> None:
+        """Let go of the store; the executor is its owner's."""
+        self._scheduler.prefixes.close()
+
     def next_wakeup(self) -> float:
         """Clock time at which `step` has work even if no event comes; infinite if there is none."""
         expiry = self._scheduler.next_expiry()
         has_pipe = self._failure is None and self._executor is not None
-        due = self._probe_or_stall_due() if has_pipe else math.inf
+        due = min(self._due(), self._scheduler.prefixes.next_look()) if has_pipe else math.inf
         return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
@@ -250,10 +253,17 @@ class EngineCore:
         self._settle(executor.poll(0.0), updates)
         self._check_progress()
         updates += self._scheduler.expire()
-        self._fill()
+        self._fill(executor)
         self._learn(executor)
-        if len(self._inflight) == 0 and self._clock() >= self._probe_due():
+        if len(self._inflight) == 0 and self._clock() >= self._due():
             self._submit(self._scheduler.probe(self._inflight.next_step))
+
+    def _wait(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
+        """For a result, or for blocks from the store."""
+        look_s = self._scheduler.prefixes.next_look() - self._clock()
+        if len(self._inflight) or look_s < math.inf:
+            self._settle(executor.poll(max(0.0, min(timeout_s, look_s))), updates)
+            self._fill(executor)
 
     def _check_progress(self) -> None:
         stalled_s = self.stalled_s()
@@ -267,10 +277,10 @@ class EngineCore:
     def _waiting_since(self) -> float:
         return max(self._last_result_at, self._inflight.oldest().submitted_at)
 
-    def _probe_or_stall_due(self) -> float:
-        return self._waiting_since() + self._stall_timeout_s if len(self._inflight) else self._probe_due()
-
-    def _probe_due(self) -> float:
+    def _due(self) -> float:
+        """When the pipe counts as lost, or if it is empty when it is probed."""
+        if len(self._inflight):
+            return self._waiting_since() + self._stall_timeout_s
         return self._last_result_at + PROBE_INTERVAL_S
 
     def _settle(self, results: list[StepResult], updates: list[RequestUpdate]) -> None:
@@ -288,7 +298,7 @@ class EngineCore:
             raise ProtocolError(
                 f"the result of step {result.step_id} came, but step {due} is due "
                 f"({len(self._inflight)} in flight).{self._concerned()}",
-                stage=self._last_stage,
+                stage=self._inflight.num_stages - 1,
             )
         step = self._inflight.oldest()
         expected = (self._epoch, step.digest, step.num_sampled)
@@ -297,18 +307,15 @@ class EngineCore:
             raise ProtocolError(
                 f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
                 f"{found}.{self._concerned()}",
-                stage=self._last_stage,
+                stage=self._inflight.num_stages - 1,
             )
-
-    @property
-    def _last_stage(self) -> int:
-        return self._inflight.num_stages - 1
 
     def _concerned(self) -> str:
         """Whose the oldest step in flight is, for a message."""
         return concerned(self._scheduler.requests_of(self._inflight.oldest_step))
 
-    def _fill(self) -> None:
+    def _fill(self, executor: Executor) -> None:
+        self._scheduler.prefixes.settle_orders(executor.finished_orders())
         while len(self._inflight) < self._scheduler.useful_depth + self._async_depth:
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:

@@ -45,8 +45,11 @@ from penstock.executor.control import ControlMessage, ControlReader, EpochLost, 
 from penstock.executor.mp import MpExecutor
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
+from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.kvcache.storage_tier import StorageTier
+from penstock.kvstore.opening import open_guarded
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
@@ -67,15 +70,17 @@ def build_core(
 ) -> tuple[EngineCore, Scheduler]:
     """Scheduler and core over an executor that has been started; measures the stages."""
     calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
+    allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
     scheduler = Scheduler(
         config.scheduler,
-        BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size),
+        allocator,
         num_stages=config.parallel.pipeline_parallel_size,
         max_model_len=config.max_model_len,
         eos_token_ids=config.eos_token_ids,
         seed=config.seed,
         clock=clock,
         costs=None if calibration.costs is None else calibration.costs.model,
+        tier=_tier(config, allocator, clock),
     )
     core = EngineCore(
         scheduler,
@@ -96,6 +101,19 @@ def _pool(config: CoreConfig, num_blocks: int) -> BlockPool:
     if config.cache.enable_prefix_caching:
         cache = PrefixCache(num_blocks, eviction_order(config.cache.eviction_policy))
     return BlockPool(num_blocks, cache)
+
+
+def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], float]) -> StorageTier | None:
+    if config.store is None:
+        return None
+    store = open_guarded(config.store.url, quota_bytes=config.store.quota_bytes)
+    return StorageTier(
+        allocator,
+        StoreCatalogue(store, config.store.namespace),
+        clock,
+        store_when_found=config.cache.kv_store_when_found,
+        patience_s=config.cache.kv_store_patience_s,
+    )
 
 
 def refusal(request: GenerationRequest, error: PenstockError) -> RequestUpdate:
@@ -170,6 +188,7 @@ class CoreServer:
         """Let the ranks go."""
         if self._executor is not None:
             self._executor.shutdown()
+        self._core.close()
 
     def _use(self, executor: Executor | None) -> None:
         """Talk to the ranks over this one; None between two epochs."""

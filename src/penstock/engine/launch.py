@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from penstock.child_config import CoreConfig, RankConfig
+from penstock.child_config import CoreConfig, RankConfig, StoreConfig
 from penstock.config import EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.engine.host import Host, cpus_of_core, cpus_of_ranks, devices_of_ranks, shared_threads
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.faults import Fault
 from penstock.kernels.cpu.library import parse_kernels
+from penstock.kvstore.names import model_identity, namespace
+from penstock.kvstore.store import keeps_quota, open_store
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.sharding import require_shardable, require_whole_groups
 from penstock.models.spec import ModelSpec
@@ -103,6 +106,9 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
     core = _core_config(
         config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
     )
+    store = _store_config(config, directory, form)
+    core = msgspec.structs.replace(core, store=store)
+    ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
     size = len(ranks) // parallel.data_parallel_size
     return [
         LaunchPlan(
@@ -204,6 +210,18 @@ def _core_config(
         stall_timeout_s=stall_timeout_s,
         cpus=cpus,
     )
+
+
+def _store_config(config: EngineConfig, directory: Path, form: _WeightForm) -> StoreConfig | None:
+    """How the store is opened, and what its records of this model are called."""
+    cache = config.cache
+    if cache.kv_store is None:
+        return None
+    kind = f"{form.quantization} {config.model.model_impl}"
+    names = namespace(model_identity(directory), dtype=form.dtype, block_size=cache.block_size, kind=kind)
+    quota_bytes = cache.kv_store_bytes if keeps_quota(cache.kv_store) else None
+    open_store(cache.kv_store, quota_bytes=quota_bytes).close()  # refuse now what can never work
+    return StoreConfig(url=cache.kv_store, quota_bytes=quota_bytes, namespace=names)
 
 
 def _step_timeout_s(config: EngineConfig) -> float:

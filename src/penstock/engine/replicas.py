@@ -29,6 +29,9 @@ _TOTALS = (
     "prefix_tokens",
     "prefix_hit_tokens",
     "evicted_blocks",
+    "stored_blocks",
+    "loaded_blocks",
+    "failed_blocks",
 )
 _SUMS = (*_TOTALS, "num_running", "num_waiting", "num_blocks", "free_blocks", "cached_blocks", "inflight")
 _WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches")

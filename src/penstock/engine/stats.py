@@ -34,5 +34,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int = 0  # of these, found in the prefix cache
     cached_blocks: int = 0  # that a request could find, held ones included
     evicted_blocks: int = 0  # that something else has taken the place of
+    stored_blocks: int = 0  # all parts of which the ranks have put into the store
+    loaded_blocks: int = 0  # and got from it
+    failed_blocks: int = 0  # that could not be stored or loaded
     micro_batches: int = 0  # that the decoding requests were split into for the last plan
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ import msgspec
 
 from penstock.batch import (
     AllocateKV,
+    OrdersDone,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -39,10 +39,10 @@ from penstock.errors import (
     WaitTimeoutError,
     error_from_info,
 )
+from penstock.executor.rank_reports import RankReports
 from penstock.pipeline.channel import MessageChannel, send_of_step
 from penstock.pipeline.decision_log import DecisionLog
 
-TRACE_S = 10
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
 _LOOK_S = 0.1  # at most between two questions whether a handshake is over
@@ -103,7 +103,11 @@ class Executor(Protocol):
         ...
 
     def spans(self) -> list[StageSpans]:
-        """What each stage did in the last `TRACE_S` seconds or so, by stage and time."""
+        """What each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage and time."""
+        ...
+
+    def finished_orders(self) -> list[tuple[int, bool]]:
+        """Orders that all ranks have answered since the last call, and whether all have carried them out."""
         ...
 
     def wait_fds(self) -> list[int]:
@@ -124,6 +128,9 @@ class RankChannels:
         clock: monotonic seconds.
         start: what the ranks are told once they have loaded; 0 blocks: what the tightest stage can hold.
         stages: of each rank; none: each rank is a stage.
+
+    Attributes:
+        reports: what the ranks have told beside results.
     """
 
     def __init__(
@@ -148,8 +155,7 @@ class RankChannels:
         self._wait = wait
         self._clock = clock
         self._failures: list[ErrorInfo] = []
-        self._times: dict[int, StageTimes] = {}
-        self._spans: dict[int, deque[StageSpans]] = {}
+        self.reports = RankReports(len(self._channels))
         self._ended: set[int] = set()  # ranks that have told their failure, or gone
 
     def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
@@ -219,20 +225,12 @@ class RankChannels:
     def poll(self, timeout_s: float) -> list[StepResult]:
         """Results that have come, those before a failure first; see `Executor.poll`."""
         messages, deadline = self._drain(), self._clock() + timeout_s
-        while not messages and not self._failures and (left_s := deadline - self._clock()) > 0:
+        while not self._has_news(messages) and (left_s := deadline - self._clock()) > 0:
             self._wait(left_s)
             messages = self._drain()
         if not messages and self._failures:
             raise _as_stage_lost(self._first_cause())
         return [_expect(StepResult, message) for message in messages]
-
-    def stage_times(self) -> list[StageTimes]:
-        """See `Executor.stage_times`."""
-        return [self._times[stage] for stage in sorted(self._times)]
-
-    def spans(self) -> list[StageSpans]:
-        """See `Executor.spans`."""
-        return [spans for stage in sorted(self._spans) for spans in self._spans[stage]]
 
     def shutdown(self) -> None:
         """Say `Shutdown` and leave."""
@@ -248,6 +246,10 @@ class RankChannels:
         if self._results is not None:
             self._results.close()
 
+    def _has_news(self, messages: Sequence[RankToCore]) -> bool:
+        """Something that whoever polls should look at."""
+        return bool(messages or self._failures or self.reports.has_answers)
+
     def _drain(self) -> list[RankToCore]:
         """What the ranks have sent. Reports of time are put aside, and so are failures: what was sent before
         them still counts."""
@@ -262,10 +264,8 @@ class RankChannels:
                     self._loaded[rank] = message
                 elif isinstance(message, RankReady) and self._has_allocated and is_starting:
                     self._ready.add(rank)
-                elif isinstance(message, StageTimes):
-                    self._times[message.stage] = message
-                elif isinstance(message, StageSpans):
-                    self._keep(message)
+                elif isinstance(message, StageTimes | StageSpans | OrdersDone):
+                    self.reports.keep(message)
                 else:
                     messages.append(message)
         return messages + self._drain_results()
@@ -278,12 +278,6 @@ class RankChannels:
                 while (frame := self._results.recv(0.0)) is not None:
                     messages.append(decode_to_core(frame))
         return messages
-
-    def _keep(self, spans: StageSpans) -> None:
-        kept = self._spans.setdefault(spans.stage, deque())
-        kept.append(spans)
-        while kept[0].began_ns < spans.began_ns - TRACE_S * 10**9:
-            kept.popleft()
 
     def _drain_one(self, rank: int) -> Iterator[RankToCore]:
         try:

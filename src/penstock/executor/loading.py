@@ -25,14 +25,17 @@ from penstock.executor.compute_choice import (
 )
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.kvstore.opening import open_guarded
 from penstock.layers.compute import Compute
 from penstock.models.decoder import EMBEDDING, Decoder
 from penstock.models.interfaces import require_pp
 from penstock.models.registry import load_spec
+from penstock.models.sharding import HeadShares
 from penstock.models.spec import ModelSpec
 from penstock.models.transformers_backend import TransformersModel
 from penstock.runner.buffers import BufferPool
 from penstock.runner.kv_storage import KVStorage
+from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.memory import host_available_bytes
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
@@ -166,6 +169,21 @@ def build_runner(config: RankConfig, model: Decoder | TransformersModel, kv: Seq
         device=device_of(config),
     )
     return ModelRunner(model, kv, rows, buffers)
+
+
+def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> KVTransfer | None:
+    """Between this rank's KV storage and the store, if there is one."""
+    if config.store is None:
+        return None
+    heads = HeadShares.of(loaded.spec, loaded.group)
+    return KVTransfer(
+        open_guarded(config.store.url, quota_bytes=config.store.quota_bytes),
+        loaded.model.attention.block_codec(config.block_size),
+        kv,
+        first_layer=config.start_layer,
+        first_head=heads.keys.start if loaded.spec.latent is None else 0,
+        namespace=config.store.namespace,
+    )
 
 
 def transfers_head(config: RankConfig, spec: ModelSpec) -> bool:

@@ -55,10 +55,13 @@ class MpExecutor:
         return self._ranks.poll(timeout_s)
 
     def stage_times(self) -> list[StageTimes]:
-        return self._ranks.stage_times()
+        return self._ranks.reports.stage_times()
 
     def spans(self) -> list[StageSpans]:
-        return self._ranks.spans()
+        return self._ranks.reports.spans()
+
+    def finished_orders(self) -> list[tuple[int, bool]]:
+        return self._ranks.reports.finished_orders()
 
     def wait_fds(self) -> list[int]:
         return [self._results.fileno(), *(fd for channel in self._channels for fd in channel.filenos())]

@@ -40,6 +40,7 @@ from penstock.executor.loading import (
     available_bytes,
     build_runner,
     dtype_of,
+    kv_transfer,
     load_rank,
     transfers_head,
 )
@@ -50,6 +51,7 @@ from penstock.models.decoder import EMBEDDING
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.link import Link
+from penstock.pipeline.order_desk import OrderDesk
 from penstock.pipeline.ports import (
     EmbedSource,
     ForwardSink,
@@ -63,6 +65,7 @@ from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.runner.kv_demand import KVDemand
+from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.phases import PhaseClock, StageReporter
 
@@ -116,14 +119,19 @@ def run_rank(
     Returns:
         The failure that ended it and was reported; None after `Shutdown`, or when there is no other epoch.
     """
-    rank = Rank(config, report)
-    if loads_first:
-        try:
-            with blaming(config.stage, "while starting"):
-                rank.load()
-        except Exception as error:
-            report(failed := failure(error))
-            return failed
+    with contextlib.closing(Rank(config, report)) as rank:
+        if loads_first:
+            try:
+                with blaming(config.stage, "while starting"):
+                    rank.load()
+            except Exception as error:
+                report(failed := failure(error))
+                return failed
+        return _live(config, rank, epochs, report)
+
+
+def _live(config: RankConfig, rank: Rank, epochs: Iterable[RankConnections], report: Report) -> Failed | None:
+    """One epoch after the other, as `run_rank` says."""
     for connections in epochs:
         try:
             with blaming(config.stage, "while starting"):
@@ -156,6 +164,7 @@ class Rank:
         self._loaded: LoadedRank | None = None
         self._message: RankLoaded | None = None
         self._runner: ModelRunner | None = None
+        self._transfer: KVTransfer | None = None
 
     def load(self) -> LoadedRank:
         """The weights."""
@@ -185,19 +194,34 @@ class Rank:
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
-        stage = Stage(config.stage, runner, source, sink, times, config.faults)
+        desk = OrderDesk(self._transfer, plans)
+        stage = Stage(config.stage, runner, source, sink, times, config.faults, desk)
         self._report(Ready(epoch=start.epoch, rank=self._message))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
         log = DecisionLog(start.epoch, start.first_step)
         with blaming(config.stage, "while it waited for a plan"):
             stage.run(
-                plans_from(plans, clock, is_last=config.is_last, log=log, names_of=runner.rows.names_of)
+                plans_from(
+                    plans,
+                    clock,
+                    is_last=config.is_last,
+                    log=log,
+                    names_of=runner.rows.names_of,
+                    desk=desk,
+                )
             )
 
     def leave(self) -> None:
         """The epoch is over: who waits for this rank at a meeting of the stage is let go."""
+        if self._transfer is not None:
+            self._transfer.reset()
         if self._loaded is not None:
             self._loaded.group.close()
+
+    def close(self) -> None:
+        """It ends."""
+        if self._transfer is not None:
+            self._transfer.close()
 
     def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
         """Over storage of so many blocks; they are as many in every epoch."""
@@ -205,7 +229,9 @@ class Rank:
             allocate = armed(
                 self._config.faults, "rank.allocate", self._config.stage, loaded.storage.allocate
             )
-            self._runner = build_runner(self._config, loaded.model, allocate(num_blocks))
+            kv = allocate(num_blocks)
+            self._runner = build_runner(self._config, loaded.model, kv)
+            self._transfer = kv_transfer(self._config, loaded, kv)
             self._num_blocks = num_blocks
         if num_blocks != self._num_blocks:
             raise ProtocolError(f"the core wants {num_blocks} KV blocks where there are {self._num_blocks}.")

@@ -29,6 +29,7 @@ class BlockAllocator:
         self.pool = pool
         self.block_size = block_size
         self._tables: dict[int, list[int]] = {}
+        self._pinned: Counter[int] = Counter()  # blocks that are being copied
 
     @property
     def num_blocks(self) -> int:
@@ -79,6 +80,29 @@ class BlockAllocator:
         """Nobody finds anything any more; who holds blocks keeps them."""
         self.pool.forget_all()
 
+    def pin(self, blocks: Sequence[int]) -> None:
+        """These blocks are given to nobody else until they are unpinned."""
+        for block in blocks:
+            self.pool.pin(block)
+            self._pinned[block] += 1
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        self._pinned.subtract(blocks)
+        self.pool.give_back(list(blocks))
+
+    def reserve(self, count: int) -> list[int]:
+        """Blocks that nobody holds yet, pinned; the caller has seen that there are so many."""
+        blocks = self.pool.take(count)
+        assert blocks is not None
+        self._pinned.update(blocks)
+        return blocks
+
+    def release_reserved(self, blocks: Sequence[int], first: int, hashes: Sequence[bytes]) -> None:
+        """Unpin blocks of a chain from its `first` on; those that hold what the hashes name are findable."""
+        for depth, (block, content) in enumerate(zip(blocks, hashes, strict=False), first):
+            self.pool.name(block, depth, content)
+        self.unpin(blocks)
+
     def grow(self, owner: int, num_tokens: int) -> list[int] | None:
         """Make the owner's table hold `num_tokens` tokens.
 
@@ -109,4 +133,4 @@ class BlockAllocator:
     def check_invariants(self) -> None:
         self.pool.check_invariants()
         holders = Counter(block for table in self._tables.values() for block in table)
-        self.pool.check_holders(holders)
+        self.pool.check_holders(holders + self._pinned)

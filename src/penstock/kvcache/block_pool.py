@@ -50,6 +50,12 @@ class BlockPool:
             self.cache.use(block, priority)
             self._holders[block] += 1
 
+    def pin(self, block: int) -> None:
+        """One more holds this block, whatever it holds."""
+        if self.cache is not None:
+            self.cache.hold(block)
+        self._holders[block] += 1
+
     def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> None:
         """This held block is being filled with what that names (`PrefixCache.name`)."""
         if self.cache is not None:

@@ -88,10 +88,18 @@ class PrefixCache:
 
     def use(self, block: int, priority: int = 0) -> None:
         """It was found, and is held from now on."""
-        if block in self._order:
-            self._order.discard(block)
+        self.hold(block)
         self._uses[block] += 1
         self._priorities[block] = max(self._priorities[block], priority)
+
+    def hold(self, block: int) -> None:
+        """It is held from now on, by somebody who does not make it worth more."""
+        if block in self._order:
+            self._order.discard(block)
+
+    def num_uses(self, block: int) -> int:
+        """How often what it holds was found."""
+        return self._uses[block]
 
     def tick(self) -> None:
         """Another event: what is let go from now on was let go later than all before."""

@@ -21,6 +21,7 @@ from penstock.faults import Fault, armed
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.order_desk import OrderDesk
 from penstock.pipeline.ports import Sink, Source
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
@@ -36,6 +37,7 @@ class Stage:
         source, sink: chosen by the place of the stage in the pipe.
         times: hears of each step's end; its clock is that of the ports.
         faults: what a test has armed.
+        desk: takes the orders of plans, if they may have any.
     """
 
     def __init__(
@@ -46,12 +48,14 @@ class Stage:
         sink: Sink,
         times: StageReporter | None = None,
         faults: Sequence[Fault] = (),
+        desk: OrderDesk | None = None,
     ) -> None:
         self._stage = stage
         self._runner = runner
         self._source = source
         self._sink = sink
         self._times = times or StageReporter(stage, NOBODYS)
+        self._desk = desk
         self._forward = armed(faults, "stage.forward", stage, runner.forward, self._is_of_clients)
         self._put = armed(faults, "stage.put", stage, sink.put, self._is_of_clients)
 
@@ -61,6 +65,9 @@ class Stage:
         for plan in plans:
             self._times.step_begun(plan.step_id, plan.total_tokens)
             with blaming(self._stage, f"in step {plan.step_id}"):
+                if self._desk is not None:
+                    self._desk.tell()
+                    self._desk.give(plan.orders)
                 batch = self._prepare(plan)
                 hidden = self._source.take(batch)
                 self._times.clock.begin(Phase.FORWARD)
@@ -89,6 +96,7 @@ def plans_from(
     is_last: bool = False,
     log: DecisionLog | None = None,
     names_of: Callable[[ScheduledBatch], Sequence[str]] = lambda plan: [],
+    desk: OrderDesk | None = None,
 ) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
 
@@ -97,6 +105,7 @@ def plans_from(
         is_last: of the stages; the others wait for it when the pipe is full.
         log: of the rank; it knows which plan comes first.
         names_of: the requests of a plan, for errors.
+        desk: is to tell what it has to tell while there is no plan.
 
     Raises:
         ProtocolError: a plan was lost, repeated or changed on the way, or the plans before were others than
@@ -105,7 +114,7 @@ def plans_from(
     """
     log = log or DecisionLog()
     clock.begin(Phase.WAIT_PLAN)
-    while (message := _receive(channel, log.next_step)) is not None:
+    while (message := _receive(channel, log.next_step, desk)) is not None:
         log.append(message, names_of)
         clock.begin(Phase.TAKE, was=_cause(message, is_last))
         yield message
@@ -119,11 +128,15 @@ def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
     return Phase.WAIT_NEXT if plan.held and not is_last else Phase.WAIT_PLAN
 
 
-def _receive(channel: MessageChannel, step_id: int) -> ScheduledBatch | None:
+def _receive(channel: MessageChannel, step_id: int, desk: OrderDesk | None) -> ScheduledBatch | None:
     """The next plan; None when there are no more."""
     due = f"the plan of step {step_id}"
     try:
-        frame = channel.recv(None)
+        frame = None
+        while desk is not None and frame is None and desk.patience_s is not None:
+            frame = channel.recv(desk.patience_s)
+            desk.tell()
+        frame = channel.recv(None) if frame is None else frame
         message = Shutdown() if frame is None else decode_to_rank(frame)
     except PeerError as error:
         raise type(error)(f"{error.message} It was due to bring {due}.") from error

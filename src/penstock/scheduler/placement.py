@@ -153,6 +153,8 @@ class Placement:
     def _admit(self, draft: PlanDraft, budget: PromptBudget) -> None:
         """Start requests in order of arrival; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (head := self._queues.head()) is not None:
+            if self._prefixes.must_wait(head):
+                return
             found = self._prefixes.find(head)
             if not self._admission.may_start(head, len(self._queues.running), found):
                 return

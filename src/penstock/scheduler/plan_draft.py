@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from penstock.batch import KNOWN, NewRow, ScheduledBatch
+from collections.abc import Sequence
+
+from penstock.batch import KNOWN, NewRow, ScheduledBatch, TierOrder
 from penstock.scheduler.chunking import yields_sample
 from penstock.scheduler.queues import RequestState
 
@@ -50,7 +52,9 @@ class PlanDraft:
             request.last_sampled_step = self.step_id
             self.sampling.append(request)
 
-    def finish(self, *, consume_through: int, freed_rows: list[int]) -> ScheduledBatch:
+    def finish(
+        self, *, consume_through: int, freed_rows: list[int], orders: Sequence[TierOrder] = ()
+    ) -> ScheduledBatch:
         return ScheduledBatch(
             step_id=self.step_id,
             rows=self.rows,
@@ -62,4 +66,5 @@ class PlanDraft:
             consume_through=consume_through,
             freed_rows=freed_rows,
             new_rows=self.new_rows,
+            orders=list(orders),
         )

@@ -11,35 +11,58 @@ token is known. Called by `scheduler.scheduler` and `scheduler.placement`; decid
 
 from __future__ import annotations
 
+import math
+
+from penstock.batch import TierOrder
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
-from penstock.scheduler.queues import RequestState
+from penstock.kvcache.storage_tier import StorageTier, TierTotals
+from penstock.scheduler.queues import RequestQueues, RequestState
 
 
 class PrefixReuse:
     """Args:
     allocator: gives blocks out; without a cache nothing is ever found.
+    queues: of all requests; none of them runs when all is lost.
+    tier: knows what is in the store, if there is one; a request that begins so waits for it.
 
     Attributes:
         num_queried, num_found: tokens of requests that have started, and those of them that were found.
     """
 
-    def __init__(self, allocator: BlockAllocator) -> None:
-        self._allocator = allocator
+    def __init__(
+        self, allocator: BlockAllocator, queues: RequestQueues, tier: StorageTier | None = None
+    ) -> None:
+        self._allocator, self._queues, self._tier = allocator, queues, tier
         self._is_on = allocator.pool.cache is not None
         self._block_size = allocator.block_size
         self.num_queried = self.num_found = 0
 
+    def enter(self, request: RequestState) -> None:
+        """It has come to wait: what the pool has not may be in the store."""
+        if self._tier is not None:
+            names = self._wanted(request)
+            self._tier.fetch(request.arrival, names, len(self._allocator.find(names)))
+
+    def must_wait(self, request: RequestState) -> bool:
+        """Whether more of its beginning is on its way from the store."""
+        return self._tier is not None and self._tier.must_wait(request.arrival)
+
+    def leave(self, request: RequestState) -> None:
+        """It has gone."""
+        if self._tier is not None:
+            self._tier.forget(request.arrival)
+
     def find(self, request: RequestState) -> list[int]:
         """Blocks that the request could begin with now."""
-        if not self._is_on:
-            return []
-        most = (len(request.token_ids) - 1) // self._block_size
-        return self._allocator.find(self._hashes(request, most)[:most])
+        return self._allocator.find(self._wanted(request)) if self._is_on else []
 
     def attach(self, request: RequestState, found: list[int]) -> None:
         """A request that starts, or starts again, begins with these."""
         self._allocator.attach(request.arrival, found, request.priority)
+        if self._tier is not None:
+            self._tier.forget(request.arrival)
+            self._tier.found(found, request.block_hashes[: len(found)])
         request.num_named = len(found)
         request.num_scheduled = len(found) * self._block_size
         if self._is_on:
@@ -55,10 +78,67 @@ class PrefixReuse:
             first, request.num_named = request.num_named, whole
             hashes = self._hashes(request, whole)[first:whole]
             self._allocator.name(request.arrival, first, hashes, request.priority)
+            if self._tier is not None:
+                self._tier.named(self._allocator.table(request.arrival)[first:whole], hashes)
 
     def distrust(self, request: RequestState) -> None:
         """Its numbers are no good: nobody is to begin with them, nor with those that it began with."""
         self._allocator.forget(request.block_hashes)
+        if self._tier is not None:
+            self._tier.distrust(request.block_hashes)
+
+    # --- the store ------------------------------------------------------------------------------
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a plan should go out although nobody may run."""
+        return self._tier is not None and self._tier.has_orders
+
+    def take_orders(self) -> list[TierOrder]:
+        """For the plan that is issued now."""
+        return [] if self._tier is None else self._tier.take_orders()
+
+    def settle_orders(self, finished: list[tuple[int, bool]]) -> None:
+        """Take what became of orders to the ranks (`batch.TierOrder`), and order more."""
+        if self._tier is not None:
+            self._tier.settle(finished)
+            self._tier.look(num_spare=len(self._queues.running))  # each may want another block
+
+    def next_look(self) -> float:
+        """Clock time at which `settle_orders` may have something to do though no rank has answered."""
+        return math.inf if self._tier is None else self._tier.next_look()
+
+    def lose_all(self) -> None:
+        """The ranks have lost what they had; whoever waits may find it in the store."""
+        if self._tier is not None:
+            self._tier.lose_all()
+        self._allocator.forget_all()
+        for request in self._queues:
+            self.enter(request)
+
+    def close(self) -> None:
+        """The last call."""
+        if self._tier is not None:
+            self._tier.close()
+
+    def counts(self) -> dict[str, int]:
+        """Fields of `scheduler.SchedulerStats`."""
+        cache = self._allocator.pool.cache
+        stored = TierTotals() if self._tier is None else self._tier.totals
+        return {
+            "prefix_tokens": self.num_queried,
+            "prefix_hit_tokens": self.num_found,
+            "cached_blocks": 0 if cache is None else cache.num_cached,
+            "evicted_blocks": 0 if cache is None else cache.num_evicted,
+            "stored_blocks": stored.num_stored,
+            "loaded_blocks": stored.num_loaded,
+            "failed_blocks": stored.num_failed,
+        }
+
+    def _wanted(self, request: RequestState) -> list[bytes]:
+        """Names of all blocks that it could begin with: all whole ones before its last token's."""
+        most = (len(request.token_ids) - 1) // self._block_size
+        return self._hashes(request, most)[:most]
 
     def _hashes(self, request: RequestState, count: int) -> list[bytes]:
         """Those of its first `count` blocks at least."""

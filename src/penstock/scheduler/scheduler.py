@@ -25,6 +25,7 @@ from penstock.errors import (
     UnavailableError,
 )
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.storage_tier import StorageTier
 from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
@@ -57,6 +58,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     prefix_hit_tokens: int  # of these, found in the prefix cache
     cached_blocks: int  # that a request could find, held ones included
     evicted_blocks: int
+    stored_blocks: int
+    loaded_blocks: int
+    failed_blocks: int  # that could not be stored or loaded
 
 
 @dataclass(slots=True)
@@ -75,6 +79,7 @@ class Scheduler:
         seed: of the engine, for requests that bring none.
         clock: monotonic seconds.
         costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
+        tier: of the blocks in a store, over the same allocator.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class Scheduler:
         seed: int,
         clock: Callable[[], float],
         costs: CostModel | None = None,
+        tier: StorageTier | None = None,
     ) -> None:
         self._config = config
         self._allocator = allocator
@@ -101,7 +107,7 @@ class Scheduler:
         budget = TokenBudget.from_config(config, num_stages)
         target_s = config.inter_token_target_ms / 1000
         pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
-        self._prefixes = PrefixReuse(allocator)
+        self.prefixes = PrefixReuse(allocator, self._queues, tier)  # orders to ranks are its affair
         self._placement = Placement(
             budget,
             pacing,
@@ -110,7 +116,7 @@ class Scheduler:
             self._rows,
             allocator,
             self._admission,
-            self._prefixes,
+            self.prefixes,
             clock,
         )
         self._issued: dict[int, PlanDraft] = {}  # by step in flight
@@ -158,7 +164,9 @@ class Scheduler:
             )
         if output_ids is None:
             self._refuse_overload(len(request.prompt_token_ids))
-        self._queues.add(self._admission.receive(request, self._clock(), output_ids or ()))
+        state = self._admission.receive(request, self._clock(), output_ids or ())
+        self._queues.add(state)
+        self.prefixes.enter(state)
 
     def _refuse_overload(self, num_tokens: int) -> None:
         limit = self._config.max_waiting_requests
@@ -219,12 +227,12 @@ class Scheduler:
         """The plan of step `step_id`, or None when nobody may run now.
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
-        returned while there are requests and no step is in flight.
+        returned while there are requests and no step is in flight, unless the first waits for the store.
         """
         draft = PlanDraft(step_id)
         prefill_in_flight = sum(issued.prefill_tokens for issued in self._issued.values())
         self._placement.fill(draft, self._returned_step, prefill_in_flight)
-        return self._issue(draft) if draft.rows else None
+        return self._issue(draft) if draft.rows or self.prefixes.has_orders else None
 
     def probe(self, step_id: int) -> ScheduledBatch:
         """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
@@ -250,7 +258,7 @@ class Scheduler:
         for index, (request, ids) in enumerate(zip(sampled, result.token_ids, strict=True)):
             request.num_pending -= 1
             if index in failed:
-                self._prefixes.distrust(request)
+                self.prefixes.distrust(request)
             if request.phase is Phase.FINISHED:
                 continue
             if index in failed:
@@ -283,10 +291,10 @@ class Scheduler:
             preempt_youngest(self._queues, self._rows, self._allocator)
         for request in self._queues:
             request.num_pending, request.last_sampled_step = 0, NO_STEP
-        self._allocator.forget_all()  # who takes a lost rank's place has an empty cache
         self._returned_step = max(self._issued, default=self._returned_step)
         self._issued.clear()
         self._rows.announce_freed()  # there is nobody to tell
+        self.prefixes.lose_all()  # who takes a lost rank's place has an empty cache
         return updates
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
@@ -295,7 +303,7 @@ class Scheduler:
         return [self._fail(request, error) for request in started]
 
     def stats(self) -> SchedulerStats:
-        queues, cache = self._queues, self._allocator.pool.cache
+        queues = self._queues
         return SchedulerStats(
             num_running=len(queues.running),
             num_waiting=len(queues.waiting) + len(queues.preempted),
@@ -305,10 +313,7 @@ class Scheduler:
             prompt_tokens=self._totals.prompt_tokens,
             generated_tokens=self._totals.generated_tokens,
             micro_batches=self._placement.num_groups,
-            prefix_tokens=self._prefixes.num_queried,
-            prefix_hit_tokens=self._prefixes.num_found,
-            cached_blocks=0 if cache is None else cache.num_cached,
-            evicted_blocks=0 if cache is None else cache.num_evicted,
+            **self.prefixes.counts(),
         )
 
     def check_invariants(self) -> None:
@@ -318,10 +323,13 @@ class Scheduler:
 
     def _issue(self, draft: PlanDraft) -> ScheduledBatch:
         self._issued[draft.step_id] = draft
+        orders = self.prefixes.take_orders()  # before the blocks that this plan fills are ordered
         for request in draft.requests:
-            self._prefixes.note(request)
+            self.prefixes.note(request)
         self._consume_through = max(self._consume_through, self._returned_step, *draft.token_from, NO_STEP)
-        return draft.finish(consume_through=self._consume_through, freed_rows=self._rows.announce_freed())
+        return draft.finish(
+            consume_through=self._consume_through, freed_rows=self._rows.announce_freed(), orders=orders
+        )
 
     def _accept(
         self, request: RequestState, token_id: int, logprobs: list[TokenLogprobs] | None
@@ -332,7 +340,7 @@ class Scheduler:
         self._totals.generated_tokens += 1
         self._queues.note_token(request, token_id)
         if request.phase is Phase.RUNNING:
-            self._prefixes.note(request)
+            self.prefixes.note(request)
         reason = finish_reason(request)
         if reason is not None:
             self._remove(request)
@@ -356,6 +364,7 @@ class Scheduler:
         )
 
     def _remove(self, request: RequestState) -> None:
+        self.prefixes.leave(request)
         if request.phase is Phase.RUNNING:
             release(request, self._rows, self._allocator)
         self._queues.remove(request)

@@ -181,6 +181,20 @@ class EngineSettings:
             group="kv",
         ),
     ] = True
+    kv_store: Annotated[
+        str | None,
+        flag("directory or URL that keeps KV blocks beyond the process", "--kv-store", group="kv"),
+    ] = None
+    kv_store_bytes: Annotated[int, flag("of that directory at most", "--kv-store-bytes", group="kv")] = (
+        16 << 30
+    )
+    kv_store_when_found: Annotated[
+        int,
+        flag("store a block when found so often; 0: at once", "--kv-store-when-found", group="kv"),
+    ] = 0
+    kv_store_patience: Annotated[
+        float, flag("seconds a request may wait for its blocks", "--kv-store-patience", group="kv")
+    ] = 2.0
     eviction_policy: Annotated[
         EvictionPolicy,
         flag("what of it is given up first: lru, lfu or priority", "--eviction-policy", group="kv"),
@@ -237,6 +251,10 @@ class EngineSettings:
                 kv_cache_bytes=self.kv_cache_bytes,
                 enable_prefix_caching=self.enable_prefix_caching,
                 eviction_policy=self.eviction_policy,
+                kv_store=self.kv_store,
+                kv_store_bytes=self.kv_store_bytes,
+                kv_store_when_found=self.kv_store_when_found,
+                kv_store_patience_s=self.kv_store_patience,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

@@ -28,8 +28,9 @@ from penstock.errors import (
     StageLostError,
     WaitTimeoutError,
 )
-from penstock.executor.base import TRACE_S, RankChannels, first_cause
+from penstock.executor.base import RankChannels, first_cause
 from penstock.executor.plan_channel import QueueChannel
+from penstock.executor.rank_reports import TRACE_S
 from penstock.pipeline.decision_log import DecisionLog
 
 LONG = 30.0
@@ -238,7 +239,7 @@ def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixtu
             stage=stage, began_ns=second * 10**9, phases=b"", durations_ns=[], steps=[(0, second, 1)]
         )
 
-    assert fixture.core.stage_times() == []
+    assert fixture.core.reports.stage_times() == []
     for second in range(TRACE_S + 5):
         fixture.ranks[1].send(encode(times(1, second)))
         fixture.ranks[1].send(encode(spans(1, second)))
@@ -246,6 +247,6 @@ def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixtu
     fixture.ranks[0].send(encode(times(0, 9)))
     fixture.ranks[2].send(encode(StepResult(step_id=4)))
     assert fixture.core.poll(LONG) == [StepResult(step_id=4)]
-    assert fixture.core.stage_times() == [times(0, 9), times(1, TRACE_S + 4)]
+    assert fixture.core.reports.stage_times() == [times(0, 9), times(1, TRACE_S + 4)]
     kept = [spans(1, second) for second in range(4, TRACE_S + 5)]
-    assert fixture.core.spans() == [spans(0, 2), *kept]
+    assert fixture.core.reports.spans() == [spans(0, 2), *kept]

@@ -19,7 +19,9 @@ from penstock.kernels.cpu.compiler import find_compiler
 pytestmark = pytest.mark.soak
 
 HERE = Path(__file__).parent
-FILES = [f"test_cpu_{name}.py" for name in ("linear", "quantized", "attention", "head", "experts")]
+FILES = [
+    f"test_cpu_{name}.py" for name in ("linear", "quantized", "attention", "kv_records", "head", "experts")
+]
 # Two sets of tiles and lanes: whatever this machine has, and AVX2.
 TARGETS = [flags for flags in targets() if flags in ("-march=native", "-march=x86-64-v3")]
 SECONDS = 900

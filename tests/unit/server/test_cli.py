@@ -106,6 +106,10 @@ def test_help_of_a_part_shows_that_part_only() -> None:
         "--num-blocks",
         "--kv-cache-bytes",
         "--enable-prefix-caching",
+        "--kv-store",
+        "--kv-store-bytes",
+        "--kv-store-when-found",
+        "--kv-store-patience",
         "--eviction-policy",
     ]
     code, _, err = penstock("serve", "--help", "schedule")

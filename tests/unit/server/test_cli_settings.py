@@ -154,7 +154,8 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --partition 4,1 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
 --kernels -attention,-head --pin-threads off --model-impl penstock
---block-size 13 --num-blocks 14 --kv-cache-bytes 15 --no-enable-prefix-caching --eviction-policy lfu
+--block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
+--kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
 --max-waiting-tokens 30
@@ -203,8 +204,12 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "block_size": 13,
             "num_blocks": 14,
             "kv_cache_bytes": 15,
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": True,
             "eviction_policy": "lfu",
+            "kv_store": "/blocks",
+            "kv_store_bytes": 1 << 21,
+            "kv_store_when_found": 1,
+            "kv_store_patience_s": 46.0,
         },
         "scheduler": {
             "max_num_seqs": 16,

@@ -1,4 +1,5 @@
-// Where keys and values lie in the KV blocks of a layer, for those who store (rope.cpp) and who read (attention.cpp).
+// Where keys and values lie in the KV blocks of a layer, for those who store (rope.cpp), who read
+// (attention.cpp) and who copy blocks out and back (kv_records.cpp).
 //
 // A block holds `block_size` tokens. Within it each KV head has its own piece, so that a reader of one head reads
 // one run of memory; a piece is a list of tiles of 16 tokens, the keys of a tile before its values:

@@ -1,0 +1,60 @@
+"""What ranks tell beside results: where their time went, and what became of orders. Kept for whoever asks."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from penstock.batch import OrdersDone, StageSpans, StageTimes
+
+TRACE_S = 10
+
+
+class RankReports:
+    """Args:
+    num_ranks: that answer each order.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._times: dict[int, StageTimes] = {}
+        self._spans: dict[int, deque[StageSpans]] = {}
+        self._answers: dict[int, list[bool]] = {}  # by order
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether an order has been answered by any rank, and not been taken."""
+        return bool(self._answers)
+
+    def keep(self, report: StageTimes | StageSpans | OrdersDone) -> None:
+        """The newest times of a stage, its spans of the last seconds, every answer."""
+        if isinstance(report, StageTimes):
+            self._times[report.stage] = report
+        elif isinstance(report, StageSpans):
+            self._keep_spans(report)
+        else:
+            for order in report.done:
+                self._answers.setdefault(order, []).append(True)
+            for order in report.failed:
+                self._answers.setdefault(order, []).append(False)
+
+    def _keep_spans(self, spans: StageSpans) -> None:
+        kept = self._spans.setdefault(spans.stage, deque())
+        kept.append(spans)
+        while kept[0].began_ns < spans.began_ns - TRACE_S * 10**9:
+            kept.popleft()
+
+    def stage_times(self) -> list[StageTimes]:
+        """See `Executor.stage_times`."""
+        return [self._times[stage] for stage in sorted(self._times)]
+
+    def spans(self) -> list[StageSpans]:
+        """See `Executor.spans`."""
+        return [spans for stage in sorted(self._spans) for spans in self._spans[stage]]
+
+    def finished_orders(self) -> list[tuple[int, bool]]:
+        """See `Executor.finished_orders`."""
+        whole = {order: all(told) for order, told in self._answers.items() if len(told) == self._num_ranks}
+        finished = list(whole.items())
+        for order, _ in finished:
+            del self._answers[order]
+        return finished

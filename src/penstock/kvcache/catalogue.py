@@ -1,0 +1,71 @@
+"""The catalogue of the store: the names of blocks of which all ranks have stored their parts.
+
+An entry is a record of its own beside those of the parts. The core asks for entries and makes them in a
+thread, because a store may take its time; answers wait to be fetched. A store that does not work has none.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.names import record_key
+
+ENTRY = 0xFFFF  # as a layer: no model has so many
+LEAVE_S = 2.0  # for the thread to end
+AT_ONCE = 64  # names that are asked for together; a chain often ends long before its last
+
+
+class StoreCatalogue:
+    """Implements `kvcache.storage_tier.Catalogue`.
+
+    Args:
+        store: closed with this.
+        namespace: of all entries.
+    """
+
+    def __init__(self, store: GuardedStore, namespace: bytes) -> None:
+        self._store, self._namespace = store, namespace
+        self._answers: deque[tuple[int, int]] = deque()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="kv catalogue", daemon=True)
+        self._thread.start()
+
+    def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
+        self._jobs.put(lambda: self._answers.append((ticket, self._count(names))))
+
+    def answers(self) -> list[tuple[int, int]]:
+        return [self._answers.popleft() for _ in range(len(self._answers))]
+
+    def enter(self, names: Sequence[bytes]) -> None:
+        self._jobs.put(lambda: self._enter(names))
+
+    def strike(self, names: Sequence[bytes]) -> None:
+        self._jobs.put(lambda: self._store.delete([self._key(name) for name in names]))
+
+    def close(self) -> None:
+        """Leaves a store alone that does not answer."""
+        self._jobs.put(None)
+        self._thread.join(LEAVE_S)
+        if not self._thread.is_alive():
+            self._store.close()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def _count(self, names: Sequence[bytes]) -> int:
+        for first in range(0, len(names), AT_ONCE):
+            found = self._store.contains([self._key(name) for name in names[first : first + AT_ONCE]])
+            if not all(found):
+                return first + found.index(False)
+        return len(names)
+
+    def _enter(self, names: Sequence[bytes]) -> None:
+        self._store.put({self._key(name): b"" for name in names})
+
+    def _key(self, name: bytes) -> bytes:
+        return record_key(self._namespace, name, ENTRY, 0)

@@ -1,0 +1,267 @@
+"""The storage tier (L3): which blocks are in the store, and what is on its way there and back.
+
+    named in the pool ──order──▶ every rank stores its part ──all have answered──▶ in the catalogue
+    in the catalogue ──a request that begins so waits──▶ blocks reserved ──order──▶ every rank loads its part
+                                    ──all have answered──▶ named in the pool, idle: found as any other block
+
+The core decides, ranks carry out, and nothing counts before all of them have answered: so a block is stored
+or loaded on all stages or on none, whatever each of them met with (rows H5, H6, H13). The catalogue says that
+all parts of a block were stored once; it is a hint: a part that is gone or bad only makes a load fail.
+
+    LOOKED_UP ──found──▶ LOADING ──▶ (no longer waits)
+        └──────nothing found, no room, or too late──▶ (no longer waits)
+
+A block that is being copied is pinned in the pool. Looking things up in the catalogue may take long: it is
+done by `kvcache.catalogue`, beside. Pure otherwise; called by the scheduler, in the core's thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from penstock.batch import TierOrder
+from penstock.kvcache.allocator import BlockAllocator
+
+LOOK_S = 0.001  # between two looks for what the catalogue has answered
+MAX_OPEN_STORES = 256  # blocks that are being copied at once, or a quarter of the pool
+MAX_WAITING_STORES = 1 << 16  # blocks that are to be stored when others have been
+
+
+class Catalogue(Protocol):
+    """Which names are in the store; asked now, answered later."""
+
+    def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
+        """How many of the first of these are there?"""
+
+    def answers(self) -> list[tuple[int, int]]:
+        """(ticket, number) of what was answered since the last call."""
+
+    def enter(self, names: Sequence[bytes]) -> None:
+        """All parts of these are stored."""
+
+    def strike(self, names: Sequence[bytes]) -> None:
+        """These are not to be found any more."""
+
+    def close(self) -> None:
+        """The last call."""
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """What a waiting request is waiting for.
+
+    Attributes:
+        first: of its blocks that are not in the pool, the number of the first.
+        open_orders: not answered yet.
+        good: of the blocks that were to be loaded, those that were.
+    """
+
+    names: list[bytes]
+    first: int
+    give_up_at: float
+    blocks: list[int] = field(default_factory=list)
+    open_orders: dict[int, int] = field(default_factory=dict)  # order: place in `blocks`
+    good: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, kw_only=True)
+class TierTotals:
+    """Blocks since the start."""
+
+    num_stored: int = 0
+    num_loaded: int = 0
+    num_failed: int = 0  # stores and loads
+
+
+class StorageTier:
+    """Args:
+    allocator: of the pool's blocks.
+    catalogue: of what is in the store.
+    store_when_found: 0 stores a block when it is named; n when it has been found n times.
+    patience_s: how long a request may wait for its blocks.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        catalogue: Catalogue,
+        clock: Callable[[], float],
+        *,
+        store_when_found: int = 0,
+        patience_s: float = 2.0,
+    ) -> None:
+        self._allocator, self._catalogue, self._clock = allocator, catalogue, clock
+        self._store_when_found, self._patience_s = store_when_found, patience_s
+        self._new_orders: list[TierOrder] = []
+        self._numbers = itertools.count()  # of orders, and of questions to the catalogue
+        self._stores: dict[int, tuple[int, bytes]] = {}  # open: block and name
+        self._to_store: deque[tuple[int, bytes]] = deque()
+        self._max_stores = min(MAX_OPEN_STORES, max(1, allocator.num_blocks // 4))
+        self._stored: set[bytes] = set()  # that this core knows of
+        self._prefetches: dict[int, Prefetch] = {}  # by the arrival number of the request
+        self._tickets: dict[int, int] = {}  # of open questions: whose
+        self._loads: dict[int, int] = {}  # order: whose
+        self.totals = TierTotals()
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether a plan should go out for their sake."""
+        return bool(self._new_orders)
+
+    def next_look(self) -> float:
+        """Clock time at which `look` or `must_wait` may tell something new though no rank has answered."""
+        if any(not prefetch.open_orders for prefetch in self._prefetches.values()):
+            return self._clock() + LOOK_S
+        return min((prefetch.give_up_at for prefetch in self._prefetches.values()), default=math.inf)
+
+    def take_orders(self) -> list[TierOrder]:
+        """For the plan that is issued now."""
+        orders, self._new_orders = self._new_orders, []
+        return orders
+
+    # --- to the store ---------------------------------------------------------------------------
+
+    def named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """These blocks can be found from now on."""
+        if not self._store_when_found:
+            self._store(zip(blocks, names, strict=True))
+
+    def found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """These were found by a request that starts."""
+        cache = self._allocator.pool.cache
+        assert cache is not None
+        self._store(
+            (block, name)
+            for block, name in zip(blocks, names, strict=True)
+            if cache.num_uses(block) >= self._store_when_found
+        )
+
+    def _store(self, candidates: Iterable[tuple[int, bytes]]) -> None:
+        for block, name in candidates:
+            if name not in self._stored and len(self._to_store) < MAX_WAITING_STORES:
+                self._stored.add(name)
+                self._to_store.append((block, name))
+        self._order_stores()
+
+    def _order_stores(self) -> None:
+        while self._to_store and len(self._stores) < self._max_stores:
+            block, name = self._to_store.popleft()
+            if self._allocator.find([name]) == [block]:
+                self._allocator.pin([block])
+                self._stores[self._order(False, block, name)] = block, name
+            else:  # it was given up meanwhile
+                self._stored.discard(name)
+
+    # --- from the store -------------------------------------------------------------------------
+
+    def fetch(self, arrival: int, names: Sequence[bytes], first: int) -> None:
+        """A request waits: are its blocks from its `first` on in the store?"""
+        if len(names) > first:
+            wanted = list(names[first:])
+            self._prefetches[arrival] = Prefetch(wanted, first, self._clock() + self._patience_s)
+            ticket = next(self._numbers)
+            self._tickets[ticket] = arrival
+            self._catalogue.look_up(ticket, wanted)
+
+    def must_wait(self, arrival: int) -> bool:
+        """Whether blocks of this request are on their way, and it is worth while to wait."""
+        prefetch = self._prefetches.get(arrival)
+        return prefetch is not None and self._clock() < prefetch.give_up_at
+
+    def forget(self, arrival: int) -> None:
+        """The request starts, or has gone: what is on its way becomes findable all the same."""
+        prefetch = self._prefetches.get(arrival)
+        if prefetch is not None and not prefetch.open_orders:
+            del self._prefetches[arrival]
+
+    def look(self, num_spare: int) -> None:
+        """Take the catalogue's answers, and begin to load.
+
+        Args:
+            num_spare: blocks that must stay for others.
+        """
+        for ticket, count in self._catalogue.answers():
+            arrival = self._tickets.pop(ticket, -1)
+            prefetch = self._prefetches.get(arrival)
+            if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
+                continue
+            room = max(0, self._allocator.num_free_blocks - num_spare)
+            prefetch.blocks = self._allocator.reserve(min(count, room))
+            self._stored.update(prefetch.names[:count])
+            for place, block in enumerate(prefetch.blocks):
+                order = self._order(True, block, prefetch.names[place])
+                prefetch.open_orders[order] = place
+                self._loads[order] = arrival
+            if not prefetch.blocks:
+                del self._prefetches[arrival]
+
+    # --- answers --------------------------------------------------------------------------------
+
+    def settle(self, finished: Sequence[tuple[int, bool]]) -> None:
+        """All ranks have answered these orders."""
+        entered = []
+        for order, is_done in finished:
+            if order in self._loads:
+                self._settle_load(order, is_done)
+            elif order in self._stores:
+                block, name = self._stores.pop(order)
+                self._allocator.unpin([block])
+                if is_done:
+                    entered.append(name)
+                    self.totals.num_stored += 1
+                else:
+                    self._stored.discard(name)
+                    self.totals.num_failed += 1
+        if entered:
+            self._catalogue.enter(entered)
+        self._order_stores()
+
+    def _settle_load(self, order: int, is_done: bool) -> None:
+        arrival = self._loads.pop(order)
+        prefetch = self._prefetches[arrival]
+        place = prefetch.open_orders.pop(order)
+        if is_done:
+            prefetch.good.add(place)
+            self.totals.num_loaded += 1
+        else:
+            self.totals.num_failed += 1
+            self.distrust([prefetch.names[place]])
+        if prefetch.open_orders:
+            return
+        del self._prefetches[arrival]
+        count = next((n for n in range(len(prefetch.blocks)) if n not in prefetch.good), len(prefetch.blocks))
+        self._allocator.release_reserved(prefetch.blocks, prefetch.first, prefetch.names[:count])
+
+    def distrust(self, names: Sequence[bytes]) -> None:
+        """What the store has under these names is not to be found any more."""
+        self._stored.difference_update(names)
+        self._catalogue.strike(names)
+
+    def lose_all(self) -> None:
+        """No order will be answered any more."""
+        for block, name in self._stores.values():
+            self._allocator.unpin([block])
+            self._stored.discard(name)
+        self._stored.difference_update(name for _, name in self._to_store)
+        self._to_store.clear()
+        for prefetch in self._prefetches.values():
+            self._allocator.release_reserved(prefetch.blocks, prefetch.first, [])
+        self._new_orders.clear()
+        self._stores.clear()
+        self._prefetches.clear()
+        self._tickets.clear()
+        self._loads.clear()
+
+    def close(self) -> None:
+        """The last call."""
+        self._catalogue.close()
+
+    def _order(self, is_load: bool, block: int, name: bytes) -> int:
+        order = next(self._numbers)
+        self._new_orders.append(TierOrder(order, is_load, block, name))
+        return order

@@ -1,0 +1,198 @@
+"""A store that cannot hurt whoever asks it: it may only miss (row R9).
+
+Around any `KVStore`. Seals what goes in and verifies what comes out, so that a wrong byte is never believed,
+and turns every exception into "not there". A store that keeps failing is switched off for a while:
+
+                    5 failures within 60 s
+      ┌──▶ closed ──────────────────────────▶ open: everything misses, nothing is asked
+      │                                         │ ▲
+      │ it succeeds                  after 60 s │ │ it fails
+      └──────────────────────────── one call is let through
+
+The words are those of an electric circuit: while it is *open*, nothing flows. Called by the threads that move
+blocks to the store and back. Does not hurry a store that is slow: who waits for it needs a deadline of its
+own.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from penstock.errors import ErrorInfo, describe
+from penstock.kvstore.record import seal, unseal
+from penstock.kvstore.store import KVStore
+
+MAX_FAILURES = 5
+WINDOW_SECONDS = 60.0
+PAUSE_SECONDS = 60.0
+
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, kw_only=True)
+class StoreCounts:
+    """What a guarded store has done since it was made.
+
+    Attributes:
+        num_hits, num_misses: records asked for with `get`, found or not; a bad one is missing.
+        num_bytes_read, num_bytes_written: of payloads.
+        num_verify_failures: records that were not what their key says.
+        num_failures: calls of the store that raised, or gave half an answer.
+        is_open: the circuit is open: the store is switched off.
+        last_failure: why the last failed call failed.
+    """
+
+    num_hits: int = 0
+    num_misses: int = 0
+    num_bytes_read: int = 0
+    num_bytes_written: int = 0
+    num_verify_failures: int = 0
+    num_failures: int = 0
+    is_open: bool = False
+    last_failure: ErrorInfo | None = None
+
+
+class Circuit:
+    """When a store that fails is left alone. Not thread-safe.
+
+    Args:
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failures: deque[float] = deque(maxlen=MAX_FAILURES)
+        self._next_try: float | None = None  # None: closed
+        self._is_probing = False
+
+    @property
+    def is_open(self) -> bool:
+        return self._next_try is not None
+
+    def may_ask(self) -> bool:
+        """Whether this call may go through; of an open circuit one may, now and then, and must be answered
+        for with `succeed` or `fail`."""
+        if self._next_try is None:
+            return True
+        if self._is_probing or self._clock() < self._next_try:
+            return False
+        self._is_probing = True
+        return True
+
+    def succeed(self) -> None:
+        if self.is_open and self._is_probing:
+            self._failures.clear()
+            self._next_try, self._is_probing = None, False
+
+    def fail(self) -> None:
+        now = self._clock()
+        self._failures.append(now)
+        too_many = len(self._failures) == MAX_FAILURES and now - self._failures[0] <= WINDOW_SECONDS
+        if self._is_probing or (too_many and not self.is_open):
+            self._next_try, self._is_probing = now + PAUSE_SECONDS, False
+
+
+class GuardedStore:
+    """A `KVStore` of payloads whose methods never raise.
+
+    Args:
+        store: keeps the records; closed with this one.
+        clock: seconds, never going back.
+    """
+
+    def __init__(self, store: KVStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._circuit = Circuit(clock)
+        self._counts = StoreCounts()
+        self._lock = threading.Lock()  # of circuit and counts; never held while the store is asked
+
+    def counts(self) -> StoreCounts:
+        """A copy."""
+        with self._lock:
+            copy = StoreCounts(**{name: getattr(self._counts, name) for name in StoreCounts.__slots__})
+            copy.is_open = self._circuit.is_open
+            return copy
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """A hint: `get` may find less."""
+        found = self._ask(lambda: _one_each(self._store.contains(keys), keys))
+        return [False] * len(keys) if found is None else [bool(there) for there in found]
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The payload of each key, None where there is none or not one that can be believed."""
+        records = self._ask(lambda: _one_each(self._store.get(keys), keys)) or [None] * len(keys)
+        payloads = [_verified(key, record) for key, record in zip(keys, records, strict=True)]
+        bad = [
+            key
+            for key, record, payload in zip(keys, records, payloads, strict=True)
+            if record is not None and payload is None
+        ]
+        found = [payload for payload in payloads if payload is not None]
+        with self._lock:
+            self._counts.num_hits += len(found)
+            self._counts.num_misses += len(keys) - len(found)
+            self._counts.num_bytes_read += sum(map(len, found))
+            self._counts.num_verify_failures += len(bad)
+        if bad:
+            self.delete(bad)
+        return payloads
+
+    def put(self, records: Mapping[bytes, bytes]) -> bool:
+        """Keep these payloads; whether that was done."""
+
+        def store() -> int:
+            self._store.put({key: seal(key, payload) for key, payload in records.items()})
+            return sum(map(len, records.values()))
+
+        num_bytes = self._ask(store)
+        with self._lock:
+            self._counts.num_bytes_written += num_bytes or 0
+        return num_bytes is not None
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget them, if it can be done."""
+        self._ask(lambda: self._store.delete(keys))
+
+    def close(self) -> None:
+        """The last call; goes through an open circuit too."""
+        try:
+            self._store.close()
+        except Exception as error:
+            self._note_failure(error)
+
+    def _ask(self, call: Callable[[], _T]) -> _T | None:
+        """What the store answers; None when it fails or is not asked."""
+        with self._lock:
+            if not self._circuit.may_ask():
+                return None
+        try:
+            answer = call()
+        except BaseException as error:
+            self._note_failure(error)
+            if isinstance(error, Exception):
+                return None
+            raise
+        with self._lock:
+            self._circuit.succeed()
+        return answer
+
+    def _note_failure(self, error: BaseException) -> None:
+        with self._lock:
+            self._circuit.fail()
+            self._counts.num_failures += 1
+            self._counts.last_failure = describe(error)
+
+
+def _one_each(answers: list[_T], keys: Sequence[bytes]) -> list[_T]:
+    if len(answers) != len(keys):
+        raise ValueError(f"{len(keys)} keys were asked for, {len(answers)} answers came")
+    return answers
+
+
+def _verified(key: bytes, record: object) -> bytes | None:
+    return unseal(key, record) if isinstance(record, bytes) else None

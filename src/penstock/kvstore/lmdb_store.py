@@ -1,0 +1,191 @@
+"""Records in an LMDB directory on this machine: which of them are kept, and what happens when it fails.
+
+Several processes may have the directory open at once, reading and writing; one process opens it once.
+
+**Quota.** The data file is never larger than the quota; four fifths of it may be in use, the rest is what
+copying on write needs. Before a write would pass that, what was used longest ago is given up. Writing is a
+use, and so is being found by `get`; `contains` is none. Uses by reading are kept in memory and written with
+the next `put`, with `close`, or when there are many, so that reads stay reads; a process that is killed
+forgets its last ones, which makes the order approximate and nothing else. Of one call the first key counts
+as used last: it is the beginning of a chain of blocks, behind which nothing can be found once it is missing.
+Of several quotas for one directory each process follows its own, so the smallest counts.
+
+**Failure.** A full map or disk gives up records and tries again, a few times. A directory that has vanished
+or been replaced is made anew at the next call. All else is a `StoreError`, and the directory is opened again
+at the next call. A process that stands still in the middle of a read keeps what is given up meanwhile from
+being written over: a full store stays full until that one goes on or ends. One that stands still in the
+middle of a write makes all others wait. A file that somebody cuts short while it is open ends the process
+(SIGBUS): the directory is trusted, and nobody else's to write to (security rule 9).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+
+from penstock.errors import StoreError, UsageError
+from penstock.kvstore.failures import reported
+from penstock.kvstore.lmdb_tables import LmdbTables
+from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
+
+MIN_QUOTA_BYTES = 1 << 20
+MAX_TOUCHED = 4096  # keys whose last use is in memory only
+_NO_QUOTA_BYTES = 1 << 40  # addresses, not space
+_MAX_BATCH_BYTES = 64 << 20
+_MAX_TRIES = 8
+_FULL = (lmdb.MapFullError, lmdb.DiskError)
+_REMEDY = (
+    "Check that the directory's disk has room and can be written to; if the file is damaged, stop whoever "
+    "uses it and delete the directory."
+)
+
+
+class LmdbStore:
+    """A `KVStore`.
+
+    Args:
+        directory: made with mode 0700 where it is missing. One that others can write to is refused.
+        quota_bytes: largest size of the data file, at least 1 MiB; None for as much as the disk holds.
+
+    Raises:
+        UsageError: the quota is too small.
+        StoreError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, *, quota_bytes: int | None = None) -> None:
+        if quota_bytes is not None and quota_bytes < MIN_QUOTA_BYTES:
+            raise UsageError(
+                f"the quota of the KV store is {quota_bytes:,} bytes.",
+                remedy=f"Give at least {MIN_QUOTA_BYTES:,}.",
+            )
+        self._directory = directory
+        self._max_bytes = quota_bytes or _NO_QUOTA_BYTES
+        self._max_live_bytes = self._max_bytes * 4 // 5
+        self._batch_bytes = min(_MAX_BATCH_BYTES, self._max_bytes // 16)
+        self._lock = threading.Lock()
+        self._touched: dict[bytes, None] = {}  # in order of use
+        self._tables: LmdbTables | None = None
+        self._is_closed = False
+        with self._opened():
+            pass
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        _check(keys)
+        with self._opened() as tables:
+            return tables.contains(keys)
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        _check(keys)
+        with self._opened() as tables:
+            records = tables.get(keys)
+            self._touch([key for key, record in zip(keys, records, strict=True) if record is not None])
+            if len(self._touched) >= MAX_TOUCHED:
+                self._flush(tables)
+            return records
+
+    def put(self, records: Mapping[bytes, bytes]) -> None:
+        """As `KVStore`; in batches, each of which is there as a whole or not at all."""
+        _check(list(records))
+        with self._opened() as tables:
+            for batch in self._batches(records):
+                self._write(tables, batch)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        _check(keys)
+        with self._opened() as tables:
+            tables.delete(keys)
+
+    def close(self) -> None:
+        with self._lock:
+            tables, self._tables, self._is_closed = self._tables, None, True
+            if tables is None:
+                return
+            try:
+                with reported(str(self._directory), _REMEDY, (lmdb.Error, OSError)):
+                    self._flush(tables)
+            finally:
+                tables.close()
+
+    @contextmanager
+    def _opened(self) -> Iterator[LmdbTables]:
+        """The tables, for one call; whatever fails closes them."""
+        with self._lock, reported(str(self._directory), _REMEDY, (lmdb.Error, OSError)):
+            if self._is_closed:
+                raise StoreError(f"KV store {self._directory} is closed.", remedy="Open it again.")
+            if self._tables is not None and not self._tables.is_on_disk():
+                self._drop()
+            if self._tables is None:
+                self._tables = LmdbTables(self._directory, self._max_bytes)
+            try:
+                yield self._tables
+            except (lmdb.Error, OSError):
+                self._drop()
+                raise
+
+    def _drop(self) -> None:
+        tables, self._tables = self._tables, None
+        if tables is not None:
+            tables.close()
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        for key in reversed(keys):
+            self._touched.pop(key, None)
+            self._touched[key] = None
+
+    def _flush(self, tables: LmdbTables) -> None:
+        """Write down what was used. A full store loses that: the order need not be exact."""
+        touched, self._touched = self._touched, {}
+        if touched:
+            try:
+                tables.write({}, touched)
+            except _FULL:
+                return
+
+    def _batches(self, records: Mapping[bytes, bytes]) -> Iterator[dict[bytes, bytes]]:
+        """What is written in one transaction each, last keys first."""
+        batch: dict[bytes, bytes] = {}
+        num_bytes = 0
+        for key in reversed(list(records)):
+            record = records[key]
+            if batch and num_bytes + len(record) > self._batch_bytes:
+                yield batch
+                batch, num_bytes = {}, 0
+            batch[key] = record
+            num_bytes += len(record)
+        if batch:
+            yield batch
+
+    def _write(self, tables: LmdbTables, batch: Mapping[bytes, bytes]) -> None:
+        room = tables.room_for(batch)
+        if room > self._max_live_bytes:
+            raise StoreError(
+                f"KV store {self._directory}: a record of {room:,} bytes in a quota of {self._max_bytes:,}.",
+                remedy="Give the store a larger quota.",
+            )
+        if tables.live_bytes() + room > self._max_live_bytes:
+            self._flush(tables)  # what was just read should not go
+            tables.evict(self._max_live_bytes - room)
+        for _ in range(_MAX_TRIES):
+            try:
+                tables.write(batch, self._touched)
+            except _FULL:
+                self._give_way(tables, room)
+            else:
+                self._touched.clear()
+                return
+        tables.write(batch, ())
+
+    def _give_way(self, tables: LmdbTables, room: int) -> None:
+        """The map or the disk is full before the quota is: of free pages too few lie side by side, a reader
+        keeps them, or the disk has no more."""
+        step = max(2 * room, tables.live_bytes() // 8)
+        tables.evict(max(0, tables.live_bytes() - step))
+        tables.settle()
+
+
+def _check(keys: Sequence[bytes]) -> None:
+    assert all(MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES for key in keys), "a key of 32 to 64 bytes"

@@ -1,0 +1,190 @@
+"""An open LMDB directory: records, and when each was last used.
+
+    records   key     ─▶ record
+    used      key     ─▶ count of uses at the last one      who asks: which entry of `order` is this key's
+    order     count   ─▶ key                                ascending: what was used longest ago comes first
+
+The count is a clock that goes on with every use by any process; wall clocks take no part. Every change is one
+transaction: after kill -9 or a power cut the tables are as before it or as after it, and agree. Errors are
+LMDB's own or `OSError`. Decides nothing: `lmdb_store` does. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+_DATA_FILE = "data.mdb"
+_MAX_READERS = 1024  # transactions of all processes at once
+_COUNT_BYTES = 8
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_RECORD_TREE_PAGES = 8  # that a put may copy beside the record's own
+
+
+class LmdbTables:
+    """Args:
+    directory: made with mode 0700 where it is missing; its files have 0600.
+    max_bytes: of the data file, unless it is larger already: it never shrinks.
+
+    Raises `lmdb.Error` or `OSError`; `PermissionError` if others could write to the directory.
+    """
+
+    def __init__(self, directory: Path, max_bytes: int) -> None:
+        make_private(directory)
+        self._file = directory / _DATA_FILE
+        self._environment = lmdb.open(
+            str(directory),
+            map_size=max_bytes,
+            max_dbs=3,
+            max_readers=_MAX_READERS,
+            mode=0o600,
+            metasync=False,  # a power cut may cost the last change, never the tables
+        )
+        try:
+            self._fill_up_file(max_bytes)
+            self._environment.reader_check()
+            self._records, self._used, self._order = map(
+                self._environment.open_db, (b"records", b"used", b"order")
+            )
+            self._identity = self._identity_on_disk()
+        except BaseException:
+            self._environment.close()
+            raise
+
+    def _fill_up_file(self, max_bytes: int) -> None:
+        """A file that was cut short is filled with zeros, which are found to be bad; touching what is missing
+        would end the process (SIGBUS). One that is larger than it may become gets room to give up records."""
+        page_bytes = self._environment.stat()["psize"]
+        needed = (self._environment.info()["last_pgno"] + 1) * page_bytes
+        if os.path.getsize(self._file) < needed:
+            with self._file.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), needed - 1, 1)  # never cuts what another process just added
+        if needed > max_bytes:
+            self._environment.set_mapsize(needed + (max_bytes // 8 // page_bytes + 1) * page_bytes)
+
+    def _identity_on_disk(self) -> tuple[int, int]:
+        found = self._file.stat()
+        return found.st_dev, found.st_ino
+
+    def is_on_disk(self) -> bool:
+        """False once somebody has deleted or replaced the file: what is written goes nowhere then."""
+        try:
+            return self._identity_on_disk() == self._identity
+        except OSError:
+            return False
+
+    @contextmanager
+    def _transaction(self, *, write: bool) -> Iterator[Any]:
+        try:
+            transaction = self._environment.begin(write=write, buffers=True)
+        except lmdb.MapResizedError:  # another process may let the file grow further than we
+            self._environment.set_mapsize(0)
+            transaction = self._environment.begin(write=write, buffers=True)
+        with transaction:
+            yield transaction
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        with self._transaction(write=False) as transaction:
+            return [transaction.get(key, db=self._records) is not None for key in keys]
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with self._transaction(write=False) as transaction:
+            views = (transaction.get(key, db=self._records) for key in keys)
+            return [None if view is None else bytes(view) for view in views]
+
+    def write(self, records: Mapping[bytes, bytes], touched: Iterable[bytes]) -> None:
+        """One transaction: keep records, and note uses, those of `touched` first, each in order; keys that
+        are not there any more are passed over."""
+        with self._transaction(write=True) as transaction:
+            for key, record in records.items():
+                if transaction.get(key, db=self._records) != record:
+                    transaction.put(key, record, db=self._records)
+            count = self._last_count(transaction)
+            for key in touched:
+                if key not in records and transaction.get(key, db=self._used) is not None:
+                    count += 1
+                    self._note_use(transaction, key, count)
+            for key in records:
+                count += 1
+                self._note_use(transaction, key, count)
+
+    def _last_count(self, transaction: Any) -> int:
+        with transaction.cursor(db=self._order) as cursor:
+            return int.from_bytes(cursor.key(), "big") if cursor.last() else 0
+
+    def _note_use(self, transaction: Any, key: bytes, count: int) -> None:
+        before = transaction.get(key, db=self._used)
+        if before is not None:
+            transaction.delete(bytes(before), db=self._order)
+        stamp = count.to_bytes(_COUNT_BYTES, "big")
+        transaction.put(key, stamp, db=self._used)
+        transaction.put(stamp, key, db=self._order)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._transaction(write=True) as transaction:
+            for key in keys:
+                stamp = transaction.get(key, db=self._used)
+                if stamp is not None:
+                    self._remove(transaction, key, bytes(stamp))
+
+    def _remove(self, transaction: Any, key: bytes, stamp: bytes) -> None:
+        transaction.delete(key, db=self._records)
+        transaction.delete(key, db=self._used)
+        transaction.delete(stamp, db=self._order)
+
+    def evict(self, max_live_bytes: int) -> int:
+        """Give up what was used longest ago until the rest takes no more than this; how many records went."""
+        self._environment.reader_check()  # one that died reading would keep the pages of all that goes
+        num_evicted = 0
+        with self._transaction(write=True) as transaction:
+            while self._live_bytes(transaction) > max_live_bytes:
+                with transaction.cursor(db=self._order) as cursor:
+                    if not cursor.first():
+                        break
+                    stamp, key = bytes(cursor.key()), bytes(cursor.value())
+                self._remove(transaction, key, stamp)
+                num_evicted += 1
+        return num_evicted
+
+    def settle(self) -> None:
+        """Pages that one transaction frees can be used by the next but one, unless a reader needs them."""
+        with self._transaction(write=True) as transaction:
+            transaction.put(b"settled", os.urandom(_COUNT_BYTES))
+
+    def live_bytes(self) -> int:
+        """That records and their order take in the file, in whole pages; the rest of it is free or grows
+        back."""
+        with self._transaction(write=False) as transaction:
+            return self._live_bytes(transaction)
+
+    def _live_bytes(self, transaction: Any) -> int:
+        live = 0
+        for table in (self._records, self._used, self._order):
+            found = transaction.stat(table)
+            live += found["psize"] * (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"])
+        return live
+
+    def room_for(self, records: Mapping[bytes, bytes]) -> int:
+        """Bytes that these may add, no less than they will."""
+        page = self._environment.stat()["psize"]
+        return page * sum(len(record) // page + 2 for record in records.values()) + page * _RECORD_TREE_PAGES
+
+    def close(self) -> None:
+        self._environment.close()
+
+
+def make_private(directory: Path) -> None:
+    """Make it with mode 0700, or see that nobody else can write to what is there. Raises `OSError`."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+        raise PermissionError(
+            f"others can write to {directory} (mode {stat.S_IMODE(found.st_mode):04o}, "
+            f"owner {found.st_uid}), and who can do that is believed"
+        )

@@ -1,0 +1,140 @@
+"""What records are called: which model, in which form, which block, which layer, which head.
+
+    ┌────────────────┬────────────────────────────────┬───────┬──────┐
+    │ namespace 16 B │ hash of the block 32 B         │ layer │ head │   layer and head: u16, big-endian
+    └────────────────┴────────────────────────────────┴───────┴──────┘
+
+So records of one block, and of one layer within it, follow each other in byte order. Two stages never meet,
+as they hold other layers (row H17), yet no stage, rank or epoch is in a name: what was written with two
+stages of one rank is found with three, or by two ranks (row d15). Called by whoever moves blocks to a store
+and back. Reads files of the model for `model_identity`; nothing else here touches anything.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from penstock.errors import CheckpointError, ModelConfigError
+
+MIN_KEY_BYTES = 32  # of every key in a store
+MAX_KEY_BYTES = 64
+
+NAMESPACE_BYTES = 16
+BLOCK_HASH_BYTES = 32
+_PLACE = struct.Struct(">HH")  # layer, head
+KEY_BYTES = NAMESPACE_BYTES + BLOCK_HASH_BYTES + _PLACE.size
+
+_MAX_HEADER_BYTES = 100 << 20  # as `weights.checkpoint` allows
+_LENGTH_BYTES = 8
+SAMPLE_BYTES = 64 << 10
+
+
+class _Hash(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+
+def record_key(namespace: bytes, block_hash: bytes, layer: int, head: int) -> bytes:
+    """Key of what one head of one layer keeps of a block.
+
+    Args:
+        layer: of the model, in [0, 65536), whichever stage has it.
+        head: of the model's KV heads, in [0, 65536), whichever rank has it.
+    """
+    assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
+    assert len(block_hash) == BLOCK_HASH_BYTES, f"a block hash of {len(block_hash)} bytes"
+    return namespace + block_hash + _PLACE.pack(layer, head)
+
+
+def namespace(identity: bytes, *, dtype: str, block_size: int, kind: str) -> bytes:
+    """What all records have in common that may stand for each other, as 16 bytes.
+
+    Args:
+        identity: of the model's files (`model_identity`).
+        dtype: of the stored numbers, such as "bfloat16".
+        block_size: tokens per block.
+        kind: form of the payload, and all else that changes its numbers, such as how weights are quantised.
+    """
+    state = hashlib.blake2b(b"penstock kv namespace\0", digest_size=NAMESPACE_BYTES)
+    for part in (identity, dtype.encode(), str(block_size).encode(), kind.encode()):
+        _add(state, part)
+    return state.digest()
+
+
+def model_identity(directory: Path) -> bytes:
+    """32 bytes that say which model this is.
+
+    A hash of the content of config.json and, for each `*.safetensors` file in order of names, of its name,
+    size and header, and of 64 KiB each from the start, the middle and the end of its data. Not of all data:
+    that would read every byte of a checkpoint at every start.
+
+    Told apart: other architectures, shapes, dtypes, quantisations, shardings into files, and trainings of the
+    same shapes, for those change numbers everywhere. Not told apart: two checkpoints of equal headers that
+    differ only between the samples, such as one edited by hand in a few rows. The tokenizer and the files'
+    dates and places do not count: keys and values follow from token ids and weights alone.
+
+    Raises:
+        ModelConfigError: there is no config.json that can be read.
+        CheckpointError: there is no safetensors file, or one that is none.
+    """
+    state = hashlib.sha256(b"penstock model\0")
+    try:
+        _add(state, (directory / "config.json").read_bytes())
+    except OSError as error:
+        raise ModelConfigError(
+            f"{directory / 'config.json'} cannot be read: {error.strerror}.",
+            remedy="Give the directory of a Hugging Face style checkpoint.",
+        ) from error
+    for path in _weight_files(directory):
+        _add(state, path.name.encode("utf-8", "surrogateescape"))
+        try:
+            _add_file(state, path)
+        except OSError as error:
+            raise CheckpointError(
+                file=path.name, expected="a file to read", found=error.strerror or str(error)
+            ) from error
+    return state.digest()
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    found = sorted(directory.glob("*.safetensors"), key=lambda path: path.name)
+    if not found:
+        raise CheckpointError(
+            file=str(directory),
+            expected="files *.safetensors",
+            found="none",
+            remedy="Only the safetensors format is read; convert other formats first.",
+        )
+    return found
+
+
+def _add_file(state: _Hash, path: Path) -> None:
+    size = path.stat().st_size
+    _add(state, str(size).encode())
+    with path.open("rb") as file:
+        length = file.read(_LENGTH_BYTES)
+        num_header_bytes = int.from_bytes(length, "little")
+        if len(length) < _LENGTH_BYTES or num_header_bytes > min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
+            raise CheckpointError(
+                file=path.name,
+                expected="a length and a header",
+                found=f"{size:,} bytes that do not hold them",
+            )
+        _add(state, length + file.read(num_header_bytes))
+        _add_samples(state, file, _LENGTH_BYTES + num_header_bytes, size)
+
+
+def _add_samples(state: _Hash, file: BinaryIO, begin: int, end: int) -> None:
+    """64 KiB from start, middle and end of `[begin, end)`; they overlap where there is less."""
+    last = max(begin, end - SAMPLE_BYTES)
+    for offset in (begin, (begin + last) // 2, last):
+        file.seek(offset)
+        _add(state, file.read(min(SAMPLE_BYTES, end - offset)))
+
+
+def _add(state: _Hash, part: bytes) -> None:
+    """With its length, so that no two lists of parts look alike."""
+    state.update(len(part).to_bytes(8, "little"))
+    state.update(part)

@@ -1,0 +1,114 @@
+"""Records as objects in a bucket or a directory, through the library `obstore` (extra `stores`).
+
+One object for each record, named by its key in hexadecimal:
+
+    0123…(namespace) / ab12 / ab12…  ◀── the rest: block hash, layer, head
+
+An object is written as a whole or not at all. Credentials, region and endpoint come from the environment, as
+the makers of each store define (AWS_…, GOOGLE_…, AZURE_…). Nothing is ever given up here: that is up to the
+bucket's own rules. Loads `obstore`; only `store.open_store` imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import from_url
+
+from penstock.kvstore.failures import reported
+
+_SECONDS = 5  # for one request, and for all tries of it
+_CONNECT_SECONDS = 2
+_MAX_AT_ONCE = 16
+_REMEDY = "Check the address, the network, and the credentials in the environment."
+_ERRORS = (BaseError, OSError, ValueError)
+
+_T = TypeVar("_T")
+
+
+def open_objects(url: str) -> ObjectStore:
+    """The store at an s3://, gs://, az:// or file:// address; directories are made, with mode 0700.
+
+    Raises `StoreError` if the address or the settings in the environment cannot be right.
+    """
+    parts = urlsplit(url)
+    place = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    with reported(place, _REMEDY, _ERRORS):
+        if parts.scheme == "file":
+            Path(unquote(parts.path)).mkdir(mode=0o700, parents=True, exist_ok=True)
+            return ObjectStore(from_url(url), place)
+        store = from_url(
+            url,
+            client_options={"timeout": f"{_SECONDS}s", "connect_timeout": f"{_CONNECT_SECONDS}s"},
+            retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=_SECONDS)},
+        )
+        return ObjectStore(store, place)
+
+
+class ObjectStore:
+    """A `KVStore`.
+
+    Args:
+        objects: one of obstore's stores.
+        place: what it is called in errors, without passwords.
+    """
+
+    def __init__(self, objects: Any, place: str) -> None:
+        self._objects = objects
+        self._place = place
+        self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-objects")
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [found is not None for found in self._all(self._head, keys)]
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return self._all(self._get, keys)
+
+    def put(self, records: Mapping[bytes, bytes]) -> None:
+        self._all(self._put, records.items())
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._all(self._delete, keys)
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+
+    def _all(self, call: Callable[[Any], _T], items: Iterable[Any]) -> list[_T]:
+        """Several at once; the first error is raised, and what has not begun by then is not begun."""
+        with reported(self._place, _REMEDY, (*_ERRORS, RuntimeError)):  # RuntimeError: it is closed
+            return list(self._threads.map(call, items))
+
+    def _head(self, key: bytes) -> object | None:
+        try:
+            return obstore.head(self._objects, object_name(key))
+        except FileNotFoundError:
+            return None
+
+    def _get(self, key: bytes) -> bytes | None:
+        try:
+            return bytes(obstore.get(self._objects, object_name(key)).bytes())
+        except FileNotFoundError:
+            return None
+
+    def _put(self, item: tuple[bytes, bytes]) -> None:
+        key, record = item
+        obstore.put(self._objects, object_name(key), record)
+
+    def _delete(self, key: bytes) -> None:
+        try:
+            obstore.delete(self._objects, object_name(key))
+        except FileNotFoundError:
+            return
+
+
+def object_name(key: bytes) -> str:
+    """Below the address; two levels, so that no directory gets too large."""
+    digits = key.hex()
+    return f"{digits[:32]}/{digits[32:36]}/{digits[32:]}"

@@ -1,0 +1,77 @@
+"""A store that is opened when it is first asked, and again when that has failed (row R9).
+
+Core and ranks must live without their store, also while they start: so whether it can be opened is one more
+thing that a guarded store may get wrong. Where they are threads of one process they share it, since an LMDB
+directory may be opened but once by a process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+
+from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.store import KVStore, open_store
+
+
+class OpenedLater:
+    """A `KVStore` whose every method may raise what `open_store` does."""
+
+    def __init__(self, url: str, quota_bytes: int | None) -> None:
+        self._url, self._quota_bytes = url, quota_bytes
+        self._lock = threading.Lock()
+        self._store: KVStore | None = None
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return self._opened().contains(keys)
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return self._opened().get(keys)
+
+    def put(self, records: Mapping[bytes, bytes]) -> None:
+        self._opened().put(records)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        self._opened().delete(keys)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._store is not None:
+                _shared.give_back(self._url)
+                self._store = None
+
+    def _opened(self) -> KVStore:
+        with self._lock:
+            if self._store is None:
+                self._store = _shared.take(self._url, self._quota_bytes)
+            return self._store
+
+
+class _SharedStores:
+    """The stores that this process has open, by address, each with how many use it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._open: dict[str, tuple[KVStore, int]] = {}
+
+    def take(self, url: str, quota_bytes: int | None) -> KVStore:
+        with self._lock:
+            store, count = self._open.get(url) or (open_store(url, quota_bytes=quota_bytes), 0)
+            self._open[url] = store, count + 1
+            return store
+
+    def give_back(self, url: str) -> None:
+        with self._lock:
+            store, count = self._open.pop(url)
+            if count > 1:
+                self._open[url] = store, count - 1
+            else:
+                store.close()
+
+
+_shared = _SharedStores()
+
+
+def open_guarded(url: str, *, quota_bytes: int | None) -> GuardedStore:
+    """The store at this address, which may only miss."""
+    return GuardedStore(OpenedLater(url, quota_bytes))

@@ -1,0 +1,132 @@
+"""The storage tier (L3) of the KV cache as its users see it: records by key; which store an address means.
+
+    lmdb:///path, /path        an LMDB directory on this machine, shared by its processes   `lmdb_store`
+    s3:// gs:// az:// file://  objects in a bucket or a directory, shared by machines       `object_store`
+    redis:// rediss://         a Redis or Valkey server                                     `redis_store`
+    memory:                    a dict; for tests
+
+Stores keep bytes and judge nothing: what a record is says `record`, what it is called `names`. They raise
+`StoreError`; whoever must not be hurt by that puts a `guard` around them. Torch-free.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.errors import UsageError
+from penstock.kvstore.lmdb_store import LmdbStore
+
+_REDIS_SCHEMES = ("redis", "rediss")
+_SCHEMES = ("lmdb", "s3", "gs", "az", "file", *_REDIS_SCHEMES, "memory")
+_REMEDY = f"Give a path, or one of {', '.join(f'{name}://' for name in _SCHEMES[:-1])}, or memory: for tests."
+
+
+class KVStore(Protocol):
+    """Records by key. Keys have 32 to 64 bytes. Several threads may call at once; every call may block.
+
+    All methods raise `StoreError` for whatever goes wrong: disk full or read-only, server gone, no right to
+    it. What a failed `put` or `delete` has done of its work is open.
+    """
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """For each key whether `get` would find a record; no promise, and no use of it."""
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """The record of each key, None where there is none."""
+
+    def put(self, records: Mapping[bytes, bytes]) -> None:
+        """Keep them, in place of what was there; a store with a quota may give up others for it. Where a
+        store gives up what was used longest ago, the first of one call counts as used last."""
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        """Forget them; unknown keys are passed over."""
+
+    def close(self) -> None:
+        """Let go of files and connections; the last call."""
+
+
+class MemoryStore:
+    """A dict. Grows without bound."""
+
+    def __init__(self) -> None:
+        self.records: dict[bytes, bytes] = {}
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        return [key in self.records for key in keys]
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return [self.records.get(key) for key in keys]
+
+    def put(self, records: Mapping[bytes, bytes]) -> None:
+        self.records.update(records)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self.records.pop(key, None)
+
+    def close(self) -> None:
+        pass
+
+
+def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
+    """The store at this address.
+
+    Args:
+        url: as in the drawing above.
+        quota_bytes: size that an LMDB directory is kept to; None for as much as the disk holds. Others are
+            bounded where they are: by rules of the bucket, or by the server's `maxmemory`.
+
+    Raises:
+        UsageError: no such kind of address, a quota that cannot be kept, or the extra is not installed.
+        StoreError: the store cannot be reached. Object stores and Redis are first asked when they are used.
+    """
+    scheme, rest = _split(url)
+    if scheme == "lmdb":
+        return LmdbStore(Path(rest), quota_bytes=quota_bytes)
+    if quota_bytes is not None:
+        raise UsageError(
+            f"a quota of {quota_bytes:,} bytes is given for a {scheme} store, which cannot keep one.",
+            remedy="Bound it by a lifecycle rule of the bucket or by Redis' maxmemory, or use lmdb:///PATH.",
+        )
+    if scheme == "memory":
+        return MemoryStore()
+    return _optional_store(scheme, url)
+
+
+def keeps_quota(url: str) -> bool:
+    """Whether a store at this address can be kept to a size from here. Raises as `open_store`."""
+    return _split(url)[0] == "lmdb"
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Kind of the store, and what comes behind it; a plain path is an LMDB directory."""
+    found = re.match(r"(memory|[a-z][a-z0-9+.-]*(?=://)):(//)?", url, re.IGNORECASE)
+    scheme, rest = (found[1].lower(), url[found.end() :]) if found else ("lmdb", url)
+    if scheme not in _SCHEMES:
+        raise UsageError(f"there is no KV store at an address that begins with {scheme}://.", remedy=_REMEDY)
+    if scheme == "memory" and rest:
+        raise UsageError(f"the KV store memory: has no path, and {rest} is given.", remedy=_REMEDY)
+    if scheme != "memory" and not rest:
+        raise UsageError("the address of the KV store ends where its path should begin.", remedy=_REMEDY)
+    return scheme, rest
+
+
+def _optional_store(scheme: str, url: str) -> KVStore:
+    """Stores of the extra `stores`, whose libraries are loaded for who asks for them."""
+    library = "redis" if scheme in _REDIS_SCHEMES else "obstore"
+    try:
+        if library == "redis":
+            from penstock.kvstore.redis_store import open_redis
+
+            return open_redis(url)
+        from penstock.kvstore.object_store import open_objects
+
+        return open_objects(url)
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"a {scheme}:// store needs the library {library}, which cannot be loaded: {error}.",
+            remedy="Install it: pip install 'penstock[stores]'.",
+        ) from error

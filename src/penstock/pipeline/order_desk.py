@@ -1,0 +1,55 @@
+"""Where a rank takes orders for copies of blocks, and tells the core what became of them.
+
+The stage loop gives the orders of each plan, and while answers are due it looks for them between plans, so
+that a request that waits for its blocks does not wait for another plan.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.batch import OrdersDone, TierOrder, encode
+from penstock.pipeline.channel import MessageChannel
+
+PATIENCE_S = 0.001
+
+
+class Transfer(Protocol):
+    """Who copies (`runner.kv_transfer`)."""
+
+    @property
+    def is_busy(self) -> bool: ...
+
+    def submit(self, orders: list[TierOrder]) -> None: ...
+
+    def collect(self) -> OrdersDone | None: ...
+
+
+class OrderDesk:
+    """Args:
+    transfer: None refuses every order, which the core then counts as failed.
+    core: takes the answers.
+    """
+
+    def __init__(self, transfer: Transfer | None, core: MessageChannel) -> None:
+        self._transfer, self._core = transfer, core
+
+    def give(self, orders: list[TierOrder]) -> None:
+        """Those of a plan; the rank has run all steps before it."""
+        if not orders:
+            return
+        if self._transfer is None:
+            self._core.send(encode(OrdersDone(done=[], failed=[order.order for order in orders])))
+        else:
+            self._transfer.submit(orders)
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long to wait for a plan before the next `tell`; None: without end."""
+        return PATIENCE_S if self._transfer is not None and self._transfer.is_busy else None
+
+    def tell(self) -> None:
+        """Send what has been answered."""
+        answers = None if self._transfer is None else self._transfer.collect()
+        if answers is not None:
+            self._core.send(encode(answers))

@@ -1,0 +1,186 @@
+"""A store of KV blocks behind whole engines: what one layout writes serves every other (rows H1, d15)."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+
+import checkpoints
+from disturbed import Server, Stream
+from penstock import LLM, SamplingParams
+from penstock.errors import StoreError, UsageError
+from served import wait_until
+
+BLOCK = 8
+PROMPTS = [[(11 * index + number) % 90 for index in range(17 + 24 * number)] for number in range(3)]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+NUM_FOUND = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=96)
+
+
+def engine(model: Path, store: Path | None, **settings: Any) -> LLM:
+    common: dict[str, Any] = {
+        "distributed_executor_backend": "inprocess",
+        "threads_per_rank": 1,
+        "block_size": BLOCK,
+        "num_blocks": 100,
+        "max_num_seqs": 4,
+        "async_depth": 0,
+        "kv_store": None if store is None else str(store),
+        "kv_store_patience_s": 60.0,
+    }
+    return LLM(str(model), **common | settings)
+
+
+def run(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[list[int]], int]:
+    """Tokens, and how many of the prompts' were found."""
+    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], GREEDY)
+    return [output.outputs[0].token_ids for output in outputs], sum(o.num_cached_tokens for o in outputs)
+
+
+def fill(llm: LLM) -> list[list[int]]:
+    """Run all, and wait until what can be stored is: whole blocks of what was run."""
+    tokens, _ = run(llm)
+    wanted = sum((len(prompt) + 5) // BLOCK for prompt in PROMPTS)
+    filler = [[5, number % 90] for number in range(400)]
+    while (stats := llm.stats()) is None or stats.stored_blocks < wanted:
+        assert filler, f"{stats} after 400 requests"
+        run(llm, [filler.pop()])
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def cold(model: Path) -> list[list[int]]:
+    with engine(model, None, enable_prefix_caching=False, kernels="off") as llm:
+        return [run(llm, [prompt])[0][0] for prompt in PROMPTS]
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp 1": {},
+    "pp 2": {"pipeline_parallel_size": 2},
+    "pp 3, a plan ahead": {"pipeline_parallel_size": 3, "async_depth": 1},
+    "tp 2": {"tensor_parallel_size": 2},
+    "pp 2, tp 2,1": {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1"},
+    "without kernels": {"kernels": "off"},
+}
+
+
+@pytest.mark.parametrize("writer", LAYOUTS)
+def test_h1_d15_what_one_layout_stores_every_other_finds(
+    model: Path, cold: list[list[int]], tmp_path: Path, writer: str
+) -> None:
+    with engine(model, tmp_path, **LAYOUTS[writer]) as llm:
+        assert fill(llm) == cold
+    for reader, layout in LAYOUTS.items():
+        with engine(model, tmp_path, **layout) as llm:
+            assert run(llm) == (cold, NUM_FOUND), reader
+
+
+def test_h17_another_model_finds_nothing(model: Path, tmp_path: Path) -> None:
+    with engine(model, tmp_path / "store") as llm:
+        fill(llm)
+    other = checkpoints.make_checkpoint(tmp_path / "other", layers=3, vocab_size=96, seed=1)
+    with engine(other, tmp_path / "store") as llm:
+        assert run(llm)[1] == 0
+    with engine(model, tmp_path / "store", block_size=BLOCK // 2) as llm:
+        assert run(llm)[1] == 0
+
+
+@pytest.mark.parametrize("harm", ["flip", "cut", "swap", "delete"])
+def test_r9_bad_records_cost_time_and_no_token(
+    model: Path, cold: list[list[int]], tmp_path: Path, harm: str
+) -> None:
+    with engine(model, tmp_path) as llm:
+        fill(llm)
+    with lmdb.open(str(tmp_path), max_dbs=3) as environment:
+        records = environment.open_db(b"records")
+        with environment.begin(db=records, write=True) as transaction:
+            stored = [(key, value) for key, value in transaction.cursor() if len(value) > 200]
+            for number, (key, value) in enumerate(stored[::7]):
+                if harm == "flip":
+                    transaction.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
+                elif harm == "cut":
+                    transaction.put(key, value[: len(value) // 2])
+                elif harm == "swap":
+                    transaction.put(key, stored[number * 7 - 1][1])
+                else:
+                    transaction.delete(key)
+    with engine(model, tmp_path, pipeline_parallel_size=2) as llm:
+        tokens, num_found = run(llm)
+        assert tokens == cold
+        assert num_found < NUM_FOUND
+        stats = llm.stats()
+        assert stats is not None
+        assert stats.failed_blocks
+
+
+def test_r9_a_store_that_vanishes_is_no_store(model: Path, cold: list[list[int]], tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with engine(model, store, pipeline_parallel_size=2) as llm:
+        fill(llm)
+        shutil.rmtree(store)
+        store.write_text("in its place")
+        others = [[90 - token for token in prompt] for prompt in PROMPTS]
+        run(llm, others)
+        assert run(llm)[0] == cold
+    store.unlink()
+    with engine(model, store, pipeline_parallel_size=2) as llm:
+        assert run(llm) == (cold, 0)
+
+
+def test_a_store_that_can_never_work_is_refused_at_the_start(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no directory")
+    with pytest.raises(StoreError, match="file"):
+        engine(model, tmp_path / "file" / "store")
+    with pytest.raises(UsageError, match="prefix cache is off"):
+        engine(model, tmp_path, enable_prefix_caching=False)
+
+
+# --- as processes -----------------------------------------------------------------------------------
+
+# Blocks of 32 tokens: prompts of one block and more, whose streams go on long enough to be disturbed.
+LONG = [{"prompt": [(7 * index + number) % 90 for index in range(80)], "temperature": 0} for number in (0, 1)]
+
+
+def ask(server: Server, request: dict[str, Any]) -> list[int]:
+    return [*Stream(server, request)]
+
+
+def stored(server: Server) -> float:
+    return server.metric("penstock_kv_store_stored_blocks_total")
+
+
+def test_h1_a_server_that_starts_again_finds_what_the_one_before_has_stored(tmp_path: Path) -> None:
+    store = ["--kv-store", str(tmp_path / "store"), "--kv-store-patience", "60"]
+    with Server(2, *store) as first:
+        expected = [ask(first, request) for request in LONG]
+        wait_until(lambda: stored(first) >= 2 * (80 + 600) // 32 - 2, 60)
+    with Server(3, *store) as second:
+        assert [ask(second, request) for request in LONG] == expected
+        assert second.metric("penstock_kv_store_loaded_blocks_total") >= 4
+        assert second.metric("penstock_prefix_cache_hits_total") >= 2 * 64
+
+
+def test_d2_r4_after_the_loss_of_a_stage_streams_go_on_from_the_store(tmp_path: Path) -> None:
+    with Server(2, "--kv-store", str(tmp_path / "store"), "--kv-store-patience", "60") as server:
+        expected = ask(server, LONG[0])
+        wait_until(lambda: stored(server) >= (80 + 600) // 32 - 1, 60)
+        stream = iter(Stream(server, LONG[1]))
+        found = [next(stream) for _ in range(40)]
+        server.stage(1).send_signal(signal.SIGKILL)
+        found.extend(stream)
+        assert server.num_recoveries == 1
+        assert ask(server, LONG[0]) == expected
+        assert server.metric("penstock_kv_store_loaded_blocks_total") >= 2
+    with Server(1) as alone:
+        assert found == ask(alone, LONG[1])

@@ -1,0 +1,58 @@
+"""The catalogue: asked beside, answered later, empty when the store does not work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import pytest
+
+from penstock.errors import StoreError
+from penstock.kvcache.catalogue import AT_ONCE, StoreCatalogue
+from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.store import KVStore, MemoryStore
+
+NAMES = [number.to_bytes(32, "big") for number in range(2 * AT_ONCE + 3)]
+
+
+class BrokenStore(MemoryStore):
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        raise StoreError("gone.")
+
+
+@contextmanager
+def catalogue(store: KVStore, namespace: bytes = bytes(16)) -> Iterator[StoreCatalogue]:
+    with closing(StoreCatalogue(GuardedStore(store), namespace)) as made:
+        yield made
+
+
+def count(one: StoreCatalogue, names: Sequence[bytes]) -> int:
+    one.look_up(7, names)
+    while not (found := one.answers()):
+        pass
+    ((ticket, number),) = found
+    assert ticket == 7
+    return number
+
+
+@pytest.mark.parametrize("num_there", [0, 1, AT_ONCE - 1, AT_ONCE, AT_ONCE + 1, len(NAMES)])
+def test_h13_the_longest_beginning_that_is_there(num_there: int) -> None:
+    with catalogue(MemoryStore()) as one:
+        one.enter(NAMES[:num_there])
+        assert count(one, NAMES) == num_there
+
+
+def test_what_was_struck_is_not_there_and_other_models_see_nothing() -> None:
+    store = MemoryStore()
+    with catalogue(store) as one:
+        one.enter(NAMES[:3])
+        one.strike(NAMES[1:2])
+        assert count(one, NAMES) == 1
+    with catalogue(store, namespace=b"x" * 16) as other:
+        assert count(other, NAMES) == 0
+
+
+def test_r9_a_store_that_does_not_work_has_no_entries() -> None:
+    with catalogue(BrokenStore()) as one:
+        one.enter(NAMES)
+        assert count(one, NAMES) == 0

@@ -1,0 +1,70 @@
+"""Orders of plans, and what is told of them between plans."""
+
+from __future__ import annotations
+
+import threading
+
+from penstock.batch import OrdersDone, ScheduledBatch, Shutdown, TierOrder, decode_to_core, encode
+from penstock.executor.plan_channel import QueueChannel
+from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.order_desk import OrderDesk
+from penstock.pipeline.stage import plans_from
+
+ORDER = TierOrder(4, False, 1, b"name")
+
+
+class FakeTransfer:
+    """Has done what it was given when it has been asked a few times."""
+
+    def __init__(self) -> None:
+        self.given: list[TierOrder] = []
+        self.num_asked = 0
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.given)
+
+    def submit(self, orders: list[TierOrder]) -> None:
+        self.given += orders
+
+    def collect(self) -> OrdersDone | None:
+        self.num_asked += 1
+        if not self.given or self.num_asked < 3:
+            return None
+        done, self.given = [order.order for order in self.given], []
+        return OrdersDone(done=done, failed=[])
+
+
+def test_answers_go_out_while_there_is_no_plan() -> None:
+    """A request that waits for its blocks is the only one: no plan comes before the answer has gone."""
+    core, rank = QueueChannel.pair()
+    desk = OrderDesk(FakeTransfer(), rank)
+    desk.give([ORDER])
+    plans = plans_from(rank, desk=desk)
+
+    def answer() -> None:
+        """As the core: send the next plan when it has heard of the order."""
+        frame = core.recv(60.0)
+        assert frame is not None
+        assert decode_to_core(frame) == OrdersDone(done=[4], failed=[])
+        core.send(encode(DecisionLog().seal(ScheduledBatch(step_id=0))))
+        core.send(encode(Shutdown()))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert [plan.step_id for plan in plans] == [0]
+    thread.join(60)
+    assert desk.patience_s is None
+
+
+def test_a_rank_without_a_store_refuses_orders() -> None:
+    core, rank = QueueChannel.pair()
+    desk = OrderDesk(None, rank)
+    desk.give([])
+    desk.give([ORDER])
+    desk.tell()
+    frame = core.recv(0)
+    assert frame is not None
+    assert decode_to_core(frame) == OrdersDone(done=[], failed=[4])
+    assert core.recv(0) is None
+    assert desk.patience_s is None

@@ -1,0 +1,190 @@
+"""Orders carried out by a rank: blocks into the store and back, whatever the store does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from fakes import FakeClock
+from penstock.attention.block_codec import SlotCodec
+from penstock.attention.metadata import LayerKV
+from penstock.batch import OrdersDone, TierOrder
+from penstock.errors import StoreError
+from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.names import record_key
+from penstock.kvstore.store import MemoryStore
+from penstock.runner.kv_transfer import AT_ONCE, DEADLINE_S, KVTransfer
+
+LAYERS, HEADS, BLOCK, WIDTH, BLOCKS = 3, 2, 4, 5, 12
+SPACE = bytes(16)
+NAMES = [bytes([number]) * 32 for number in range(20)]
+
+
+def layers(seed: int | None) -> list[LayerKV]:
+    """Filled, or zeros."""
+    source = torch.Generator().manual_seed(seed or 0)
+
+    def slots() -> Tensor:
+        filled = torch.randn(BLOCKS * BLOCK, HEADS, WIDTH, generator=source)
+        return torch.zeros_like(filled) if seed is None else filled
+
+    return [LayerKV(key=slots(), value=slots()) for _ in range(LAYERS)]
+
+
+def codec(num_heads: int = HEADS) -> SlotCodec:
+    return SlotCodec(num_heads=num_heads, num_parts=2, width=WIDTH, dtype=torch.float32, block_size=BLOCK)
+
+
+class SlowStore(MemoryStore):
+    """Answers when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_go_on = threading.Event()
+
+    def get(self, keys: object) -> list[bytes | None]:
+        self.may_go_on.wait(60)
+        return super().get(keys)  # type: ignore[arg-type]
+
+
+class BrokenStore(MemoryStore):
+    def put(self, records: object) -> None:
+        raise StoreError("no room.")
+
+
+@contextmanager
+def transfer(
+    store: MemoryStore, kv: list[LayerKV], first_layer: int = 0, clock: Callable[[], float] = time.monotonic
+) -> Iterator[KVTransfer]:
+    made = KVTransfer(
+        GuardedStore(store),
+        codec(),
+        kv,
+        first_layer=first_layer,
+        first_head=0,
+        namespace=SPACE,
+        clock=clock,
+    )
+    with closing(made):
+        yield made
+
+
+def answers(one: KVTransfer) -> dict[int, bool]:
+    """Of all that was submitted."""
+    found: dict[int, bool] = {}
+    while one.is_busy:
+        told = one.collect()
+        if told is not None:
+            found |= dict.fromkeys(told.done, True) | dict.fromkeys(told.failed, False)
+    return found
+
+
+def stores(*blocks: int) -> list[TierOrder]:
+    return [TierOrder(number, False, block, NAMES[number]) for number, block in enumerate(blocks)]
+
+
+def block_of(kv: list[LayerKV], block: int) -> Tensor:
+    span = slice(block * BLOCK, (block + 1) * BLOCK)
+    return torch.stack([torch.stack([layer.key[span], layer.value[span]]) for layer in kv])
+
+
+def test_h5_h6_blocks_go_to_the_store_and_come_back_to_other_places() -> None:
+    store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
+    count = AT_ONCE + 2
+    with transfer(store, full) as one:
+        one.submit(stores(*range(count)))
+        assert answers(one) == dict.fromkeys(range(count), True)
+    assert len(store.records) == count * LAYERS * HEADS
+    assert record_key(SPACE, NAMES[0], LAYERS - 1, HEADS - 1) in store.records
+    with transfer(store, empty) as one:
+        one.submit([TierOrder(100 + n, True, (n + 1) % BLOCKS, NAMES[n]) for n in range(count)])
+        assert answers(one) == dict.fromkeys(range(100, 100 + count), True)
+    for number in range(count):
+        assert torch.equal(block_of(empty, (number + 1) % BLOCKS), block_of(full, number))
+
+
+def test_d15_two_stages_of_the_same_model_share_nothing_and_one_reads_what_both_wrote() -> None:
+    store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
+    for first, own in ((0, full[:1]), (1, full[1:])):
+        with transfer(store, own, first_layer=first) as one:
+            one.submit(stores(3))
+            answers(one)
+    with transfer(store, empty) as one:
+        one.submit([TierOrder(0, True, 5, NAMES[0])])
+        assert answers(one) == {0: True}
+    assert torch.equal(block_of(empty, 5), block_of(full, 3))
+
+
+def test_h13_a_part_that_is_missing_fails_the_load_and_leaves_the_block_alone() -> None:
+    store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
+    with transfer(store, full) as one:
+        one.submit(stores(0, 1))
+        answers(one)
+    del store.records[record_key(SPACE, NAMES[0], 1, 0)]
+    with transfer(store, empty) as one:
+        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(3)])
+        assert answers(one) == {0: False, 1: True, 2: False}
+    assert not block_of(empty, 0).any()
+    assert torch.equal(block_of(empty, 1), block_of(full, 1))
+
+
+def test_r9_a_store_that_takes_nothing_fails_the_order() -> None:
+    with transfer(BrokenStore(), layers(seed=1)) as one:
+        one.submit(stores(0))
+        assert answers(one) == {0: False}
+
+
+def test_r4_orders_of_an_epoch_that_is_over_are_not_carried_out() -> None:
+    """Though the store has not answered yet; what it says later goes nowhere."""
+    store, full, empty = SlowStore(), layers(seed=1), layers(seed=None)
+    with transfer(store, full) as one:
+        one.submit(stores(0, 1))
+        answers(one)
+    with transfer(store, empty) as one:
+        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
+        one.reset()
+        assert not one.is_busy
+        assert one.collect() is None
+        store.may_go_on.set()
+        one.submit([TierOrder(7, True, 5, NAMES[1])])
+        assert answers(one) == {7: True}, "and later ones are"
+    assert not block_of(empty, 0).any()
+    assert not block_of(empty, 1).any()
+
+
+def test_r9_a_store_that_does_not_answer_fails_orders_in_the_end() -> None:
+    store, empty, clock = SlowStore(), layers(seed=None), FakeClock()
+    with transfer(store, layers(seed=1)) as one:
+        one.submit(stores(0, 1, 2))
+        answers(one)
+    with transfer(store, empty, clock=clock) as one:
+        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
+        assert one.collect() is None
+        clock.advance(DEADLINE_S + 1)
+        one.submit([TierOrder(2, True, 2, NAMES[2])])
+        told = one.collect()
+        assert told == OrdersDone(done=[], failed=[0, 1])
+        store.may_go_on.set()
+        assert answers(one) == {2: True}
+    assert not block_of(empty, 0).any(), "the block is somebody else's by now"
+
+
+@pytest.mark.parametrize("size", [0, 1])
+def test_r9_a_record_of_another_size_is_no_record(size: int) -> None:
+    store = MemoryStore()
+    GuardedStore(store).put(
+        {
+            record_key(SPACE, NAMES[0], layer, head): bytes(size)
+            for layer in range(LAYERS)
+            for head in range(HEADS)
+        }
+    )
+    with transfer(store, layers(seed=None)) as one:
+        one.submit([TierOrder(0, True, 0, NAMES[0])])
+        assert answers(one) == {0: False}

@@ -1,0 +1,277 @@
+"""A whole core with a store, over ranks that hold tokens where keys and values would be.
+
+The ranks of `fakes` carry orders out for real: a block that was loaded wrong, or too early, or into a block
+that somebody uses, shows in what is sampled.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
+
+BLOCK = 4
+
+
+@dataclass
+class FakeCatalogue:
+    """Answers at once, or when it is told to."""
+
+    names: set[bytes] = field(default_factory=set)
+    is_slow: bool = False
+    asked: list[tuple[int, list[bytes]]] = field(default_factory=list)
+
+    def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
+        self.asked.append((ticket, list(names)))
+
+    def answers(self) -> list[tuple[int, int]]:
+        if self.is_slow:
+            return []
+        asked, self.asked = self.asked, []
+        return [(ticket, self._count(names)) for ticket, names in asked]
+
+    def _count(self, names: Sequence[bytes]) -> int:
+        return next((count for count, name in enumerate(names) if name not in self.names), len(names))
+
+    def enter(self, names: Sequence[bytes]) -> None:
+        self.names.update(names)
+
+    def strike(self, names: Sequence[bytes]) -> None:
+        self.names.difference_update(names)
+
+    def close(self) -> None:
+        pass
+
+
+def rig(**settings: Any) -> tuple[CoreRig, FakeCatalogue]:
+    catalogue = settings.pop("catalogue", None) or FakeCatalogue()
+    return CoreRig(**{"eviction": "lru", "block_size": BLOCK, "catalogue": catalogue, **settings}), catalogue
+
+
+def again(one: CoreRig, catalogue: FakeCatalogue, **settings: Any) -> CoreRig:
+    """Another engine over the same store."""
+    other, _ = rig(catalogue=catalogue, **settings)
+    other.executor.stored = one.executor.stored
+    return other
+
+
+def run(one: CoreRig, name: str, prompt: list[int], **sampling: Any) -> int:
+    """Tokens that were found for it."""
+    one.add(name, prompt, **{"max_tokens": 4, "ignore_eos": True, **sampling})
+    one.run_until_idle()
+    return one.updates[name][0].num_cached_tokens
+
+
+def settle_store(one: CoreRig) -> None:
+    """Let what was named last be stored: its order goes out with the next plan, at the latest a probe."""
+    for _ in range(8):
+        one.clock.advance(1.0)
+        one.step(timeout_s=1.0)
+
+
+def tokens_of(one: CoreRig, name: str) -> list[int]:
+    return [token for update in one.updates[name] for token in update.token_ids]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("length", [BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1])
+def test_h1_what_one_engine_has_stored_another_finds(num_stages: int, length: int) -> None:
+    prompt = [(5 * index) % VOCAB_SIZE for index in range(length)]
+    one, catalogue = rig()
+    assert run(one, "cold", prompt) == 0
+    settle_store(one)
+    other = again(one, catalogue, num_stages=num_stages)
+    assert run(other, "warm", prompt) == (length - 1) // BLOCK * BLOCK
+    assert tokens_of(other, "warm") == tokens_of(one, "cold")
+    assert other.scheduler.stats().loaded_blocks == (length - 1) // BLOCK
+
+
+def test_h5_a_block_counts_as_stored_when_all_ranks_have_answered_and_is_held_until_then() -> None:
+    one, catalogue = rig(num_blocks=8, max_model_len=16)
+    one.executor.answers_at_once = False
+    run(one, "a", [1] * 9)
+    settle_store(one)
+    assert catalogue.names == set()
+    assert one.scheduler.stats().free_blocks == 6, "two blocks, a quarter of the pool, are being copied"
+    one.executor.answer(2)
+    settle_store(one)
+    assert len(catalogue.names) == 2
+    assert one.scheduler.stats().free_blocks == 7, "and now the third"
+    one.executor.answer(1)
+    one.step()
+    assert len(catalogue.names) == 3
+    assert one.scheduler.stats().free_blocks == 8
+
+
+def test_h3_a_request_waits_for_its_blocks_and_only_so_long() -> None:
+    one, catalogue = rig()
+    run(one, "a", [1] * 13)
+    settle_store(one)
+    other = again(one, catalogue)
+    other.executor.answers_at_once = False
+    other.add("b", [1] * 13, max_tokens=4, ignore_eos=True)
+    for _ in range(5):
+        other.step(timeout_s=1.0)
+    assert not [new for plan in other.executor.plans for new in plan.new_rows], "it waits"
+    other.clock.advance(2.5)
+    other.run_until_idle()
+    assert other.updates["b"][0].num_cached_tokens == 0
+    assert tokens_of(other, "b") == tokens_of(one, "a")
+    other.executor.answer(10)
+    other.step()
+    assert run(other, "c", [1] * 13) == 12, "what came too late is there for the next"
+
+
+def test_h2_blocks_come_while_others_run() -> None:
+    """Whoever waits behind others has its blocks when its turn comes."""
+    one, catalogue = rig()
+    run(one, "a", [1] * 13)
+    settle_store(one)
+    other = again(one, catalogue, scheduler=SMALL_SCHEDULER)
+    for number in range(SMALL_SCHEDULER.max_num_seqs):
+        other.add(f"busy{number}", [2 + number] * 5, max_tokens=6, ignore_eos=True)
+    other.add("late", [1] * 13, max_tokens=4, ignore_eos=True)
+    other.run_until_idle()
+    assert other.updates["late"][0].num_cached_tokens == 12
+    assert tokens_of(other, "late") == tokens_of(one, "a")
+
+
+def test_h13_a_chain_is_as_long_as_its_first_block_that_fails_on_any_rank() -> None:
+    one, catalogue = rig()
+    run(one, "a", [1] * 13)
+    settle_store(one)
+    other = again(one, catalogue)
+    names = list(one.executor.stored)
+    del other.executor.stored[names[1]]
+    assert run(other, "b", [1] * 13) == BLOCK
+    assert tokens_of(other, "b") == tokens_of(one, "a")
+    assert other.scheduler.stats().failed_blocks == 1
+    assert names[1] not in catalogue.names or other.executor.stored.get(names[1]), (
+        "it is struck, or stored anew"
+    )
+
+
+def test_h14_h16_nothing_found_or_nobody_left_holds_nothing() -> None:
+    one, catalogue = rig(num_blocks=6, max_model_len=24)
+    catalogue.is_slow = True
+    one.add("gone", [1] * 9)
+    one.step()
+    one.abort("gone")
+    catalogue.is_slow = False
+    one.run_until_idle()
+    assert one.scheduler.stats().free_blocks == 6
+    run(one, "a", [1] * 9)
+    settle_store(one)
+    other = again(one, catalogue, num_blocks=6, max_model_len=24)
+    other.executor.answers_at_once = False
+    other.add("gone", [1] * 9)
+    other.step()
+    other.step()
+    assert other.scheduler.stats().free_blocks == 4, "two blocks are reserved"
+    other.abort("gone")
+    other.executor.answer(2)
+    other.step()
+    assert other.scheduler.stats().free_blocks == 6
+    assert other.scheduler.stats().cached_blocks == 2
+
+
+def test_h8_blocks_may_be_stored_only_when_they_are_found() -> None:
+    one, catalogue = rig(store_when_found=2)
+    for number in range(3):
+        run(one, str(number), [1] * 9)
+        settle_store(one)
+        assert len(catalogue.names) == (2 if number == 2 else 0), number
+
+
+def test_r7_numbers_that_are_no_good_leave_the_store() -> None:
+    one, catalogue = rig()
+    one.executor.fail_rows[2] = [0]
+    run_failed = [1] * 9
+    one.add("a", run_failed, max_tokens=8, ignore_eos=True)
+    one.run_until_idle()
+    settle_store(one)
+    assert one.updates["a"][-1].finish_reason == "error"
+    other = again(one, catalogue)
+    assert run(other, "b", run_failed) == 0
+
+
+def test_d2_after_a_loss_requests_begin_with_what_the_store_has() -> None:
+    one, catalogue = rig(num_stages=2, recovers=True)
+    one.add("a", [1] * 13, max_tokens=12, ignore_eos=True)
+    for _ in range(6):
+        one.step(timeout_s=1.0)
+    stored = one.executor.stored
+    assert catalogue.names
+    one.executor.lose_stage(1, "killed")
+    one.step()
+    one.rejoin()
+    one.executor.stored = stored
+    one.run_until_idle()
+    starts = [plan.start_positions[0] for plan in one.executor.plans if plan.new_rows]
+    assert starts[0] >= 12
+    alone = CoreRig(block_size=BLOCK)
+    alone.add("a", [1] * 13, max_tokens=12, ignore_eos=True)
+    alone.run_until_idle()
+    assert tokens_of(one, "a") == tokens_of(alone, "a")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_r9_tokens_do_not_depend_on_the_store(seed: int) -> None:
+    """Several engines after another over one store, with late answers, lost parts, aborts, losses."""
+    chance = random.Random(seed)
+    catalogue, stored = FakeCatalogue(), dict[bytes, list[tuple[int, int]]]()
+    families = [[chance.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
+    hits = 0
+    for life in range(3):
+        settings: dict[str, Any] = {
+            "num_stages": chance.choice([1, 2, 3]),
+            "async_depth": chance.choice([0, 1]),
+            "num_blocks": chance.choice([16, 40]),
+            "max_model_len": 40,
+            "recovers": True,
+        }
+        one, _ = rig(catalogue=catalogue, store_when_found=chance.choice([0, 1]), **settings)
+        one.executor.stored = stored
+        one.executor.answers_at_once = chance.random() < 0.3
+        aborted: set[str] = set()
+        for number in range(25):
+            name = f"{life} {number}"
+            prompt = [*chance.choice(families)[: chance.randint(1, 24)], *[number] * chance.randint(0, 3)]
+            one.add(name, prompt, max_tokens=chance.randint(1, 8), ignore_eos=True)
+            for _ in range(chance.randint(0, 5)):
+                one.executor.answer(chance.randint(0, 3))
+                catalogue.is_slow = chance.random() < 0.3
+                one.step(timeout_s=chance.choice([0.0, 1.0]))
+                one.clock.advance(chance.choice([0.0, 0.1, 1.0]))
+            if chance.random() < 0.1 and one.abort(name):
+                aborted.add(name)
+            if stored and chance.random() < 0.2:
+                del stored[chance.choice(list(stored))]
+            if chance.random() < 0.04:
+                answers_at_once = one.executor.answers_at_once
+                one.executor.lose_stage(0, "killed")
+                one.step()
+                one.rejoin()
+                one.executor.stored, one.executor.answers_at_once = stored, answers_at_once
+        catalogue.is_slow = False
+        for _ in range(400):
+            one.executor.answer(8)
+            one.step(timeout_s=1.0)
+            one.clock.advance(0.5)
+        assert one.core.is_idle
+        hits += one.scheduler.stats().loaded_blocks
+        assert one.scheduler.stats().free_blocks == settings["num_blocks"], "a block is lost"
+        for name, request in one.requests.items():
+            if name not in aborted and one.updates[name][-1].finish_reason != "error":
+                alone = CoreRig(block_size=BLOCK, num_blocks=64, max_model_len=40)
+                alone.add(
+                    name, request.prompt_token_ids, max_tokens=request.sampling.max_tokens, ignore_eos=True
+                )
+                alone.run_until_idle()
+                assert tokens_of(one, name) == tokens_of(alone, name), name
+    assert hits
