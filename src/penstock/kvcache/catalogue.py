@@ -59,9 +59,10 @@ class StoreCatalogue:
 
     def _count(self, names: Sequence[bytes]) -> int:
         for first in range(0, len(names), AT_ONCE):
-            found = self._store.contains([self._key(name) for name in names[first : first + AT_ONCE]])
-            if not all(found):
-                return first + found.index(False)
+            # Got, and not only asked for: an entry that is used must not be the oldest one in the store.
+            found = self._store.get([self._key(name) for name in names[first : first + AT_ONCE]])
+            if None in found:
+                return first + found.index(None)
         return len(names)
 
     def _enter(self, names: Sequence[bytes]) -> None:

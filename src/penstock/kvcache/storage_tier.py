@@ -115,9 +115,11 @@ class StorageTier:
 
     def next_look(self) -> float:
         """Clock time at which `look` or `must_wait` may tell something new though no rank has answered."""
-        if any(not prefetch.open_orders for prefetch in self._prefetches.values()):
-            return self._clock() + LOOK_S
-        return min((prefetch.give_up_at for prefetch in self._prefetches.values()), default=math.inf)
+        now = self._clock()
+        waiting = [prefetch for prefetch in self._prefetches.values() if now < prefetch.give_up_at]
+        if any(not prefetch.open_orders for prefetch in waiting):
+            return now + LOOK_S
+        return min((prefetch.give_up_at for prefetch in waiting), default=math.inf)
 
     def take_orders(self) -> list[TierOrder]:
         """For the plan that is issued now."""

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 
 from penstock.errors import StoreError
 from penstock.kvcache.catalogue import AT_ONCE, StoreCatalogue
 from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.lmdb_store import MIN_QUOTA_BYTES, LmdbStore
 from penstock.kvstore.store import KVStore, MemoryStore
 
 NAMES = [number.to_bytes(32, "big") for number in range(2 * AT_ONCE + 3)]
 
 
 class BrokenStore(MemoryStore):
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         raise StoreError("gone.")
 
 
@@ -56,3 +58,14 @@ def test_r9_a_store_that_does_not_work_has_no_entries() -> None:
     with catalogue(BrokenStore()) as one:
         one.enter(NAMES)
         assert count(one, NAMES) == 0
+
+
+def test_an_entry_that_is_asked_for_stays_in_a_store_that_must_give_up_others(tmp_path: Path) -> None:
+    """Asking is a use: else the entries of what is found most would be the oldest ones."""
+    store = LmdbStore(tmp_path, quota_bytes=MIN_QUOTA_BYTES)
+    with catalogue(store) as one:
+        one.enter(NAMES[:1])
+        for number in range(12):
+            assert count(one, NAMES[:1]) == 1, number
+            store.put({bytes([number]) * 40: bytes(MIN_QUOTA_BYTES // 6)})
+        assert not all(store.contains([bytes([number]) * 40 for number in range(12)]))

@@ -127,6 +127,22 @@ def test_h3_a_request_waits_for_its_blocks_and_only_so_long() -> None:
     assert run(other, "c", [1] * 13) == 12, "what came too late is there for the next"
 
 
+def test_nobody_wakes_up_for_a_request_that_waits_no_longer() -> None:
+    """A store that does not answer must not keep the core busy."""
+    one, catalogue = rig()
+    run(one, "a", [1] * 13)
+    settle_store(one)
+    for is_slow in (True, False):
+        other = again(one, catalogue)
+        catalogue.is_slow, other.executor.answers_at_once = is_slow, False
+        other.add("b", [1] * 13, max_tokens=1)
+        other.step()
+        assert other.clock() < other.core.next_wakeup() < other.clock() + 2.1
+        other.clock.advance(2.5)
+        other.run_until_idle()
+        assert other.core.next_wakeup() > other.clock() + 0.5, "the next probe"
+
+
 def test_h2_blocks_come_while_others_run() -> None:
     """Whoever waits behind others has its blocks when its turn comes."""
     one, catalogue = rig()
