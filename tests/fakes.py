@@ -37,7 +37,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
-from penstock.kvcache.storage_tier import Catalogue, StorageTier
+from penstock.kvcache.storage_tier import Catalogue, StorageTier, TierPolicy
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
@@ -434,7 +434,7 @@ class CoreRig:
         self.tier = None
         if catalogue is not None:
             self.tier = StorageTier(
-                self.allocator, catalogue, self.clock, store_when_found=store_when_found, patience_s=2.0
+                self.allocator, catalogue, self.clock, TierPolicy(store_when_found=store_when_found)
             )
         self.scheduler = Scheduler(
             scheduler,

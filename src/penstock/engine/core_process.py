@@ -48,7 +48,7 @@ from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
-from penstock.kvcache.storage_tier import StorageTier
+from penstock.kvcache.storage_tier import StorageTier, TierPolicy
 from penstock.kvstore.opening import open_guarded
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
@@ -111,8 +111,10 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
         allocator,
         StoreCatalogue(store, config.store.namespace),
         clock,
-        store_when_found=config.cache.kv_store_when_found,
-        patience_s=config.cache.kv_store_patience_s,
+        TierPolicy(
+            store_when_found=config.cache.kv_store_when_found,
+            patience_s=config.cache.kv_store_patience_s,
+        ),
     )
 
 

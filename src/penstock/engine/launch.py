@@ -106,7 +106,9 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
     core = _core_config(
         config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
     )
-    store = _store_config(config, directory, form)
+    store = _store_config(
+        config, directory, f"{spec.implementation}, {form.quantization} weights", form.dtype
+    )
     core = msgspec.structs.replace(core, store=store)
     ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
     size = len(ranks) // parallel.data_parallel_size
@@ -212,13 +214,16 @@ def _core_config(
     )
 
 
-def _store_config(config: EngineConfig, directory: Path, form: _WeightForm) -> StoreConfig | None:
-    """How the store is opened, and what its records of this model are called."""
+def _store_config(config: EngineConfig, directory: Path, kind: str, dtype: str) -> StoreConfig | None:
+    """How the store is opened, and what its records of this model are called.
+
+    Args:
+        kind: whatever else decides the numbers.
+    """
     cache = config.cache
     if cache.kv_store is None:
         return None
-    kind = f"{form.quantization} {config.model.model_impl}"
-    names = namespace(model_identity(directory), dtype=form.dtype, block_size=cache.block_size, kind=kind)
+    names = namespace(model_identity(directory), dtype=dtype, block_size=cache.block_size, kind=kind)
     quota_bytes = cache.kv_store_bytes if keeps_quota(cache.kv_store) else None
     open_store(cache.kv_store, quota_bytes=quota_bytes).close()  # refuse now what can never work
     return StoreConfig(url=cache.kv_store, quota_bytes=quota_bytes, namespace=names)

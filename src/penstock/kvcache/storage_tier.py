@@ -51,6 +51,17 @@ class Catalogue(Protocol):
         """The last call."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierPolicy:
+    """Attributes:
+    store_when_found: 0 stores a block when it is named; n when it has been found n times.
+    patience_s: how long a request may wait for its blocks.
+    """
+
+    store_when_found: int = 0
+    patience_s: float = 2.0
+
+
 @dataclass(slots=True)
 class Prefetch:
     """What a waiting request is waiting for.
@@ -82,8 +93,6 @@ class StorageTier:
     """Args:
     allocator: of the pool's blocks.
     catalogue: of what is in the store.
-    store_when_found: 0 stores a block when it is named; n when it has been found n times.
-    patience_s: how long a request may wait for its blocks.
     """
 
     def __init__(
@@ -91,20 +100,19 @@ class StorageTier:
         allocator: BlockAllocator,
         catalogue: Catalogue,
         clock: Callable[[], float],
-        *,
-        store_when_found: int = 0,
-        patience_s: float = 2.0,
+        policy: TierPolicy,
     ) -> None:
         self._allocator, self._catalogue, self._clock = allocator, catalogue, clock
-        self._store_when_found, self._patience_s = store_when_found, patience_s
+        self._policy = policy
         self._new_orders: list[TierOrder] = []
         self._numbers = itertools.count()  # of orders, and of questions to the catalogue
         self._stores: dict[int, tuple[int, bytes]] = {}  # open: block and name
         self._to_store: deque[tuple[int, bytes]] = deque()
-        self._max_stores = min(MAX_OPEN_STORES, max(1, allocator.num_blocks // 4))
+        self._pending: set[bytes] = set()  # names of both
         self._stored: set[bytes] = set()  # that this core knows of
         self._prefetches: dict[int, Prefetch] = {}  # by the arrival number of the request
-        self._tickets: dict[int, int] = {}  # of open questions: whose
+        self._tickets: dict[int, tuple[int, float]] = {}  # of open questions: whose, and asked when
+        self._is_slow = False  # it did not answer in time: nobody waits for it until it has
         self._loads: dict[int, int] = {}  # order: whose
         self.totals = TierTotals()
 
@@ -130,7 +138,7 @@ class StorageTier:
 
     def named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These blocks can be found from now on."""
-        if not self._store_when_found:
+        if not self._policy.store_when_found:
             self._store(zip(blocks, names, strict=True))
 
     def found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
@@ -140,40 +148,45 @@ class StorageTier:
         self._store(
             (block, name)
             for block, name in zip(blocks, names, strict=True)
-            if cache.num_uses(block) >= self._store_when_found
+            if cache.num_uses(block) >= self._policy.store_when_found
         )
 
     def _store(self, candidates: Iterable[tuple[int, bytes]]) -> None:
         for block, name in candidates:
-            if name not in self._stored and len(self._to_store) < MAX_WAITING_STORES:
-                self._stored.add(name)
+            is_known = name in self._stored or name in self._pending
+            if not is_known and len(self._to_store) < MAX_WAITING_STORES:
+                self._pending.add(name)
                 self._to_store.append((block, name))
         self._order_stores()
 
     def _order_stores(self) -> None:
-        while self._to_store and len(self._stores) < self._max_stores:
+        most = min(MAX_OPEN_STORES, max(1, self._allocator.num_blocks // 4))
+        while self._to_store and len(self._stores) < most:
             block, name = self._to_store.popleft()
             if self._allocator.find([name]) == [block]:
                 self._allocator.pin([block])
                 self._stores[self._order(False, block, name)] = block, name
             else:  # it was given up meanwhile
-                self._stored.discard(name)
+                self._pending.discard(name)
 
     # --- from the store -------------------------------------------------------------------------
 
     def fetch(self, arrival: int, names: Sequence[bytes], first: int) -> None:
         """A request waits: are its blocks from its `first` on in the store?"""
         if len(names) > first:
-            wanted = list(names[first:])
-            self._prefetches[arrival] = Prefetch(wanted, first, self._clock() + self._patience_s)
+            wanted, now = list(names[first:]), self._clock()
+            self._prefetches[arrival] = Prefetch(wanted, first, now + self._policy.patience_s)
             ticket = next(self._numbers)
-            self._tickets[ticket] = arrival
+            self._tickets[ticket] = arrival, now
             self._catalogue.look_up(ticket, wanted)
 
     def must_wait(self, arrival: int) -> bool:
         """Whether blocks of this request are on their way, and it is worth while to wait."""
         prefetch = self._prefetches.get(arrival)
-        return prefetch is not None and self._clock() < prefetch.give_up_at
+        if prefetch is None or self._is_slow:
+            return False
+        self._is_slow = self._clock() >= prefetch.give_up_at
+        return not self._is_slow
 
     def forget(self, arrival: int) -> None:
         """The request starts, or has gone: what is on its way becomes findable all the same."""
@@ -188,10 +201,13 @@ class StorageTier:
             num_spare: blocks that must stay for others.
         """
         for ticket, count in self._catalogue.answers():
-            arrival = self._tickets.pop(ticket, -1)
+            arrival, asked_at = self._tickets.pop(ticket, (-1, -math.inf))
+            if self._clock() - asked_at < self._policy.patience_s:
+                self._is_slow = False
             prefetch = self._prefetches.get(arrival)
             if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
                 continue
+            self._stored.difference_update(prefetch.names[count:])  # the store has given them up
             room = max(0, self._allocator.num_free_blocks - num_spare)
             prefetch.blocks = self._allocator.reserve(min(count, room))
             self._stored.update(prefetch.names[:count])
@@ -213,13 +229,14 @@ class StorageTier:
             elif order in self._stores:
                 block, name = self._stores.pop(order)
                 self._allocator.unpin([block])
+                self._pending.discard(name)
                 if is_done:
                     entered.append(name)
                     self.totals.num_stored += 1
                 else:
-                    self._stored.discard(name)
                     self.totals.num_failed += 1
         if entered:
+            self._stored.update(entered)
             self._catalogue.enter(entered)
         self._order_stores()
 
@@ -246,11 +263,10 @@ class StorageTier:
 
     def lose_all(self) -> None:
         """No order will be answered any more."""
-        for block, name in self._stores.values():
+        for block, _ in self._stores.values():
             self._allocator.unpin([block])
-            self._stored.discard(name)
-        self._stored.difference_update(name for _, name in self._to_store)
         self._to_store.clear()
+        self._pending.clear()
         for prefetch in self._prefetches.values():
             self._allocator.release_reserved(prefetch.blocks, prefetch.first, [])
         self._new_orders.clear()

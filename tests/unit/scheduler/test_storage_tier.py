@@ -143,6 +143,38 @@ def test_nobody_wakes_up_for_a_request_that_waits_no_longer() -> None:
         assert other.core.next_wakeup() > other.clock() + 0.5, "the next probe"
 
 
+def test_r9_one_request_waits_in_vain_for_a_store_that_does_not_answer_and_not_each() -> None:
+    one, catalogue = rig()
+    run(one, "a", [1] * 13)
+    settle_store(one)
+    other = again(one, catalogue)
+    catalogue.is_slow = True
+    other.add("b", [1] * 13, max_tokens=1)
+    other.step()
+    other.clock.advance(2.5)
+    other.run_until_idle()
+    started = other.clock()
+    other.add("c", [2] * 13, max_tokens=1)
+    other.run_until_idle()
+    assert other.clock() == started, "it did not wait"
+    catalogue.is_slow = False
+    other.add("d", [3] * 13, max_tokens=1)
+    other.run_until_idle()
+    assert run(other, "e", [1] * 13 + [2]) == 12, "the store answers again"
+
+
+def test_what_the_store_has_given_up_is_stored_again() -> None:
+    one, catalogue = rig(num_blocks=8, max_model_len=24)
+    run(one, "a", [1] * 9)
+    settle_store(one)
+    catalogue.names.clear()
+    run(one, "b", [2] * 20)
+    run(one, "c", [3] * 20)
+    assert run(one, "d", [1] * 9) == 0
+    settle_store(one)
+    assert run(again(one, catalogue), "e", [1] * 9) == 8
+
+
 def test_h2_blocks_come_while_others_run() -> None:
     """Whoever waits behind others has its blocks when its turn comes."""
     one, catalogue = rig()
