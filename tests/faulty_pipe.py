@@ -97,10 +97,13 @@ class EpochExecutor:
         return self._ranks.poll(timeout_s)
 
     def stage_times(self) -> list[StageTimes]:
-        return self._ranks.stage_times()
+        return self._ranks.reports.stage_times()
 
     def spans(self) -> list[StageSpans]:
-        return self._ranks.spans()
+        return self._ranks.reports.spans()
+
+    def finished_orders(self) -> list[tuple[int, bool]]:
+        return self._ranks.reports.finished_orders()
 
     def abandon(self) -> None:
         self._ranks.close()

@@ -116,6 +116,9 @@ class SimulatedPipe:
     def stage_times(self) -> list[StageTimes]:
         return []
 
+    def finished_orders(self) -> list[tuple[int, bool]]:
+        return []
+
     def wait_fds(self) -> list[int]:
         return []
 
