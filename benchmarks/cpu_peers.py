@@ -152,6 +152,17 @@ class Run:
                     self._settle(name)
                     self._measure(name, case, seed)
 
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """End all engines afterwards. What was found until an interruption is worth its minutes."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            self.results.failed = True
+            self.results.tell("the run was interrupted")
+        finally:
+            self.close()
+
     def close(self) -> None:
         """End all engines."""
         with contextlib.ExitStack() as stack:
@@ -195,6 +206,13 @@ class Run:
             self.results.failed = True
             self.results.tell(f"{name} was dropped: {error}")
             self._engines.pop(name).close()
+
+
+def end_engines_with_us() -> None:
+    """Whatever ends this process: a signal unwinds it, and engines' own children become ours to end."""
+    adopt_orphans()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
 
 
 def is_shortest_prefill(case: Case, cases: Sequence[Case]) -> bool:
@@ -306,21 +324,14 @@ def parse_options() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_options()
-    adopt_orphans()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda received, _: sys.exit(128 + received))  # so that engines are ended
+    end_engines_with_us()
     with tempfile.TemporaryDirectory(prefix="cpu-peers-") as scratch:
         model = options.model or Path(scratch, "model")
         progress("making the checkpoint")
         make_checkpoint(model, TINY_SHAPE if options.quick else FULL_SHAPE)
         run = Run(cases_of(options), model, options.threads, Path(scratch))
-        try:
+        with run.ending():
             measure(run, options)
-        except (KeyboardInterrupt, SystemExit):  # what was found until then is worth its minutes
-            run.results.failed = True
-            run.results.tell("the run was interrupted")
-        finally:
-            run.close()
         print(report(run, options, model))
     if options.output:
         options.output.write_text(as_json(run.results))

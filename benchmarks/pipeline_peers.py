@@ -14,15 +14,13 @@ for docs/perf-log.md. Exit code 1 if an engine has failed, the run was cut short
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
-from cpu_peers import Run, bandwidth_line, commit, machine, make_cases, progress
+from cpu_peers import Run, bandwidth_line, commit, end_engines_with_us, machine, make_cases, progress
 from peers.bars import Bar, bar_table
 from peers.checkpoint import FULL_SHAPE, TINY_SHAPE, make_checkpoint
-from peers.engine_process import adopt_orphans
 from peers.report import ratio_table, results_table, versions_text
 
 STAGES, THREADS = 2, 1
@@ -42,22 +40,15 @@ BARS = (
 
 def main() -> int:
     options = parse_options()
-    adopt_orphans()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda received, _: sys.exit(128 + received))  # so that engines are ended
+    end_engines_with_us()
     with tempfile.TemporaryDirectory(prefix="pipeline-peers-") as scratch:
         model = options.model or Path(scratch, "model")
         make_checkpoint(model, TINY_SHAPE if options.quick else FULL_SHAPE)
         lengths = QUICK_LENGTHS if options.quick else FULL_LENGTHS
         cases = make_cases(["prefill", "decode"], options.batches, lengths)
         run = Run(cases, model, THREADS, Path(scratch))
-        try:
+        with run.ending():
             measure(run, options)
-        except (KeyboardInterrupt, SystemExit):  # what was found until then is worth its minutes
-            run.results.failed = True
-            run.results.tell("the run was interrupted")
-        finally:
-            run.close()
     text, all_met = report(run, options.partitions)
     chunks = f"chunks: penstock {options.prefill_chunk}, vllm {options.vllm_chunk} (0: the default)"
     print(f"{chunks}\n{text}")

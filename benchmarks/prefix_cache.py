@@ -21,16 +21,19 @@ import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from prefix_trace import belady_hits, conversations, ideal_hits, lru_hits, served_hits
 
 from penstock import LLM, SamplingParams
+from penstock.batch import GREEDY
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes, root_hash
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.scheduler.prefix_reuse import PrefixReuse
+from penstock.scheduler.queues import RequestQueues, RequestState
 
 BLOCK = 32  # the default
 LOOKUP_TOKENS, TREE_BLOCKS = 32_768, 100_000
@@ -143,7 +146,7 @@ def index_costs() -> list[tuple[str, str, str, bool]]:
         allocator.free(owner)
     num_bytes = (tracemalloc.get_traced_memory()[0] - before + own) / pool.cache.num_cached  # type: ignore[union-attr]
     tracemalloc.stop()
-    lookup = 1000 * best_of(lambda: allocator.find(block_hashes(root, prompts[0], BLOCK)), 15)
+    lookup = 1000 * median_seconds(lambda: allocator.find(block_hashes(root, prompts[0], BLOCK)), 15)
     unused = 1000 * unused_step() / STEP_MS
     return [
         (
@@ -177,10 +180,6 @@ def hold(allocator: BlockAllocator, owner: int, prompt: Sequence[int], root: byt
 
 def unused_step() -> float:
     """Seconds that the cache adds to a step: two notes of each decode, and a new block every so often."""
-    from penstock.batch import GREEDY
-    from penstock.scheduler.prefix_reuse import PrefixReuse
-    from penstock.scheduler.queues import RequestQueues, RequestState
-
     cache = PrefixCache(4096, eviction_order("lru"))
     allocator = BlockAllocator(BlockPool(4096, cache), BLOCK)
     prefixes = PrefixReuse(allocator, RequestQueues())
@@ -212,12 +211,12 @@ def unused_step() -> float:
     return (time.perf_counter() - began) / steps
 
 
-def best_of(call: object, count: int) -> float:
-    """The median of several runs, in seconds."""
+def median_seconds(call: Callable[[], object], count: int) -> float:
+    """Of several runs."""
     seconds = []
     for _ in range(count):
         began = time.perf_counter()
-        call()  # type: ignore[operator]
+        call()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds)
 

@@ -12,15 +12,13 @@ failed, the run was cut short, or a bar is missed.
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import tempfile
 from pathlib import Path
 
-from cpu_peers import Run, bandwidth_line, commit, machine, make_cases, progress
+from cpu_peers import Run, bandwidth_line, commit, end_engines_with_us, machine, make_cases, progress
 from peers.bars import Bar, bar_table
 from peers.checkpoint import FULL_SHAPE, TINY_SHAPE, make_checkpoint
-from peers.engine_process import adopt_orphans
 from peers.report import results_table, versions_text
 
 CORES = 2
@@ -38,21 +36,14 @@ BARS = (
 
 def main() -> int:
     options = parse_options()
-    adopt_orphans()
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda received, _: sys.exit(128 + received))  # so that engines are ended
+    end_engines_with_us()
     with tempfile.TemporaryDirectory(prefix="tensor-peers-") as scratch:
         model = options.model or Path(scratch, "model")
         make_checkpoint(model, TINY_SHAPE if options.quick else FULL_SHAPE)
         cases = make_cases(["decode"], options.batches, QUICK_LENGTHS if options.quick else FULL_LENGTHS)
         run = Run(cases, model, CORES, Path(scratch))
-        try:
+        with run.ending():
             measure(run, options)
-        except (KeyboardInterrupt, SystemExit):  # what was found until then is worth its minutes
-            run.results.failed = True
-            run.results.tell("the run was interrupted")
-        finally:
-            run.close()
     text, all_met = report(run)
     print(text)
     return 1 if run.results.failed or not all_met else 0
