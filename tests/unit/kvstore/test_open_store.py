@@ -36,6 +36,16 @@ def behaves(store: KVStore) -> None:
     assert store.contains(KEYS[:3]) == [False, False, True]
 
 
+def every_call(store: KVStore) -> list[Callable[[], object]]:
+    """That asks the store for something."""
+    return [
+        lambda: store.get(KEYS),
+        lambda: store.contains(KEYS),
+        lambda: store.put(RECORDS),
+        lambda: store.delete(KEYS),
+    ]
+
+
 # --- addresses --------------------------------------------------------------------------------------
 
 
@@ -138,13 +148,7 @@ def test_r9_a_bucket_that_cannot_be_reached_is_an_error(monkeypatch: pytest.Monk
     store = open_store("s3://bucket/path")
     for call in ("get", "put", "head", "delete"):
         monkeypatch.setattr(obstore, call, denied)
-    calls: list[Callable[[], object]] = [
-        lambda: store.get(KEYS),
-        lambda: store.contains(KEYS),
-        lambda: store.put(RECORDS),
-        lambda: store.delete(KEYS),
-    ]
-    for call_it in calls:
+    for call_it in every_call(store):
         with pytest.raises(StoreError, match=r"path: PermissionDeniedError: not yours\. Check") as raised:
             call_it()
         assert "secret" not in str(raised.value)
@@ -249,13 +253,7 @@ def test_r9_a_server_that_refuses_is_an_error(redis_store: KVStore, server: Fake
 
     for error in (AuthenticationError("no"), ConnectionError("down"), OSError("reset"), TimeoutError("late")):
         server.error = error
-        calls: list[Callable[[], object]] = [
-            lambda: redis_store.get(KEYS),
-            lambda: redis_store.contains(KEYS),
-            lambda: redis_store.put(RECORDS),
-            lambda: redis_store.delete(KEYS),
-        ]
-        for call in calls:
+        for call in every_call(redis_store):
             with pytest.raises(StoreError, match=f"redis://host/0: {type(error).__name__}: "):
                 call()
 
