@@ -391,6 +391,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP front. Keys are never logged nor shown.
 
     Attributes:
+        admin_keys: for pausing and the like, which nobody may where there is none.
         reuse_port: take the port over from a server that has the same, once everything is ready.
         min_free_bytes: of the host's memory; with less left new requests are answered 503. 0 never.
     """
@@ -399,6 +400,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     port: int = 8000
     reuse_port: bool = False
     api_keys: list[str] = []
+    admin_keys: list[str] = []
     served_model_name: str | None = None
     insecure: bool = False  # allow a non-loopback address without a key
     drain_s: float = 30.0

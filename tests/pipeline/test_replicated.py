@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -10,19 +12,30 @@ from typing import Any
 
 import pytest
 
-from disturbed import REQUESTS, Server, Stream, named
+from disturbed import NUM_TOKENS, REQUESTS, Server, Stream, StreamFailedError, health, named
 from served import title_of, wait_until
+
+ADMIN_KEY = "key-of-an-administrator"
 
 
 @pytest.fixture(scope="module", params=["0", "2"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """With as many plans issued ahead of the pipe; row E12 asks for both."""
-    with Server(2, "--dp", "2", "--async-depth", request.param) as served:
+    words = ("--dp", "2", "--async-depth", request.param, "--admin-key", ADMIN_KEY)
+    with Server(2, *words) as served:
         yield served
 
 
 def request(number: int, num_tokens: int) -> dict[str, Any]:
     return REQUESTS[number % len(REQUESTS)] | {"max_tokens": num_tokens}
+
+
+def administer(server: Server, path: str) -> dict[str, Any]:
+    asked = urllib.request.Request(
+        server.url + path, headers={"authorization": f"Bearer {ADMIN_KEY}"}, method="POST"
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)
 
 
 def running(server: Server) -> float:
@@ -61,6 +74,59 @@ def test_e12_half_of_the_streams_are_left_and_the_rest_goes_on(server: Server) -
         assert len(ids) >= 4
     wait_until(lambda: running(server) == 0, 30)
     assert [*Stream(server, request(0, 16))] == server.golden[0][:16]
+
+
+def test_e12_g4_a_pause_that_keeps_all_changes_no_token(server: Server) -> None:
+    streams = [iter(Stream(server, request(number, 300))) for number in range(6)]
+    found = [[next(stream)] for stream in streams]
+    paused = administer(server, "/pause?mode=keep")
+    assert paused["is_paused"]
+    assert [replica["replica"] for replica in paused["replicas"]] == [0, 1]
+    for replica in paused["replicas"]:
+        assert replica["completed_step"] >= replica["accepted_step"]
+    generated = server.metric("penstock_generation_tokens_total")
+    status, answer = health(server)
+    assert (status, answer["state"]) == (503, "paused")
+    late = iter(Stream(server, request(0, 16)))
+    wait_until(lambda: server.metric("penstock_num_requests_waiting") == 1, 30)
+    assert server.metric("penstock_generation_tokens_total") == generated
+    assert administer(server, "/resume")["is_paused"] is False
+    for ids, stream in zip(found, streams, strict=True):
+        ids.extend(stream)
+    assert found == [server.golden[number % 3][:300] for number in range(6)]
+    assert [*late] == server.golden[0][:16]
+
+
+def test_e12_g4_a_pause_can_end_all_and_requests_are_served_after_it(server: Server) -> None:
+    streams = [iter(Stream(server, request(number, NUM_TOKENS))) for number in range(8)]
+    found = [[next(stream)] for stream in streams]
+    administer(server, "/pause?mode=abort")
+    for number, (ids, stream) in enumerate(zip(found, streams, strict=True)):
+        with pytest.raises(StreamFailedError, match="paused"):
+            ids.extend(stream)
+        assert ids == server.golden[number % 3][: len(ids)]
+    administer(server, "/resume")
+    with ThreadPoolExecutor(8) as pool:
+        again = list(pool.map(lambda number: [*Stream(server, request(number, 64))], range(8)))
+    assert again == [server.golden[number % 3][:64] for number in range(8)]
+
+
+def test_e12_g4_a_pause_outlives_the_core_and_a_stage(server: Server) -> None:
+    streams = [iter(Stream(server, request(number, 300))) for number in range(4)]
+    found = [[next(stream)] for stream in streams]
+    administer(server, "/pause?mode=keep")
+    before = server.num_recoveries
+    named(server, "penstock replica 0 core").send_signal(signal.SIGKILL)
+    named(server, "penstock replica 1 stage 0 tp 0").send_signal(signal.SIGKILL)
+    wait_until(lambda: server.num_recoveries == before + 2, 60)
+    generated = server.metric("penstock_generation_tokens_total")
+    again = administer(server, "/pause?mode=keep")
+    assert len(again["replicas"]) == 2, "both are there, and both are paused"
+    assert server.metric("penstock_generation_tokens_total") == generated
+    administer(server, "/resume")
+    for ids, stream in zip(found, streams, strict=True):
+        ids.extend(stream)
+    assert found == [server.golden[number % 3][:300] for number in range(4)]
 
 
 def test_r4_i4_the_loss_of_one_replica_is_not_the_others_affair(server: Server) -> None:

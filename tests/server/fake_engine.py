@@ -17,6 +17,7 @@ from penstock.child_config import Restarts
 from penstock.engine.outputs import OutputAssembler, TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import AbortedError, OverloadedError, PenstockError
+from penstock.operations import Operation, OperationDone
 from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.server.engine_port import ServedModel
 
@@ -76,6 +77,7 @@ class FakeEngine:
     failure: PenstockError | None = None
     state: Status = field(default_factory=Status)
     added: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
+    operations: list[tuple[Operation, float]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
     spans: list[StageSpans] = field(default_factory=list)
@@ -91,6 +93,12 @@ class FakeEngine:
         self.alive.add(request_id)
         self.added.append((request_id, prompt_token_ids, sampling))
         return FakeStream(self, request_id, prompt_token_ids, sampling)
+
+    async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
+        self.operations.append((operation, timeout_s))
+        if self.failure is not None:
+            raise self.failure
+        return [OperationDone(accepted_step=5, completed_step=7)]
 
     async def trace(self) -> list[StageSpans]:
         return self.spans

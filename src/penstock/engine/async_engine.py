@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.batch import StageSpans
 from penstock.child_config import ApiProcessConfig
+from penstock.engine.asked_operations import AskedOperations
 from penstock.engine.ipc import (
     AWAY_S,
     HEARTBEAT_S,
@@ -28,6 +29,7 @@ from penstock.engine.ipc import (
     CoreGone,
     GetTrace,
     Hello,
+    Operated,
     StepUpdates,
     Trace,
     Welcome,
@@ -48,6 +50,7 @@ from penstock.errors import (
     WaitTimeoutError,
     error_from_info,
 )
+from penstock.operations import Operation, OperationDone
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -201,6 +204,7 @@ class AsyncEngine:
         self._health = _Health(info, clock, wall_clock)
         self._welcome: asyncio.Future[Welcome] | None = None
         self._traces: deque[asyncio.Future[list[StageSpans]]] = deque()  # asked for, oldest first
+        self._operations = AskedOperations()
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self, timeout_s: float | None = None) -> None:
@@ -269,6 +273,27 @@ class AsyncEngine:
         except TimeoutError as error:
             raise WaitTimeoutError(f"the engine core gave no trace in {SILENCE_S:g} s.") from error
 
+    async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
+        """Have the core do it, this one or, when it is lost meanwhile, the next.
+
+        Raises:
+            WaitTimeoutError: it is not complete after `timeout_s`; it stays in force, or will be.
+            PenstockError: it came to nothing.
+        """
+        asked = self._operations.ask(operation)
+        if self._health.has_core:
+            self._send(asked.message)
+        try:
+            done = await asyncio.wait_for(asked.answer, timeout_s)
+        except TimeoutError as error:
+            raise WaitTimeoutError(
+                f"the operation is not complete after {timeout_s:g} s; it stays in force, or will be.",
+                remedy="Ask for it once more to wait longer.",
+            ) from error
+        if done.error is not None:
+            raise error_from_info(done.error)
+        return [done]
+
     def check_core(self) -> None:
         """End the streams of a core that has been silent or away for too long; it may come back for new ones.
 
@@ -318,11 +343,14 @@ class AsyncEngine:
         for message in self._socket.drain():
             if isinstance(message, StepUpdates):
                 self._health.beat(message.stats)
+                self._operations.note(message.stats.paused)
                 self._deliver(message.updates)
             elif isinstance(message, Welcome):
                 self._welcomed(message)
             elif isinstance(message, Trace):
                 self._answer_trace(message.spans)
+            elif isinstance(message, Operated):
+                self._operations.close(message)
             elif isinstance(message, CoreGone):
                 self._core_gone()
 
@@ -347,6 +375,8 @@ class AsyncEngine:
         self._health.heard_from_core()
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(message)
+        for message_again in self._operations.again():
+            self._send(message_again)
         for request in self._live.again():
             self._send(request)
 

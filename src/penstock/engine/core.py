@@ -18,6 +18,7 @@ from penstock.batch import ScheduledBatch, StageSpans, StepResult
 from penstock.child_config import NO_RESTARTS, Restarts
 from penstock.config import ParallelConfig
 from penstock.engine.calibration import Calibration
+from penstock.engine.operation_desk import OperationDesk
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, concerned, error_from_info
 from penstock.executor.base import Executor
@@ -69,11 +70,10 @@ class EngineCore:
         epoch: int = 0,
         restarts: Restarts = NO_RESTARTS,
     ) -> None:
-        calibration = calibration or Calibration.none(parallel)
-        self._costs = calibration.costs
-        self._async_depth = calibration.async_depth
+        self._calibration = calibration = calibration or Calibration.none(parallel)
         self._learn_at = -math.inf
         self._scheduler = scheduler
+        self.operations = OperationDesk(scheduler)  # in force from the next plan on
         self._executor: Executor | None = executor
         self._recovers = recovers
         self._clock = clock
@@ -255,7 +255,7 @@ class EngineCore:
         updates += self._scheduler.expire()
         self._fill(executor)
         self._learn(executor)
-        if len(self._inflight) == 0 and self._clock() >= self._due():
+        if len(self._inflight) == 0 and (self._clock() >= self._due() or self.operations.wants_plan):
             self._submit(self._scheduler.probe(self._inflight.next_step))
 
     def _wait(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
@@ -288,6 +288,7 @@ class EngineCore:
             self._check_result(result)
             step = self._inflight.pop()
             updates += self._scheduler.update(step.plan, result)
+            self.operations.settled(result.step_id, self._inflight.next_step)
             self._last_result_at = self._clock()
             self._loss = None
 
@@ -316,7 +317,7 @@ class EngineCore:
 
     def _fill(self, executor: Executor) -> None:
         self._scheduler.prefixes.settle_orders(executor.finished_orders())
-        while len(self._inflight) < self._scheduler.useful_depth + self._async_depth:
+        while len(self._inflight) < self._scheduler.useful_depth + self._calibration.async_depth:
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:
                 self._late = {"starved": True}
@@ -326,16 +327,17 @@ class EngineCore:
 
     def _learn(self, executor: Executor) -> None:
         """Let the cost model follow what the stages report, about as often as they do."""
-        if self._costs is not None and self._clock() >= self._learn_at:
+        costs = self._calibration.costs
+        if costs is not None and self._clock() >= self._learn_at:
             self._learn_at = self._clock() + LEARN_INTERVAL_S
-            self._costs.learn(executor.spans())
+            costs.learn(executor.spans())
 
     def _submit(self, plan: ScheduledBatch) -> None:
         assert self._executor is not None
         plan = msgspec.structs.replace(plan, epoch=self._epoch, **self._late)
         self._late = {}
-        if self._costs is not None:
-            self._costs.submitted(plan, alone=self._scheduler.is_one_alone)
+        if self._calibration.costs is not None:
+            self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)
         step = StepInFlight(plan, plan.need_sampled.count(True), self._clock())
         self._inflight.push(step)
         step.digest = self._executor.submit(plan)

@@ -26,6 +26,8 @@ from penstock.engine.ipc import (
     CoreSocket,
     CoreToClient,
     GetTrace,
+    Operate,
+    Operated,
     StepUpdates,
     Trace,
     Welcome,
@@ -184,6 +186,7 @@ class CoreServer:
                 self._take(client, request)
             self._join_ranks()
             self._advance()
+            self._tell_done()
             self._tell_supervisor()
 
     def shutdown(self) -> None:
@@ -239,6 +242,14 @@ class CoreServer:
             self._core.lose_epoch(error.info())
             self._use(None)
 
+    def _tell_done(self) -> None:
+        """Whoever asked for an operation, that it is complete; everybody, what is so since."""
+        done = self._core.operations.take_done()
+        if done:
+            self._beat()
+        for (client, number), how in done:
+            self._send(client, Operated(number, how))
+
     def _tell_supervisor(self) -> None:
         """Of a loss that it may not know of, and of its end."""
         loss = self._core.loss
@@ -285,6 +296,10 @@ class CoreServer:
                 self._owners.pop(request_id, None)
         elif isinstance(message, GetTrace):
             self._send(client, Trace(self._core.spans()))
+        elif isinstance(message, Operate):
+            next_step = self._core.steps_in_flight[1]
+            ticket = client, message.number
+            self._send_updates(self._core.operations.accept(ticket, message.operation, next_step))
         else:
             self._known.add(client)
             self._send(client, self._welcome)

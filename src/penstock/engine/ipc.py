@@ -21,6 +21,7 @@ from penstock.batch import RankLoaded, StageSpans
 from penstock.engine.stats import CoreStats
 from penstock.errors import LinkClosedError, ProtocolError
 from penstock.executor.plan_channel import bind_socket
+from penstock.operations import Operation, OperationDone
 from penstock.request import GenerationRequest, RequestUpdate
 
 HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
@@ -55,6 +56,13 @@ class GetTrace(msgspec.Struct, frozen=True, tag="get_trace"):
     """Answered by a `Trace`."""
 
 
+class Operate(msgspec.Struct, frozen=True, tag="operate"):
+    """Answered by an `Operated` of the same number, which may come late, when the operation is complete."""
+
+    number: int
+    operation: Operation
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
     """The pipeline is ready; what clients need to know of it.
 
@@ -81,8 +89,15 @@ class Trace(msgspec.Struct, frozen=True, tag="trace"):
     spans: list[StageSpans]
 
 
-ClientToCore = Hello | AddRequest | AbortRequests | GetTrace
-CoreToClient = Welcome | StepUpdates | Trace
+class Operated(msgspec.Struct, frozen=True, tag="operated"):
+    """An operation that this client has asked for has come to its end."""
+
+    number: int
+    done: OperationDone
+
+
+ClientToCore = Hello | AddRequest | AbortRequests | GetTrace | Operate
+CoreToClient = Welcome | StepUpdates | Trace | Operated
 
 
 class CoreGone:

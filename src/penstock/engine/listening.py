@@ -33,7 +33,7 @@ def listen(config: ServerConfig) -> socket.socket:
         UsageError: the address does not exist, or is open to others and has no key; or a key is blank.
         PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
     """
-    refuse_blank_keys(config.api_keys)
+    refuse_bad_keys(config.api_keys, config.admin_keys)
     family, address = _resolve(config)
     _require_key_unless_loopback(config, address[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -68,12 +68,19 @@ def url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def refuse_blank_keys(keys: Sequence[str]) -> None:
-    """Raise `UsageError` for a key that is no secret: an empty one, or blanks alone."""
-    blank = next((index for index, key in enumerate(keys) if not key.strip()), None)
-    if blank is not None:
+def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
+    """Raise `UsageError` for a key that is no secret, empty or blanks alone, and for one of both kinds."""
+    for name, group in (("api_keys", keys), ("admin_keys", admin_keys)):
+        blank = next((index for index, key in enumerate(group) if not key.strip()), None)
+        if blank is not None:
+            raise UsageError(
+                f"{name}[{blank}] is empty.", remedy="Give a key with characters, or none.", param=name
+            )
+    if set(keys) & set(admin_keys):
         raise UsageError(
-            f"api_keys[{blank}] is empty.", remedy="Give a key with characters, or none.", param="api_keys"
+            "an admin key is an API key too, so that every client would be an administrator.",
+            remedy="Make another key for administrators.",
+            param="admin_keys",
         )
 
 

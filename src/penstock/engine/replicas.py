@@ -18,6 +18,7 @@ from penstock.engine.async_engine import AsyncEngine, EngineStatus, RequestStrea
 from penstock.engine.routing import Router
 from penstock.engine.stats import CoreStats
 from penstock.errors import OverloadedError, PenstockError, UnavailableError
+from penstock.operations import Operation, OperationDone
 from penstock.request import SamplingParams
 
 _TOTALS = (
@@ -116,6 +117,24 @@ class Replicas:
             for spans in answer
         ]
 
+    async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
+        """Have every replica do it, one that is away too as soon as it is back.
+
+        Raises what `AsyncEngine.operate` does; the others have done it all the same.
+        """
+        answers = await asyncio.gather(
+            *(engine.operate(operation, timeout_s) for engine in self._engines), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [
+            msgspec.structs.replace(done, replica=replica)
+            for replica, answer in enumerate(answers)
+            if not isinstance(answer, BaseException)
+            for done in answer
+        ]
+
     def close(self) -> None:
         """Leave all; streams that are open end with an error."""
         for start in self._starts:
@@ -163,6 +182,7 @@ def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
     numbers |= {name: max(getattr(stats, name) for stats in each) for name in _WORST}
     return CoreStats(
         **numbers,
+        paused=any(stats.paused for stats in each),
         loss=next((stats.loss for stats in each if stats.loss is not None), None),
         restarts=Restarts(
             stages=[sum(counts) for counts in zip(*(stats.restarts.stages for stats in each), strict=True)],

@@ -12,6 +12,7 @@ from penstock.errors import ErrorInfo
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of now, and totals since the start. Rates and histograms are made where they are shown."""
 
+    paused: bool = False  # an administrator has asked for it (`penstock.operations`)
     num_running: int
     num_waiting: int  # preempted requests included
     num_blocks: int

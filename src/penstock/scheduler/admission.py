@@ -1,8 +1,9 @@
-"""Who comes in: the check at the door, and the check before a row is given.
+"""Who comes in: the checks at the door, and the check before a row is given.
 
-At the door a request is refused that could never finish here. Before it starts, all its known tokens must fit
-the free blocks, with one block to spare for each running request, so that those can go on for a while before
-somebody must be preempted for them. First come, first served is the doing of `scheduler.queues`.
+At the door a request is refused that could never finish here, or before which too many stand in line. Before
+it starts, all its known tokens must fit the free blocks, with one block to spare for each running request, so
+that those can go on for a while before somebody must be preempted for them. First come, first served is the
+doing of `scheduler.queues`.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.batch import RowSampling
-from penstock.errors import InvalidRequestError
+from penstock.config import SchedulerConfig
+from penstock.errors import InvalidRequestError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import root_hash
 from penstock.request import GenerationRequest, SamplingParams
-from penstock.scheduler.queues import RequestState
+from penstock.scheduler.queues import RequestQueues, RequestState
 
+POOLS_IN_QUEUE = 8  # as many tokens as fill the KV pool so often may wait
 _MASK64 = 2**64 - 1
 
 
@@ -23,6 +26,7 @@ class Admission:
     """Turns requests into states, and says when one may start.
 
     Args:
+        config: how many may wait.
         allocator: of KV blocks; asked, never changed.
         max_model_len: longest prompt + output, in tokens, that the model takes.
         eos_token_ids: the model's own end-of-sequence ids.
@@ -30,8 +34,15 @@ class Admission:
     """
 
     def __init__(
-        self, allocator: BlockAllocator, *, max_model_len: int, eos_token_ids: Sequence[int], seed: int
+        self,
+        config: SchedulerConfig,
+        allocator: BlockAllocator,
+        *,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        seed: int,
     ) -> None:
+        self._config = config
         self._allocator = allocator
         self._eos_token_ids = frozenset(eos_token_ids)
         self._seed = seed
@@ -39,6 +50,24 @@ class Admission:
         # The last token of a sequence needs no KV: nothing attends to it.
         self.max_len = min(max_model_len, allocator.capacity_tokens + 1)
         self._max_model_len = max_model_len
+
+    def refuse_overload(self, queues: RequestQueues, num_tokens: int) -> None:
+        """Raise `OverloadedError` when no request of that many prompt tokens may come to wait."""
+        limit = self._config.max_waiting_requests
+        free_rows = self._config.max_num_seqs - len(queues.running)  # for those about to start
+        if len(queues.waiting) >= limit + free_rows:
+            raise OverloadedError(
+                f"{limit} requests wait already, which is the limit.",
+                remedy="Try again later, or raise --max-waiting-requests.",
+            )
+        waiting = queues.backlog_tokens
+        limit = self._config.max_waiting_tokens or POOLS_IN_QUEUE * self._allocator.capacity_tokens
+        if waiting and waiting + num_tokens > limit:
+            raise OverloadedError(
+                f"{waiting} tokens of other requests wait already; with the {num_tokens} of this one there "
+                f"would be more than the limit of {limit}.",
+                remedy="Try again later, or raise --max-waiting-tokens.",
+            )
 
     def receive(self, request: GenerationRequest, now: float, output_ids: Sequence[int] = ()) -> RequestState:
         """The state of a new request, or of one that had these outputs before the core was lost.

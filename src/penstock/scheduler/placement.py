@@ -72,12 +72,15 @@ class Placement:
         self.num_groups = budget.num_stages
         self.has_prompts = False
 
-    def fill(self, draft: PlanDraft, returned_step: int, prefill_in_flight: int) -> None:
+    def fill(
+        self, draft: PlanDraft, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
+    ) -> None:
         """Place everybody who may run in the draft's step.
 
         Args:
             returned_step: the last step settled.
             prefill_in_flight: prompt tokens of the steps since.
+            newcomers: whether somebody may start who never has.
         """
         prefill_tokens = self._count_prefill_tokens()
         self.has_prompts = prefill_tokens > 0
@@ -87,7 +90,7 @@ class Placement:
         if prefill_tokens:
             budget = self._prompt_budget(draft, bool(decoding), prefill_tokens + prefill_in_flight)
             self._place_chunks(draft, budget)
-            self._admit(draft, budget)
+            self._admit(draft, budget, newcomers)
 
     def _count_prefill_tokens(self) -> int:
         """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
@@ -150,10 +153,10 @@ class Placement:
                 if num_tokens:
                     draft.add_chunk(request, num_tokens, [])
 
-    def _admit(self, draft: PlanDraft, budget: PromptBudget) -> None:
+    def _admit(self, draft: PlanDraft, budget: PromptBudget, newcomers: bool) -> None:
         """Start requests in order of arrival; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (head := self._queues.head()) is not None:
-            if self._prefixes.must_wait(head):
+            if not (newcomers or head.has_started) or self._prefixes.must_wait(head):
                 return
             found = self._prefixes.find(head)
             if not self._admission.may_start(head, len(self._queues.running), found):

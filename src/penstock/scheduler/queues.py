@@ -88,6 +88,11 @@ class RequestState:
         return self.num_scheduled < self.prefill_len
 
     @property
+    def has_started(self) -> bool:
+        """Whether it has had a row, here or in another core."""
+        return self.queue_seconds is not None or self.num_outputs > 0
+
+    @property
     def wants_decode(self) -> bool:
         """Whether the next token to run is a sampled one, and its own sample stays within `max_len`."""
         return (

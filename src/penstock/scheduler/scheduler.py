@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +21,6 @@ from penstock.errors import (
     ErrorInfo,
     InvalidRequestError,
     NumericalError,
-    OverloadedError,
     QuarantinedError,
     UnavailableError,
 )
@@ -40,12 +40,11 @@ from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestStat
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stopping import finish_reason
 
-POOLS_IN_QUEUE = 8  # as many tokens as fill the KV pool so often may wait
-
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of now, and totals since the start; by the names that `engine.stats.CoreStats` has for them."""
 
+    paused: bool
     num_running: int
     num_waiting: int  # preempted ones included
     num_blocks: int
@@ -99,7 +98,7 @@ class Scheduler:
         self._allocator = allocator
         self._clock = clock
         self._admission = Admission(
-            allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
+            config, allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
         )
         self._queues = RequestQueues()
         self._rows = RowPool(config.max_num_seqs)
@@ -123,6 +122,7 @@ class Scheduler:
         self._returned_step = NO_STEP  # the last step whose result has come
         self._consume_through = NO_STEP
         self._totals = _Totals()
+        self.paused: Literal["keep", "wait"] | None = None  # nobody runs, or only who has started
         self.num_requeued = 0  # requests that a loss has interrupted, counted once for each
 
     @property
@@ -147,6 +147,11 @@ class Scheduler:
     def has_requests(self) -> bool:
         return len(self._queues) > 0
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody is left whom a pause still lets run."""
+        return self.paused != "wait" or not any(request.has_started for request in self._queues)
+
     def add(self, request: GenerationRequest, output_ids: Sequence[int] | None = None) -> None:
         """Queue a request.
 
@@ -163,27 +168,10 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use.", param="request_id", code="duplicate_id"
             )
         if output_ids is None:
-            self._refuse_overload(len(request.prompt_token_ids))
+            self._admission.refuse_overload(self._queues, len(request.prompt_token_ids))
         state = self._admission.receive(request, self._clock(), output_ids or ())
         self._queues.add(state)
         self.prefixes.enter(state)
-
-    def _refuse_overload(self, num_tokens: int) -> None:
-        limit = self._config.max_waiting_requests
-        free_rows = self._config.max_num_seqs - len(self._queues.running)  # for those about to start
-        if len(self._queues.waiting) >= limit + free_rows:
-            raise OverloadedError(
-                f"{limit} requests wait already, which is the limit.",
-                remedy="Try again later, or raise --max-waiting-requests.",
-            )
-        waiting = self._queues.backlog_tokens
-        limit = self._config.max_waiting_tokens or POOLS_IN_QUEUE * self._allocator.capacity_tokens
-        if waiting and waiting + num_tokens > limit:
-            raise OverloadedError(
-                f"{waiting} tokens of other requests wait already; with the {num_tokens} of this one there "
-                f"would be more than the limit of {limit}.",
-                remedy="Try again later, or raise --max-waiting-tokens.",
-            )
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.
@@ -221,17 +209,20 @@ class Scheduler:
 
     def _first_new(self) -> RequestState | None:
         """The oldest that waits and has not run, here or in another core."""
-        return next((request for request in self._queues.waiting if not request.num_outputs), None)
+        return next((request for request in self._queues.waiting if not request.has_started), None)
 
     def schedule(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
-        returned while there are requests and no step is in flight, unless the first waits for the store.
+        returned while there are requests and no step is in flight, unless the first waits for the store or
+        there is a pause.
         """
         draft = PlanDraft(step_id)
         prefill_in_flight = sum(issued.prefill_tokens for issued in self._issued.values())
-        self._placement.fill(draft, self._returned_step, prefill_in_flight)
+        if self.paused != "keep":
+            may_start = self.paused is None
+            self._placement.fill(draft, self._returned_step, prefill_in_flight, newcomers=may_start)
         return self._issue(draft) if draft.rows or self.prefixes.has_orders else None
 
     def probe(self, step_id: int) -> ScheduledBatch:
@@ -268,10 +259,8 @@ class Scheduler:
         return updates
 
     def fail_all(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """End every request with `error`; results of steps in flight will not come."""
-        updates = [self._fail(request, error) for request in list(self._queues)]
-        self._issued.clear()
-        return updates
+        """End every request with `error`; results of steps in flight for them are dropped if they come."""
+        return [self._fail(request, error) for request in list(self._queues)]
 
     def requeue(self) -> list[RequestUpdate]:
         """The ranks have forgotten all rows and blocks, and no step in flight will return.
@@ -298,13 +287,14 @@ class Scheduler:
         return updates
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """End all that have run and wait to go on."""
-        started = [*self._queues.preempted, *(found for found in self._queues.waiting if found.num_outputs)]
+        """End all that have had a row, here or in another core."""
+        started = [request for request in self._queues if request.has_started]
         return [self._fail(request, error) for request in started]
 
     def stats(self) -> SchedulerStats:
         queues = self._queues
         return SchedulerStats(
+            paused=self.paused is not None,
             num_running=len(queues.running),
             num_waiting=len(queues.waiting) + len(queues.preempted),
             num_blocks=self._allocator.num_blocks,

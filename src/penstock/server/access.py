@@ -1,5 +1,7 @@
 """Who may ask: API keys, host names and origins. Default deny: every path but the health probes needs a key.
 
+Paths of administrators are there only where an admin key is set, and need that key. It opens the others too.
+
 Browsers: no CORS header is ever sent. A page of another origin is refused by its `Origin` header; a host name
 that was re-bound to this machine (DNS rebinding) is refused by the `Host` header while the server listens
 on a loopback address.
@@ -11,10 +13,11 @@ import hmac
 import ipaddress
 from collections.abc import Iterable, Sequence
 
-from penstock.engine.listening import refuse_blank_keys
+from penstock.engine.listening import refuse_bad_keys
 from penstock.errors import AuthenticationError
 from penstock.server.errors import ForbiddenError
 
+ADMIN_PATHS = frozenset({"/pause", "/resume", "/is_paused"})
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/health/generate"})
 
 Headers = Iterable[tuple[bytes, bytes]]
@@ -23,24 +26,29 @@ Headers = Iterable[tuple[bytes, bytes]]
 class ApiKeys:
     """Args:
     keys: any of them opens the server; none at all means that no key is asked for.
+    admin_keys: any of them opens all paths.
 
     Raises:
-        UsageError: a key is blank, which an empty `Authorization` would match.
+        UsageError: a key is blank, which an empty `Authorization` would match; or is of both kinds.
     """
 
-    def __init__(self, keys: Sequence[str]) -> None:
-        refuse_blank_keys(keys)
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        refuse_bad_keys(keys, admin_keys)
         self._keys = [key.encode() for key in keys]
+        self._admin_keys = [key.encode() for key in admin_keys]
 
     def check(self, path: str, headers: Headers) -> None:
         """Raise `AuthenticationError` unless the request carries a key. Time does not tell how much fits."""
-        if not self._keys or path in OPEN_PATHS:
+        is_admin_path = path in ADMIN_PATHS and bool(self._admin_keys)
+        if path in OPEN_PATHS or not (self._keys or is_admin_path):
             return
+        fitting = self._admin_keys if is_admin_path else [*self._keys, *self._admin_keys]
         given = _bearer(_header(headers, b"authorization"))
-        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        matches = [hmac.compare_digest(given, key) for key in fitting]
         if not any(matches):
+            kind = "admin key" if is_admin_path else "API key"
             raise AuthenticationError(
-                "The API key is missing or wrong.", remedy="Send it as `Authorization: Bearer KEY`."
+                f"The {kind} is missing or wrong.", remedy="Send it as `Authorization: Bearer KEY`."
             )
 
 

@@ -25,6 +25,7 @@ from penstock.config import ServerConfig
 from penstock.errors import PenstockError
 from penstock.server import openapi
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
+from penstock.server.admin import AdminRoute
 from penstock.server.chat import ChatRoute
 from penstock.server.completions import CompletionsRoute
 from penstock.server.debug import DebugRoute
@@ -107,10 +108,12 @@ def create_app(
     routes = _fastapi(_lifespan(context, workers, on_ready, hold_s))
     _add_generation_routes(routes, GenerationRoute(model, context, config.limits, workers))
     _add_plain_routes(routes, model, context)
-    openapi.complete(routes, model, config.limits, asks_for_key=bool(config.api_keys))
+    if config.admin_keys:
+        _add_admin_routes(routes, AdminRoute(engine))
+    openapi.complete(routes, model, config)
     gate = Gate(
         routes,
-        keys=ApiKeys(config.api_keys),
+        keys=ApiKeys(config.api_keys, config.admin_keys),
         hosts=HostPolicy(config.host),
         log=log,
         metrics=metrics,
@@ -203,6 +206,22 @@ def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationCo
         )
         if path in OPEN_PATHS:  # probes may ask for the head alone
             routes.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+
+
+def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
+    for path, method, endpoint, name in (
+        ("/pause", "POST", admin.pause, "pause"),
+        ("/resume", "POST", admin.resume, "resume"),
+        ("/is_paused", "GET", admin.is_paused, "is_paused"),
+    ):
+        routes.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            response_class=Response,
+            name=name,
+            **openapi.plain_route(path),
+        )
 
 
 def _lifespan(

@@ -17,11 +17,12 @@ from penstock import __version__
 from penstock.engine.refused_settings import refuse_if_known
 from penstock.errors import UsageError
 from penstock.server.cli_help import COMMANDS, GROUPS, ROOT_HELP, help_screen
-from penstock.server.cli_settings import KEY_ENV
+from penstock.server.cli_settings import KEY_ENVS
 from penstock.server.cli_sources import SettingSources, nearest
 from penstock.server.cli_terminal import Invocation, report_error
 
 INTERRUPTED = 130
+_KEY_FLAGS = frozenset({"--api-key", "--admin-key"})
 _HELP_FLAGS = frozenset({"--help", "-h"})
 _VERBOSE_FLAGS = frozenset({"-v", "--verbose"})
 
@@ -64,8 +65,8 @@ def hide_keys(argv: Sequence[str], environ: Mapping[str, str]) -> None:
 
     Setting the title overwrites both; `os.environ` has copies of its own.
     """
-    in_arguments = any(word.split("=")[0].replace("_", "-") == "--api-key" for word in argv)
-    if in_arguments or KEY_ENV in environ:
+    in_arguments = any(word.split("=")[0].replace("_", "-") in _KEY_FLAGS for word in argv)
+    if in_arguments or not KEY_ENVS.isdisjoint(environ):
         import setproctitle
 
         setproctitle.setproctitle(" ".join(["penstock", *(argv[:1] if in_arguments else argv)]))

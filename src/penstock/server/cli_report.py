@@ -140,6 +140,8 @@ def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
         key = f"key on ({len(server.api_keys)})"
     else:
         key = "key off (--insecure)" if server.insecure else "key off (loopback only)"
+    if server.admin_keys:
+        key += f"   admin key on ({len(server.admin_keys)})"
     return [
         f"penstock {__version__}   model {one_line(engine.model.model)}   dtype {engine.model.dtype}   "
         f"stages {len(sizes)} x tp {tp}{dp}",

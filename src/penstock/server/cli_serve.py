@@ -22,7 +22,7 @@ from penstock.errors import UsageError
 from penstock.server.cli_limits import LimitSettings
 from penstock.server.cli_report import JsonReporter, ServeReporter
 from penstock.server.cli_settings import (
-    KEY_ENV,
+    KEY_ENVS,
     PARTITION_ENV,
     EngineSettings,
     FrontSettings,
@@ -83,7 +83,7 @@ def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporte
     from penstock.engine.supervisor import Supervisor
     from penstock.executor.child import show_threads_on_request
 
-    for name in (KEY_ENV, PARTITION_ENV):  # both are in the configs now; children need neither
+    for name in (*KEY_ENVS, PARTITION_ENV):  # all are in the configs now; children need none
         os.environ.pop(name, None)
     show_threads_on_request()
     code = Supervisor.for_server(engine, server, reporter).run()

@@ -33,9 +33,9 @@ from penstock.engine.topology import with_topology
 from penstock.errors import UsageError
 
 ENV_PREFIX = "PENSTOCK_"
-SECRET_SETTINGS = frozenset({"api-key"})
+SECRET_SETTINGS = frozenset({"api-key", "admin-key"})
 SERVED_ENV = "PENSTOCK_MODEL_NAME"  # for clients; PENSTOCK_MODEL is the server's directory
-KEY_ENV = "PENSTOCK_API_KEY"
+KEY_ENVS = frozenset({"PENSTOCK_API_KEY", "PENSTOCK_ADMIN_KEY"})
 PARTITION_ENV = "PENSTOCK_PP_LAYER_PARTITION"
 
 
@@ -312,6 +312,13 @@ class FrontSettings:
     api_key_file: Annotated[
         Path | None, flag("file of keys, one a line", "--api-key-file", group="server")
     ] = None
+    admin_key: Annotated[
+        tuple[str, ...],
+        flag("key that opens /pause and the like; prefer --admin-key-file", "--admin-key", group="server"),
+    ] = ()
+    admin_key_file: Annotated[
+        Path | None, flag("file of admin keys, one a line", "--admin-key-file", group="server")
+    ] = None
     insecure: Annotated[bool, flag("allow an open address without a key", "--insecure", group="server")] = (
         False
     )
@@ -333,6 +340,7 @@ class FrontSettings:
             port=self.port,
             reuse_port=self.reuse_port,
             api_keys=[*self.api_key, *read_keys(self.api_key_file)],
+            admin_keys=[*self.admin_key, *read_keys(self.admin_key_file, "--admin-key-file")],
             served_model_name=self.served_model_name,
             insecure=self.insecure,
             drain_s=self.drain_seconds,
@@ -351,8 +359,9 @@ class FrontSettings:
             raise UsageError(
                 f"drain_seconds is {self.drain_seconds}; it must be at least 0.", param="drain_seconds"
             )
-        if any(not key.strip() for key in self.api_key):
-            raise UsageError("--api-key is empty.", param="--api-key", remedy="Use --api-key-file PATH.")
+        for name, keys in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
+            if any(not key.strip() for key in keys):
+                raise UsageError(f"{name} is empty.", param=name, remedy=f"Use {name}-file PATH.")
 
 
 @Parameter(name="*")
@@ -366,8 +375,12 @@ class ProgramSettings:
     ] = False
 
 
-def read_keys(path: Path | None) -> list[str]:
-    """Keys of a file, one a line; blank lines and lines that start with `#` are left out."""
+def read_keys(path: Path | None, name: str = "--api-key-file") -> list[str]:
+    """Keys of a file, one a line; blank lines and lines that start with `#` are left out.
+
+    Args:
+        name: of the flag, for errors.
+    """
     if path is None:
         return []
     try:
@@ -375,15 +388,15 @@ def read_keys(path: Path | None) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise UsageError(
-            f"--api-key-file {path} cannot be read: {reason}.",
-            param="--api-key-file",
+            f"{name} {path} cannot be read: {reason}.",
+            param=name,
             remedy="Give a readable text file with one key a line.",
         ) from error
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
         raise UsageError(
-            f"--api-key-file {path} holds no key.",
-            param="--api-key-file",
+            f"{name} {path} holds no key.",
+            param=name,
             remedy="Write one key a line, or leave the flag out to serve without keys.",
         )
     return keys

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from penstock.batch import StageSpans
 from penstock.engine.outputs import TextDelta
 from penstock.engine.stats import CoreStats
+from penstock.operations import Operation, OperationDone
 from penstock.request import SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -68,6 +69,9 @@ class EngineLike(Protocol):
 
     async def trace(self) -> list[StageSpans]:
         """What each stage did in the last seconds."""
+
+    async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
+        """Have all replicas do it. Raises `WaitTimeoutError` when that is not complete in this time."""
 
     @property
     def max_model_len(self) -> int:

@@ -1,8 +1,8 @@
 """`/health` (= `/health/ready`), `/health/live`, `/health/generate`, `/version`, `/metrics`.
 
-Ready means: every stage has answered lately, the queue takes requests, there is memory, and the server is not
-shutting down. Live means: this process's event loop turns. Generate means: a token has just come out of the
-pipe. A 503 says why as `{state, stage, reason, since}`.
+Ready means: every stage has answered lately, the queue takes requests, there is memory, and the server is
+neither paused nor shutting down. Live means: this process's event loop turns. Generate means: a token has
+just come out of the pipe. A 503 says why as `{state, stage, reason, since}`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROBE_AGE_S = 1.0  # how long the answer of a probe counts
 PROBE_LIMIT_S = 10.0
 PROBE_PROMPT = [0]  # an id that every vocabulary has
 
-State = Literal["ready", "not_ready", "overloaded", "draining", "stuck"]
+State = Literal["ready", "not_ready", "overloaded", "draining", "paused", "stuck"]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +105,8 @@ class HealthRoute:
             return Health(
                 state="not_ready", stage=status.stage, reason=status.reason or "starting", since=status.since
             )
+        if status.stats is not None and status.stats.paused:
+            return Health(state="paused", reason="an administrator has paused the engine")
         if status.is_full:
             return Health(state="overloaded", reason="as many requests wait as may")
         if shortage := self._context.memory.shortage:

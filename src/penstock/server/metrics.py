@@ -123,6 +123,7 @@ class Metrics:
         yield self._gauge(
             "pipeline_micro_batches", "Parts that decoding requests are split into.", stats.micro_batches
         )
+        yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.paused)
         yield self._gauge("epoch", "Membership epoch of the pipe.", stats.epoch)
         usage = GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc",

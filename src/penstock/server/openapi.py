@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from penstock.config import Limits
-from penstock.server.access import OPEN_PATHS
+from penstock.config import Limits, ServerConfig
+from penstock.server.access import ADMIN_PATHS, OPEN_PATHS
+from penstock.server.admin import Applied, PauseState
 from penstock.server.engine_port import ServedModel
 from penstock.server.errors import ErrorBody
 from penstock.server.health import Health, Version
@@ -29,6 +30,7 @@ from penstock.server.openai_types import (
 from penstock.server.prompts import ROLES
 
 _TYPES = (
+    Applied,
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -37,6 +39,7 @@ _TYPES = (
     Health,
     ModelCard,
     ModelList,
+    PauseState,
     Version,
 )
 _ANY_ROUTE = (401, 403, 500)
@@ -87,30 +90,38 @@ def plain_route(path: str) -> dict[str, Any]:
         answers = {200: {"description": "Yes.", **health}, 503: {"description": "No.", **health}}
         return {"responses": _answers({}, ()) | answers}
     shape = _ANSWERS.get(path, _content("application/json", {"type": "object"}))
-    errors = {"/v1/models/{model_id:path}": (404,), "/debug/trace": (503,)}.get(path, ())
+    errors: tuple[int, ...] = {"/v1/models/{model_id:path}": (404,), "/debug/trace": (503,)}.get(path, ())
+    if path in ADMIN_PATHS:
+        errors = (400, 503)
     return {"responses": _answers(shape, errors)}
 
 
 _ANSWERS: Mapping[str, Schema] = {
     "/v1/models": _content("application/json", _reference(ModelList)),
     "/v1/models/{model_id:path}": _content("application/json", _reference(ModelCard)),
+    "/pause": _content("application/json", _reference(Applied)),
+    "/resume": _content("application/json", _reference(Applied)),
+    "/is_paused": _content("application/json", _reference(PauseState)),
     "/version": _content("application/json", _reference(Version)),
     "/metrics": _content("text/plain", {"type": "string"}),
 }
 
 
-def complete(routes: FastAPI, model: ServedModel, limits: Limits, *, asks_for_key: bool) -> None:
+def complete(routes: FastAPI, model: ServedModel, config: ServerConfig) -> None:
     """Add the types, their bounds and the key to the framework's document, which is made once."""
     document = routes.openapi()
     _, definitions = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
-    for name, bounds in _bounds(model, limits).items():
+    for name, bounds in _bounds(model, config.limits).items():
         _bound(definitions[name]["properties"], bounds)
-    for operations in document["paths"].values():
+    for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # the framework's own word for what is 400 here
+            if path in ADMIN_PATHS:
+                operation["security"] = [{_SCHEME: []}]
     components: Schema = {"schemas": definitions}
-    if asks_for_key:
+    if config.api_keys or config.admin_keys:
         components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+    if config.api_keys:
         document["security"] = [{_SCHEME: []}]
         for path in OPEN_PATHS:
             document["paths"][path]["get"]["security"] = []

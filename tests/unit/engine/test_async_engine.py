@@ -20,6 +20,8 @@ from penstock.engine.ipc import (
     CoreSocket,
     GetTrace,
     Hello,
+    Operate,
+    Operated,
     StepUpdates,
     Trace,
     Welcome,
@@ -35,6 +37,7 @@ from penstock.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
+from penstock.operations import OperationDone, Pause, Resume
 from penstock.request import FinishReason, RequestUpdate, SamplingParams
 from penstock.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, PieceTable
 from penstock.tokenizer.tokenizer import AbsentTokenizer
@@ -513,5 +516,80 @@ def test_a_trace_that_the_core_did_not_live_to_give_is_a_typed_error() -> None:
         rig.core.socket.close()
         with pytest.raises(UnavailableError, match="the engine core went away"):
             await asked
+
+    with_rig(body)
+
+
+def operated(number: int, error: ErrorInfo | None = None) -> Operated:
+    return Operated(number, OperationDone(accepted_step=3, completed_step=4, error=error))
+
+
+def test_g4_an_operation_is_awaited() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        asked = asyncio.ensure_future(rig.engine.operate(Pause("wait"), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(0, Pause("wait"))]
+        rig.core.socket.send(rig.core.client, operated(0))
+        assert await asked == [OperationDone(accepted_step=3, completed_step=4)]
+        refused = asyncio.ensure_future(rig.engine.operate(Pause("wait"), WAIT_S))
+        await asyncio.sleep(0)
+        rig.core.hear()
+        rig.core.socket.send(rig.core.client, operated(1, AbortedError("it was resumed").info()))
+        with pytest.raises(AbortedError, match="resumed"):
+            await refused
+
+    with_rig(body)
+
+
+def test_g4_whoever_waits_too_long_is_told_that_it_stays_in_force() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        with pytest.raises(WaitTimeoutError, match="stays in force"):
+            await rig.engine.operate(Pause("wait"), 0.001)
+        rig.core.hear()
+        rig.core.socket.send(rig.core.client, operated(0))  # nobody waits for it
+        stream = rig.add()
+        rig.core.tell(update("r", b"x", "length"))
+        assert await read_all(stream) == ("x", "length")
+
+    with_rig(body)
+
+
+def test_g4_another_core_begins_paused_before_it_hears_of_any_request() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add()
+        rig.core.tell(stats=msgspec.structs.replace(STATS, paused=True))
+        await until(lambda: (rig.engine.status().stats or STATS).paused)
+        asked = asyncio.ensure_future(rig.engine.operate(Resume(), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(0, Resume())]
+        await rig.lose_core()
+        await rig.welcome()
+        pause, resume, again = rig.core.hear(3)
+        assert (pause, resume) == (Operate(1, Pause("keep")), Operate(0, Resume()))
+        assert isinstance(again, AddRequest)
+        rig.core.socket.send(rig.core.client, operated(1))
+        rig.core.socket.send(rig.core.client, operated(0))
+        assert len(await asked) == 1
+        rig.core.tell(update("r", b"x", "length"))  # not paused any more
+        await read_all(stream)
+        await rig.lose_core()
+        await rig.welcome()
+        assert rig.core.socket.drain() == []
+
+    with_rig(body)
+
+
+def test_g4_what_is_asked_while_there_is_no_core_is_for_the_next() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        await rig.lose_core()
+        asked = asyncio.ensure_future(rig.engine.operate(Pause("keep"), WAIT_S))
+        await rig.welcome()
+        assert rig.core.hear() == [Operate(0, Pause("keep"))]
+        rig.core.socket.send(rig.core.client, operated(0))
+        assert len(await asked) == 1
 
     with_rig(body)

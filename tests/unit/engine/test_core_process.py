@@ -24,6 +24,8 @@ from penstock.engine.ipc import (
     ClientSocket,
     CoreSocket,
     Hello,
+    Operate,
+    Operated,
     StepUpdates,
     Welcome,
 )
@@ -32,6 +34,7 @@ from penstock.errors import ErrorInfo, PenstockError, StageLostError
 from penstock.executor.base import KVPlan
 from penstock.executor.child import Abandoned, Ready, StatusEvent
 from penstock.executor.control import ControlReader, ControlSocket, EpochLost, Stop
+from penstock.operations import Pause, Resume
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
@@ -195,6 +198,25 @@ def test_r13_what_a_client_asked_for_ends_with_the_client(served: ServedCore) ->
     served.thread.join(WAIT_S)
     assert served.rig.scheduler.stats().free_blocks == served.rig.scheduler.stats().num_blocks
     assert served.server._owners == {}
+
+
+def test_g4_an_operation_is_answered_when_it_is_complete(served: ServedCore) -> None:
+    served.client.send(Hello())
+    receive(served.client)
+    served.client.send(Operate(6, Pause("keep")))
+    receive(served.client)
+    served.client.send(AddRequest(request("a", max_tokens=40)))
+    served.client.send(Operate(7, Pause("abort")))
+    ended, answer = receive(served.client, 2)
+    assert isinstance(ended, StepUpdates)
+    assert [(u.request_id, u.error and u.error.code) for u in ended.updates] == [("a", "paused")]
+    assert ended.stats.paused
+    assert isinstance(answer, Operated)
+    assert answer.number == 7
+    assert answer.done.completed_step is not None
+    served.client.send(AddRequest(request("b", max_tokens=3)))
+    served.client.send(Operate(8, Resume()))
+    assert Operated in {type(message) for message in receive(served.client, 4)}
 
 
 def test_r4_a_request_goes_on_from_what_another_core_gave_it(served: ServedCore) -> None:

@@ -13,7 +13,8 @@ from penstock.child_config import Restarts
 from penstock.engine.async_engine import EngineStatus
 from penstock.engine.replicas import Replicas, SteadyStats, merged_stats
 from penstock.engine.stats import CoreStats
-from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
+from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError, WaitTimeoutError
+from penstock.operations import Operation, OperationDone, Pause
 from penstock.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -68,6 +69,12 @@ class OneEngine:
         if self.refusal is not None:
             raise self.refusal
         return [StageSpans(stage=1, began_ns=1, phases=b"", durations_ns=[], steps=[])]
+
+    async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.asked.append(type(operation).__name__)
+        return [OperationDone(accepted_step=self.tokens_ahead, completed_step=9)]
 
     def close(self) -> None:
         self.is_closed = True
@@ -163,6 +170,24 @@ def test_totals_of_a_replica_never_fall() -> None:
     found = steady.of(msgspec.structs.replace(young, generated_tokens=11, step_id=99))
     assert found is not None
     assert found.generated_tokens == 511, "it may have overtaken the core before it"
+
+
+def test_g4_every_replica_does_what_is_asked() -> None:
+    async def run() -> None:
+        engines = [OneEngine(ahead=3), OneEngine(ahead=5)]
+        done = await replicas(*engines).operate(Pause("keep"), 1.0)
+        assert [(found.replica, found.accepted_step) for found in done] == [(0, 3), (1, 5)]
+        late = [OneEngine(refusal=WaitTimeoutError("not yet")), OneEngine()]
+        with pytest.raises(WaitTimeoutError):
+            await replicas(*late).operate(Pause("keep"), 1.0)
+        assert late[1].asked == ["Pause"], "one that is late keeps no other from it"
+
+    asyncio.run(run())
+    paused = msgspec.structs.replace(STATS, paused=True)
+    both, neither = merged_stats([STATS, paused]), merged_stats([STATS, STATS])
+    assert both is not None
+    assert neither is not None
+    assert (both.paused, neither.paused) == (True, False)
 
 
 def test_all_are_left() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config import SchedulerConfig
 from penstock.errors import InvalidRequestError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -15,7 +16,7 @@ from penstock.scheduler.admission import Admission, derive_seed
 
 def make(*, max_model_len: int = 20, num_blocks: int = 8, block_size: int = 4) -> Admission:
     allocator = BlockAllocator(BlockPool(num_blocks), block_size)
-    return Admission(allocator, max_model_len=max_model_len, eos_token_ids=[2, 1], seed=7)
+    return Admission(SchedulerConfig(), allocator, max_model_len=max_model_len, eos_token_ids=[2, 1], seed=7)
 
 
 def request(prompt_len: int, **sampling: Any) -> GenerationRequest:

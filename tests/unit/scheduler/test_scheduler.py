@@ -534,7 +534,7 @@ def test_r4_what_another_core_had_begun_does_not_expire_and_ends_with_those_that
     assert [update.request_id for update in rig.scheduler.expire()] == ["new"]
     assert rig.scheduler.next_expiry() is None
     error = StageLostError("again").info()
-    assert [update.request_id for update in rig.scheduler.fail_started(error)] == ["begun"]
+    assert [update.request_id for update in rig.scheduler.fail_started(error)] == ["runs", "begun"]
 
 
 def test_r10_a_burst_that_free_rows_can_take_does_not_count_as_waiting() -> None:

@@ -263,6 +263,10 @@ def test_a_key_leaves_what_can_be_read_of_the_process(monkeypatch: pytest.Monkey
     hide_keys(["serve", "demo", "--api-key", "s3cret"], {})
     hide_keys(["serve", "demo", "--api_key=s3cret"], {"PENSTOCK_API_KEY": "other"})
     assert titles == ["penstock serve", "penstock serve"]
+    hide_keys(["serve", "--admin-key", "s3cret"], {})
+    assert titles.pop() == "penstock serve"
+    hide_keys(["serve", "demo", "--port", "1"], {"PENSTOCK_ADMIN_KEY": "s3cret"})
+    assert titles.pop() == "penstock serve demo --port 1"
     hide_keys(["serve", "demo", "--port", "1"], {"PENSTOCK_API_KEY": "s3cret"})
     assert titles[2:] == ["penstock serve demo --port 1"]  # a title overwrites the first environment too
 

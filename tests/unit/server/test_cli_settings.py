@@ -96,7 +96,9 @@ def test_a_partition_of_the_environment_does_not_bind_one_stage() -> None:
 
 
 def test_keys_are_never_printed(tmp_path: Path) -> None:
+    assert "# admin-key: set by " in print_config("--admin-key", "s3cret")
     for shown in (
+        print_config("--api-key", "x", PENSTOCK_ADMIN_KEY="s3cret"),
         print_config("--api-key", "s3cret"),
         print_config(PENSTOCK_API_KEY="s3cret,s3cret2"),
         print_config("--config", settings_file(tmp_path, 'api-key = ["s3cret"]\n')),
@@ -159,7 +161,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
 --queue-timeout 20 --micro-batches 2 --inter-token-target 250
 --max-waiting-tokens 30
---host ::1 --port 21 --reuse-port --api-key k0 --insecure --drain-seconds 22
+--host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
@@ -227,6 +229,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "host": "::1",
         "port": 21,
         "api_keys": ["k0", "k1", "k2"],
+        "admin_keys": ["a0"],
         "served_model_name": "s",
         "insecure": True,
         "reuse_port": True,

@@ -1,0 +1,96 @@
+"""Takes an administrator's operations between two plans, and says when all ranks have them behind them.
+
+    accept ──▶ in force at once ──▶ quiet: nobody runs who must not ──▶ a plan made from then on ──▶ done
+                                                                       has crossed all stages
+
+When no plan is in flight, one without rows is sent for the sake of it. A stage that is lost in between delays
+the end: the first plan of the next epoch serves as well. Belongs to `engine.core`; knows no clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.errors import AbortedError, ErrorInfo, UnavailableError
+from penstock.operations import Operation, OperationDone, Pause
+from penstock.request import RequestUpdate
+from penstock.scheduler.scheduler import Scheduler
+
+Ticket = tuple[bytes, int]  # of a client, and its number for the operation
+
+
+@dataclass(slots=True)
+class _Open:
+    ticket: Ticket
+    operation: Operation
+    accepted_step: int
+    proving_step: int | None = None  # the first that was planned when all was quiet
+
+
+class OperationDesk:
+    """Args:
+    scheduler: obeys.
+    """
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._open: list[_Open] = []
+        self._done: list[tuple[Ticket, OperationDone]] = []
+
+    def accept(self, ticket: Ticket, operation: Operation, next_step: int) -> list[RequestUpdate]:
+        """Put an operation into force.
+
+        Args:
+            ticket: to know it by when it is done.
+            next_step: the plan of this step is the first one under it.
+
+        Returns:
+            The last update of each request that it ends.
+        """
+        updates: list[RequestUpdate] = []
+        if isinstance(operation, Pause):
+            self._scheduler.paused = "wait" if operation.mode == "wait" else "keep"
+            if operation.mode == "abort":
+                updates = self._scheduler.fail_all(_ABORTED)
+        else:
+            self._scheduler.paused = None
+            for pause in [found for found in self._open if isinstance(found.operation, Pause)]:
+                self._finish(pause, error=_RESUMED)
+        self._open.append(_Open(ticket, operation, next_step))
+        self._note_quiet(next_step)
+        return updates
+
+    @property
+    def wants_plan(self) -> bool:
+        """Whether a plan should go out, though without rows, when none is in flight."""
+        return any(found.proving_step is not None for found in self._open)
+
+    def settled(self, step_id: int, next_step: int) -> None:
+        """The plan of this step has crossed all stages, and what it brought is known."""
+        for found in [*self._open]:
+            if found.proving_step is not None and found.proving_step <= step_id:
+                self._finish(found, completed_step=step_id)
+        self._note_quiet(next_step)
+
+    def take_done(self) -> list[tuple[Ticket, OperationDone]]:
+        """What has come to its end since the last call, with its tickets."""
+        done, self._done = self._done, []
+        return done
+
+    def _note_quiet(self, next_step: int) -> None:
+        for found in self._open:
+            if found.proving_step is None and self._scheduler.is_quiet:
+                found.proving_step = next_step
+
+    def _finish(
+        self, found: _Open, *, completed_step: int | None = None, error: ErrorInfo | None = None
+    ) -> None:
+        self._open.remove(found)
+        done = OperationDone(accepted_step=found.accepted_step, completed_step=completed_step, error=error)
+        self._done.append((found.ticket, done))
+
+
+_ABORTED = UnavailableError(
+    "the engine was paused, and what it had begun was given up.", remedy="Try again later.", code="paused"
+).info()
+_RESUMED = AbortedError("the engine was resumed before the pause was complete.").info()

@@ -1,0 +1,51 @@
+"""What an administrator may ask of a running engine, and what became of it. Plain data.
+
+The core takes an operation between two plans, and these are the same two for every rank, because ranks do
+nothing but replay plans in order (rows G4, d18):
+
+    accepted      the first plan that is made under it is step n
+    completed     a plan from n on has crossed all stages: every rank has everything before n behind it
+
+Asked for over HTTP (`server.admin`), carried by `engine.async_engine`, done by `engine.operation_desk`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Compute for nobody, until `Resume`. Requests may come meanwhile, and wait.
+
+    Attributes:
+        mode: what becomes of those that have started: `keep` holds them where they are, `wait` lets them
+            end, `abort` ends all that are there, waiting ones too, with an error.
+    """
+
+    mode: PauseMode = "keep"
+
+
+class Resume(msgspec.Struct, frozen=True, tag="resume"):
+    """Go on. A pause that is not complete never will be."""
+
+
+Operation = Pause | Resume
+
+
+class OperationDone(msgspec.Struct, frozen=True, kw_only=True):
+    """Attributes:
+    accepted_step: the first that was planned under it.
+    completed_step: planned under it, and through all stages; None when it came to nothing.
+    error: why it did.
+    """
+
+    accepted_step: int
+    completed_step: int | None = None
+    error: ErrorInfo | None = None
+    replica: int = 0

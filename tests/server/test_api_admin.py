@@ -1,0 +1,126 @@
+"""What administrators may ask over HTTP, and that nobody else may."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from fake_engine import FakeEngine, Status, fake_model, stats
+from live_server import LiveServer
+
+from penstock.config import ServerConfig
+from penstock.errors import UsageError, WaitTimeoutError
+from penstock.operations import Pause, Resume
+from penstock.server.access import ADMIN_PATHS, ApiKeys
+from penstock.server.app import create_app
+
+KEY, ADMIN_KEY = "key-of-a-client-11f0", "key-of-an-administrator-8c1d"
+AS_CLIENT, AS_ADMIN = ({"Authorization": f"Bearer {key}"} for key in (KEY, ADMIN_KEY))
+
+
+DONE = {"accepted_step": 5, "completed_step": 7, "error": None, "replica": 0}
+
+
+@pytest.fixture
+def server() -> Iterator[LiveServer]:
+    with LiveServer(config=ServerConfig(api_keys=[KEY], admin_keys=[ADMIN_KEY])) as made:
+        yield made
+
+
+def served_paths(config: ServerConfig) -> set[str]:
+    return {
+        getattr(route, "path", "") for route in create_app(FakeEngine(), config, fake_model()).routes.routes
+    }
+
+
+def test_rule_4_without_an_admin_key_there_are_no_admin_routes(live: LiveServer) -> None:
+    assert ADMIN_PATHS.isdisjoint(served_paths(ServerConfig(api_keys=[KEY])))
+    assert served_paths(ServerConfig(admin_keys=[KEY])) >= ADMIN_PATHS
+    for path in ADMIN_PATHS:
+        for method in ("GET", "POST"):
+            assert live.request(method, path)[0].status == 404
+
+
+def test_rule_4_only_an_admin_key_opens_them(server: LiveServer) -> None:
+    for path in ADMIN_PATHS:
+        for method in ("GET", "POST", "PUT", "HEAD", "OPTIONS"):
+            for headers in ({}, AS_CLIENT, {"Authorization": "Bearer wrong"}):
+                assert server.request(method, path, None, headers)[0].status == 401, (method, path)
+    assert server.engine.operations == []
+    assert server.request("GET", "/v1/models", None, AS_ADMIN)[0].status == 200, "it opens the rest as well"
+    assert server.request("GET", "/v1/models", None, AS_CLIENT)[0].status == 200
+
+
+def test_rule_4_an_admin_key_alone_locks_nothing_else() -> None:
+    with LiveServer(config=ServerConfig(admin_keys=[ADMIN_KEY])) as server:
+        assert server.request("GET", "/v1/models")[0].status == 200
+        assert server.request("POST", "/pause")[0].status == 401
+        assert server.request("POST", "/pause", None, AS_ADMIN)[0].status == 200
+
+
+@pytest.mark.parametrize(("keys", "admin_keys"), [([], [" "]), (["same"], ["same"])])
+def test_an_admin_key_is_a_secret_of_its_own(keys: list[str], admin_keys: list[str]) -> None:
+    with pytest.raises(UsageError) as raised:
+        ApiKeys(keys, admin_keys)
+    assert raised.value.param == "admin_keys"
+
+
+def test_g4_pause_and_resume_reach_the_engine(server: LiveServer) -> None:
+    for path, operation, timeout_s in (
+        ("/pause", Pause("keep"), 60.0),
+        ("/pause?mode=wait&timeout_s=1.5", Pause("wait"), 1.5),
+        ("/pause?mode=abort", Pause("abort"), 60.0),
+        ("/resume?timeout_s=3600", Resume(), 3600.0),
+    ):
+        response, raw = server.request("POST", path, None, AS_ADMIN)
+        assert response.status == 200
+        assert json.loads(raw) == {"is_paused": isinstance(operation, Pause), "replicas": [DONE]}
+        assert server.engine.operations[-1] == (operation, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("mode=stop", "mode"),
+        ("mode=", "mode"),
+        ("timeout_s=0", "timeout_s"),
+        ("timeout_s=3601", "timeout_s"),
+        ("timeout_s=nan", "timeout_s"),
+        ("timeout_s=x", "timeout_s"),
+    ],
+)
+def test_a_bad_word_is_refused_by_name(server: LiveServer, query: str, param: str) -> None:
+    response, raw = server.request("POST", f"/pause?{query}", None, AS_ADMIN)
+    assert response.status == 400
+    assert json.loads(raw)["error"]["param"] == param
+    assert server.engine.operations == []
+
+
+def test_an_operation_that_takes_too_long_is_503(server: LiveServer) -> None:
+    server.engine.failure = WaitTimeoutError("the operation is not complete after 1 s.")
+    response, raw = server.request("POST", "/pause", None, AS_ADMIN)
+    assert response.status == 503
+    assert "not complete" in json.loads(raw)["error"]["message"]
+
+
+def test_a_paused_engine_is_not_ready_and_says_so(server: LiveServer) -> None:
+    for told, is_paused in ((None, False), (stats(paused=False), False), (stats(paused=True), True)):
+        server.engine.state = Status(stats=told)
+        response, raw = server.request("GET", "/health")
+        assert response.status == (503 if is_paused else 200)
+        assert json.loads(raw)["state"] == ("paused" if is_paused else "ready")
+        _, raw = server.request("GET", "/is_paused", None, AS_ADMIN)
+        assert json.loads(raw) == {"is_paused": is_paused}
+    _, raw = server.request("GET", "/metrics", None, AS_ADMIN)
+    assert b'penstock_paused{model_name="fake"} 1.0' in raw
+
+
+def test_the_description_says_which_key_opens_what(server: LiveServer) -> None:
+    _, raw = server.request("GET", "/openapi.json", None, AS_ADMIN)
+    document = json.loads(raw)
+    for path in ADMIN_PATHS:
+        (operation,) = document["paths"][path].values()
+        assert operation["security"] == [{"key": []}]
+        assert {"200", "400", "401", "503"} <= set(operation["responses"])
+    assert "Applied" in document["components"]["schemas"]

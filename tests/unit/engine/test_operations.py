@@ -1,0 +1,199 @@
+"""Operations on a running core: in force from one plan on, and complete when a later one has crossed."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from fakes import CoreRig
+from penstock.batch import ScheduledBatch
+from penstock.config import SchedulerConfig
+from penstock.errors import ErrorInfo
+from penstock.operations import Operation, OperationDone, Pause, PauseMode, Resume
+
+LOST = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
+
+
+class OperatedRig(CoreRig):
+    """Its operations are numbered in the order in which they are asked for."""
+
+    def operate(self, operation: Operation) -> None:
+        self._asked = getattr(self, "_asked", 0) + 1
+        next_step = self.core.steps_in_flight[1]
+        for update in self.core.operations.accept((b"", self._asked), operation, next_step):
+            self.updates[update.request_id].append(update)
+        self.core.check_invariants()
+
+    def finished(self) -> dict[int, OperationDone]:
+        """Those that have come to their end since the last call."""
+        return {number: done for (_, number), done in self.core.operations.take_done()}
+
+    def complete(self) -> OperationDone:
+        """Step until one operation has come to its end."""
+        for _ in range(500):
+            self.step(timeout_s=1.0)
+            if done := self.finished():
+                (found,) = done.values()
+                return found
+        raise AssertionError("it never was complete")
+
+    def plans_from(self, step: int) -> list[ScheduledBatch]:
+        return [plan for plan in self.executor.plans if plan.step_id >= step]
+
+
+def busy(num_stages: int = 3, async_depth: int = 1, **options: object) -> OperatedRig:
+    rig = OperatedRig(num_stages=num_stages, async_depth=async_depth, recovers=True, **options)
+    rig.add("greedy", 5, max_tokens=9, ignore_eos=True)
+    rig.add("seeded", 11, temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+    rig.add("long", 23, max_tokens=20, ignore_eos=True)
+    return rig
+
+
+def assert_exact(rig: OperatedRig) -> None:
+    rig.run_until_idle()
+    for arrival, name in enumerate(rig.requests):
+        assert rig.result(name) == rig.expected(name, arrival)
+
+
+@pytest.mark.parametrize("num_steps", range(0, 30, 3))
+@pytest.mark.parametrize(("num_stages", "async_depth"), [(1, 0), (2, 1), (3, 2)])
+def test_g4_a_pause_keeps_every_request_where_it_is(num_stages: int, async_depth: int, num_steps: int) -> None:
+    rig = busy(num_stages, async_depth)
+    for _ in range(num_steps):
+        rig.step(timeout_s=1.0)
+    first = rig.core.steps_in_flight[1]
+    rig.operate(Pause("keep"))
+    done = rig.complete()
+    assert done.accepted_step == first
+    assert done.completed_step is not None
+    assert done.completed_step >= first
+    assert done.error is None
+    assert rig.core.num_inflight == 0
+    assert [plan.rows for plan in rig.plans_from(first)] == [[]], "one plan without rows proves it"
+    assert rig.core.stats().paused
+
+    before = {name: rig.tokens(name) for name in rig.requests}
+    rig.add("late", 4, max_tokens=3, ignore_eos=True)
+    for _ in range(5):
+        rig.clock.advance(1.0)
+        rig.step(timeout_s=1.0)
+    assert {name: rig.tokens(name) for name in before} == before
+    assert not any(plan.rows for plan in rig.plans_from(first))
+    assert len(rig.plans_from(first)) >= 5, "the stages are probed all the while"
+
+    rig.operate(Resume())
+    assert not rig.core.stats().paused
+    assert rig.complete().error is None
+    assert_exact(rig)
+
+
+def test_g4_a_pause_can_wait_for_those_who_have_started() -> None:
+    rig = busy(scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, prefill_chunk=8))
+    rig.step(timeout_s=1.0)
+    rig.operate(Pause("wait"))
+    done = rig.complete()
+    assert rig.is_finished("greedy")
+    assert rig.is_finished("seeded")
+    assert rig.tokens("long") == []
+    first_idle = max(plan.step_id for plan in rig.plans if plan.rows) + 1
+    assert done.accepted_step < first_idle <= (done.completed_step or 0)
+    rig.operate(Resume())
+    assert_exact(rig)
+
+
+def test_g4_who_was_preempted_has_started() -> None:
+    """Three requests that do not fit the pool together: each is thrown out and comes back."""
+    rig = OperatedRig(num_stages=2, num_blocks=9, block_size=2, latency=None)
+    for name in ("a", "b", "c"):
+        rig.add(name, 3, max_tokens=9, ignore_eos=True)
+    while not rig.scheduler.stats().num_preemptions:
+        rig.settle()
+    rig.operate(Pause("wait"))
+    rig.add("late", 3, max_tokens=2, ignore_eos=True)
+    rig.complete()
+    assert [rig.is_finished(name) for name in ("a", "b", "c", "late")] == [True, True, True, False]
+    rig.operate(Resume())
+    assert_exact(rig)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
+def test_g4_a_pause_can_give_up_what_is_there(num_steps: int) -> None:
+    rig = busy(latency=None)
+    rig.step()
+    for _ in range(num_steps):
+        rig.settle()
+    rig.operate(Pause("abort"))
+    for name in rig.requests:
+        error = rig.updates[name][-1].error
+        assert error is not None
+        assert (error.kind, error.code) == ("UnavailableError", "paused")
+    assert rig.allocator.num_free_blocks == rig.allocator.num_blocks
+    counts = {name: len(rig.updates[name]) for name in rig.requests}
+    rig.complete()
+    assert {name: len(rig.updates[name]) for name in counts} == counts, "what was in flight is dropped"
+    rig.add("next", 7, max_tokens=5, ignore_eos=True)
+    rig.operate(Resume())
+    rig.run_until_idle()
+    assert rig.result("next") == rig.expected("next", 3)
+
+
+def test_g4_a_pause_that_is_not_complete_ends_with_the_resumption() -> None:
+    rig = busy()
+    rig.step(timeout_s=1.0)
+    rig.operate(Pause("wait"))
+    rig.operate(Resume())
+    (done,) = rig.finished().values()
+    assert done.completed_step is None
+    assert done.error is not None
+    assert done.error.kind == "AbortedError"
+    assert_exact(rig)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_g4_a_stage_that_is_lost_only_delays_it(mode: PauseMode) -> None:
+    rig = busy()
+    for _ in range(6):
+        rig.step(timeout_s=1.0)
+    rig.operate(Pause(mode))
+    assert rig.core.lose_epoch(LOST) == []
+    rig.step()
+    assert rig.finished() == {}
+    lost = rig.core.steps_in_flight[1]
+    rig.rejoin()
+    done = rig.complete()
+    assert (done.completed_step or 0) >= lost, "a plan of the new epoch proves it"
+    assert rig.core.stats().paused
+    rig.operate(Resume())
+    assert_exact(rig)
+
+
+def test_g4_a_request_that_waits_through_a_pause_times_out_all_the_same() -> None:
+    rig = OperatedRig(num_stages=2, scheduler=SchedulerConfig(max_num_seqs=2, queue_timeout_s=30.0))
+    rig.operate(Pause("keep"))
+    rig.add("r", 4)
+    rig.clock.advance(31.0)
+    rig.step()
+    error = rig.updates["r"][-1].error
+    assert error is not None
+    assert error.code == "queue_timeout"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_g4_pauses_at_any_moment_change_no_token(seed: int) -> None:
+    chance = random.Random(seed)
+    rig = busy(chance.choice([1, 2, 3]), chance.choice([0, 1, 2]), num_blocks=chance.choice([12, 64]))
+    for number in range(60):
+        rig.step(timeout_s=chance.choice([0.0, 1.0]))
+        what = chance.random()
+        if what < 0.15:
+            rig.operate(Pause(chance.choice(["keep", "wait"])))
+        elif what < 0.35:
+            rig.operate(Resume())
+        elif what < 0.4:
+            rig.core.lose_epoch(LOST)
+            rig.rejoin()
+        elif what < 0.5:
+            rig.add(f"r{number}", 3, max_tokens=4, ignore_eos=True)
+    rig.operate(Resume())
+    assert_exact(rig)
