@@ -16,6 +16,7 @@ which blocks are whole: slots that no token has written are copied as they are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ from penstock.attention.metadata import AnyKV, LatentKV, LayerKV
 
 
 class BlockCodec(Protocol):
-    """Copies blocks of `block_size` tokens of any layer of a rank out of its memory and back.
+    """Copies blocks of `block_size` tokens of a rank's layers out of its memory and back.
 
     Both copies are done when the call returns. They may run on a thread of their own beside steps that leave
     the block alone, and for export beside those that read it.
@@ -39,17 +40,16 @@ class BlockCodec(Protocol):
     @property
     def record_bytes(self) -> int: ...
 
-    def export_block(self, kv: AnyKV, block: int, into: Tensor) -> None:
-        """Write the records of a block.
+    def export_block(self, kv: Sequence[AnyKV], block: int) -> list[bytes]:
+        """The records of a block, layer by layer.
 
         Args:
-            kv: of the layer, from `AttentionBackend.layer_kv`.
-            into: uint8 [num_records, record_bytes], contiguous, in host memory, aligned for the dtype.
+            kv: of the layers wanted, from `AttentionBackend.layer_kv`.
         """
         ...
 
-    def import_block(self, kv: AnyKV, block: int, source: Tensor) -> None:
-        """The way back: `source` as `into` above. Nothing but the block's own slots is written."""
+    def import_block(self, kv: Sequence[AnyKV], block: int, records: Sequence[bytes]) -> None:
+        """The way back: `records` as `export_block` gives them. Only the block's own slots are written."""
         ...
 
 
@@ -75,22 +75,24 @@ class SlotCodec:
         _, num_parts, block_size, width = self._shape
         return num_parts * block_size * width * self._dtype.itemsize
 
-    def export_block(self, kv: AnyKV, block: int, into: Tensor) -> None:
-        check_records(self, into, self._dtype)
+    def export_block(self, kv: Sequence[AnyKV], block: int) -> list[bytes]:
         # Put in order where they lie, so that a device sends them in one piece.
-        block_parts = torch.stack(self._slots(kv, block)).permute(2, 0, 1, 3)
-        self._seen(into).copy_(block_parts)
+        layers = [torch.stack(self._slots(layer, block)).permute(2, 0, 1, 3).contiguous() for layer in kv]
+        return [_bytes(record) for layer in layers for record in layer.cpu()]
 
-    def import_block(self, kv: AnyKV, block: int, source: Tensor) -> None:
-        check_records(self, source, self._dtype)
-        slots = self._slots(kv, block)
-        records = self._seen(source).to(slots[0].device)
-        for part, stored in enumerate(slots):
-            stored.copy_(records[:, part].transpose(0, 1))
+    def import_block(self, kv: Sequence[AnyKV], block: int, records: Sequence[bytes]) -> None:
+        check_records(self, len(kv), records)
+        count = self.num_records
+        for index, layer in enumerate(kv):
+            slots = self._slots(layer, block)
+            found = self._seen(records[index * count : (index + 1) * count]).to(slots[0].device)
+            for part, stored in enumerate(slots):
+                stored.copy_(found[:, part].transpose(0, 1))
 
-    def _seen(self, records: Tensor) -> Tensor:
+    def _seen(self, records: Sequence[bytes]) -> Tensor:
         """[num_heads, num_parts, block_size, width] in the dtype of the cache."""
-        return records.view(self._dtype).view(self._shape)
+        whole = torch.frombuffer(bytearray(b"".join(records)), dtype=torch.uint8)
+        return whole.view(self._dtype).view(self._shape)
 
     def _slots(self, kv: AnyKV, block: int) -> list[Tensor]:
         """Each part of a block where it is stored: [block_size, num_heads, width]."""
@@ -100,13 +102,14 @@ class SlotCodec:
         return [part[block * block_size : (block + 1) * block_size] for part in parts]
 
 
-def check_records(codec: BlockCodec, records: Tensor, dtype: torch.dtype) -> None:
-    """Memory of another form than the codec's would be written over its end."""
-    assert records.dtype == torch.uint8, records.dtype
-    assert records.shape == (codec.num_records, codec.record_bytes), records.shape
-    assert records.is_contiguous()
-    assert records.device.type == "cpu", records.device
-    assert records.data_ptr() % dtype.itemsize == 0, "records must be aligned for their dtype"
+def check_records(codec: BlockCodec, num_layers: int, records: Sequence[bytes]) -> None:
+    """More or less than the codec's would be read, or written, over its end."""
+    assert len(records) == num_layers * codec.num_records, len(records)
+    assert {len(record) for record in records} == {codec.record_bytes}, "a record of another size"
+
+
+def _bytes(record: Tensor) -> bytes:
+    return record.contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _parts(kv: AnyKV) -> list[Tensor]:

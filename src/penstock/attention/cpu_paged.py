@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,15 +68,21 @@ class PackedCodec:
         _, head_dim, block_size = self._sizes
         return 2 * block_size * head_dim * self._dtype.itemsize
 
-    def export_block(self, kv: AnyKV, block: int, into: Tensor) -> None:
-        check_records(self, into, self._dtype)
-        memory = self._memory(kv, block)
-        self._library.penstock_kv_export(memory, into.data_ptr(), block, *self._sizes, DTYPES[self._dtype])
+    def export_block(self, kv: Sequence[AnyKV], block: int) -> list[bytes]:
+        size, count = self.record_bytes, len(kv) * self.num_records
+        whole = bytearray(count * size)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+        records = (ctypes.c_void_p * count)(*(begin + index * size for index in range(count)))
+        self._copy(self._library.penstock_kv_export, kv, block, records)
+        return [bytes(whole[index * size : (index + 1) * size]) for index in range(count)]
 
-    def import_block(self, kv: AnyKV, block: int, source: Tensor) -> None:
-        check_records(self, source, self._dtype)
-        memory = self._memory(kv, block)
-        self._library.penstock_kv_import(memory, source.data_ptr(), block, *self._sizes, DTYPES[self._dtype])
+    def import_block(self, kv: Sequence[AnyKV], block: int, records: Sequence[bytes]) -> None:
+        check_records(self, len(kv), records)
+        self._copy(self._library.penstock_kv_import, kv, block, (ctypes.c_char_p * len(records))(*records))
+
+    def _copy(self, kernel: Any, kv: Sequence[AnyKV], block: int, records: ctypes.Array[Any]) -> None:
+        layers = (ctypes.c_void_p * len(kv))(*(self._memory(layer, block) for layer in kv))
+        kernel(layers, records, len(kv), block, *self._sizes, DTYPES[self._dtype])
 
     def _memory(self, kv: AnyKV, block: int) -> int:
         assert isinstance(kv, BlockKV)

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 
 from penstock.attention.block_codec import BlockCodec
 from penstock.attention.metadata import AnyKV
@@ -120,13 +119,11 @@ class KVTransfer:
 
     def _put_in(self, block: int, records: Sequence[bytes | None]) -> bool:
         """Whether all were there, and of the right size; the block holds them then."""
-        count, size = self._codec.num_records, self._codec.record_bytes
+        size = self._codec.record_bytes
         whole = [record for record in records if record is not None and len(record) == size]
         if len(whole) < len(records):
             return False
-        for index, kv in enumerate(self._kv):
-            own = bytearray(b"".join(whole[index * count : (index + 1) * count]))
-            self._codec.import_block(kv, block, torch.frombuffer(own, dtype=torch.uint8).view(count, size))
+        self._codec.import_block(self._kv, block, whole)
         return True
 
     def _save(self, orders: Sequence[TierOrder]) -> None:
@@ -144,13 +141,7 @@ class KVTransfer:
                     self._answer(order, is_stored)
 
     def _taken_out(self, order: TierOrder) -> dict[bytes, bytes]:
-        keys = iter(self._keys(order.name))
-        into = torch.empty(self._codec.num_records, self._codec.record_bytes, dtype=torch.uint8)
-        records = {}
-        for kv in self._kv:
-            self._codec.export_block(kv, order.block, into)
-            records.update({next(keys): _bytes(row) for row in into})
-        return records
+        return dict(zip(self._keys(order.name), self._codec.export_block(self._kv, order.block), strict=True))
 
     def _answer(self, order: TierOrder, is_done: bool) -> None:
         del self._open[order]
@@ -163,7 +154,3 @@ class KVTransfer:
             for layer in range(len(self._kv))
             for head in range(self._codec.num_records)
         ]
-
-
-def _bytes(row: Tensor) -> bytes:
-    return row.numpy().tobytes()

@@ -60,9 +60,11 @@ class Cache:
         return torch.zeros(self.codec.num_records, self.codec.record_bytes, dtype=torch.uint8)
 
     def exported(self, block: int) -> Tensor:
-        records = self.records()
-        self.codec.export_block(self.kv, block, records)
-        return records
+        found = self.codec.export_block([self.kv], block)
+        return torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).view(self.records().shape)
+
+    def imported(self, block: int, records: Tensor) -> None:
+        self.codec.import_block([self.kv], block, as_bytes(records))
 
     def attend(self, qkv: Tensor, blocks: list[int], length: int) -> Tensor:
         """The tokens at the end of a row of `length` tokens that lies in `blocks`."""
@@ -111,6 +113,10 @@ def any_records(held: Cache, seed: int) -> Tensor:
     return torch.randint(256, held.records().shape, dtype=torch.uint8, generator=generator)
 
 
+def as_bytes(records: Tensor) -> list[bytes]:
+    return [record.numpy().tobytes() for record in records]
+
+
 KINDS = {
     "cpu": (torch.float32, torch.bfloat16),
     "torch": (torch.float32, torch.bfloat16, torch.float16),
@@ -130,11 +136,11 @@ def test_d15_a_block_comes_back_bit_for_bit_and_its_neighbours_stay(
     held = cache(kind, dtype, block_size)
     sources = [any_records(held, seed) for seed in range(NUM_BLOCKS)]
     for block in (0, 2, 4, 7, 5, 3, 1, 6):
-        held.codec.import_block(held.kv, block, sources[block])
+        held.imported(block, sources[block])
     for block, source in enumerate(sources):
         assert torch.equal(held.exported(block), source)
     replaced = any_records(held, NUM_BLOCKS)
-    held.codec.import_block(held.kv, 3, replaced)
+    held.imported(3, replaced)
     for block, source in enumerate(sources):
         assert torch.equal(held.exported(block), replaced if block == 3 else source)
 
@@ -151,10 +157,8 @@ def test_h1_attention_over_blocks_that_were_brought_back_is_bit_equal(
     tokens = noise(length + num_new, held.qkv_size, dtype=dtype)
     blocks, others = [3, 0, 5, 1, 7, 2], [2, 4, 1, 5, 0, 6]
     held.attend(tokens[:length], blocks, length)
-    records = held.records()
     for block, place in zip(blocks[:3], others[:3], strict=True):
-        held.codec.export_block(held.kv, block, records)
-        other.codec.import_block(other.kv, place, records)
+        other.imported(place, held.exported(block))
     found = other.attend(tokens[length:], others, length + num_new)
     assert found.isfinite().all()
     assert torch.equal(found, held.attend(tokens[length:], blocks, length + num_new))
@@ -202,7 +206,7 @@ def test_d15_blocks_filled_in_part_pass_between_kernels_and_torch(
     key, value = (noise(5, HEADS.num_kv_heads, HEADS.head_dim, dtype=dtype, seed=seed) for seed in (0, 1))
     held, other = cache(source, dtype, 20), cache(target, dtype, 20)
     stored(held, key, value, 1)
-    other.codec.import_block(other.kv, 4, held.exported(1))
+    other.imported(4, held.exported(1))
     assert torch.equal(other.exported(4), held.exported(1))
     found = other.exported(4).view(dtype).view(HEADS.num_kv_heads, 2, 20, HEADS.head_dim)
     assert torch.equal(found[:, :, :5], torch.stack((key, value)).permute(2, 0, 1, 3))
@@ -223,7 +227,7 @@ def test_d15_records_of_two_ranks_are_those_of_one(kind: str, dtype: torch.dtype
         stored(held, key[:, rank : rank + 1], value[:, rank : rank + 1], 4)
     assert torch.equal(torch.cat([held.exported(4) for held in halves]), whole.exported(1))
     other = cache(kind, dtype, block_size)
-    other.codec.import_block(other.kv, 0, torch.cat([held.exported(4) for held in halves]))
+    other.imported(0, torch.cat([held.exported(4) for held in halves]))
     assert torch.equal(other.exported(0), whole.exported(1))
 
 
@@ -242,18 +246,26 @@ def test_d15_a_latent_block_is_one_record_of_its_vectors(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("kind", ["cpu", "torch", "latent"])
 def test_a_block_that_is_not_there_and_memory_of_another_form_are_refused(kind: str) -> None:
     held = cache(kind, torch.bfloat16, 16)
-    records = held.records()
+    records = as_bytes(held.records())
     for block in (-1, NUM_BLOCKS):
         with pytest.raises(AssertionError):
-            held.codec.export_block(held.kv, block, records)
+            held.codec.export_block([held.kv], block)
         with pytest.raises(AssertionError):
-            held.codec.import_block(held.kv, block, records)
-    misplaced = torch.zeros(records.numel() + 1, dtype=torch.uint8)[1:].view(records.shape)
-    for wrong in (records[:, :-1], records[:, ::2], records.view(torch.bfloat16), records[:0], misplaced):
+            held.codec.import_block([held.kv], block, records)
+    for wrong in ([*records, records[0]], records[1:], [records[0][:-1], *records[1:]]):
         with pytest.raises(AssertionError):
-            held.codec.export_block(held.kv, 0, wrong)
-        with pytest.raises(AssertionError):
-            held.codec.import_block(held.kv, 0, wrong)
+            held.codec.import_block([held.kv], 0, wrong)
+
+
+@EACH
+def test_d15_the_records_of_several_layers_follow_each_other(kind: str, dtype: torch.dtype) -> None:
+    layers = [cache(kind, dtype, 20) for _ in range(3)]
+    codec, kv = layers[0].codec, [layer.kv for layer in layers]
+    sources = [any_records(layers[0], seed) for seed in range(3)]
+    codec.import_block(kv, 5, [record for source in sources for record in as_bytes(source)])
+    for layer, source in zip(layers, sources, strict=True):
+        assert torch.equal(layer.exported(5), source)
+    assert codec.export_block(kv[1:], 5) == [record for source in sources[1:] for record in as_bytes(source)]
 
 
 def test_h1_a_step_that_is_being_recorded_does_not_take_down_a_copy() -> None:
@@ -263,12 +275,11 @@ def test_h1_a_step_that_is_being_recorded_does_not_take_down_a_copy() -> None:
     codec = backend.block_codec(16)
     kv = backend.layer_kv(torch.zeros(backend.block_bytes(16), dtype=torch.uint8))
     size = codec.num_records * codec.record_bytes
-    source = torch.arange(size).to(torch.uint8).view(codec.num_records, codec.record_bytes)
-    found = torch.zeros_like(source)
+    source = as_bytes(torch.arange(size).to(torch.uint8).view(codec.num_records, codec.record_bytes))
     with own.recording(Tape(num_tokens=4)):
-        codec.import_block(kv, 0, source)
-        codec.export_block(kv, 0, found)
-    assert torch.equal(found, source)
+        codec.import_block([kv], 0, source)
+        found = codec.export_block([kv], 0)
+    assert found == source
 
 
 def test_h1_blocks_are_copied_on_a_thread_of_their_own_beside_steps() -> None:
@@ -279,7 +290,7 @@ def test_h1_blocks_are_copied_on_a_thread_of_their_own_beside_steps() -> None:
 
     def copy() -> None:
         while not is_over.is_set() or not copies:
-            held.codec.import_block(held.kv, 1, records)  # a block of nobody's
+            held.imported(1, records)  # a block of nobody's
             copies.append((held.exported(1), held.exported(3)))  # and one that steps read
 
     thread = threading.Thread(target=copy)

@@ -58,7 +58,9 @@ def assert_exact(rig: OperatedRig) -> None:
 
 @pytest.mark.parametrize("num_steps", range(0, 30, 3))
 @pytest.mark.parametrize(("num_stages", "async_depth"), [(1, 0), (2, 1), (3, 2)])
-def test_g4_a_pause_keeps_every_request_where_it_is(num_stages: int, async_depth: int, num_steps: int) -> None:
+def test_g4_a_pause_keeps_every_request_where_it_is(
+    num_stages: int, async_depth: int, num_steps: int
+) -> None:
     rig = busy(num_stages, async_depth)
     for _ in range(num_steps):
         rig.step(timeout_s=1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -45,19 +46,25 @@ def memory(
     return torch.full((NUM_BLOCKS, size), 0xFF, dtype=torch.uint8)
 
 
+def addresses(tensors: Iterable[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    found = [tensor.data_ptr() for tensor in tensors]
+    return (ctypes.c_void_p * len(found))(*found)
+
+
 def exported(library: ctypes.CDLL, kv: Tensor, block: int, like: Tensor, block_size: int) -> Tensor:
     records = torch.empty_like(like)
     num_kv_heads, _, _, head_dim = like.shape
     library.penstock_kv_export(
-        kv.data_ptr(), records.data_ptr(), block, num_kv_heads, head_dim, block_size, DTYPES[like.dtype]
+        addresses([kv]), addresses(records), 1, block, num_kv_heads, head_dim, block_size, DTYPES[like.dtype]
     )
     return records
 
 
 def imported(library: ctypes.CDLL, kv: Tensor, block: int, records: Tensor) -> None:
     num_kv_heads, _, block_size, head_dim = records.shape
+    dtype = DTYPES[records.dtype]
     library.penstock_kv_import(
-        kv.data_ptr(), records.data_ptr(), block, num_kv_heads, head_dim, block_size, DTYPES[records.dtype]
+        addresses([kv]), addresses(records), 1, block, num_kv_heads, head_dim, block_size, dtype
     )
 
 
@@ -98,6 +105,20 @@ def test_d15_what_goes_in_comes_out_bit_for_bit_and_nothing_else_is_written(
     padding = kv.shape[1] - bits(records).numel()
     imported(library, kv, 1, torch.zeros_like(records))
     assert (kv[1] != 0).sum() == padding  # lanes that fill up tiles keep what they had
+
+
+@EACH_DTYPE
+def test_d15_all_layers_of_a_block_go_in_one_call(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    heads, block_size, head_dim = 2, 20, 34
+    layers = [memory(library, heads, head_dim, block_size, dtype) for _ in range(3)]
+    records = any_bits(3, heads, 2, block_size, head_dim, dtype=dtype)
+    sizes = 2, heads, head_dim, block_size, DTYPES[dtype]
+    library.penstock_kv_import(addresses(layers), addresses(records.flatten(0, 1)), 3, *sizes)
+    for layer, own in zip(layers, records, strict=True):
+        assert torch.equal(bits(exported(library, layer, 2, own, block_size)), bits(own))
+    found = torch.empty_like(records)
+    library.penstock_kv_export(addresses(layers), addresses(found.flatten(0, 1)), 3, *sizes)
+    assert torch.equal(bits(found), bits(records))
 
 
 @EACH_DTYPE

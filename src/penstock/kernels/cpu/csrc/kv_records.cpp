@@ -1,49 +1,73 @@
-// A block of the KV cache in canonical order, and back: for each KV head one record, its keys
+// A block of the KV cache in canonical order, and back: of each layer and KV head one record, its keys
 // [block_size, head_dim], then its values [block_size, head_dim]. So bytes that leave a rank do not depend on how it
 // packs them (attention.h). What no token has written yet is copied as it is.
 //
 // Numbers are moved as words, so every bit stays. Nothing is shared and no team of threads is used: a thread of its
-// own may copy one block while others compute with the rest.
+// own may copy one block while others compute with the rest. All layers of a block go in one call.
+#include <algorithm>
+
 #include "attention.h"
 
-// Calls move(number in the block, number in the records) for all of a block of `layout`.
+// Calls move(number in the block, number in the record) for all of a block of one head. The packed side is walked in
+// the order in which it lies.
 template <class Packed, class Record, class Layout, class Move>
-static void each_number(Packed* kv, Record* records, const Layout& layout, int64_t block, const Move& move) {
-    int64_t size = layout.head_dim;
-    for (int64_t h = 0; h < layout.num_kv_heads; h++, records += 2 * layout.block_size * size)
-        for (int64_t t = 0; t < layout.block_size; t++) {
-            Packed* keys = kv + layout.tile_at(block, t, h);
-            Packed* values = keys + layout.key_size();
-            Record* key = records + t * size;
-            Record* value = key + layout.block_size * size;
-            for (int64_t d = 0; d < size; d++) move(keys[layout.key_at(t % kLanes, d)], key[d]);
-            for (int64_t d = 0; d < size; d++) move(values[layout.value_at(t % kLanes, d)], value[d]);
+static void each_number(Packed* piece, Record* record, const Layout& layout, const Move& move) {
+    constexpr int64_t group = Layout::kGroup;
+    const int64_t size = layout.head_dim;
+    for (int64_t first = 0; first < layout.block_size; first += kLanes, piece += layout.tile_size()) {
+        const int64_t lanes = std::min<int64_t>(kLanes, layout.block_size - first);
+        Record* key = record + first * size;
+        for (int64_t d = 0; d < size; d += group)
+            for (int64_t lane = 0; lane < lanes; lane++)
+                for (int64_t g = 0; g < group; g++)
+                    move(piece[layout.key_at(lane, d) + g], key[lane * size + d + g]);
+        Packed* values = piece + layout.key_size();
+        Record* value = record + (layout.block_size + first) * size;
+        for (int64_t lane = 0; lane < lanes; lane += group) {
+            const int64_t together = std::min(group, lanes - lane);
+            for (int64_t d = 0; d < size; d++)
+                for (int64_t g = 0; g < together; g++)
+                    move(values[layout.value_at(lane, d) + g], value[(lane + g) * size + d]);
         }
+    }
+}
+
+// kv: of each layer. records: of each layer and head.
+template <class Word>
+static void export_block(Word* const* kv, Word* const* records, int64_t num_layers, const KVLayout<Word>& layout,
+                         int64_t block) {
+    for (int64_t l = 0; l < num_layers; l++)
+        for (int64_t h = 0; h < layout.num_kv_heads; h++)
+            each_number((const Word*)kv[l] + layout.tile_at(block, 0, h), *records++, layout,
+                        [](Word stored, Word& number) { number = stored; });
 }
 
 template <class Word>
-static void export_block(const Word* kv, Word* records, const KVLayout<Word>& layout, int64_t block) {
-    each_number(kv, records, layout, block, [](Word stored, Word& record) { record = stored; });
+static void import_block(Word* const* kv, const Word* const* records, int64_t num_layers,
+                         const KVLayout<Word>& layout, int64_t block) {
+    for (int64_t l = 0; l < num_layers; l++)
+        for (int64_t h = 0; h < layout.num_kv_heads; h++)
+            each_number(kv[l] + layout.tile_at(block, 0, h), *records++, layout,
+                        [](Word& stored, Word number) { stored = number; });
 }
 
-template <class Word>
-static void import_block(Word* kv, const Word* records, const KVLayout<Word>& layout, int64_t block) {
-    each_number(kv, records, layout, block, [](Word& stored, Word record) { stored = record; });
-}
-
-// kv: of the layer, [num_blocks, block_bytes]. records: [num_kv_heads, 2, block_size, head_dim].
-PENSTOCK_EXPORT void penstock_kv_export(const void* kv, void* records, int64_t block, int64_t num_kv_heads,
-                                        int64_t head_dim, int64_t block_size, int32_t dtype) {
+// kv: of each layer, [num_blocks, block_bytes]. records: of each layer and KV head, [2, block_size, head_dim].
+PENSTOCK_EXPORT void penstock_kv_export(void* const* kv, void* const* records, int64_t num_layers, int64_t block,
+                                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int32_t dtype) {
     if (dtype == kBFloat16)
-        export_block((const bf16*)kv, (bf16*)records, {num_kv_heads, head_dim, block_size}, block);
+        export_block((bf16* const*)kv, (bf16* const*)records, num_layers, {num_kv_heads, head_dim, block_size}, block);
     else
-        export_block((const uint32_t*)kv, (uint32_t*)records, {num_kv_heads, head_dim, block_size}, block);
+        export_block((uint32_t* const*)kv, (uint32_t* const*)records, num_layers,
+                     {num_kv_heads, head_dim, block_size}, block);
 }
 
-PENSTOCK_EXPORT void penstock_kv_import(void* kv, const void* records, int64_t block, int64_t num_kv_heads,
-                                        int64_t head_dim, int64_t block_size, int32_t dtype) {
+PENSTOCK_EXPORT void penstock_kv_import(void* const* kv, const void* const* records, int64_t num_layers,
+                                        int64_t block, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
+                                        int32_t dtype) {
     if (dtype == kBFloat16)
-        import_block((bf16*)kv, (const bf16*)records, {num_kv_heads, head_dim, block_size}, block);
+        import_block((bf16* const*)kv, (const bf16* const*)records, num_layers, {num_kv_heads, head_dim, block_size},
+                     block);
     else
-        import_block((uint32_t*)kv, (const uint32_t*)records, {num_kv_heads, head_dim, block_size}, block);
+        import_block((uint32_t* const*)kv, (const uint32_t* const*)records, num_layers,
+                     {num_kv_heads, head_dim, block_size}, block);
 }
