@@ -24,8 +24,11 @@ _NEEDED = {
 
 
 def cache_directory() -> Path:
-    """A folder for this user alone, which outlives a run: builds are found again by their key."""
-    return Path(tempfile.gettempdir()) / f"penstock-test-kernels-{os.getuid()}"
+    """A folder for this user alone, which outlives a run: builds are found again by their key.
+
+    Not called after the product: tests look for what engines leave under that name.
+    """
+    return Path(tempfile.gettempdir()) / f"test-kernels-{os.getuid()}"
 
 
 def targets() -> list[str]:
