@@ -40,6 +40,7 @@ from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import Catalogue, StorageTier, TierPolicy
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.residency import Residency
 from penstock.scheduler.admission import derive_seed
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
 from penstock.scheduler.scheduler import Scheduler
@@ -128,6 +129,7 @@ class RankReplica:
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
         self.returns: dict[int, dict[int, tuple[int, int]]] = {}  # step -> row -> (generation, token id)
         self.log = DecisionLog(epoch, first_step)
+        self.residency = Residency(block_size)
         self.first_step = self.next_step = first_step
         self.consumed = first_step - 1
 
@@ -135,6 +137,7 @@ class RankReplica:
         """Apply one plan; the sampled ids in plan order."""
         assert plan.step_id == self.next_step, "steps have no gaps"
         self.log.append(plan, lambda _: [])
+        self.residency.replay(plan)
         assert len(set(plan.rows)) == len(plan.rows), "a row is in the plan twice"
         self.next_step += 1
         self._apply_rows(plan)
@@ -388,6 +391,36 @@ class FakeExecutor:
             ],
             failed=failed,
         )
+
+
+@dataclass
+class FakeCatalogue:
+    """Answers at once, or when it is told to."""
+
+    names: set[bytes] = field(default_factory=set)
+    is_slow: bool = False
+    asked: list[tuple[int, list[bytes]]] = field(default_factory=list)
+
+    def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
+        self.asked.append((ticket, list(names)))
+
+    def answers(self) -> list[tuple[int, int]]:
+        if self.is_slow:
+            return []
+        asked, self.asked = self.asked, []
+        return [(ticket, self._count(names)) for ticket, names in asked]
+
+    def _count(self, names: Sequence[bytes]) -> int:
+        return next((count for count, name in enumerate(names) if name not in self.names), len(names))
+
+    def enter(self, names: Sequence[bytes]) -> None:
+        self.names.update(names)
+
+    def strike(self, names: Sequence[bytes]) -> None:
+        self.names.difference_update(names)
+
+    def close(self) -> None:
+        pass
 
 
 class CoreRig:

@@ -89,6 +89,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     starved: bool = False
     held: bool = False
     wants_times: bool = False  # ranks send `StageTimes` and `StageSpans` after it, due or not
+    residency: int = 0  # digest of the core's residency table after it (`penstock.residency`); 0: not told
     digest: int = 0  # of all plans of the epoch up to this one; whatever belongs to the step carries it
 
     @property

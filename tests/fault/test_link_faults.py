@@ -30,6 +30,7 @@ from penstock.executor.rank import RankConnections
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import SamplingParams
+from penstock.residency import MISMATCH, Residency
 from rank_configs import make_rank_configs
 
 WAIT_S = 0.06  # of every wait at a link; long enough for a step, short enough for many lost frames
@@ -274,6 +275,51 @@ def test_r14_who_diverges_is_caught_in_that_very_step(
     assert caught.stage == (diverging or min(1, num_stages - 1) if is_sealed else diverging)
     histories = {step: set(digests) for step, digests in chains.of_ranks.items() if step[1] < step_id}
     assert all(digests == {chains.of_core[step]} for step, digests in histories.items())
+
+
+class ForgetfulResidency(Residency):
+    """Of one stage, in the first epoch: forgets a token of every row before step 11."""
+
+    def __init__(self, block_size: int, forgetful: int) -> None:
+        super().__init__(block_size)
+        self._forgetful = forgetful
+
+    def replay(self, plan: ScheduledBatch) -> None:
+        is_meant = threading.current_thread().name.startswith(f"stage {self._forgetful} ")
+        if is_meant and (plan.epoch, plan.step_id) == (0, 11):
+            for resident in self.rows.values():
+                self.reach(resident, resident.length - 1)
+        super().replay(plan)
+
+
+@pytest.mark.parametrize(("num_stages", "forgetful"), [(1, 0), (2, 0), (2, 1), (3, 1)])
+def test_h15_a_stage_that_believes_something_else_says_what_and_everything_goes_on(
+    model: Path,
+    golden: list[list[int]],
+    chains: Chains,
+    monkeypatch: pytest.MonkeyPatch,
+    num_stages: int,
+    forgetful: int,
+) -> None:
+    """The plans are all as they should be."""
+    monkeypatch.setattr(rank_module, "Residency", lambda size: ForgetfulResidency(size, forgetful))
+    pipe = FaultyPipe(make_rank_configs(model, num_stages), Faults(0, 0.0), chains)
+    load = Load(pipe, golden)
+    while not pipe.losses:
+        load.step()
+    load.finish()
+    pipe.close()
+    assert (load.num_failed, len(pipe.losses)) == (0, 1)
+    (error,) = [told.error for told in pipe.ranks.told if isinstance(told, Failed)]
+    assert (error.kind, error.code, error.stage) == ("ProtocolError", MISMATCH, forgetful)
+    found = re.fullmatch(
+        r"step 11: row \d of request 'request-\d+' starts at a wrong position: the core has planned (\d+) "
+        r"tokens of it, this stage has (\d+)\. Residency of the core (0x\w{16}), of this stage 0x\w{16}\.",
+        error.message,
+    )
+    assert found, error.message
+    assert int(found[1]) == int(found[2]) + 1
+    assert pipe.losses[0].message.startswith(f"stage {forgetful} is lost: {error.message}")
 
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])

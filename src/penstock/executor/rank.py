@@ -64,6 +64,7 @@ from penstock.pipeline.ports import (
 from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.residency import Residency
 from penstock.runner.kv_demand import KVDemand
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
@@ -208,6 +209,7 @@ class Rank:
                     log=log,
                     names_of=runner.rows.names_of,
                     desk=desk,
+                    check=Residency(config.block_size).replay,
                 )
             )
 

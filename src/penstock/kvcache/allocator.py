@@ -127,6 +127,10 @@ class BlockAllocator:
         """A copy of the owner's blocks in position order; empty for one that holds none."""
         return list(self._tables.get(owner, ()))
 
+    def tail(self, owner: int, first: int) -> list[int]:
+        """The owner's blocks from its `first` on."""
+        return self._tables[owner][first:]
+
     def owners(self) -> set[int]:
         return set(self._tables)
 

@@ -97,6 +97,7 @@ def plans_from(
     log: DecisionLog | None = None,
     names_of: Callable[[ScheduledBatch], Sequence[str]] = lambda plan: [],
     desk: OrderDesk | None = None,
+    check: Callable[[ScheduledBatch], None] = lambda plan: None,
 ) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
 
@@ -106,6 +107,7 @@ def plans_from(
         log: of the rank; it knows which plan comes first.
         names_of: the requests of a plan, for errors.
         desk: is to tell what it has to tell while there is no plan.
+        check: raises `ProtocolError` for a plan that is the next of the log, and cannot be carried out.
 
     Raises:
         ProtocolError: a plan was lost, repeated or changed on the way, or the plans before were others than
@@ -116,6 +118,7 @@ def plans_from(
     clock.begin(Phase.WAIT_PLAN)
     while (message := _receive(channel, log.next_step, desk)) is not None:
         log.append(message, names_of)
+        check(message)
         clock.begin(Phase.TAKE, was=_cause(message, is_last))
         yield message
         clock.begin(Phase.WAIT_PLAN)

@@ -211,8 +211,9 @@ class RequestRows:
         index = int(np.argmax(wrong))
         row = plan.rows[index]
         numbers = f" (plan: {pair[0][index]}, row table: {pair[1][index]})" if pair else ""
+        told = f" Residency of core and stage {plan.residency:#018x}." if plan.residency else ""  # they agree
         raise ProtocolError(
-            f"step {plan.step_id}: row {row} of request {self.request_ids[row]!r} {complaint}{numbers}."
+            f"step {plan.step_id}: row {row} of request {self.request_ids[row]!r} {complaint}{numbers}.{told}"
         )
 
 

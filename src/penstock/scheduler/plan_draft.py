@@ -53,7 +53,12 @@ class PlanDraft:
             self.sampling.append(request)
 
     def finish(
-        self, *, consume_through: int, freed_rows: list[int], orders: Sequence[TierOrder] = ()
+        self,
+        *,
+        consume_through: int,
+        freed_rows: list[int],
+        orders: Sequence[TierOrder] = (),
+        residency: int = 0,
     ) -> ScheduledBatch:
         return ScheduledBatch(
             step_id=self.step_id,
@@ -67,4 +72,5 @@ class PlanDraft:
             freed_rows=freed_rows,
             new_rows=self.new_rows,
             orders=list(orders),
+            residency=residency,
         )

@@ -18,6 +18,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.storage_tier import StorageTier, TierTotals
 from penstock.scheduler.queues import RequestQueues, RequestState
+from penstock.scheduler.residency_ledger import ResidencyLedger
 
 
 class PrefixReuse:
@@ -25,15 +26,20 @@ class PrefixReuse:
     allocator: gives blocks out; without a cache nothing is ever found.
     queues: of all requests; none of them runs when all is lost.
     tier: knows what is in the store, if there is one; a request that begins so waits for it.
+    ledger: of what the ranks are told; for who only asks what is found there is none.
 
     Attributes:
         num_queried, num_found: tokens of requests that have started, and those of them that were found.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, queues: RequestQueues, tier: StorageTier | None = None
+        self,
+        allocator: BlockAllocator,
+        queues: RequestQueues,
+        tier: StorageTier | None = None,
+        ledger: ResidencyLedger | None = None,
     ) -> None:
-        self._allocator, self._queues, self._tier = allocator, queues, tier
+        self._allocator, self._queues, self._tier, self._ledger = allocator, queues, tier, ledger
         self._is_on = allocator.pool.cache is not None
         self._block_size = allocator.block_size
         self.num_queried = self.num_found = 0
@@ -81,6 +87,14 @@ class PrefixReuse:
             if self._tier is not None:
                 self._tier.named(self._allocator.table(request.arrival)[first:whole], hashes)
 
+    def issued(self, requests: list[RequestState]) -> tuple[list[TierOrder], int]:
+        """A plan for these is issued: the orders that ride on it, and the digest of `ResidencyLedger`."""
+        orders = self.take_orders()  # before the blocks that this plan fills are ordered
+        residency = 0 if self._ledger is None else self._ledger.digest_after(requests, orders)
+        for request in requests:
+            self.note(request)
+        return orders, residency
+
     def distrust(self, request: RequestState) -> None:
         """Its numbers are no good: nobody is to begin with them, nor with those that it began with."""
         self._allocator.forget(request.block_hashes)
@@ -113,6 +127,8 @@ class PrefixReuse:
         if self._tier is not None:
             self._tier.lose_all()
         self._allocator.forget_all()
+        if self._ledger is not None:
+            self._ledger.forget_all()
         for request in self._queues:
             self.enter(request)
 

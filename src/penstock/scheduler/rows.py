@@ -14,19 +14,25 @@ class RowPool:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
-        self._next_generation = [0] * num_rows
+        self.generations = [-1] * num_rows  # of who holds each row, or held it last
         self._unannounced: list[int] = []  # freed since the last plan
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
+    @property
+    def num_used(self) -> int:
+        return self.num_rows - len(self._free)
+
+    def free_rows(self) -> list[int]:
+        return list(self._free)
+
     def take(self) -> tuple[int, int]:
         """A free row and its generation; the caller has seen that one is free."""
         row = self._free.pop()
-        generation = self._next_generation[row]
-        self._next_generation[row] += 1
-        return row, generation
+        self.generations[row] += 1
+        return row, self.generations[row]
 
     def give_back(self, row: int) -> None:
         assert row not in self._free, f"row {row} is freed twice"

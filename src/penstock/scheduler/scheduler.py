@@ -37,6 +37,7 @@ from penstock.scheduler.plan_draft import PlanDraft
 from penstock.scheduler.preemption import preempt_youngest, release
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestState
+from penstock.scheduler.residency_ledger import ResidencyLedger
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stopping import finish_reason
 
@@ -106,7 +107,8 @@ class Scheduler:
         budget = TokenBudget.from_config(config, num_stages)
         target_s = config.inter_token_target_ms / 1000
         pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
-        self.prefixes = PrefixReuse(allocator, self._queues, tier)  # orders to ranks are its affair
+        ledger = ResidencyLedger(allocator, self._rows)
+        self.prefixes = PrefixReuse(allocator, self._queues, tier, ledger)  # orders to ranks are its affair
         self._placement = Placement(
             budget,
             pacing,
@@ -313,12 +315,11 @@ class Scheduler:
 
     def _issue(self, draft: PlanDraft) -> ScheduledBatch:
         self._issued[draft.step_id] = draft
-        orders = self.prefixes.take_orders()  # before the blocks that this plan fills are ordered
-        for request in draft.requests:
-            self.prefixes.note(request)
+        orders, residency = self.prefixes.issued(draft.requests)
         self._consume_through = max(self._consume_through, self._returned_step, *draft.token_from, NO_STEP)
+        freed = self._rows.announce_freed()
         return draft.finish(
-            consume_through=self._consume_through, freed_rows=self._rows.announce_freed(), orders=orders
+            consume_through=self._consume_through, freed_rows=freed, orders=orders, residency=residency
         )
 
     def _accept(

@@ -7,45 +7,13 @@ that somebody uses, shows in what is sampled.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
+from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig, FakeCatalogue
 
 BLOCK = 4
-
-
-@dataclass
-class FakeCatalogue:
-    """Answers at once, or when it is told to."""
-
-    names: set[bytes] = field(default_factory=set)
-    is_slow: bool = False
-    asked: list[tuple[int, list[bytes]]] = field(default_factory=list)
-
-    def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
-        self.asked.append((ticket, list(names)))
-
-    def answers(self) -> list[tuple[int, int]]:
-        if self.is_slow:
-            return []
-        asked, self.asked = self.asked, []
-        return [(ticket, self._count(names)) for ticket, names in asked]
-
-    def _count(self, names: Sequence[bytes]) -> int:
-        return next((count for count, name in enumerate(names) if name not in self.names), len(names))
-
-    def enter(self, names: Sequence[bytes]) -> None:
-        self.names.update(names)
-
-    def strike(self, names: Sequence[bytes]) -> None:
-        self.names.difference_update(names)
-
-    def close(self) -> None:
-        pass
 
 
 def rig(**settings: Any) -> tuple[CoreRig, FakeCatalogue]:

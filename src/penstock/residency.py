@@ -1,0 +1,255 @@
+"""The residency table: which KV blocks hold what, as far as one party has been told.
+
+    rows       3 ──▶ request "a", written up to position 70, blocks 4 1 6
+    contents   4 ──▶ block 0 of what "a" has written      1 ──▶ what order 17 has loaded
+    names      4 ──▶ 9f3c…, because an order said so
+
+Every rank keeps one by replaying plans, and nothing else (`replay`). The core keeps one from its own rows,
+block tables and orders (`scheduler.residency_ledger`), and puts its digest into each plan: so a plan that
+does not say what the core believes, or a rank that believes something else, is found out in that step, before
+a tensor is touched, and by name (rows H12, H15).
+
+The digest is a sum modulo 2^64 of one term for each fact about requests that hold a row, and for each name;
+so it does not depend on the order in which facts came, and a step costs one multiplication for each row:
+
+    key(request) * length        mix(key, index, block, what the block holds)        mix(name, block)
+
+Called by whoever replays and by the ledger. Knows no tokens, holds no bytes and decides nothing. No torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.batch import ScheduledBatch, TierOrder
+from penstock.errors import ProtocolError, concerned
+
+_MASK = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio: neighbours come to lie far apart
+_NOT_TOLD = 0  # `ScheduledBatch.residency` of a plan that was not made from the core's own tables
+_NOT_STARTED = -1
+MISMATCH = "residency_mismatch"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Resident:
+    """A request that holds a row, or has held one: then nothing of it changes any more.
+
+    Attributes:
+        key: 64 bits that stand for row, generation and request.
+        length: positions that the plans so far write; negative until the first says where it starts.
+        blocks: its table.
+        blocks_part: of the digest.
+    """
+
+    request_id: str
+    generation: int
+    key: int
+    length: int = _NOT_STARTED
+    blocks: list[int] = field(default_factory=list)
+    blocks_part: int = 0
+
+
+class Content(NamedTuple):
+    """What a block holds.
+
+    Attributes:
+        key: of who wrote it, or of what was loaded.
+        writer: None of what was loaded.
+        place: of the block in the writer's table.
+    """
+
+    key: int
+    writer: Resident | None = None
+    place: int = 0
+
+
+class Residency:
+    """Args:
+    block_size: tokens per block.
+
+    Attributes:
+        rows: who holds each row.
+        contents: what each block holds that anything was written or loaded to.
+        names: of blocks that orders have named, until they are given to somebody else.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self.rows: dict[int, Resident] = {}
+        self.contents: dict[int, Content] = {}
+        self.names: dict[int, bytes] = {}
+        self._sum = 0
+
+    @property
+    def digest(self) -> int:
+        """64 bits, never 0."""
+        return self._sum & _MASK or 1
+
+    def recomputed(self) -> int:
+        """The digest from the table as it stands, for tests: the table must not have changed by the way."""
+        total = sum(_mix(_short(name), block) for block, name in self.names.items())
+        for resident in self.rows.values():
+            total += resident.key * max(resident.length, 0) + resident.blocks_part
+        return total & _MASK or 1
+
+    # --- facts ----------------------------------------------------------------------------------
+
+    def enter(self, row: int, generation: int, request_id: str) -> Resident:
+        """A request takes a row; who held it has gone."""
+        self.leave(row)
+        text = f"{row} {generation} {request_id}".encode("utf-8", "surrogatepass")
+        key = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) | 1
+        self.rows[row] = resident = Resident(request_id=request_id, generation=generation, key=key)
+        return resident
+
+    def leave(self, row: int) -> None:
+        """Nobody holds this row any more; what its blocks hold stays until they are given to others."""
+        resident = self.rows.pop(row, None)
+        if resident is not None:
+            self._sum -= resident.key * max(resident.length, 0) + resident.blocks_part
+
+    def extend(self, resident: Resident, blocks: Sequence[int], num_found: int = 0) -> None:
+        """Append to its table. The first `num_found` of the table hold something already; it writes the
+        others."""
+        part = 0
+        for index, block in enumerate(blocks, len(resident.blocks)):
+            if index >= num_found:
+                self.contents[block] = Content(resident.key, resident, index)
+                self._unname(block)
+            held = self.contents.get(block)
+            part += _mix(resident.key + index, block + 1) * _mix(held.key if held else 0, index + 1)
+        resident.blocks += blocks
+        resident.blocks_part += part
+        self._sum += part
+
+    def reach(self, resident: Resident, length: int) -> None:
+        """The plans so far write its positions below `length`."""
+        self._sum += resident.key * (length - max(resident.length, 0))
+        resident.length = length
+
+    def gain(self, terms: int) -> None:
+        """`reach` for many rows at once, whose lengths have been changed: key * tokens of all of them."""
+        self._sum += terms
+
+    def order(self, order: TierOrder) -> None:
+        """The block holds what the order names, or will when it is carried out."""
+        if order.is_load:
+            self.contents[order.block] = Content(_short(order.name) + order.order * _SPREAD)
+        self._unname(order.block)
+        self.names[order.block] = order.name
+        self._sum += _mix(_short(order.name), order.block)
+
+    def _unname(self, block: int) -> None:
+        name = self.names.pop(block, None)
+        if name is not None:
+            self._sum -= _mix(_short(name), block)
+
+    # --- what a rank does with a plan -----------------------------------------------------------
+
+    def replay(self, plan: ScheduledBatch) -> None:
+        """Apply a plan, in the order that `ScheduledBatch` states.
+
+        A plan that the core has not made from its own tables (a measurement, a test's) is only applied.
+
+        Raises:
+            ProtocolError: what this rank knows of a row does not lead to where the plan starts it, its blocks
+                do not hold what the plan begins behind, or do not reach; or else the digests differ. Names
+                step, request, both lengths and both digests.
+        """
+        for row in plan.freed_rows:
+            self.leave(row)
+        for new in plan.new_rows:
+            self.enter(new.row, new.generation, new.request_id)
+        complaint = self._replay_orders(plan.orders) if plan.orders else ""
+        complaint = self._replay_rows(plan, complaint)
+        if plan.residency not in (_NOT_TOLD, self.digest) or (complaint and plan.residency != _NOT_TOLD):
+            raise ProtocolError(
+                f"step {plan.step_id}: {complaint or self._lengths(plan)} "
+                f"Residency of the core {plan.residency:#018x}, of this stage {self.digest:#018x}.",
+                code=MISMATCH,
+            )
+
+    def _replay_orders(self, orders: Sequence[TierOrder]) -> str:
+        """What is wrong with the first that cannot be carried out."""
+        complaint = ""
+        for order in orders:
+            held = self.contents.get(order.block)
+            if not order.is_load and not (held and self._is_whole(order.block, held.place)):
+                text = f"order {order.order} is to store block {order.block}, which is not whole."
+                complaint = complaint or text
+            self.order(order)
+        return complaint
+
+    def _replay_rows(self, plan: ScheduledBatch, complaint: str) -> str:
+        """What is wrong with the first row that does not fit, unless there is a complaint before it; empty
+        when all do."""
+        rows, size, gained = self.rows, self._block_size, 0
+        columns = zip(plan.rows, plan.start_positions, plan.num_tokens, plan.new_blocks, strict=True)
+        for row, start, count, blocks in columns:
+            resident = rows.get(row)
+            if resident is None:
+                complaint = complaint or f"row {row} holds no request here."
+                continue
+            if start != resident.length:
+                complaint = complaint or self._refusal_of_start(row, resident, start, blocks)
+                self.reach(resident, start)
+            if blocks:
+                self.extend(resident, blocks, start // size if not resident.blocks else 0)
+            resident.length = end = start + count
+            gained += resident.key * count
+            if end > len(resident.blocks) * size:
+                room = len(resident.blocks) * size
+                complaint = complaint or _differ(
+                    row, resident, "has no KV block for its last token", end, room
+                )
+        self.gain(gained)
+        return complaint
+
+    def _refusal_of_start(self, row: int, resident: Resident, start: int, blocks: Sequence[int]) -> str:
+        """Why a row cannot start where it was not; empty if it can: one that enters starts behind whole
+        blocks that hold what it would have written there."""
+        if resident.length != _NOT_STARTED:
+            return _differ(row, resident, "starts at a wrong position", start, resident.length)
+        num_found = start // self._block_size
+        for index, block in enumerate(blocks[:num_found]):
+            if not self._is_whole(block, index):
+                return _differ(row, resident, f"begins with block {block}", start, index * self._block_size)
+        if len(blocks) < num_found or start % self._block_size:
+            whole = min(len(blocks), num_found) * self._block_size
+            return _differ(row, resident, "begins behind blocks that it has not", start, whole)
+        return ""
+
+    def _is_whole(self, block: int, index: int) -> bool:
+        """Whether it holds so much as block `index` of some table."""
+        content = self.contents.get(block)
+        if content is None:
+            return False
+        is_written = content.writer is None or content.writer.length >= (index + 1) * self._block_size
+        return is_written and (content.writer is None or content.place == index)
+
+    def _lengths(self, plan: ScheduledBatch) -> str:
+        held = [
+            f"{self.rows[row].request_id} {self.rows[row].length}" for row in plan.rows if row in self.rows
+        ]
+        text = "what the plans have told this stage is not what the core believes."
+        return f"{text} Tokens by what they have told, after this step:{concerned(held)}"
+
+
+def _differ(row: int, resident: Resident, complaint: str, planned: int, found: int) -> str:
+    return (
+        f"row {row} of request {resident.request_id!r} {complaint}: the core has planned {planned} tokens of "
+        f"it, this stage has {found}."
+    )
+
+
+def _mix(key: int, value: int) -> int:
+    return ((key * _SPREAD & _MASK) ^ value) * (2 * value + 1) & _MASK
+
+
+def _short(name: bytes) -> int:
+    """Names are hashes: some of their bits are as good as all."""
+    return int.from_bytes(name[:8])

@@ -1,0 +1,60 @@
+"""The core's own residency table (`penstock.residency`), for the digest that each plan carries.
+
+Read from the row pool, the block tables and the requests when a plan is issued, and never from the plan: if a
+plan leaves out a block or names another row, or a table is changed behind the ranks' back, the ranks' tables
+come out different, and they say so. Called by `scheduler.prefix_reuse`; decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.batch import TierOrder
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.residency import Residency
+from penstock.scheduler.queues import RequestState
+from penstock.scheduler.rows import RowPool
+
+
+class ResidencyLedger:
+    """Args:
+    allocator: its block tables.
+    rows: who holds which.
+    """
+
+    def __init__(self, allocator: BlockAllocator, rows: RowPool) -> None:
+        self._allocator, self._rows = allocator, rows
+        self.table = Residency(allocator.block_size)
+
+    def digest_after(self, requests: Sequence[RequestState], orders: Sequence[TierOrder]) -> int:
+        """Take in a plan that is being issued, before any block of it is named.
+
+        Args:
+            requests: whose tokens it runs; nobody else's tables have grown since the plan before.
+            orders: that ride on it.
+        """
+        table, residents, generations = self.table, self.table.rows, self._rows.generations
+        tail, gained = self._allocator.tail, 0
+        for order in orders:
+            table.order(order)
+        for request in requests:
+            row = request.row
+            resident, num_found = residents.get(row), 0
+            if resident is None or resident.generation != generations[row]:
+                resident = table.enter(row, generations[row], request.request_id)
+                num_found = request.num_named
+                table.reach(resident, 0)
+            added = tail(request.arrival, len(resident.blocks))
+            if added:
+                table.extend(resident, added, num_found)
+            gained += resident.key * (request.num_scheduled - resident.length)
+            resident.length = request.num_scheduled
+        table.gain(gained)
+        if len(residents) != self._rows.num_used:
+            for row in self._rows.free_rows():
+                table.leave(row)
+        return table.digest
+
+    def forget_all(self) -> None:
+        """The ranks have forgotten all."""
+        self.table = Residency(self._allocator.block_size)
