@@ -11,8 +11,8 @@ import pytest
 import checkpoints
 from penstock import LLM, SamplingParams
 from penstock.config import EvictionPolicy
+from small_engines import BLOCK, CHUNK, GREEDY, findable, run, small_engine
 
-BLOCK, CHUNK = 8, 20
 SHARED = [(11 * index + index // 7) % 90 for index in range(64)]
 # Ends on a block, before and behind it, on a chunk and behind it, and a branch inside of a block.
 PROMPTS = [
@@ -20,7 +20,6 @@ PROMPTS = [
     for length in (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNK, CHUNK + 1, 40, 41, 64)
     for tail in ([], [5], [6] * 9)
 ]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -29,21 +28,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine(model: Path, **settings: Any) -> LLM:
-    common = {
-        "distributed_executor_backend": "inprocess",
-        "threads_per_rank": 1,
-        "block_size": BLOCK,
-        "prefill_chunk": CHUNK,
-        "num_blocks": 200,
-        "max_num_seqs": 4,
-        "async_depth": 0,
-    }
-    return LLM(str(model), **common | settings)
+    return small_engine(model, prefill_chunk=CHUNK, **settings)
 
 
 def outputs(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
-    found = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], GREEDY)
-    return [output.outputs[0].token_ids for output in found]
+    return run(llm, prompts)[0]
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +55,7 @@ def test_a10_cached_prefixes_give_the_tokens_of_a_cold_run(
         assert outputs(llm) == cold, "all from the cache"
         stats = llm.stats()
         assert stats is not None
-        wholes = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS)
-        assert stats.prefix_hit_tokens >= wholes
+        assert stats.prefix_hit_tokens >= sum(map(findable, PROMPTS))
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])

@@ -12,15 +12,15 @@ import lmdb
 import pytest
 
 import checkpoints
+import small_engines
 from disturbed import Server, Stream
-from penstock import LLM, SamplingParams
+from penstock import LLM
 from penstock.errors import StoreError, UsageError
 from served import wait_until
+from small_engines import BLOCK, findable, small_engine, wait_until_stored
 
-BLOCK = 8
 PROMPTS = [[(11 * index + number) % 90 for index in range(17 + 24 * number)] for number in range(3)]
-GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
-NUM_FOUND = sum((len(prompt) - 1) // BLOCK * BLOCK for prompt in PROMPTS)
+NUM_FOUND = sum(map(findable, PROMPTS))
 
 
 @pytest.fixture(scope="module")
@@ -28,71 +28,44 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=96)
 
 
-def engine(model: Path, store: Path | None, **settings: Any) -> LLM:
-    common: dict[str, Any] = {
-        "distributed_executor_backend": "inprocess",
-        "threads_per_rank": 1,
-        "block_size": BLOCK,
-        "num_blocks": 100,
-        "max_num_seqs": 4,
-        "async_depth": 0,
-        "kv_store": None if store is None else str(store),
-        "kv_store_patience_s": 60.0,
-    }
-    return LLM(str(model), **common | settings)
-
-
 def run(llm: LLM, prompts: Sequence[Sequence[int]] = PROMPTS) -> tuple[list[list[int]], int]:
-    """Tokens, and how many of the prompts' were found."""
-    outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], GREEDY)
-    return [output.outputs[0].token_ids for output in outputs], sum(o.num_cached_tokens for o in outputs)
+    return small_engines.run(llm, prompts)
 
 
 def fill(llm: LLM) -> list[list[int]]:
-    """Run all, and wait until what can be stored is: whole blocks of what was run."""
+    """Run all, and wait until what can be stored is."""
     tokens, _ = run(llm)
-    wanted = sum((len(prompt) + 5) // BLOCK for prompt in PROMPTS)
-    filler = [[5, number % 90] for number in range(400)]
-    while (stats := llm.stats()) is None or stats.stored_blocks < wanted:
-        assert filler, f"{stats} after 400 requests"
-        run(llm, [filler.pop()])
+    wait_until_stored(llm, PROMPTS, tokens)
     return tokens
 
 
 @pytest.fixture(scope="module")
 def cold(model: Path) -> list[list[int]]:
-    with engine(model, None, enable_prefix_caching=False, kernels="off") as llm:
+    with small_engine(model, enable_prefix_caching=False, kernels="off") as llm:
         return [run(llm, [prompt])[0][0] for prompt in PROMPTS]
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp 1": {},
-    "pp 2": {"pipeline_parallel_size": 2},
-    "pp 3, a plan ahead": {"pipeline_parallel_size": 3, "async_depth": 1},
-    "tp 2": {"tensor_parallel_size": 2},
-    "pp 2, tp 2,1": {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1"},
-    "without kernels": {"kernels": "off"},
-}
+LAYOUTS = small_engines.LAYOUTS | {"without kernels": {"kernels": "off"}}
 
 
 @pytest.mark.parametrize("writer", LAYOUTS)
 def test_h1_d15_what_one_layout_stores_every_other_finds(
     model: Path, cold: list[list[int]], tmp_path: Path, writer: str
 ) -> None:
-    with engine(model, tmp_path, **LAYOUTS[writer]) as llm:
+    with small_engine(model, tmp_path, **LAYOUTS[writer]) as llm:
         assert fill(llm) == cold
     for reader, layout in LAYOUTS.items():
-        with engine(model, tmp_path, **layout) as llm:
+        with small_engine(model, tmp_path, **layout) as llm:
             assert run(llm) == (cold, NUM_FOUND), reader
 
 
 def test_h17_another_model_finds_nothing(model: Path, tmp_path: Path) -> None:
-    with engine(model, tmp_path / "store") as llm:
+    with small_engine(model, tmp_path / "store") as llm:
         fill(llm)
     other = checkpoints.make_checkpoint(tmp_path / "other", layers=3, vocab_size=96, seed=1)
-    with engine(other, tmp_path / "store") as llm:
+    with small_engine(other, tmp_path / "store") as llm:
         assert run(llm)[1] == 0
-    with engine(model, tmp_path / "store", block_size=BLOCK // 2) as llm:
+    with small_engine(model, tmp_path / "store", block_size=BLOCK // 2) as llm:
         assert run(llm)[1] == 0
 
 
@@ -100,7 +73,7 @@ def test_h17_another_model_finds_nothing(model: Path, tmp_path: Path) -> None:
 def test_r9_bad_records_cost_time_and_no_token(
     model: Path, cold: list[list[int]], tmp_path: Path, harm: str
 ) -> None:
-    with engine(model, tmp_path) as llm:
+    with small_engine(model, tmp_path) as llm:
         fill(llm)
     with lmdb.open(str(tmp_path), max_dbs=3) as environment:
         records = environment.open_db(b"records")
@@ -115,7 +88,7 @@ def test_r9_bad_records_cost_time_and_no_token(
                     transaction.put(key, stored[number * 7 - 1][1])
                 else:
                     transaction.delete(key)
-    with engine(model, tmp_path, pipeline_parallel_size=2) as llm:
+    with small_engine(model, tmp_path, pipeline_parallel_size=2) as llm:
         tokens, num_found = run(llm)
         assert tokens == cold
         assert num_found < NUM_FOUND
@@ -126,7 +99,7 @@ def test_r9_bad_records_cost_time_and_no_token(
 
 def test_r9_a_store_that_vanishes_is_no_store(model: Path, cold: list[list[int]], tmp_path: Path) -> None:
     store = tmp_path / "store"
-    with engine(model, store, pipeline_parallel_size=2) as llm:
+    with small_engine(model, store, pipeline_parallel_size=2) as llm:
         fill(llm)
         shutil.rmtree(store)
         store.write_text("in its place")
@@ -134,16 +107,16 @@ def test_r9_a_store_that_vanishes_is_no_store(model: Path, cold: list[list[int]]
         run(llm, others)
         assert run(llm)[0] == cold
     store.unlink()
-    with engine(model, store, pipeline_parallel_size=2) as llm:
+    with small_engine(model, store, pipeline_parallel_size=2) as llm:
         assert run(llm) == (cold, 0)
 
 
 def test_a_store_that_can_never_work_is_refused_at_the_start(model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no directory")
     with pytest.raises(StoreError, match="file"):
-        engine(model, tmp_path / "file" / "store")
+        small_engine(model, tmp_path / "file" / "store")
     with pytest.raises(UsageError, match="prefix cache is off"):
-        engine(model, tmp_path, enable_prefix_caching=False)
+        small_engine(model, tmp_path, enable_prefix_caching=False)
 
 
 # --- as processes -----------------------------------------------------------------------------------

@@ -67,17 +67,19 @@ class Prefetch:
     """What a waiting request is waiting for.
 
     Attributes:
-        first: of its blocks that are not in the pool, the number of the first.
+        before: names of its blocks that are in the pool; `names` are of those behind.
         open_orders: not answered yet.
         good: of the blocks that were to be loaded, those that were.
+        held: blocks of `before`, while others are loaded: without them nobody finds those.
     """
 
+    before: list[bytes]
     names: list[bytes]
-    first: int
     give_up_at: float
     blocks: list[int] = field(default_factory=list)
     open_orders: dict[int, int] = field(default_factory=dict)  # order: place in `blocks`
     good: set[int] = field(default_factory=set)
+    held: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -175,7 +177,8 @@ class StorageTier:
         """A request waits: are its blocks from its `first` on in the store?"""
         if len(names) > first:
             wanted, now = list(names[first:]), self._clock()
-            self._prefetches[arrival] = Prefetch(wanted, first, now + self._policy.patience_s)
+            give_up_at = now + self._policy.patience_s
+            self._prefetches[arrival] = Prefetch(list(names[:first]), wanted, give_up_at)
             ticket = next(self._numbers)
             self._tickets[ticket] = arrival, now
             self._catalogue.look_up(ticket, wanted)
@@ -208,15 +211,27 @@ class StorageTier:
             if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
                 continue
             self._stored.difference_update(prefetch.names[count:])  # the store has given them up
-            room = max(0, self._allocator.num_free_blocks - num_spare)
-            prefetch.blocks = self._allocator.reserve(min(count, room))
+            self._reserve(prefetch, count, num_spare)
             self._stored.update(prefetch.names[:count])
             for place, block in enumerate(prefetch.blocks):
                 order = self._order(True, block, prefetch.names[place])
                 prefetch.open_orders[order] = place
                 self._loads[order] = arrival
             if not prefetch.blocks:
-                del self._prefetches[arrival]
+                self._release(self._prefetches.pop(arrival), 0)
+
+    def _reserve(self, prefetch: Prefetch, count: int, num_spare: int) -> None:
+        """Blocks for what is loaded, and none that it would be found behind is given up for them."""
+        prefetch.held = self._allocator.find(prefetch.before)
+        self._allocator.pin(prefetch.held)
+        room = max(0, self._allocator.num_free_blocks - num_spare)
+        prefetch.blocks = self._allocator.reserve(min(count, room))
+
+    def _release(self, prefetch: Prefetch, count: int) -> None:
+        """What was reserved; the first `count` blocks are findable, and given up before what is in front."""
+        first = len(prefetch.before)
+        self._allocator.release_reserved(prefetch.blocks, first, prefetch.names[:count])
+        self._allocator.unpin(prefetch.held)
 
     # --- answers --------------------------------------------------------------------------------
 
@@ -254,7 +269,7 @@ class StorageTier:
             return
         del self._prefetches[arrival]
         count = next((n for n in range(len(prefetch.blocks)) if n not in prefetch.good), len(prefetch.blocks))
-        self._allocator.release_reserved(prefetch.blocks, prefetch.first, prefetch.names[:count])
+        self._release(prefetch, count)
 
     def distrust(self, names: Sequence[bytes]) -> None:
         """What the store has under these names is not to be found any more."""
@@ -268,7 +283,7 @@ class StorageTier:
         self._to_store.clear()
         self._pending.clear()
         for prefetch in self._prefetches.values():
-            self._allocator.release_reserved(prefetch.blocks, prefetch.first, [])
+            self._release(prefetch, 0)
         self._new_orders.clear()
         self._stores.clear()
         self._prefetches.clear()

@@ -11,6 +11,7 @@ bucket's own rules. Loads `obstore`; only `store.open_store` imports this.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -30,6 +31,10 @@ _MAX_AT_ONCE = 16
 _REMEDY = "Check the address, the network, and the credentials in the environment."
 _ERRORS = (BaseError, OSError, ValueError)
 
+# Settings of connections, which obstore does not take from the environment where it is given any.
+_PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
+_CLIENT_SETTINGS = ("allow_http", "allow_invalid_certificates", "proxy_url", "proxy_ca_certificate")
+
 _T = TypeVar("_T")
 
 
@@ -46,10 +51,17 @@ def open_objects(url: str) -> ObjectStore:
             return ObjectStore(from_url(url), place)
         store = from_url(
             url,
-            client_options={"timeout": f"{_SECONDS}s", "connect_timeout": f"{_CONNECT_SECONDS}s"},
+            client_options=_client_options(parts.scheme),
             retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=_SECONDS)},
         )
         return ObjectStore(store, place)
+
+
+def _client_options(scheme: str) -> Any:
+    """Deadlines, and what the environment says (AWS_ALLOW_HTTP for a server without TLS)."""
+    names = {name: f"{_PREFIXES[scheme]}_{name.upper()}" for name in _CLIENT_SETTINGS}
+    given = {name: os.environ[variable] for name, variable in names.items() if variable in os.environ}
+    return given | {"timeout": f"{_SECONDS}s", "connect_timeout": f"{_CONNECT_SECONDS}s"}
 
 
 class ObjectStore:

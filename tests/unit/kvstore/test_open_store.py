@@ -12,39 +12,8 @@ import pytest
 from penstock.errors import StoreError, UsageError
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.lmdb_store import LmdbStore
-from penstock.kvstore.names import namespace, record_key
 from penstock.kvstore.store import KVStore, MemoryStore, open_store
-
-SPACE = namespace(bytes(32), dtype="bfloat16", block_size=32, kind="keys and values")
-KEYS = [record_key(SPACE, n.to_bytes(32, "big"), layer, 0) for n in range(40) for layer in range(4)]
-RECORDS = {key: key * 3 for key in KEYS}
-
-
-def behaves(store: KVStore) -> None:
-    """What every store must do."""
-    unknown = record_key(SPACE, b"\xff" * 32, 0, 0)
-    assert store.get([]) == store.contains([]) == []
-    assert store.get(KEYS) == [None] * len(KEYS)
-    store.put(RECORDS)
-    store.put({})
-    assert store.contains([unknown, *KEYS]) == [False] + [True] * len(KEYS)
-    assert store.get([*KEYS, unknown]) == [*RECORDS.values(), None]
-    store.put({KEYS[0]: b"", KEYS[1]: b"other"})
-    assert store.get(KEYS[:3]) == [b"", b"other", RECORDS[KEYS[2]]]
-    store.delete([*KEYS[:2], unknown])
-    store.delete([])
-    assert store.contains(KEYS[:3]) == [False, False, True]
-
-
-def every_call(store: KVStore) -> list[Callable[[], object]]:
-    """That asks the store for something."""
-    return [
-        lambda: store.get(KEYS),
-        lambda: store.contains(KEYS),
-        lambda: store.put(RECORDS),
-        lambda: store.delete(KEYS),
-    ]
-
+from store_contract import KEYS, RECORDS, behaves, every_call
 
 # --- addresses --------------------------------------------------------------------------------------
 
@@ -155,6 +124,23 @@ def test_r9_a_bucket_that_cannot_be_reached_is_an_error(monkeypatch: pytest.Monk
     store.close()
     with pytest.raises(StoreError, match="RuntimeError"):
         store.get(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "cause"), [("true", "Connect|connect|error sending"), ("false", "builder")]
+)
+def test_the_environment_may_allow_a_server_without_tls(
+    monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int, allowed: str, cause: str
+) -> None:
+    pytest.importorskip("obstore")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "nobody")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{unused_tcp_port}")
+    monkeypatch.setenv("AWS_ALLOW_HTTP", allowed)
+    store = open_store("s3://bucket/path")
+    with pytest.raises(StoreError, match=cause):
+        store.get(KEYS[:1])
+    store.close()
 
 
 def test_r9_a_directory_of_objects_that_vanishes_only_misses(tmp_path: Path) -> None:

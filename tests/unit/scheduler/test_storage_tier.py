@@ -196,6 +196,21 @@ def test_h14_h16_nothing_found_or_nobody_left_holds_nothing() -> None:
     assert other.scheduler.stats().cached_blocks == 2
 
 
+def test_h1_h9_what_is_loaded_takes_nothing_that_it_is_found_behind() -> None:
+    """Of a chain two blocks are in the pool, and used longest ago; the rest comes from the store."""
+    prompt = list(range(2, 27))
+    one, catalogue = rig()
+    run(one, "a", prompt)
+    settle_store(one)
+    other = again(one, catalogue, num_blocks=8, max_model_len=32)
+    run(other, "head", prompt[:9], max_tokens=1)
+    run(other, "else", [1] * 21)
+    assert other.scheduler.stats().cached_blocks == 8
+    assert run(other, "b", prompt) == 24
+    assert tokens_of(other, "b") == tokens_of(one, "a")
+    assert other.scheduler.stats().free_blocks == 8
+
+
 def test_h8_blocks_may_be_stored_only_when_they_are_found() -> None:
     one, catalogue = rig(store_when_found=2)
     for number in range(3):

@@ -1,0 +1,92 @@
+"""Pool and store together find, before and after a restart, what two LRU queues find (rows H1, H9)."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paths import REPOSITORY
+from penstock.kvstore.lmdb_store import LmdbStore
+
+with pytest.MonkeyPatch.context() as _patch:
+    _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))
+    tiered_trace: Any = importlib.import_module("tiered_trace")
+    prefix_trace: Any = importlib.import_module("prefix_trace")
+
+
+@pytest.mark.parametrize("settings", tiered_trace.TRACES)
+@pytest.mark.parametrize(
+    ("num_blocks", "num_stored"), [(160, 300), (256, 256), (256, 1024), (1024, 1024), (400, 100_000)]
+)
+def test_h1_h9_pool_and_store_find_what_two_queues_find(
+    settings: dict[str, Any], num_blocks: int, num_stored: int
+) -> None:
+    trace = prefix_trace.conversations(1, 100, **settings)
+    num_bytes = num_stored * tiered_trace.BLOCK_SIZE
+    store = tiered_trace.BoundedStore(num_bytes)
+    served = tiered_trace.served_hits(trace, num_blocks, lambda: store)
+    assert served == tiered_trace.lru_hits(trace, num_blocks, tiered_trace.Queue(num_bytes))
+    found = sum(map(sum, served))
+    best = prefix_trace.belady_hits(trace, num_blocks + num_stored)
+    assert found <= best <= prefix_trace.ideal_hits(trace)
+    assert num_stored == 256 or sum(hits.store for hits in served[50:]), "it is found after the restart"
+    if num_stored == 100_000:
+        assert found == best
+
+
+class Watched:
+    """A directory that tells how many records it has after each `put`."""
+
+    def __init__(self, directory: Path, quota_bytes: int) -> None:
+        self._store = LmdbStore(directory, quota_bytes=quota_bytes)
+        self._keys: dict[bytes, None] = {}
+        self.counts: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def put(self, records: Mapping[bytes, bytes]) -> None:
+        self._store.put(records)
+        self._keys |= dict.fromkeys(records)
+        keys = list(self._keys)
+        found = self._store.contains(keys)
+        self._keys = {key: None for key, there in zip(keys, found, strict=True) if there}
+        self.counts.append(len(self._keys))
+
+
+class Following(tiered_trace.Queue):  # type: ignore[misc]
+    """Is told how many things stay, which in a file of pages is nobody else's affair, and says which."""
+
+    def __init__(self, counts: Iterator[int]) -> None:
+        super().__init__(1 << 60)
+        self._counts = counts
+
+    def settle(self) -> None:
+        count = next(self._counts)
+        while len(self.sizes) > count:
+            self.drop(next(iter(self.sizes)))
+        assert len(self.sizes) == count
+
+
+@pytest.mark.parametrize("quota_mib", [8, 12])
+def test_h1_h9_a_directory_with_a_quota_keeps_what_was_used_last(tmp_path: Path, quota_mib: int) -> None:
+    trace = prefix_trace.conversations(1, 60)
+    stores: list[Watched] = []
+
+    def opened() -> Watched:
+        stores.append(Watched(tmp_path, quota_mib << 20))
+        if stores[1:]:
+            stores[1]._keys = stores[0]._keys
+        return stores[-1]
+
+    served = tiered_trace.served_hits(trace, 256, opened)
+    counts = [count for store in stores for count in store.counts]
+    assert served == tiered_trace.lru_hits(trace, 256, Following(iter(counts)))
+    assert (tmp_path / "data.mdb").stat().st_size <= quota_mib << 20
+    assert any(after < before for before, after in pairwise(counts)), "some were given up"
+    assert sum(hits.store for hits in served[30:])
