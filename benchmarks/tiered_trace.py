@@ -16,7 +16,7 @@ import argparse
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import StorageTier, TierPolicy
+from penstock.kvstore.found import Found
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.names import KEY_BYTES, record_key
 from penstock.kvstore.record import overhead_bytes
@@ -67,8 +68,8 @@ class BoundedStore:
         self._num_bytes = 0
         self._records: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._records for key in keys]
+    def scan(self, prefix: bytes) -> Iterator[list[Found]]:
+        yield [Found(key, len(r)) for key, r in self._records.items() if key.startswith(prefix)]
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         for key in reversed(keys):

@@ -17,6 +17,7 @@ from typing import Any
 
 from penstock.batch import (
     KNOWN,
+    NO_STORE_USE,
     NewRow,
     RankLoaded,
     RowSampling,
@@ -24,6 +25,7 @@ from penstock.batch import (
     StageSpans,
     StageTimes,
     StepResult,
+    StoreUse,
     TierOrder,
     decode_to_core,
     decode_to_rank,
@@ -263,6 +265,7 @@ class FakeExecutor:
         self.answers_at_once = True  # orders are answered as soon as they are given; else by `answer`
         self._open_orders: deque[tuple[int, bool]] = deque()
         self._answered: list[tuple[int, bool]] = []
+        self.told_use = NO_STORE_USE  # what the ranks tell next of the store
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -350,6 +353,10 @@ class FakeExecutor:
         answered, self._answered = self._answered, []
         return answered
 
+    def store_use(self) -> StoreUse:
+        use, self.told_use = self.told_use, NO_STORE_USE
+        return use
+
     def release(self, count: int) -> None:
         """Let the next `count` results show in the next polls."""
         self._num_released += count
@@ -391,36 +398,6 @@ class FakeExecutor:
             ],
             failed=failed,
         )
-
-
-@dataclass
-class FakeCatalogue:
-    """Answers at once, or when it is told to."""
-
-    names: set[bytes] = field(default_factory=set)
-    is_slow: bool = False
-    asked: list[tuple[int, list[bytes]]] = field(default_factory=list)
-
-    def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
-        self.asked.append((ticket, list(names)))
-
-    def answers(self) -> list[tuple[int, int]]:
-        if self.is_slow:
-            return []
-        asked, self.asked = self.asked, []
-        return [(ticket, self._count(names)) for ticket, names in asked]
-
-    def _count(self, names: Sequence[bytes]) -> int:
-        return next((count for count, name in enumerate(names) if name not in self.names), len(names))
-
-    def enter(self, names: Sequence[bytes]) -> None:
-        self.names.update(names)
-
-    def strike(self, names: Sequence[bytes]) -> None:
-        self.names.difference_update(names)
-
-    def close(self) -> None:
-        pass
 
 
 class CoreRig:

@@ -27,7 +27,7 @@ from faulty_links import (
     is_plan,
     is_result,
 )
-from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
+from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
 from penstock.child_config import LinkHandle, RankConfig
 from penstock.config import ParallelConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
@@ -104,6 +104,9 @@ class EpochExecutor:
 
     def finished_orders(self) -> list[tuple[int, bool]]:
         return self._ranks.reports.finished_orders()
+
+    def store_use(self) -> StoreUse:
+        return self._ranks.reports.store_use()
 
     def abandon(self) -> None:
         self._ranks.close()

@@ -23,6 +23,7 @@ from penstock.batch import (
     StageSpans,
     StageTimes,
     StepResult,
+    StoreUse,
     TierOrder,
     decode_to_rank,
     encode,
@@ -189,6 +190,9 @@ class ReplicaPipe:
 
     def finished_orders(self) -> list[tuple[int, bool]]:
         return self._reports.finished_orders()
+
+    def store_use(self) -> StoreUse:
+        return self._reports.store_use()
 
     def stage_times(self) -> list[StageTimes]:
         return []

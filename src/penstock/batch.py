@@ -182,11 +182,34 @@ class StageSpans(msgspec.Struct, frozen=True, tag="spans", kw_only=True):
     replica: int = 0
 
 
+class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was done with the store of KV blocks; a rank tells what it has done since it told last."""
+
+    bytes_read: int = 0  # of payloads that were what they should be
+    bytes_written: int = 0
+    verify_failures: int = 0  # records that were not what their keys say
+    call_failures: int = 0  # of the store, or half answers
+    switched_off: int = 0  # 1: it is left alone from now on because it failed too often; -1: no longer so
+
+    def plus(self, other: StoreUse) -> StoreUse:
+        return StoreUse(
+            bytes_read=self.bytes_read + other.bytes_read,
+            bytes_written=self.bytes_written + other.bytes_written,
+            verify_failures=self.verify_failures + other.verify_failures,
+            call_failures=self.call_failures + other.call_failures,
+            switched_off=self.switched_off + other.switched_off,
+        )
+
+
+NO_STORE_USE = StoreUse()
+
+
 class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
-    """What has become of some `TierOrder`s on one rank."""
+    """What has become of some `TierOrder`s on one rank, and what else it has to tell of the store."""
 
     done: list[int]
     failed: list[int]  # not in the store, not what it should be, or the store does not work
+    use: StoreUse = NO_STORE_USE
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):

@@ -40,11 +40,13 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
+        description: of that, for people (`kvstore.description`).
     """
 
     url: str
     quota_bytes: int | None
     namespace: bytes
+    description: bytes = b""
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -175,6 +175,8 @@ class ProtocolError(PeerError):
 class StoreError(PenstockError):
     """A store of KV blocks cannot do what it was asked: full, read-only, gone, or no right to it."""
 
+    exit_code = 5
+    http_status = 503
     default_code = "store_failed"
 
 

@@ -35,7 +35,20 @@ class Resume(msgspec.Struct, frozen=True, tag="resume"):
     """Go on. A pause that is not complete never will be."""
 
 
-Operation = Pause | Resume
+class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
+    """Nobody who starts from now on finds in the pool what was computed before. Who runs goes on undisturbed.
+
+    Complete when, besides, every copy of a block has ended that was on its way to or from the store.
+
+    Attributes:
+        store: the store's records of this model are deleted too. Where some may be left, the operation ends
+            with a `StoreError`; the pool is flushed all the same.
+    """
+
+    store: bool = False
+
+
+Operation = Pause | Resume | FlushCache
 
 
 class OperationDone(msgspec.Struct, frozen=True, kw_only=True):

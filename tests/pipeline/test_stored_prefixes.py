@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
+import urllib.request
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,11 @@ import small_engines
 from disturbed import Server, Stream
 from penstock import LLM
 from penstock.errors import StoreError, UsageError
+from penstock.kvstore.inspection import Namespace, open_to_read, survey
 from served import wait_until
 from small_engines import BLOCK, findable, small_engine, wait_until_stored
 
+ADMIN_KEY = "key-of-an-administrator"
 PROMPTS = [[(11 * index + number) % 90 for index in range(17 + 24 * number)] for number in range(3)]
 NUM_FOUND = sum(map(findable, PROMPTS))
 
@@ -157,3 +162,40 @@ def test_d2_r4_after_the_loss_of_a_stage_streams_go_on_from_the_store(tmp_path: 
         assert server.metric("penstock_kv_store_loaded_blocks_total") >= 2
     with Server(1) as alone:
         assert found == ask(alone, LONG[1])
+
+
+def test_h16_a_flush_takes_the_store_with_it_while_streams_go_on(tmp_path: Path) -> None:
+    directory = tmp_path / "store"
+    words = ("--kv-store", str(directory), "--kv-store-patience", "60", "--admin-key", ADMIN_KEY)
+    with Server(2, *words) as server:
+        expected = ask(server, LONG[0])
+        wait_until(lambda: stored(server) >= (80 + 600) // 32 - 1, 60)
+        assert server.metric('penstock_kv_store_bytes_total{direction="written"') > 0
+        (before,) = in_store(directory)
+        assert before.num_blocks >= (80 + 600) // 32 - 1
+        assert before.description is not None
+        stream = iter(Stream(server, LONG[1]))
+        found = [next(stream) for _ in range(40)]
+        (done,) = administer(server, "/flush_cache?store=true")["replicas"]
+        assert done["error"] is None
+        assert done["completed_step"] >= done["accepted_step"]
+        assert in_store(directory) == []
+        hits = server.metric("penstock_prefix_cache_hits_total")
+        assert ask(server, LONG[0]) == expected
+        assert server.metric("penstock_prefix_cache_hits_total") == hits
+        found.extend(stream)
+    with Server(1) as alone:
+        assert found == ask(alone, LONG[1])
+
+
+def in_store(directory: Path) -> list[Namespace]:
+    with closing(open_to_read(str(directory))) as store:
+        return survey(store)
+
+
+def administer(server: Server, path: str) -> dict[str, Any]:
+    asked = urllib.request.Request(
+        server.url + path, headers={"authorization": f"Bearer {ADMIN_KEY}"}, method="POST"
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        return json.load(answer)

@@ -10,8 +10,8 @@ from fake_engine import FakeEngine, Status, fake_model, stats
 from live_server import LiveServer
 
 from penstock.config import ServerConfig
-from penstock.errors import UsageError, WaitTimeoutError
-from penstock.operations import Pause, Resume
+from penstock.errors import StoreError, UsageError, WaitTimeoutError
+from penstock.operations import FlushCache, Pause, Resume
 from penstock.server.access import ADMIN_PATHS, ApiKeys
 from penstock.server.app import create_app
 
@@ -95,6 +95,29 @@ def test_a_bad_word_is_refused_by_name(server: LiveServer, query: str, param: st
     assert response.status == 400
     assert json.loads(raw)["error"]["param"] == param
     assert server.engine.operations == []
+
+
+def test_g4_h16_a_flush_reaches_the_engine_and_says_nothing_of_pauses(server: LiveServer) -> None:
+    for query, operation, timeout_s in (
+        ("", FlushCache(), 60.0),
+        ("?store=false", FlushCache(), 60.0),
+        ("?store=true&timeout_s=300", FlushCache(store=True), 300.0),
+    ):
+        response, raw = server.request("POST", f"/flush_cache{query}", None, AS_ADMIN)
+        assert response.status == 200
+        assert json.loads(raw) == {"replicas": [DONE]}
+        assert server.engine.operations[-1] == (operation, timeout_s)
+    response, raw = server.request("POST", "/flush_cache?store=perhaps", None, AS_ADMIN)
+    assert response.status == 400
+    assert json.loads(raw)["error"]["param"] == "store"
+
+
+def test_h16_a_store_that_could_not_be_emptied_is_a_typed_error(server: LiveServer) -> None:
+    server.engine.failure = StoreError("KV store /kv: gone.", remedy="Check it.")
+    response, raw = server.request("POST", "/flush_cache?store=true", None, AS_ADMIN)
+    assert response.status == 503
+    error = json.loads(raw)["error"]
+    assert (error["code"], error["message"]) == ("store_failed", "KV store /kv: gone. Check it.")
 
 
 def test_an_operation_that_takes_too_long_is_503(server: LiveServer) -> None:

@@ -159,6 +159,11 @@ def test_metrics_carry_the_core_set() -> None:
         prompt_tokens=55,
         inflight=2,
         micro_batches=4,
+        store_bytes_read=1000,
+        store_bytes_written=2000,
+        store_verify_failures=3,
+        store_call_failures=4,
+        store_switched_off=1,
     )
     with LiveServer(FakeEngine(state=Status(stats=numbers))) as live:
         live.post(TEXT, {"prompt": "abcd", "max_tokens": 3})
@@ -169,6 +174,11 @@ def test_metrics_carry_the_core_set() -> None:
             'penstock_num_requests_waiting{model_name="fake"} 2.0',
             'penstock_kv_cache_usage_perc{model_name="fake",tier="l1"} 0.25',
             'penstock_num_preemptions_total{model_name="fake"} 7.0',
+            'penstock_kv_store_bytes_total{direction="read",model_name="fake"} 1000.0',
+            'penstock_kv_store_bytes_total{direction="written",model_name="fake"} 2000.0',
+            'penstock_kv_store_verify_failures_total{model_name="fake"} 3.0',
+            'penstock_kv_store_call_failures_total{model_name="fake"} 4.0',
+            'penstock_kv_store_switched_off{model_name="fake"} 1.0',
             'penstock_prompt_tokens_total{model_name="fake"} 55.0',
             'penstock_generation_tokens_total{model_name="fake"} 99.0',
             'penstock_pipeline_inflight_batches{model_name="fake"} 2.0',

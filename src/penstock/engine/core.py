@@ -316,7 +316,7 @@ class EngineCore:
         return concerned(self._scheduler.requests_of(self._inflight.oldest_step))
 
     def _fill(self, executor: Executor) -> None:
-        self._scheduler.prefixes.settle_orders(executor.finished_orders())
+        self._scheduler.prefixes.settle_orders(executor.finished_orders(), executor.store_use())
         while len(self._inflight) < self._scheduler.useful_depth + self._calibration.async_depth:
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:

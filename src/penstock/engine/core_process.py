@@ -111,7 +111,7 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
     store = open_guarded(config.store.url, quota_bytes=config.store.quota_bytes)
     return StorageTier(
         allocator,
-        StoreCatalogue(store, config.store.namespace),
+        StoreCatalogue(store, config.store.namespace, config.store.description),
         clock,
         TierPolicy(
             store_when_found=config.cache.kv_store_when_found,

@@ -8,6 +8,7 @@ nothing and opens no socket.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.engine.host import Host, cpus_of_core, cpus_of_ranks, devices_of_r
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.faults import Fault
 from penstock.kernels.cpu.library import parse_kernels
+from penstock.kvstore.description import Description, encoded
 from penstock.kvstore.names import model_identity, namespace
 from penstock.kvstore.store import keeps_quota, open_store
 from penstock.models.registry import load_spec, resolve_model_directory
@@ -226,7 +228,17 @@ def _store_config(config: EngineConfig, directory: Path, kind: str, dtype: str) 
     names = namespace(model_identity(directory), dtype=dtype, block_size=cache.block_size, kind=kind)
     quota_bytes = cache.kv_store_bytes if keeps_quota(cache.kv_store) else None
     open_store(cache.kv_store, quota_bytes=quota_bytes).close()  # refuse now what can never work
-    return StoreConfig(url=cache.kv_store, quota_bytes=quota_bytes, namespace=names)
+    description = Description(
+        model=directory.resolve().name if Path(config.model.model).is_dir() else config.model.model,
+        dtype=dtype,
+        kind=kind,
+        block_size=cache.block_size,
+        quota_bytes=quota_bytes,
+        opened_at=time.time(),
+    )
+    return StoreConfig(
+        url=cache.kv_store, quota_bytes=quota_bytes, namespace=names, description=encoded(description)
+    )
 
 
 def _step_timeout_s(config: EngineConfig) -> float:

@@ -1,7 +1,8 @@
 """Takes an administrator's operations between two plans, and says when all ranks have them behind them.
 
-    accept ──▶ in force at once ──▶ quiet: nobody runs who must not ──▶ a plan made from then on ──▶ done
-                                                                       has crossed all stages
+    accept ──▶ in force at once ──▶ quiet: nobody runs who must not, ──▶ a plan made from then on ──▶ done
+                                    no copy is under way that was        has crossed all stages
+                                    when the cache was flushed
 
 When no plan is in flight, one without rows is sent for the sake of it. A stage that is lost in between delays
 the end: the first plan of the next epoch serves as well. Belongs to `engine.core`; knows no clock.
@@ -12,7 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from penstock.errors import AbortedError, ErrorInfo, UnavailableError
-from penstock.operations import Operation, OperationDone, Pause
+from penstock.kvcache.cache_flush import CacheFlush
+from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume
 from penstock.request import RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
@@ -24,6 +26,7 @@ class _Open:
     ticket: Ticket
     operation: Operation
     accepted_step: int
+    flush: CacheFlush | None = None
     proving_step: int | None = None  # the first that was planned when all was quiet
 
 
@@ -34,6 +37,7 @@ class OperationDesk:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
+        self._next_step = 0  # as told last: the next one, when no plan is in flight
         self._open: list[_Open] = []
         self._done: list[tuple[Ticket, OperationDone]] = []
 
@@ -48,39 +52,51 @@ class OperationDesk:
             The last update of each request that it ends.
         """
         updates: list[RequestUpdate] = []
-        if isinstance(operation, Pause):
+        found = _Open(ticket, operation, next_step)
+        if isinstance(operation, FlushCache):
+            found.flush = self._scheduler.prefixes.flush(with_store=operation.store)
+        elif isinstance(operation, Pause):
             self._scheduler.paused = "wait" if operation.mode == "wait" else "keep"
             if operation.mode == "abort":
                 updates = self._scheduler.fail_all(_ABORTED)
         else:
+            assert isinstance(operation, Resume)
             self._scheduler.paused = None
             for pause in [found for found in self._open if isinstance(found.operation, Pause)]:
                 self._finish(pause, error=_RESUMED)
-        self._open.append(_Open(ticket, operation, next_step))
-        self._note_quiet(next_step)
+        self._open.append(found)
+        self._next_step = next_step
+        self._note_quiet()
         return updates
 
     @property
     def wants_plan(self) -> bool:
         """Whether a plan should go out, though without rows, when none is in flight."""
+        self._note_quiet()
         return any(found.proving_step is not None for found in self._open)
 
     def settled(self, step_id: int, next_step: int) -> None:
         """The plan of this step has crossed all stages, and what it brought is known."""
         for found in [*self._open]:
             if found.proving_step is not None and found.proving_step <= step_id:
-                self._finish(found, completed_step=step_id)
-        self._note_quiet(next_step)
+                self._finish(
+                    found, completed_step=step_id, error=None if found.flush is None else found.flush.error
+                )
+        self._next_step = next_step
+        self._note_quiet()
 
     def take_done(self) -> list[tuple[Ticket, OperationDone]]:
         """What has come to its end since the last call, with its tickets."""
         done, self._done = self._done, []
         return done
 
-    def _note_quiet(self, next_step: int) -> None:
+    def _note_quiet(self) -> None:
         for found in self._open:
-            if found.proving_step is None and self._scheduler.is_quiet:
-                found.proving_step = next_step
+            if found.proving_step is None and self._is_quiet(found):
+                found.proving_step = self._next_step
+
+    def _is_quiet(self, found: _Open) -> bool:
+        return self._scheduler.is_quiet if found.flush is None else found.flush.is_done()
 
     def _finish(
         self, found: _Open, *, completed_step: int | None = None, error: ErrorInfo | None = None

@@ -33,8 +33,21 @@ _TOTALS = (
     "stored_blocks",
     "loaded_blocks",
     "failed_blocks",
+    "store_bytes_read",
+    "store_bytes_written",
+    "store_verify_failures",
+    "store_call_failures",
 )
-_SUMS = (*_TOTALS, "num_running", "num_waiting", "num_blocks", "free_blocks", "cached_blocks", "inflight")
+_SUMS = (
+    *_TOTALS,
+    "num_running",
+    "num_waiting",
+    "num_blocks",
+    "free_blocks",
+    "cached_blocks",
+    "inflight",
+    "store_switched_off",
+)
 _WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches")
 
 

@@ -38,5 +38,10 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     stored_blocks: int = 0  # all parts of which the ranks have put into the store
     loaded_blocks: int = 0  # and got from it
     failed_blocks: int = 0  # that could not be stored or loaded
+    store_bytes_read: int = 0  # by ranks and core together, as in `batch.StoreUse`
+    store_bytes_written: int = 0
+    store_verify_failures: int = 0
+    store_call_failures: int = 0
+    store_switched_off: int = 0  # processes that leave the store alone now
     micro_batches: int = 0  # that the decoding requests were split into for the last plan
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one

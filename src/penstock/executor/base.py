@@ -25,6 +25,7 @@ from penstock.batch import (
     StageSpans,
     StageTimes,
     StepResult,
+    StoreUse,
     decode_to_core,
     encode,
 )
@@ -108,6 +109,11 @@ class Executor(Protocol):
 
     def finished_orders(self) -> list[tuple[int, bool]]:
         """Orders that all ranks have answered since the last call, and whether all have carried them out."""
+        ...
+
+    def store_use(self) -> StoreUse:
+        """What the ranks have told since the last call of what they did with the store; `NO_STORE_USE` itself
+        if nothing. `switched_off`: how many more have it switched off now."""
         ...
 
     def wait_fds(self) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult
+from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
 from penstock.child_config import RankConfig
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
@@ -72,6 +72,9 @@ class InprocessExecutor:
 
     def finished_orders(self) -> list[tuple[int, bool]]:
         return self._ranks.reports.finished_orders()
+
+    def store_use(self) -> StoreUse:
+        return self._ranks.reports.store_use()
 
     def wait_fds(self) -> list[int]:
         return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult
+from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
 from penstock.child_config import CoreEnds, rank_names
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel, bind_address
@@ -62,6 +62,9 @@ class MpExecutor:
 
     def finished_orders(self) -> list[tuple[int, bool]]:
         return self._ranks.reports.finished_orders()
+
+    def store_use(self) -> StoreUse:
+        return self._ranks.reports.store_use()
 
     def wait_fds(self) -> list[int]:
         return [self._results.fileno(), *(fd for channel in self._channels for fd in channel.filenos())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from penstock.batch import OrdersDone, StageSpans, StageTimes
+from penstock.batch import NO_STORE_USE, OrdersDone, StageSpans, StageTimes, StoreUse
 
 TRACE_S = 10
 
@@ -18,6 +18,7 @@ class RankReports:
         self._num_ranks = num_ranks
         self._times: dict[int, StageTimes] = {}
         self._spans: dict[int, deque[StageSpans]] = {}
+        self._use = NO_STORE_USE  # that has not been taken
         self._answers: dict[int, list[bool]] = {}  # by order
 
     @property
@@ -32,6 +33,7 @@ class RankReports:
         elif isinstance(report, StageSpans):
             self._keep_spans(report)
         else:
+            self._use = self._use.plus(report.use)
             for order in report.done:
                 self._answers.setdefault(order, []).append(True)
             for order in report.failed:
@@ -50,6 +52,11 @@ class RankReports:
     def spans(self) -> list[StageSpans]:
         """See `Executor.spans`."""
         return [spans for stage in sorted(self._spans) for spans in self._spans[stage]]
+
+    def store_use(self) -> StoreUse:
+        """See `Executor.store_use`."""
+        use, self._use = self._use, NO_STORE_USE
+        return use
 
     def finished_orders(self) -> list[tuple[int, bool]]:
         """See `Executor.finished_orders`."""

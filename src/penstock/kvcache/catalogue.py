@@ -11,12 +11,28 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from penstock.batch import StoreUse
+from penstock.errors import ErrorInfo
+from penstock.kvstore.description import description_key
 from penstock.kvstore.guard import GuardedStore
-from penstock.kvstore.names import record_key
+from penstock.kvstore.names import ENTRY_LAYER, record_key
 
-ENTRY = 0xFFFF  # as a layer: no model has so many
 LEAVE_S = 2.0  # for the thread to end
+EMPTY_S = 300.0  # to delete all records of a model
 AT_ONCE = 64  # names that are asked for together; a chain often ends long before its last
+
+
+class StoreEmptying:
+    """Implements `kvcache.storage_tier.Emptying`; one thread runs it, another looks whether it is done."""
+
+    def __init__(self, store: GuardedStore, namespace: bytes) -> None:
+        self._store, self._namespace = store, namespace
+        self.error: ErrorInfo | None = None
+        self.is_done = False
+
+    def run(self) -> None:
+        self.error = self._store.clear(self._namespace, EMPTY_S)
+        self.is_done = True
 
 
 class StoreCatalogue:
@@ -25,10 +41,12 @@ class StoreCatalogue:
     Args:
         store: closed with this.
         namespace: of all entries.
+        description: of the namespace (`kvstore.description`), kept beside the entries; empty: none.
     """
 
-    def __init__(self, store: GuardedStore, namespace: bytes) -> None:
+    def __init__(self, store: GuardedStore, namespace: bytes, description: bytes = b"") -> None:
         self._store, self._namespace = store, namespace
+        self._beside = {description_key(namespace): description} if description else {}
         self._answers: deque[tuple[int, int]] = deque()
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kv catalogue", daemon=True)
@@ -45,6 +63,14 @@ class StoreCatalogue:
 
     def strike(self, names: Sequence[bytes]) -> None:
         self._jobs.put(lambda: self._store.delete([self._key(name) for name in names]))
+
+    def use(self) -> StoreUse:
+        return self._store.use()
+
+    def empty(self) -> StoreEmptying:
+        emptying = StoreEmptying(self._store, self._namespace)
+        self._jobs.put(emptying.run)
+        return emptying
 
     def close(self) -> None:
         """Leaves a store alone that does not answer."""
@@ -66,7 +92,7 @@ class StoreCatalogue:
         return len(names)
 
     def _enter(self, names: Sequence[bytes]) -> None:
-        self._store.put({self._key(name): b"" for name in names})
+        self._store.put(self._beside | {self._key(name): b"" for name in names})
 
     def _key(self, name: bytes) -> bytes:
-        return record_key(self._namespace, name, ENTRY, 0)
+        return record_key(self._namespace, name, ENTRY_LAYER, 0)

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from penstock.batch import TierOrder
+from penstock.batch import StoreUse, TierOrder
+from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 
 LOOK_S = 0.001  # between two looks for what the catalogue has answered
@@ -32,7 +33,28 @@ MAX_OPEN_STORES = 256  # blocks that are being copied at once, or a quarter of t
 MAX_WAITING_STORES = 1 << 16  # blocks that are to be stored when others have been
 
 
-class Catalogue(Protocol):
+class Emptying(Protocol):
+    """Done beside; `is_done` in the end."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def error(self) -> ErrorInfo | None:
+        """Why something may be left."""
+
+
+class CataloguedStore(Protocol):
+    """The store that a catalogue is in."""
+
+    def use(self) -> StoreUse:
+        """What the core has done with it, since the start."""
+
+    def empty(self) -> Emptying:
+        """Delete the parts of all blocks of this model, and the entries, once all before it is done."""
+
+
+class Catalogue(CataloguedStore, Protocol):
     """Which names are in the store; asked now, answered later."""
 
     def look_up(self, ticket: int, names: Sequence[bytes]) -> None:
@@ -78,6 +100,7 @@ class Prefetch:
     give_up_at: float
     blocks: list[int] = field(default_factory=list)
     open_orders: dict[int, int] = field(default_factory=dict)  # order: place in `blocks`
+    is_flushed: bool = False  # what comes is not to be found any more
     good: set[int] = field(default_factory=set)
     held: list[int] = field(default_factory=list)
 
@@ -126,7 +149,8 @@ class StorageTier:
     def next_look(self) -> float:
         """Clock time at which `look` or `must_wait` may tell something new though no rank has answered."""
         now = self._clock()
-        waiting = [prefetch for prefetch in self._prefetches.values() if now < prefetch.give_up_at]
+        prefetches = [found for found in self._prefetches.values() if not found.is_flushed]
+        waiting = [prefetch for prefetch in prefetches if now < prefetch.give_up_at]
         if any(not prefetch.open_orders for prefetch in waiting):
             return now + LOOK_S
         return min((prefetch.give_up_at for prefetch in waiting), default=math.inf)
@@ -186,7 +210,7 @@ class StorageTier:
     def must_wait(self, arrival: int) -> bool:
         """Whether blocks of this request are on their way, and it is worth while to wait."""
         prefetch = self._prefetches.get(arrival)
-        if prefetch is None or self._is_slow:
+        if prefetch is None or prefetch.is_flushed or self._is_slow:
             return False
         self._is_slow = self._clock() >= prefetch.give_up_at
         return not self._is_slow
@@ -268,7 +292,8 @@ class StorageTier:
         if prefetch.open_orders:
             return
         del self._prefetches[arrival]
-        count = next((n for n in range(len(prefetch.blocks)) if n not in prefetch.good), len(prefetch.blocks))
+        good = set[int]() if prefetch.is_flushed else prefetch.good
+        count = next((n for n in range(len(prefetch.blocks)) if n not in good), len(prefetch.blocks))
         self._release(prefetch, count)
 
     def distrust(self, names: Sequence[bytes]) -> None:
@@ -289,6 +314,31 @@ class StorageTier:
         self._prefetches.clear()
         self._tickets.clear()
         self._loads.clear()
+
+    # --- flushes --------------------------------------------------------------------------------
+
+    def flush(self) -> frozenset[int]:
+        """What is on its way from the store becomes findable for nobody, and no more of what the pool has now
+        is stored. Returns the orders that are open."""
+        self._pending.difference_update(name for _, name in self._to_store)
+        self._to_store.clear()
+        self._prefetches = {found: one for found, one in self._prefetches.items() if one.open_orders}
+        for prefetch in self._prefetches.values():
+            prefetch.is_flushed = True
+        return frozenset((*self._stores, *self._loads))
+
+    def has_open(self, orders: Iterable[int]) -> bool:
+        """Whether any of these is still to be answered."""
+        return any(order in self._stores or order in self._loads for order in orders)
+
+    def own_use(self) -> StoreUse:
+        """Of the store by the core itself, since the start."""
+        return self._catalogue.use()
+
+    def empty_store(self) -> Emptying:
+        """Delete all that is in it of this model; nothing may be on its way there."""
+        self._stored.clear()
+        return self._catalogue.empty()
 
     def close(self) -> None:
         """The last call."""

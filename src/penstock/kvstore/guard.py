@@ -23,13 +23,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from penstock.errors import ErrorInfo, describe
+from penstock.batch import StoreUse
+from penstock.errors import ErrorInfo, StoreError, describe
+from penstock.kvstore.clearing import clear_records
 from penstock.kvstore.record import seal, unseal
 from penstock.kvstore.store import KVStore
 
 MAX_FAILURES = 5
 WINDOW_SECONDS = 60.0
 PAUSE_SECONDS = 60.0
+
+_SWITCHED_OFF = StoreError(
+    "the KV store has failed too often and is left alone for a while.", remedy="Try again in a minute."
+).info()
 
 _T = TypeVar("_T")
 
@@ -107,6 +113,7 @@ class GuardedStore:
 
     def __init__(self, store: KVStore, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
+        self._clock = clock
         self._circuit = Circuit(clock)
         self._counts = StoreCounts()
         self._lock = threading.Lock()  # of circuit and counts; never held while the store is asked
@@ -118,10 +125,16 @@ class GuardedStore:
             copy.is_open = self._circuit.is_open
             return copy
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """A hint: `get` may find less."""
-        found = self._ask(lambda: _one_each(self._store.contains(keys), keys))
-        return [False] * len(keys) if found is None else [bool(there) for there in found]
+    def use(self) -> StoreUse:
+        """What has been done since it was made, and whether it is switched off now."""
+        counts = self.counts()
+        return StoreUse(
+            bytes_read=counts.num_bytes_read,
+            bytes_written=counts.num_bytes_written,
+            verify_failures=counts.num_verify_failures,
+            call_failures=counts.num_failures,
+            switched_off=int(counts.is_open),
+        )
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The payload of each key, None where there is none or not one that can be believed."""
@@ -158,6 +171,15 @@ class GuardedStore:
         """Forget them, if it can be done."""
         self._ask(lambda: self._store.delete(keys))
 
+    def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
+        """Forget all records whose keys begin so, in so many seconds; None, or why some may be left."""
+
+        def clear() -> int:
+            return clear_records(self._store, prefix, self._clock, self._clock() + seconds)
+
+        _, failure = self._try(clear)
+        return failure
+
     def close(self) -> None:
         """The last call; goes through an open circuit too."""
         try:
@@ -167,25 +189,31 @@ class GuardedStore:
 
     def _ask(self, call: Callable[[], _T]) -> _T | None:
         """What the store answers; None when it fails or is not asked."""
+        return self._try(call)[0]
+
+    def _try(self, call: Callable[[], _T]) -> tuple[_T | None, ErrorInfo | None]:
+        """What the store answers, or why it does not."""
         with self._lock:
             if not self._circuit.may_ask():
-                return None
+                return None, _SWITCHED_OFF
         try:
             answer = call()
         except BaseException as error:
-            self._note_failure(error)
+            failure = self._note_failure(error)
             if isinstance(error, Exception):
-                return None
+                return None, failure
             raise
         with self._lock:
             self._circuit.succeed()
-        return answer
+        return answer, None
 
-    def _note_failure(self, error: BaseException) -> None:
+    def _note_failure(self, error: BaseException) -> ErrorInfo:
+        failure = describe(error)
         with self._lock:
             self._circuit.fail()
             self._counts.num_failures += 1
-            self._counts.last_failure = describe(error)
+            self._counts.last_failure = failure
+        return failure
 
 
 def _one_each(answers: list[_T], keys: Sequence[bytes]) -> list[_T]:

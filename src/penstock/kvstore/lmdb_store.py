@@ -4,11 +4,11 @@ Several processes may have the directory open at once, reading and writing; one 
 
 **Quota.** The data file is never larger than the quota; four fifths of it may be in use, the rest is what
 copying on write needs. Before a write would pass that, what was used longest ago is given up. Writing is a
-use, and so is being found by `get`; `contains` is none. Uses by reading are kept in memory and written with
-the next `put`, with `close`, or when there are many, so that reads stay reads; a process that is killed
-forgets its last ones, which makes the order approximate and nothing else. Of one call the first key counts
-as used last: it is the beginning of a chain of blocks, behind which nothing can be found once it is missing.
-Of several quotas for one directory each process follows its own, so the smallest counts.
+use, and so is being found by `get`; `scan` is none. Uses by reading are kept in memory and written with the
+next `put`, with `close`, or when there are many, so that reads stay reads; a process that is killed forgets
+its last ones, which makes the order approximate and nothing else. Of one call the first key counts as used
+last: it is the beginning of a chain of blocks, behind which nothing can be found once it is missing. Of
+several quotas for one directory each process follows its own, so the smallest counts.
 
 **Failure.** A full map or disk gives up records and tries again, a few times. A directory that has vanished
 or been replaced is made anew at the next call. All else is a `StoreError`, and the directory is opened again
@@ -29,6 +29,7 @@ import lmdb
 
 from penstock.errors import StoreError, UsageError
 from penstock.kvstore.failures import reported
+from penstock.kvstore.found import SCAN_KEYS, Found
 from penstock.kvstore.lmdb_tables import LmdbTables
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
@@ -73,11 +74,6 @@ class LmdbStore:
         with self._opened():
             pass
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        _check(keys)
-        with self._opened() as tables:
-            return tables.contains(keys)
-
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         _check(keys)
         with self._opened() as tables:
@@ -98,6 +94,17 @@ class LmdbStore:
         _check(keys)
         with self._opened() as tables:
             tables.delete(keys)
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        """As `KVStore`; in order of keys. Nothing is held open between two of its steps."""
+        after = b""
+        while True:
+            with self._opened() as tables:
+                found = tables.page(prefix, after, SCAN_KEYS)
+            if not found:
+                return
+            yield found
+            after = found[-1].key
 
     def close(self) -> None:
         with self._lock:

@@ -20,7 +20,9 @@ from typing import Any
 
 import lmdb
 
-_DATA_FILE = "data.mdb"
+from penstock.kvstore.found import Found
+
+DATA_FILE = "data.mdb"
 _MAX_READERS = 1024  # transactions of all processes at once
 _COUNT_BYTES = 8
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -37,7 +39,7 @@ class LmdbTables:
 
     def __init__(self, directory: Path, max_bytes: int) -> None:
         make_private(directory)
-        self._file = directory / _DATA_FILE
+        self._file = directory / DATA_FILE
         self._environment = lmdb.open(
             str(directory),
             map_size=max_bytes,
@@ -89,9 +91,10 @@ class LmdbTables:
         with transaction:
             yield transaction
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+    def page(self, prefix: bytes, after: bytes, most: int) -> list[Found]:
+        """The first records behind the key `after` whose keys begin with `prefix`, in order of keys."""
         with self._transaction(write=False) as transaction:
-            return [transaction.get(key, db=self._records) is not None for key in keys]
+            return page_of(transaction, self._records, prefix, after, most)
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._transaction(write=False) as transaction:
@@ -177,6 +180,22 @@ class LmdbTables:
 
     def close(self) -> None:
         self._environment.close()
+
+
+def page_of(transaction: Any, records: Any, prefix: bytes, after: bytes, most: int) -> list[Found]:
+    """As `LmdbTables.page`, in a transaction with buffers."""
+    found: list[Found] = []
+    with transaction.cursor(db=records) as cursor:
+        there = cursor.set_range(max(prefix, after)) if prefix or after else cursor.first()
+        if there and after and bytes(cursor.key()) == after:
+            there = cursor.next()
+        while there and len(found) < most:
+            key = bytes(cursor.key())
+            if not key.startswith(prefix):
+                break
+            found.append(Found(key, len(cursor.value())))
+            there = cursor.next()
+    return found
 
 
 def make_private(directory: Path) -> None:

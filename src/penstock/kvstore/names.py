@@ -27,6 +27,8 @@ BLOCK_HASH_BYTES = 32
 _PLACE = struct.Struct(">HH")  # layer, head
 KEY_BYTES = NAMESPACE_BYTES + BLOCK_HASH_BYTES + _PLACE.size
 
+ENTRY_LAYER = 0xFFFF  # of the catalogue's entries, in place of a layer; no model has so many
+
 _MAX_HEADER_BYTES = 100 << 20  # as `weights.checkpoint` allows
 _LENGTH_BYTES = 8
 SAMPLE_BYTES = 64 << 10
@@ -46,6 +48,11 @@ def record_key(namespace: bytes, block_hash: bytes, layer: int, head: int) -> by
     assert len(namespace) == NAMESPACE_BYTES, f"a namespace of {len(namespace)} bytes"
     assert len(block_hash) == BLOCK_HASH_BYTES, f"a block hash of {len(block_hash)} bytes"
     return namespace + block_hash + _PLACE.pack(layer, head)
+
+
+def is_entry(key: bytes) -> bool:
+    """Whether it is of an entry of the catalogue; each block of which all parts were stored has one."""
+    return len(key) == KEY_BYTES and _PLACE.unpack_from(key, KEY_BYTES - _PLACE.size)[0] == ENTRY_LAYER
 
 
 def namespace(identity: bytes, *, dtype: str, block_size: int, kind: str) -> bytes:

@@ -12,7 +12,7 @@ bucket's own rules. Loads `obstore`; only `store.open_store` imports this.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,8 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from penstock.kvstore.failures import reported
+from penstock.kvstore.found import SCAN_KEYS, Found
+from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES, NAMESPACE_BYTES
 
 _SECONDS = 5  # for one request, and for all tries of it
 _CONNECT_SECONDS = 2
@@ -77,9 +79,6 @@ class ObjectStore:
         self._place = place
         self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-objects")
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [found is not None for found in self._all(self._head, keys)]
-
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return self._all(self._get, keys)
 
@@ -89,6 +88,21 @@ class ObjectStore:
     def delete(self, keys: Sequence[bytes]) -> None:
         self._all(self._delete, keys)
 
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        """As `KVStore`; objects of other names are passed over."""
+        assert len(prefix) in (0, NAMESPACE_BYTES), "objects of a namespace lie together, and no others do"
+        with reported(self._place, _REMEDY, _ERRORS):
+            pages = iter(obstore.list(self._objects, prefix=prefix.hex() or None, chunk_size=SCAN_KEYS))
+        while True:
+            with reported(self._place, _REMEDY, _ERRORS):
+                page = next(pages, None)
+            if page is None:
+                return
+            named = [(key_of(entry["path"]), entry["size"]) for entry in page]
+            found = [Found(key, size) for key, size in named if key is not None]
+            for first in range(0, len(found), SCAN_KEYS):  # some kinds give all at once
+                yield found[first : first + SCAN_KEYS]
+
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)
 
@@ -96,12 +110,6 @@ class ObjectStore:
         """Several at once; the first error is raised, and what has not begun by then is not begun."""
         with reported(self._place, _REMEDY, (*_ERRORS, RuntimeError)):  # RuntimeError: it is closed
             return list(self._threads.map(call, items))
-
-    def _head(self, key: bytes) -> object | None:
-        try:
-            return obstore.head(self._objects, object_name(key))
-        except FileNotFoundError:
-            return None
 
     def _get(self, key: bytes) -> bytes | None:
         try:
@@ -124,3 +132,14 @@ def object_name(key: bytes) -> str:
     """Below the address; two levels, so that no directory gets too large."""
     digits = key.hex()
     return f"{digits[:32]}/{digits[32:36]}/{digits[32:]}"
+
+
+def key_of(name: str) -> bytes | None:
+    """The key of the record that an object is, or None for one that is none of ours."""
+    directory, _, rest = name.partition("/")
+    try:
+        key = bytes.fromhex(directory + rest.rpartition("/")[2])
+    except ValueError:
+        return None
+    is_ours = MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES and object_name(key) == name
+    return key if is_ours else None

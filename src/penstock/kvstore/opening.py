@@ -8,8 +8,9 @@ directory may be opened but once by a process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from penstock.kvstore.found import Found
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.store import KVStore, open_store
 
@@ -22,9 +23,6 @@ class OpenedLater:
         self._lock = threading.Lock()
         self._store: KVStore | None = None
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._opened().contains(keys)
-
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return self._opened().get(keys)
 
@@ -33,6 +31,9 @@ class OpenedLater:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         self._opened().delete(keys)
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        return self._opened().scan(prefix)
 
     def close(self) -> None:
         with self._lock:

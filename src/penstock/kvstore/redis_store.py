@@ -6,6 +6,7 @@ A record is a string under `penstock:` and its key. Nothing is ever given up her
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -15,6 +16,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from penstock.kvstore.failures import reported
+from penstock.kvstore.found import SCAN_KEYS, Found
+from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
 _SECONDS = 5.0  # for each answer
 _CONNECT_SECONDS = 2.0
@@ -47,23 +50,14 @@ class RedisStore:
     """A `KVStore`.
 
     Args:
-        client: a `redis.Redis`; its `mget`, `delete`, `close`, and `pipeline` of `exists` and `set` are used.
+        client: a `redis.Redis`; its `mget`, `delete`, `scan`, `close`, and `pipeline` of `set` and `strlen`
+            are used.
         place: what it is called in errors, without passwords.
     """
 
     def __init__(self, client: Any, place: str) -> None:
         self._client = client
         self._place = place
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        found: list[bool] = []
-        with reported(self._place, _REMEDY, _ERRORS):
-            for some in _parts(keys):
-                pipeline = self._client.pipeline(transaction=False)
-                for key in some:
-                    pipeline.exists(_PREFIX + key)
-                found += map(bool, pipeline.execute())
-        return found
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         records: list[bytes | None] = []
@@ -85,6 +79,28 @@ class RedisStore:
         with reported(self._place, _REMEDY, _ERRORS):
             for some in _parts(keys):
                 self._client.delete(*(_PREFIX + key for key in some))
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        """As `KVStore`; goes through all keys of the database, whosoever they are, so some steps find
+        nothing."""
+        pattern = re.sub(rb"([*?\[\]\\^-])", rb"\\\1", _PREFIX + prefix) + b"*"
+        cursor = None
+        while cursor != 0:
+            with reported(self._place, _REMEDY, _ERRORS):
+                cursor, names = self._client.scan(cursor or 0, match=pattern, count=SCAN_KEYS)
+                found = self._sizes(names)
+            yield found
+
+    def _sizes(self, names: Sequence[bytes]) -> list[Found]:
+        """Of the records, which are not got for it; keys that no record has are passed over."""
+        keys = [name[len(_PREFIX) :] for name in names]
+        found: list[Found] = []
+        for some in _parts([key for key in keys if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES]):
+            pipeline = self._client.pipeline(transaction=False)
+            for key in some:
+                pipeline.strlen(_PREFIX + key)
+            found += map(Found, some, pipeline.execute())
+        return found
 
     def close(self) -> None:
         with reported(self._place, _REMEDY, _ERRORS):

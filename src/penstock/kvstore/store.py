@@ -12,11 +12,13 @@ Stores keep bytes and judge nothing: what a record is says `record`, what it is 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import unquote, urlsplit
 
 from penstock.errors import UsageError
+from penstock.kvstore.found import SCAN_KEYS, Found
 from penstock.kvstore.lmdb_store import LmdbStore
 
 _REDIS_SCHEMES = ("redis", "rediss")
@@ -31,9 +33,6 @@ class KVStore(Protocol):
     it. What a failed `put` or `delete` has done of its work is open.
     """
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        """For each key whether `get` would find a record; no promise, and no use of it."""
-
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The record of each key, None where there is none."""
 
@@ -43,6 +42,11 @@ class KVStore(Protocol):
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget them; unknown keys are passed over."""
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        """What is there, some or none at a time and in any order, of keys that begin so: a namespace, or
+        nothing. It is no use of it. Records that come or go meanwhile may be in it or not, and one may be in
+        it twice; who iterates may delete what has been found. Raises while it is iterated."""
 
     def close(self) -> None:
         """Let go of files and connections; the last call."""
@@ -54,9 +58,6 @@ class MemoryStore:
     def __init__(self) -> None:
         self.records: dict[bytes, bytes] = {}
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self.records for key in keys]
-
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return [self.records.get(key) for key in keys]
 
@@ -66,6 +67,12 @@ class MemoryStore:
     def delete(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             self.records.pop(key, None)
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        keys = [key for key in self.records if key.startswith(prefix)]
+        for first in range(0, len(keys), SCAN_KEYS):
+            some = keys[first : first + SCAN_KEYS]
+            yield [Found(key, len(self.records[key])) for key in some if key in self.records]
 
     def close(self) -> None:
         pass
@@ -99,6 +106,14 @@ def open_store(url: str, *, quota_bytes: int | None = None) -> KVStore:
 def keeps_quota(url: str) -> bool:
     """Whether a store at this address can be kept to a size from here. Raises as `open_store`."""
     return _split(url)[0] == "lmdb"
+
+
+def directory_of(url: str) -> Path | None:
+    """Where a store on this machine lies; None for all others. Raises as `open_store`."""
+    scheme, rest = _split(url)
+    if scheme == "file":
+        return Path(unquote(urlsplit(url).path))
+    return Path(rest) if scheme == "lmdb" else None
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from penstock.attention.block_codec import BlockCodec
 from penstock.attention.metadata import AnyKV
 from penstock.batch import OrdersDone, TierOrder
 from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.meter import StoreMeter
 from penstock.kvstore.names import record_key
 
 AT_ONCE = 8  # blocks that are asked of the store together
@@ -50,6 +51,7 @@ class KVTransfer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._meter = StoreMeter(store)
         self._codec, self._kv = codec, list(kv)
         self._first_layer, self._first_head, self._namespace = first_layer, first_head, namespace
         self._clock = clock
@@ -85,6 +87,7 @@ class KVTransfer:
         return OrdersDone(
             done=[order for order, is_done in found if is_done],
             failed=[order for order, is_done in found if not is_done],
+            use=self._meter.read(),
         )
 
     def reset(self) -> None:
@@ -92,6 +95,7 @@ class KVTransfer:
         with self._lock:
             self._open.clear()
             self._answers.clear()
+            self._meter.forget_state()
 
     def close(self) -> None:
         """Leaves a store alone that does not answer."""

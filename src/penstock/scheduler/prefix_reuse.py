@@ -12,13 +12,19 @@ token is known. Called by `scheduler.scheduler` and `scheduler.placement`; decid
 from __future__ import annotations
 
 import math
+import sys
 
-from penstock.batch import TierOrder
+import msgspec
+
+from penstock.batch import NO_STORE_USE, StoreUse, TierOrder
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
+from penstock.kvcache.cache_flush import CacheFlush
 from penstock.kvcache.storage_tier import StorageTier, TierTotals
 from penstock.scheduler.queues import RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import ResidencyLedger
+
+NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are named
 
 
 class PrefixReuse:
@@ -42,11 +48,13 @@ class PrefixReuse:
         self._allocator, self._queues, self._tier, self._ledger = allocator, queues, tier, ledger
         self._is_on = allocator.pool.cache is not None
         self._block_size = allocator.block_size
+        self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
+        self._rank_use = NO_STORE_USE
         self.num_queried = self.num_found = 0
 
     def enter(self, request: RequestState) -> None:
         """It has come to wait: what the pool has not may be in the store."""
-        if self._tier is not None:
+        if self._tier is not None and self._may_use_store:
             names = self._wanted(request)
             self._tier.fetch(request.arrival, names, len(self._allocator.find(names)))
 
@@ -68,7 +76,8 @@ class PrefixReuse:
         self._allocator.attach(request.arrival, found, request.priority)
         if self._tier is not None:
             self._tier.forget(request.arrival)
-            self._tier.found(found, request.block_hashes[: len(found)])
+            if self._may_use_store:
+                self._tier.found(found, request.block_hashes[: len(found)])
         request.num_named = len(found)
         request.num_scheduled = len(found) * self._block_size
         if self._is_on:
@@ -84,7 +93,7 @@ class PrefixReuse:
             first, request.num_named = request.num_named, whole
             hashes = self._hashes(request, whole)[first:whole]
             self._allocator.name(request.arrival, first, hashes, request.priority)
-            if self._tier is not None:
+            if self._tier is not None and self._may_use_store:
                 self._tier.named(self._allocator.table(request.arrival)[first:whole], hashes)
 
     def issued(self, requests: list[RequestState]) -> tuple[list[TierOrder], int]:
@@ -101,6 +110,24 @@ class PrefixReuse:
         if self._tier is not None:
             self._tier.distrust(request.block_hashes)
 
+    def flush(self, *, with_store: bool) -> CacheFlush:
+        """Nobody who starts from now on finds anything that was computed before, except in the store; with
+        the store, not there either once the flush is done.
+
+        Who runs goes on with the blocks that it has. What it computes hangs on what was computed before, so
+        none of it gets a name, until it has to start again.
+        """
+        self._flushes = [flush for flush in self._flushes if flush.withholds]
+        self._flushes.append(flush := CacheFlush(self._tier, with_store=with_store))
+        self._allocator.forget_all()
+        for request in self._queues.running:
+            request.num_named = NO_MORE_NAMES
+        return flush
+
+    @property
+    def _may_use_store(self) -> bool:
+        return not any(flush.withholds for flush in self._flushes)
+
     # --- the store ------------------------------------------------------------------------------
 
     @property
@@ -112,9 +139,15 @@ class PrefixReuse:
         """For the plan that is issued now."""
         return [] if self._tier is None else self._tier.take_orders()
 
-    def settle_orders(self, finished: list[tuple[int, bool]]) -> None:
-        """Take what became of orders to the ranks (`batch.TierOrder`), and order more."""
+    def settle_orders(self, finished: list[tuple[int, bool]], use: StoreUse = NO_STORE_USE) -> None:
+        """Take what became of orders to the ranks (`batch.TierOrder`), and order more.
+
+        Args:
+            use: of the store by the ranks, since the last call.
+        """
         if self._tier is not None:
+            if use is not NO_STORE_USE:
+                self._rank_use = self._rank_use.plus(use)
             self._tier.settle(finished)
             self._tier.look(num_spare=len(self._queues.running))  # each may want another block
 
@@ -126,6 +159,7 @@ class PrefixReuse:
         """The ranks have lost what they had; whoever waits may find it in the store."""
         if self._tier is not None:
             self._tier.lose_all()
+        self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0)  # who lives tells it again
         self._allocator.forget_all()
         if self._ledger is not None:
             self._ledger.forget_all()
@@ -141,6 +175,7 @@ class PrefixReuse:
         """Fields of `scheduler.SchedulerStats`."""
         cache = self._allocator.pool.cache
         stored = TierTotals() if self._tier is None else self._tier.totals
+        use = NO_STORE_USE if self._tier is None else self._rank_use.plus(self._tier.own_use())
         return {
             "prefix_tokens": self.num_queried,
             "prefix_hit_tokens": self.num_found,
@@ -149,6 +184,11 @@ class PrefixReuse:
             "stored_blocks": stored.num_stored,
             "loaded_blocks": stored.num_loaded,
             "failed_blocks": stored.num_failed,
+            "store_bytes_read": use.bytes_read,
+            "store_bytes_written": use.bytes_written,
+            "store_verify_failures": use.verify_failures,
+            "store_call_failures": use.call_failures,
+            "store_switched_off": use.switched_off,
         }
 
     def _wanted(self, request: RequestState) -> list[bytes]:

@@ -51,7 +51,7 @@ class RequestState:
         lost_at: outputs that it had when the pipe broke with it in a step last.
         queue_seconds: time from arrival to first admission; None before.
         cache_root, block_hashes: names of its blocks (`kvcache.block_hash`), as far as they were wanted.
-        num_named: blocks of its table that others can find.
+        num_named: blocks of its table that have been named, so that others can find them.
         num_cached_tokens: those of its prompt that were found when it first started.
         priority: what its blocks are worth to the cache.
     """

@@ -61,6 +61,11 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     stored_blocks: int
     loaded_blocks: int
     failed_blocks: int  # that could not be stored or loaded
+    store_bytes_read: int
+    store_bytes_written: int
+    store_verify_failures: int
+    store_call_failures: int
+    store_switched_off: int
 
 
 @dataclass(slots=True)

@@ -212,6 +212,7 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
     for path, method, endpoint, name in (
         ("/pause", "POST", admin.pause, "pause"),
         ("/resume", "POST", admin.resume, "resume"),
+        ("/flush_cache", "POST", admin.flush_cache, "flush_cache"),
         ("/is_paused", "GET", admin.is_paused, "is_paused"),
     ):
         routes.add_api_route(

@@ -1,8 +1,8 @@
 """The `penstock` program: finds the command, reads its settings, runs it, and ends with an exit code.
 
 Called by the console script. Commands live in modules of their own, which are imported when they run, so that
-`penstock --help` is quick. Exit codes: 0 done, 1 a check failed, 2 usage, 3 model, 4 memory, 5 peer or port,
-70 bug, 130 interrupted. Never imports torch.
+`penstock --help` is quick. Exit codes: 0 done, 1 a check failed, 2 usage, 3 model, 4 memory, 5 peer, port or
+store, 70 bug, 130 interrupted. Never imports torch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def build_app(invocation: Invocation) -> App:
         version_flags=[],
         result_action="return_value",
     )
-    bench, kernels = App(name="bench"), App(name="kernels")
+    bench, cache, kernels = App(name="bench"), App(name="cache"), App(name="kernels")
     app.command("penstock.server.cli_serve:serve", name="serve")
     app.command("penstock.server.cli_plan:plan", name="plan")
     app.command("penstock.server.cli_chat:chat", name="chat")
@@ -47,9 +47,13 @@ def build_app(invocation: Invocation) -> App:
     bench.command("penstock.server.bench.online:bench_serve", name="serve")
     bench.command("penstock.server.bench.offline:bench_throughput", name="throughput")
     bench.command("penstock.server.bench.offline:bench_latency", name="latency")
+    cache.command("penstock.server.cli_cache:cache_ls", name="ls")
+    cache.command("penstock.server.cli_cache:cache_stat", name="stat")
+    cache.command("penstock.server.cli_cache:cache_clear", name="clear")
     kernels.command("penstock.server.cli_kernels:kernels_build", name="build")
     kernels.command("penstock.server.cli_kernels:kernels_clear", name="clear")
     app.command(bench)
+    app.command(cache)
     app.command(kernels)
     return app
 

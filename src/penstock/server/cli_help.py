@@ -32,6 +32,9 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   bench serve           load a running server, and check that no token is lost
   bench throughput      offline: how many tokens a second
   bench latency         offline: how long one batch takes
+  cache ls STORE        whose KV blocks are in a store
+  cache stat STORE      how much that is, and whether it is whole
+  cache clear STORE     remove KV blocks from a store
   kernels build         compile the CPU kernels for this machine ahead of time
   kernels clear         remove what was compiled
   trace                 save what a running server's stages did in the last seconds
@@ -62,7 +65,18 @@ Usage: penstock kernels build|clear
 The compiler is g++ on PATH, or what PENSTOCK_CXX names; PENSTOCK_CXXFLAGS adds flags. Libraries are kept in
 $PENSTOCK_CACHE_DIR or ~/.cache/penstock. `penstock doctor` says which kernels run and why."""
 
-GROUPS: Mapping[str, str] = {"bench": BENCH_HELP, "kernels": KERNELS_HELP}
+CACHE_HELP = """\
+Usage: penstock cache ls|stat|clear STORE
+
+  penstock cache ls ~/kv
+
+  ls           whose KV blocks are in a store, and how many
+  stat         how much that is in all, its quota, and whether records are what they should be
+  clear        remove those of one model, or all
+
+STORE is what --kv-store of `penstock serve` names: a directory or a URL. Servers may use it meanwhile."""
+
+GROUPS: Mapping[str, str] = {"bench": BENCH_HELP, "cache": CACHE_HELP, "kernels": KERNELS_HELP}
 """The commands that have commands of their own, each with its help."""
 
 _PAGES_IN_A_ROW = 6
@@ -151,6 +165,21 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
         "Time one batch offline, again and again.",
         "penstock bench latency demo --pp 2 --batch-size 1",
         common=("--batch-size", "--input-len", "--output-len", "--num-iters", "--output-json", *_OFFLINE),
+    ),
+    ("cache", "ls"): CommandHelp(
+        "penstock cache ls STORE",
+        "Show which models have KV blocks in a store, and how many.",
+        "penstock cache ls ~/kv",
+    ),
+    ("cache", "stat"): CommandHelp(
+        "penstock cache stat STORE [flags]",
+        "Show how much is in a store, its quota, and whether records are what they should be.",
+        "penstock cache stat ~/kv --verify",
+    ),
+    ("cache", "clear"): CommandHelp(
+        "penstock cache clear STORE --namespace DIGITS|--all [flags]",
+        "Remove the KV blocks of one model, or all, from a store.",
+        "penstock cache clear ~/kv --all",
     ),
     ("kernels", "build"): CommandHelp(
         "penstock kernels build",

@@ -124,6 +124,11 @@ class Metrics:
             "pipeline_micro_batches", "Parts that decoding requests are split into.", stats.micro_batches
         )
         yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.paused)
+        yield self._gauge(
+            "kv_store_switched_off",
+            "Processes that leave the store alone for a while because it failed too often.",
+            stats.store_switched_off,
+        )
         yield self._gauge("epoch", "Membership epoch of the pipe.", stats.epoch)
         usage = GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc",
@@ -143,6 +148,12 @@ class Metrics:
             ("kv_store_stored_blocks", "KV blocks put into the store.", stats.stored_blocks),
             ("kv_store_loaded_blocks", "KV blocks got from the store.", stats.loaded_blocks),
             ("kv_store_failed_blocks", "KV blocks not stored or not loaded.", stats.failed_blocks),
+            (
+                "kv_store_verify_failures",
+                "Records of the store that were not what they should be.",
+                stats.store_verify_failures,
+            ),
+            ("kv_store_call_failures", "Calls of the store that failed.", stats.store_call_failures),
             ("num_preemptions", "Requests preempted.", stats.num_preemptions),
             ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),
             ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),
@@ -152,6 +163,8 @@ class Metrics:
             family.add_metric([self._label], value)
             yield family
         restarts = Counter({str(stage): count for stage, count in enumerate(stats.restarts.stages)})
+        moved = Counter({"read": stats.store_bytes_read, "written": stats.store_bytes_written})
+        yield self._counter("kv_store_bytes", "Bytes of KV blocks from and to the store.", "direction", moved)
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 
     def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:

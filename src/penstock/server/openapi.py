@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from penstock.config import Limits, ServerConfig
 from penstock.server.access import ADMIN_PATHS, OPEN_PATHS
-from penstock.server.admin import Applied, PauseState
+from penstock.server.admin import Applied, Flushed, PauseState
 from penstock.server.engine_port import ServedModel
 from penstock.server.errors import ErrorBody
 from penstock.server.health import Health, Version
@@ -31,6 +31,7 @@ from penstock.server.prompts import ROLES
 
 _TYPES = (
     Applied,
+    Flushed,
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -101,6 +102,7 @@ _ANSWERS: Mapping[str, Schema] = {
     "/v1/models/{model_id:path}": _content("application/json", _reference(ModelCard)),
     "/pause": _content("application/json", _reference(Applied)),
     "/resume": _content("application/json", _reference(Applied)),
+    "/flush_cache": _content("application/json", _reference(Flushed)),
     "/is_paused": _content("application/json", _reference(PauseState)),
     "/version": _content("application/json", _reference(Version)),
     "/metrics": _content("text/plain", {"type": "string"}),

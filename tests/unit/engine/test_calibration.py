@@ -9,11 +9,13 @@ import pytest
 
 from fakes import FakeClock
 from penstock.batch import (
+    NO_STORE_USE,
     RankLoaded,
     ScheduledBatch,
     StageSpans,
     StageTimes,
     StepResult,
+    StoreUse,
     decode_to_rank,
     encode,
 )
@@ -118,6 +120,9 @@ class SimulatedPipe:
 
     def finished_orders(self) -> list[tuple[int, bool]]:
         return []
+
+    def store_use(self) -> StoreUse:
+        return NO_STORE_USE
 
     def wait_fds(self) -> list[int]:
         return []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,11 +113,11 @@ def test_r9_a_bucket_that_cannot_be_reached_is_an_error(monkeypatch: pytest.Monk
     obstore = pytest.importorskip("obstore")
     from obstore.exceptions import PermissionDeniedError
 
-    def denied(*args: object) -> None:
+    def denied(*args: object, **options: object) -> None:
         raise PermissionDeniedError("not yours\n\nDebug source:\nsecret")
 
     store = open_store("s3://bucket/path")
-    for call in ("get", "put", "head", "delete"):
+    for call in ("get", "put", "list", "delete"):
         monkeypatch.setattr(obstore, call, denied)
     for call_it in every_call(store):
         with pytest.raises(StoreError, match=r"path: PermissionDeniedError: not yours\. Check") as raised:
@@ -170,6 +172,12 @@ class FakeRedis:
         self.max_keys = 0
         self.is_closed = False
 
+    def scan(self, cursor: int, *, match: bytes, count: int) -> tuple[int, list[bytes]]:
+        self._note(1)
+        names = sorted(self.values)[cursor : cursor + count]
+        found = [name for name in names if fnmatch.fnmatchcase(name.hex(), _hex_pattern(match))]
+        return (cursor + count if cursor + count < len(self.values) else 0), found
+
     def mget(self, keys: list[bytes]) -> list[bytes | None]:
         self._note(len(keys))
         return [self.values.get(key) for key in keys]
@@ -192,13 +200,19 @@ class FakeRedis:
             raise self.error
 
 
+def _hex_pattern(match: bytes) -> str:
+    """Of a pattern that ends with its only star; all else in it is escaped where it must be."""
+    assert match.endswith(b"*")
+    return re.sub(rb"\\(.)", rb"\1", match[:-1], flags=re.DOTALL).hex() + "*"
+
+
 class FakePipeline:
     def __init__(self, server: FakeRedis) -> None:
         self._server = server
         self._commands: list[Callable[[], object]] = []
 
-    def exists(self, key: bytes) -> None:
-        self._commands.append(lambda: int(key in self._server.values))
+    def strlen(self, key: bytes) -> None:
+        self._commands.append(lambda: len(self._server.values.get(key, b"")))
 
     def set(self, key: bytes, value: bytes) -> None:
         self._commands.append(lambda: self._server.values.update({key: value}) or True)

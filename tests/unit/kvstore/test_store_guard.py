@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from penstock.errors import StoreError
+from penstock.kvstore import store
+from penstock.kvstore.found import Found
 from penstock.kvstore.guard import MAX_FAILURES, PAUSE_SECONDS, WINDOW_SECONDS, GuardedStore
 from penstock.kvstore.names import namespace, record_key
 from penstock.kvstore.record import seal
-from penstock.kvstore.store import KVStore, MemoryStore
+from penstock.kvstore.store import MemoryStore
 
 SPACE = namespace(bytes(32), dtype="bfloat16", block_size=32, kind="keys and values")
 KEYS = [record_key(SPACE, bytes([n]) * 32, layer, 0) for n in range(2) for layer in range(3)]
@@ -40,9 +42,10 @@ class Moody(MemoryStore):
         if self.error is not None:
             raise self.error
 
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        self._feel()
-        return super().contains(keys)
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        for page in super().scan(prefix):
+            self._feel()
+            yield page
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         self._feel()
@@ -81,7 +84,6 @@ def guard(moody: Moody, clock: Clock) -> GuardedStore:
 def test_payloads_come_back_and_are_counted(guard: GuardedStore) -> None:
     unknown = record_key(SPACE, bytes(32), 9, 0)
     assert guard.get([*KEYS, unknown]) == [*PAYLOADS.values(), None]
-    assert guard.contains([KEYS[0], unknown]) == [True, False]
     total = sum(map(len, PAYLOADS.values()))
     counts = guard.counts()
     assert (counts.num_hits, counts.num_misses, counts.num_failures) == (len(KEYS), 1, 0)
@@ -125,7 +127,7 @@ def test_r9_a_bad_record_is_missing_and_goes_away(guard: GuardedStore, moody: Mo
 )
 def test_r9_no_error_gets_out(guard: GuardedStore, moody: Moody, error: Exception) -> None:
     moody.error = error
-    assert guard.contains(KEYS) == [False] * len(KEYS)
+    assert guard.clear(SPACE, 60.0) is not None
     assert guard.get(KEYS) == [None] * len(KEYS)
     guard.put({KEYS[0]: b"new"})
     guard.delete(KEYS)
@@ -150,14 +152,29 @@ def test_r9_half_an_answer_is_a_failure(clock: Clock) -> None:
         def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
             return super().get(keys)[:-1]
 
-        def contains(self, keys: Sequence[bytes]) -> list[bool]:
-            return []
-
     guard = GuardedStore(Half(), clock)
     guard.put(PAYLOADS)
     assert guard.get(KEYS) == [None] * len(KEYS)
-    assert guard.contains(KEYS) == [False] * len(KEYS)
-    assert guard.counts().num_failures == 2
+    assert guard.counts().num_failures == 1
+
+
+def test_h16_a_namespace_is_cleared_and_no_other(guard: GuardedStore, moody: Moody) -> None:
+    others = {b"another model   " + bytes([n]) * 36: b"x" for n in range(3)}
+    moody.records |= others
+    assert guard.clear(SPACE, 60.0) is None
+    assert moody.records == others
+
+
+def test_h16_a_clearing_that_takes_too_long_ends_and_says_how_far_it_came(
+    guard: GuardedStore, moody: Moody, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "SCAN_KEYS", 2)
+    monkeypatch.setattr(moody, "delete", lambda keys: setattr(clock, "now", clock.now + 25.0))
+    failure = guard.clear(SPACE, 40.0)
+    assert failure is not None
+    assert failure.kind == "StoreError"
+    assert "4 are gone" in failure.message
+    assert guard.counts().num_failures == 1
 
 
 # --- the circuit ------------------------------------------------------------------------------------
@@ -176,7 +193,9 @@ def test_r9_after_five_failures_nothing_is_asked(guard: GuardedStore, moody: Moo
     assert guard.counts().is_open
     moody.error = None
     assert guard.get(KEYS) == [None] * len(KEYS)
-    assert guard.contains(KEYS) == [False] * len(KEYS)
+    refused = guard.clear(SPACE, 60.0)
+    assert refused is not None
+    assert "left alone for a while" in refused.message
     guard.put({KEYS[0]: b"new"})
     clock.now += PAUSE_SECONDS - 0.01
     guard.delete(KEYS)
@@ -240,10 +259,9 @@ def test_close_reaches_a_store_that_is_switched_off(guard: GuardedStore, moody: 
 
 
 def test_threads_lose_no_count(moody: Moody, clock: Clock) -> None:
-    guard: KVStore = GuardedStore(moody, clock)
+    guard = GuardedStore(moody, clock)
     guard.put(PAYLOADS)
     with ThreadPoolExecutor(8) as threads:
         answers = list(threads.map(lambda _: guard.get(KEYS), range(200)))
     assert answers == [list(PAYLOADS.values())] * 200
-    assert isinstance(guard, GuardedStore)
     assert guard.counts().num_hits == 200 * len(KEYS)

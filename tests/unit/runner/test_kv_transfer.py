@@ -14,9 +14,9 @@ from torch import Tensor
 from fakes import FakeClock
 from penstock.attention.block_codec import SlotCodec
 from penstock.attention.metadata import LayerKV
-from penstock.batch import OrdersDone, TierOrder
+from penstock.batch import NO_STORE_USE, OrdersDone, StoreUse, TierOrder
 from penstock.errors import StoreError
-from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.guard import MAX_FAILURES, GuardedStore
 from penstock.kvstore.names import record_key
 from penstock.kvstore.store import MemoryStore
 from penstock.runner.kv_transfer import AT_ONCE, DEADLINE_S, KVTransfer
@@ -188,3 +188,40 @@ def test_r9_a_record_of_another_size_is_no_record(size: int) -> None:
     with transfer(store, layers(seed=None)) as one:
         one.submit([TierOrder(0, True, 0, NAMES[0])])
         assert answers(one) == {0: False}
+
+
+def test_a_rank_tells_what_it_has_done_with_the_store_since_it_told_last() -> None:
+    store, clock = MemoryStore(), FakeClock()
+
+    def use_of(one: KVTransfer, orders: list[TierOrder]) -> StoreUse:
+        one.submit(orders)
+        total = NO_STORE_USE
+        while one.is_busy:
+            answer = one.collect()
+            total = total if answer is None else total.plus(answer.use)
+        return total
+
+    block_bytes = LAYERS * HEADS * codec().record_bytes
+    with transfer(store, layers(seed=1), clock=clock) as one:
+        assert use_of(one, stores(0, 1)) == StoreUse(bytes_written=2 * block_bytes)
+        assert use_of(one, [TierOrder(7, True, 3, NAMES[0])]) == StoreUse(bytes_read=block_bytes)
+        key = record_key(SPACE, NAMES[1], 0, 0)
+        store.records[key] = store.records[key][:-1]
+        bad = use_of(one, [TierOrder(8, True, 4, NAMES[1])])
+        assert bad == StoreUse(bytes_read=block_bytes - codec().record_bytes, verify_failures=1)
+
+
+def test_a_rank_tells_again_in_every_epoch_that_its_store_is_switched_off() -> None:
+    with transfer(BrokenStore(), layers(seed=1)) as one:
+        for _ in range(MAX_FAILURES):
+            one.submit(stores(0))
+            answers(one)
+        one.reset()
+        one.submit(stores(0))
+        while (told := one.collect()) is None:
+            pass
+        assert told.use == StoreUse(switched_off=1)
+        one.submit(stores(0))
+        while (told := one.collect()) is None:
+            pass
+        assert told.use == NO_STORE_USE

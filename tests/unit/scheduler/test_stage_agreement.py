@@ -11,7 +11,8 @@ from collections import Counter
 
 import pytest
 
-from fakes import VOCAB_SIZE, FakeCatalogue
+from fake_catalogue import FakeCatalogue
+from fakes import VOCAB_SIZE
 from penstock.errors import PeerError
 from penstock.kvcache.block_hash import block_hashes, root_hash
 from replicas import Part, ReplicaRig

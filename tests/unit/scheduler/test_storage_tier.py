@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
-from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig, FakeCatalogue
+from fake_catalogue import FakeCatalogue
+from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
+from penstock.batch import StoreUse
+from penstock.errors import ErrorInfo
 
 BLOCK = 4
 
@@ -306,3 +309,26 @@ def test_r9_tokens_do_not_depend_on_the_store(seed: int) -> None:
                 alone.run_until_idle()
                 assert tokens_of(one, name) == tokens_of(alone, name), name
     assert hits
+
+
+def test_what_ranks_and_core_have_done_with_the_store_never_falls() -> None:
+    one, catalogue = rig(recovers=True, num_stages=2)
+    catalogue.own_use = StoreUse(bytes_read=100, call_failures=2)
+    one.executor.told_use = StoreUse(bytes_read=5, bytes_written=7, verify_failures=1, switched_off=2)
+    one.step()
+    stats = one.core.stats()
+    assert (stats.store_bytes_read, stats.store_bytes_written) == (105, 7)
+    assert (stats.store_verify_failures, stats.store_call_failures, stats.store_switched_off) == (1, 2, 2)
+    one.core.lose_epoch(ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1))
+    one.rejoin()
+    assert one.core.stats().store_switched_off == 0, "who still leaves it alone says so in the new epoch"
+    one.executor.told_use = StoreUse(bytes_read=1, switched_off=1)
+    one.step()
+    stats = one.core.stats()
+    assert (stats.store_bytes_read, stats.store_bytes_written, stats.store_switched_off) == (106, 7, 1)
+
+
+def test_without_a_store_there_is_nothing_to_tell() -> None:
+    one = CoreRig(eviction="lru")
+    one.step()
+    assert one.core.stats().store_bytes_read == 0

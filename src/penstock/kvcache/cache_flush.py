@@ -1,0 +1,48 @@
+"""A flush of the cache, until nothing is on its way any more that was so when it was asked for (row H16).
+
+    asked ── nothing is found from here on ──▶ all open orders answered, or lost ──▶ done
+                                                       └── store emptied as well ──▶ done
+
+Blocks that are being copied are held until all ranks have answered, so a flush frees them no earlier. The
+store is emptied last, since what is still on its way there would stay. Made by `scheduler.prefix_reuse`, for
+`engine.operation_desk`, which looks now and then whether it is done. Knows no clock.
+"""
+
+from __future__ import annotations
+
+from penstock.errors import ErrorInfo
+from penstock.kvcache.storage_tier import Emptying, StorageTier
+
+
+class CacheFlush:
+    """Begins at once.
+
+    Args:
+        tier: of the blocks in a store, if there is one.
+        with_store: what the store has of this model goes too.
+    """
+
+    def __init__(self, tier: StorageTier | None, *, with_store: bool) -> None:
+        self._tier = tier
+        self._orders = frozenset[int]() if tier is None else tier.flush()
+        self._to_empty = tier if with_store else None
+        self._emptying: Emptying | None = None
+
+    @property
+    def withholds(self) -> bool:
+        """Whether the store is not to be used now: what is there is to go, and what came would go in part."""
+        return self._to_empty is not None and not (self._emptying is not None and self._emptying.is_done)
+
+    def is_done(self) -> bool:
+        """Looks, and goes on to its next part when it is time."""
+        if self._tier is not None and self._tier.has_open(self._orders):
+            return False
+        self._orders = frozenset()
+        if self._to_empty is not None and self._emptying is None:
+            self._emptying = self._to_empty.empty_store()
+        return self._emptying is None or self._emptying.is_done
+
+    @property
+    def error(self) -> ErrorInfo | None:
+        """Why something may be left in the store, when it is done."""
+        return None if self._emptying is None else self._emptying.error

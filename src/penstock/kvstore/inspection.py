@@ -1,0 +1,139 @@
+"""What is in a store that exists: its namespaces, and whether its records are what they should be.
+
+For `penstock cache`. Reads some keys at a time, so memory does not grow with the store.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.errors import StoreError, UsageError
+from penstock.kvstore.description import Description, decoded, description_key
+from penstock.kvstore.found import Found
+from penstock.kvstore.lmdb_reader import LmdbReader
+from penstock.kvstore.lmdb_store import MIN_QUOTA_BYTES, LmdbStore
+from penstock.kvstore.lmdb_tables import DATA_FILE
+from penstock.kvstore.names import NAMESPACE_BYTES, is_entry
+from penstock.kvstore.record import unseal
+from penstock.kvstore.store import KVStore, directory_of, keeps_quota, open_store
+
+GET_KEYS = 16  # records that are in memory at once
+SAMPLE_RECORDS = 256
+
+
+class ReadableStore(Protocol):
+    """The part of a `KVStore` that changes nothing."""
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]: ...
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Namespace:
+    """Attributes:
+    num_blocks: of which all parts were stored, by the catalogue.
+    num_bytes: of records.
+    """
+
+    name: bytes
+    num_blocks: int = 0
+    num_records: int = 0
+    num_bytes: int = 0
+    description: Description | None = None
+
+
+@dataclass(slots=True)
+class Verified:
+    """How many records were looked at, and were not what their keys say."""
+
+    num_looked_at: int = 0
+    num_bad: int = 0
+
+
+def open_to_read(url: str) -> ReadableStore:
+    """The store at this address, which is not made where there is none.
+
+    Raises:
+        UsageError: no such kind of address, or none that another process could have filled.
+        StoreError: there is none, or it cannot be read. Buckets and servers are asked when they are used.
+    """
+    if url.lower().startswith("memory:"):
+        raise UsageError(
+            "the KV store memory: is gone with its process.", remedy="Give a directory or a URL."
+        )
+    directory = directory_of(url)
+    if directory is not None and keeps_quota(url):
+        return LmdbReader(directory)
+    if directory is not None and not directory.is_dir():
+        raise StoreError(f"{directory} is no directory.", remedy="Give the address that --kv-store names.")
+    return open_store(url)
+
+
+def open_to_clear(url: str) -> KVStore:
+    """The same, for deleting records. Raises as `open_to_read`."""
+    open_to_read(url).close()
+    directory = directory_of(url)
+    if directory is None or not keeps_quota(url):
+        return open_store(url)
+    size = (directory / DATA_FILE).stat().st_size
+    return LmdbStore(directory, quota_bytes=size + max(size // 8, MIN_QUOTA_BYTES))  # room to note what goes
+
+
+def survey(store: ReadableStore) -> list[Namespace]:
+    """All namespaces, the largest first. Raises `StoreError`."""
+    found: dict[bytes, Namespace] = {}
+    for page in store.scan():
+        for record in page:
+            name = record.key[:NAMESPACE_BYTES]
+            namespace = found.setdefault(name, Namespace(name))
+            namespace.num_blocks += is_entry(record.key)
+            namespace.num_records += 1
+            namespace.num_bytes += record.num_bytes
+    for namespace in found.values():
+        namespace.description = _description(store, namespace.name)
+    return sorted(found.values(), key=lambda one: (-one.num_bytes, one.name))
+
+
+def _description(store: ReadableStore, namespace: bytes) -> Description | None:
+    key = description_key(namespace)
+    (record,) = store.get([key])
+    payload = None if record is None else unseal(key, record)
+    return None if payload is None else decoded(payload)
+
+
+def verify_all(store: ReadableStore) -> Verified:
+    """Look at every record. Raises `StoreError`."""
+    verified = Verified()
+    for page in store.scan():
+        _verify(store, [found.key for found in page], verified)
+    return verified
+
+
+def verify_sample(store: ReadableStore) -> Verified:
+    """Look at some records, each as likely as any other; the same ones while nothing changes."""
+    chance, sample, count = random.Random(0), list[bytes](), 0
+    for page in store.scan():
+        for found in page:
+            count += 1
+            if len(sample) < SAMPLE_RECORDS:
+                sample.append(found.key)
+            elif (place := chance.randrange(count)) < SAMPLE_RECORDS:
+                sample[place] = found.key
+    verified = Verified()
+    _verify(store, sample, verified)
+    return verified
+
+
+def _verify(store: ReadableStore, keys: Sequence[bytes], verified: Verified) -> None:
+    for first in range(0, len(keys), GET_KEYS):
+        some = keys[first : first + GET_KEYS]
+        for key, record in zip(some, store.get(some), strict=True):
+            if record is not None:  # else it has gone meanwhile
+                verified.num_looked_at += 1
+                verified.num_bad += unseal(key, record) is None

@@ -1,0 +1,91 @@
+"""Looking into an LMDB directory without changing anything, also while others use it.
+
+What is read here is no use of it, so that looking does not decide what is given up next. Needs no right to
+write, unless nobody has opened the directory since it was copied here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import lmdb
+
+from penstock.errors import StoreError
+from penstock.kvstore.failures import reported
+from penstock.kvstore.found import SCAN_KEYS, Found
+from penstock.kvstore.lmdb_tables import DATA_FILE, page_of
+
+_ADDRESSES = 1 << 40
+_REMEDY = "Check the path, and that you may read it. If it is a store and damaged, delete the directory."
+_NOT_OURS = "Give the directory that --kv-store names, which holds data.mdb."
+
+
+class LmdbReader:
+    """As a `KVStore` that is only read. One process opens a directory once.
+
+    Raises:
+        StoreError: there is no such directory, it is no store of KV blocks, or it cannot be read.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        if not (directory / DATA_FILE).is_file():
+            what = "holds no KV store" if directory.is_dir() else "is no directory"
+            raise StoreError(f"{directory} {what}.", remedy=_NOT_OURS)
+        with reported(str(directory), _REMEDY, (lmdb.Error, OSError)):
+            self._environment = lmdb.open(
+                str(directory),
+                map_size=_ADDRESSES,
+                max_dbs=3,
+                readonly=True,
+                create=False,
+                lock=(directory / "lock.mdb").exists(),
+            )
+        try:
+            self._refuse_cut_file()
+            self._records = self._table()
+        except BaseException:
+            self._environment.close()
+            raise
+
+    def _refuse_cut_file(self) -> None:
+        """Touching what is missing would end the process (SIGBUS)."""
+        needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
+        found = os.path.getsize(self._directory / DATA_FILE)
+        if found < needed:
+            raise StoreError(
+                f"KV store {self._directory}: {DATA_FILE} has {found:,} bytes of {needed:,}.", remedy=_REMEDY
+            )
+
+    def _table(self) -> Any:
+        with reported(str(self._directory), _NOT_OURS, (lmdb.Error, OSError)):
+            for name in (b"used", b"order"):
+                self._environment.open_db(name, create=False)
+            return self._environment.open_db(b"records", create=False)
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with (
+            reported(str(self._directory), _REMEDY, (lmdb.Error, OSError)),
+            self._environment.begin() as transaction,
+        ):
+            return [transaction.get(key, db=self._records) for key in keys]
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        """As `KVStore`; in order of keys. Nothing is held open between two of its steps."""
+        after = b""
+        while True:
+            with (
+                reported(str(self._directory), _REMEDY, (lmdb.Error, OSError)),
+                self._environment.begin(buffers=True) as transaction,
+            ):
+                found = page_of(transaction, self._records, prefix, after, SCAN_KEYS)
+            if not found:
+                return
+            yield found
+            after = found[-1].key
+
+    def close(self) -> None:
+        self._environment.close()

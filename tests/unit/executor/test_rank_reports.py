@@ -1,0 +1,25 @@
+"""What ranks tell beside results: sums over ranks."""
+
+from __future__ import annotations
+
+from penstock.batch import NO_STORE_USE, OrdersDone, StoreUse
+from penstock.executor.rank_reports import RankReports
+
+
+def test_an_order_is_finished_when_all_ranks_have_answered_and_done_when_all_have_done_it() -> None:
+    reports = RankReports(2)
+    reports.keep(OrdersDone(done=[1, 2], failed=[]))
+    assert reports.finished_orders() == []
+    reports.keep(OrdersDone(done=[1], failed=[2]))
+    assert reports.finished_orders() == [(1, True), (2, False)]
+    assert not reports.has_answers
+
+
+def test_what_ranks_do_with_the_store_is_added_up_and_taken_once() -> None:
+    reports = RankReports(2)
+    assert reports.store_use() is NO_STORE_USE
+    reports.keep(OrdersDone(done=[], failed=[1], use=StoreUse(bytes_read=5, call_failures=1, switched_off=1)))
+    reports.keep(OrdersDone(done=[], failed=[1], use=StoreUse(bytes_read=7, bytes_written=2)))
+    reports.keep(OrdersDone(done=[], failed=[2], use=StoreUse(verify_failures=1, switched_off=-1)))
+    assert reports.store_use() == StoreUse(bytes_read=12, bytes_written=2, verify_failures=1, call_failures=1)
+    assert reports.store_use() is NO_STORE_USE
