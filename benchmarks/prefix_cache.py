@@ -2,8 +2,10 @@
 
     python benchmarks/prefix_cache.py MODEL [--prefix 2048] [--rounds 5]
 
-Three parts. Time to the first token of prompts that begin alike, against fresh ones of the same length, taken
-in turns, and of prompts that another engine has put into a store. Then the index by itself, as the scheduler
+Four parts. Time to the first token of prompts that begin alike, against fresh ones of the same length, taken
+in turns, and of prompts that another engine has put into a store. Then prompts that go on differently far
+behind what is in the store, against the longer of loading that and computing the rest: what an engine that
+loads one layer while it computes another comes close to. Then the index by itself, as the scheduler
 uses it: what it takes to look up a long prompt in a full tree, its memory, and what a step pays where nothing
 is ever found. Then a trace of conversations, run one request after the other through the real scheduler over
 ranks that compute nothing, for caches of several sizes: blocks that were found, those that a plain LRU over
@@ -38,7 +40,8 @@ from penstock.scheduler.queues import RequestQueues, RequestState
 BLOCK = 32  # the default
 LOOKUP_TOKENS, TREE_BLOCKS = 32_768, 100_000
 DECODES, STEP_MS = 32, 50.0  # a step of a 0.5B model on two good cores
-BARS = {"hit": 0.05, "stored": 0.25, "lookup_ms": 3.0, "bytes": 350.0, "unused": 0.01}
+TAILS = (1, 16, 64, 256)  # tokens behind what is in the store; behind one nothing can overlap
+BARS = {"hit": 0.05, "stored": 0.25, "overlap": 1.15, "lookup_ms": 3.0, "bytes": 350.0, "unused": 0.01}
 
 
 def main() -> int:
@@ -83,7 +86,8 @@ def first_tokens(options: argparse.Namespace) -> list[tuple[str, str, str, bool]
     rows = [first_token_row("in the cache", warm, cold, BARS["hit"], options)]
     with tempfile.TemporaryDirectory() as store:
         stored = stored_first_tokens(options, store, tail)
-    return [*rows, first_token_row("in the store", stored, cold, BARS["stored"], options)]
+        rows.append(first_token_row("in the store", stored, cold, BARS["stored"], options))
+        return [*rows, *overlap_rows(options, store)]
 
 
 def first_token_row(
@@ -126,6 +130,62 @@ def stored_first_tokens(options: argparse.Namespace, store: str, tail: int) -> l
             seconds.append(time.perf_counter() - began)
             assert output.num_cached_tokens >= options.prefix, output.num_cached_tokens
     return seconds
+
+
+def overlap_rows(options: argparse.Namespace, store: str) -> list[tuple[str, str, str, bool]]:
+    """First tokens behind a beginning that is loaded, and behind the same one once it is in the pool, in
+    turns. The pool has no room for all beginnings, so that each is loaded anew."""
+    source, one = random.Random(3), SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    fresh = lambda count: [source.randrange(1000, 90_000) for _ in range(count)]  # noqa: E731
+    beginnings = [fresh(options.prefix) for _ in range(3)]
+    num_blocks = options.prefix // BLOCK
+    settings = {
+        "dtype": "bfloat16",
+        "threads_per_rank": options.threads,
+        "max_model_len": options.prefix + 2 * TAILS[-1],
+        "max_num_seqs": 4,
+        "kv_store": store,
+        "kv_store_patience_s": 60.0,
+        "num_blocks": 2 * num_blocks - 8,
+    }
+    loaded: dict[int, list[float]] = {tail: [] for tail in TAILS}
+    there: dict[int, list[float]] = {tail: [] for tail in TAILS}
+    with LLM(options.model, **settings) as llm:
+
+        def seconds(beginning: list[int], tail: int) -> float:
+            began = time.perf_counter()
+            (output,) = llm.generate({"prompt_token_ids": [*beginning, *fresh(tail)]}, one)
+            took = time.perf_counter() - began
+            assert output.num_cached_tokens >= options.prefix or not is_stored, output.num_cached_tokens
+            return took
+
+        is_stored = False
+        for beginning in beginnings:
+            seconds(beginning, 1)
+        while (stats := llm.stats()) is None or stats.stored_blocks < len(beginnings) * num_blocks:
+            llm.generate({"prompt_token_ids": [5]}, one)
+        is_stored = True
+        seconds(beginnings[0], 1)  # what the store takes is known from now on
+        for _ in range(options.rounds):
+            for tail in TAILS:
+                for beginning in (*beginnings[1:], beginnings[0]):
+                    loaded[tail].append(seconds(beginning, tail))
+                    there[tail].append(seconds(beginning, tail))
+    copy = statistics.median(loaded[1]) - statistics.median(there[1])
+    rows = []
+    for tail in TAILS[1:]:
+        took, compute = statistics.median(loaded[tail]), statistics.median(there[tail])
+        ratio = took / max(copy, compute)
+        rows.append(
+            (
+                f"first token {tail} tokens behind {options.prefix} in the store, of the longer of loading "
+                f"({1000 * copy:.0f} ms) and computing ({1000 * compute:.0f} ms)",
+                f"{ratio:.2f} ({1000 * took:.0f} ms)",
+                f"{BARS['overlap']:g}",
+                ratio <= BARS["overlap"],
+            )
+        )
+    return rows
 
 
 def index_costs() -> list[tuple[str, str, str, bool]]:

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from prefix_trace import BLOCK, MAX_LEN, TracedRequest, belady_hits, conversations, ideal_hits
 
-from penstock.batch import StepResult, TierOrder
+from penstock.batch import NO_STORE_USE, StepResult, TierOrder
 from penstock.config import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -146,12 +146,12 @@ class TieredEngine:
             )
         )
         answer, found = iter(request.answer), 0
-        self._scheduler.prefixes.settle_orders([])
+        self._scheduler.settle_orders([], NO_STORE_USE)
         while self._scheduler.has_requests or self._scheduler.prefixes.has_orders:
             plan = self._scheduler.schedule(self._step)
             assert plan is not None
-            tokens = [[next(answer)] for _ in plan.sampled_rows]
-            self._carry_out(plan.orders)
+            have_come = self._carry_out(plan.orders) or not plan.awaited  # else the result is dropped
+            tokens = [[next(answer) if have_come else 0] for _ in plan.sampled_rows]
             while (
                 self._scheduler.prefixes.has_orders and plan.rows
             ):  # what it has named is stored before it ends
@@ -161,7 +161,8 @@ class TieredEngine:
             found += sum(u.num_cached_tokens // BLOCK for u in updates if u.queue_seconds is not None)
         return Hits(min(in_pool, found), max(0, found - in_pool))
 
-    def _carry_out(self, orders: Sequence[TierOrder]) -> None:
+    def _carry_out(self, orders: Sequence[TierOrder]) -> bool:
+        """Whether all that was to be loaded was."""
         keys = {order: record_key(SPACE, order.name, 0, 0) for order in orders}
         loads = [order for order in orders if order.is_load]
         records = self._store.get([keys[order] for order in loads])
@@ -169,7 +170,9 @@ class TieredEngine:
         stores = [order for order in orders if not order.is_load]
         if stores:
             self._store.put({keys[order]: order.name[:1] * PART_BYTES for order in stores})
-        self._scheduler.prefixes.settle_orders([*done, *((order.order, True) for order in stores)])
+        finished = [*done, *((order.order, True) for order in stores)]
+        self._scheduler.settle_orders(finished, NO_STORE_USE)
+        return all(is_done for _, is_done in done)
 
 
 def served_hits(

@@ -90,6 +90,9 @@ def oracle_tokens(
             return output, "length"
 
 
+SPOILT = -1  # in place of a token
+
+
 @dataclass
 class ReplicaRow:
     generation: int
@@ -188,32 +191,42 @@ class RankReplica:
             assert source <= plan.consume_through, "the input id has been consumed"
             assert start + 1 == len(state.token_ids), "a decode runs the newest token"
         state.blocks += plan.new_blocks[index]
+        follows = source != KNOWN or self._has(state, start)
         for position in range(start, start + count):
-            self._write(state, position)
+            self._write(state, position, state.token_ids[position] if follows else SPOILT)
         state.num_computed += count
         reaches_all = state.num_computed == len(state.token_ids)
         assert plan.need_sampled[index] == reaches_all, "sampled if and only if all known tokens have run"
         if not reaches_all:
             return None
-        return self._sample(state)
+        return self._sample(state, may_be_spoilt=bool(plan.awaited))
 
-    def _sample(self, state: ReplicaRow) -> int:
-        stored = [self.slots[self._slot(state, position)] for position in range(state.num_computed)]
-        assert [position for position, _ in stored] == list(range(state.num_computed)), (
-            "KV is somebody else's"
-        )
-        context = [token for _, token in stored]
+    def _sample(self, state: ReplicaRow, *, may_be_spoilt: bool) -> int:
+        stored = [self.slots.get(self._slot(state, position)) for position in range(state.num_computed)]
+        context = [token for position, token in filter(None, stored)]
+        is_whole = [entry and entry[0] for entry in stored] == list(range(state.num_computed))
+        if may_be_spoilt and (SPOILT in context or not is_whole):
+            return 0
+        assert is_whole, "KV is somebody else's"
+        assert SPOILT not in context, "it was computed behind blocks that had not come"
         return next_token(context, state.sampling, len(context) - state.prompt_len)
 
     def _slot(self, state: ReplicaRow, position: int) -> int:
         block, offset = divmod(position, self.block_size)
         return state.blocks[block] * self.block_size + offset
 
-    def _write(self, state: ReplicaRow, position: int) -> None:
+    def _has(self, state: ReplicaRow, length: int) -> bool:
+        """Whether its slots hold its first tokens; what is computed behind others is good for nothing."""
+        known = enumerate(state.token_ids[:length])
+        return all(
+            self.slots.get(self._slot(state, position)) == (position, token) for position, token in known
+        )
+
+    def _write(self, state: ReplicaRow, position: int, token: int) -> None:
         block = state.blocks[position // self.block_size]
         holders = sum(block in other.blocks for other in self.rows.values())
         assert holders == 1, f"block {block} is written to and has {holders} holders"
-        self.slots[self._slot(state, position)] = (position, state.token_ids[position])
+        self.slots[self._slot(state, position)] = (position, token)
 
     def _check_blocks(self) -> None:
         held = {block for state in self.rows.values() for block in state.blocks}

@@ -84,6 +84,9 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
     orders: list[TierOrder] = []  # carried out once this rank has run all steps before this one
+    # Numbers of orders to load blocks that this step reads: a rank runs a layer when that layer is there, or
+    # will not come. The core holds its result until all ranks have answered, and drops it if one has failed.
+    awaited: list[int] = []
     # Why it was not issued right after the plan before: no request could run; or the pipe was full, and a
     # result had to come first. Neither: the core was not earlier.
     starved: bool = False

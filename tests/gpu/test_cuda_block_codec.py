@@ -32,9 +32,9 @@ def test_d15_bytes_are_the_same_from_a_device_and_from_the_host(kind: str, dtype
     memory = torch.randint(256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     on_device = memory.cuda()
     host, device, codec = backend.layer_kv(memory), backend.layer_kv(on_device), backend.block_codec(BLOCK)
-    found = [codec.export_block([device], block) for block in range(NUM_BLOCKS)]
-    assert found == [codec.export_block([host], block) for block in range(NUM_BLOCKS)]
+    found = [codec.export_blocks([(device, block)]) for block in range(NUM_BLOCKS)]
+    assert found == [codec.export_blocks([(host, block)]) for block in range(NUM_BLOCKS)]
     on_device.zero_()
     for block in range(NUM_BLOCKS):
-        codec.import_block([device], block, found[block])
+        codec.import_blocks([(device, block)], found[block])
     assert torch.equal(on_device.cpu(), memory)

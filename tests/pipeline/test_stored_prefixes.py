@@ -102,6 +102,26 @@ def test_r9_bad_records_cost_time_and_no_token(
         assert stats.failed_blocks
 
 
+def test_h18_a_rank_without_its_part_runs_what_the_others_run(
+    model: Path, cold: list[list[int]], tmp_path: Path
+) -> None:
+    """Both ranks of a stage take part in every sum, though one of them alone has to compute nothing anew."""
+    with small_engine(model, tmp_path) as llm:
+        fill(llm)
+    with lmdb.open(str(tmp_path), max_dbs=3) as environment:
+        records = environment.open_db(b"records")
+        with environment.begin(db=records, write=True) as transaction:
+            stored = [key for key, value in transaction.cursor() if len(value) > 200]
+            assert {key[-2:] for key in stored} == {b"\0\0", b"\0\1"}, "two heads, of which each rank has one"
+            for key in stored:
+                if key[-2:] == b"\0\1":
+                    transaction.delete(key)
+    with small_engine(model, tmp_path, tensor_parallel_size=2) as llm:
+        tokens, num_found = run(llm)
+        assert tokens == cold
+        assert num_found == 0
+
+
 def test_r9_a_store_that_vanishes_is_no_store(model: Path, cold: list[list[int]], tmp_path: Path) -> None:
     store = tmp_path / "store"
     with small_engine(model, store, pipeline_parallel_size=2) as llm:

@@ -24,12 +24,14 @@ from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, LatentKV, LayerKV
 
+Place = tuple[AnyKV, int]  # of a layer, from `AttentionBackend.layer_kv`, and which of its blocks
+
 
 class BlockCodec(Protocol):
     """Copies blocks of `block_size` tokens of a rank's layers out of its memory and back.
 
     Both copies are done when the call returns. They may run on a thread of their own beside steps that leave
-    the block alone, and for export beside those that read it.
+    those blocks alone, and for export beside those that read them.
     """
 
     @property
@@ -40,16 +42,12 @@ class BlockCodec(Protocol):
     @property
     def record_bytes(self) -> int: ...
 
-    def export_block(self, kv: Sequence[AnyKV], block: int) -> list[bytes]:
-        """The records of a block, layer by layer.
-
-        Args:
-            kv: of the layers wanted, from `AttentionBackend.layer_kv`.
-        """
+    def export_blocks(self, places: Sequence[Place]) -> list[bytes]:
+        """The records of each, one after the other."""
         ...
 
-    def import_block(self, kv: Sequence[AnyKV], block: int, records: Sequence[bytes]) -> None:
-        """The way back: `records` as `export_block` gives them. Only the block's own slots are written."""
+    def import_blocks(self, places: Sequence[Place], records: Sequence[bytes]) -> None:
+        """The way back: `records` as `export_blocks` gives them. Only the blocks' own slots are written."""
         ...
 
 
@@ -75,16 +73,16 @@ class SlotCodec:
         _, num_parts, block_size, width = self._shape
         return num_parts * block_size * width * self._dtype.itemsize
 
-    def export_block(self, kv: Sequence[AnyKV], block: int) -> list[bytes]:
+    def export_blocks(self, places: Sequence[Place]) -> list[bytes]:
         # Put in order where they lie, so that a device sends them in one piece.
-        layers = [torch.stack(self._slots(layer, block)).permute(2, 0, 1, 3).contiguous() for layer in kv]
-        return [_bytes(record) for layer in layers for record in layer.cpu()]
+        blocks = [torch.stack(self._slots(*place)).permute(2, 0, 1, 3).contiguous() for place in places]
+        return [_bytes(record) for block in blocks for record in block.cpu()]
 
-    def import_block(self, kv: Sequence[AnyKV], block: int, records: Sequence[bytes]) -> None:
-        check_records(self, len(kv), records)
+    def import_blocks(self, places: Sequence[Place], records: Sequence[bytes]) -> None:
+        check_records(self, len(places), records)
         count = self.num_records
-        for index, layer in enumerate(kv):
-            slots = self._slots(layer, block)
+        for index, place in enumerate(places):
+            slots = self._slots(*place)
             found = self._seen(records[index * count : (index + 1) * count]).to(slots[0].device)
             for part, stored in enumerate(slots):
                 stored.copy_(found[:, part].transpose(0, 1))
@@ -102,10 +100,10 @@ class SlotCodec:
         return [part[block * block_size : (block + 1) * block_size] for part in parts]
 
 
-def check_records(codec: BlockCodec, num_layers: int, records: Sequence[bytes]) -> None:
+def check_records(codec: BlockCodec, num_blocks: int, records: Sequence[bytes]) -> None:
     """More or less than the codec's would be read, or written, over its end."""
-    assert len(records) == num_layers * codec.num_records, len(records)
-    assert {len(record) for record in records} == {codec.record_bytes}, "a record of another size"
+    assert len(records) == num_blocks * codec.num_records, len(records)
+    assert {len(record) for record in records} <= {codec.record_bytes}, "a record of another size"
 
 
 def _bytes(record: Tensor) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.attention.block_codec import check_records
+from penstock.attention.block_codec import Place, check_records
 from penstock.attention.metadata import AnyKV, AttentionMetadata, BlockKV
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape, Sight
 
@@ -68,23 +68,23 @@ class PackedCodec:
         _, head_dim, block_size = self._sizes
         return 2 * block_size * head_dim * self._dtype.itemsize
 
-    def export_block(self, kv: Sequence[AnyKV], block: int) -> list[bytes]:
-        size, count = self.record_bytes, len(kv) * self.num_records
+    def export_blocks(self, places: Sequence[Place]) -> list[bytes]:
+        size, count = self.record_bytes, len(places) * self.num_records
         whole = bytearray(count * size)
-        begin = ctypes.addressof(ctypes.c_char.from_buffer(whole))
-        records = (ctypes.c_void_p * count)(*(begin + index * size for index in range(count)))
-        self._copy(self._library.penstock_kv_export, kv, block, records)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(whole)) if whole else 0
+        records = (ctypes.c_void_p * count)(*range(begin, begin + count * size, size))
+        self._copy(self._library.penstock_kv_export, places, records)
         return [bytes(whole[index * size : (index + 1) * size]) for index in range(count)]
 
-    def import_block(self, kv: Sequence[AnyKV], block: int, records: Sequence[bytes]) -> None:
-        check_records(self, len(kv), records)
-        self._copy(self._library.penstock_kv_import, kv, block, (ctypes.c_char_p * len(records))(*records))
+    def import_blocks(self, places: Sequence[Place], records: Sequence[bytes]) -> None:
+        check_records(self, len(places), records)
+        self._copy(self._library.penstock_kv_import, places, (ctypes.c_char_p * len(records))(*records))
 
-    def _copy(self, kernel: Any, kv: Sequence[AnyKV], block: int, records: ctypes.Array[Any]) -> None:
-        layers = (ctypes.c_void_p * len(kv))(*(self._memory(layer, block) for layer in kv))
-        kernel(layers, records, len(kv), block, *self._sizes, DTYPES[self._dtype])
+    def _copy(self, kernel: Any, places: Sequence[Place], records: ctypes.Array[Any]) -> None:
+        blocks = (ctypes.c_void_p * len(places))(*(self._memory(*place) for place in places))
+        kernel(blocks, records, len(places), *self._sizes, DTYPES[self._dtype])
 
     def _memory(self, kv: AnyKV, block: int) -> int:
         assert isinstance(kv, BlockKV)
         assert 0 <= block < len(kv.blocks) // self._block_bytes, block
-        return kv.blocks.data_ptr()
+        return kv.blocks.data_ptr() + block * self._block_bytes

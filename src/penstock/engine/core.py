@@ -9,6 +9,7 @@ its own, starts nothing, and reads only the injected clock.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,6 @@ class EngineCore:
         restarts: Restarts = NO_RESTARTS,
     ) -> None:
         self._calibration = calibration = calibration or Calibration.none(parallel)
-        self._learn_at = -math.inf
         self._scheduler = scheduler
         self.operations = OperationDesk(scheduler)  # in force from the next plan on
         self._executor: Executor | None = executor
@@ -83,6 +83,7 @@ class EngineCore:
             num_stages=parallel.pipeline_parallel_size,
             first_step=calibration.next_step,
         )
+        self._results: deque[StepResult] = deque()  # that have come, and are not settled
         self._epoch = epoch
         self._restarts = restarts
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
@@ -182,7 +183,7 @@ class EngineCore:
         if self._executor is not None:
             self._executor.abandon()
             self._executor = None
-            self._inflight.clear()
+            self._give_up_steps()
             updates += self._scheduler.requeue()
         if is_final:
             updates += self._scheduler.fail_started(error)
@@ -202,8 +203,12 @@ class EngineCore:
     def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
         """Give the pipeline up, `error` being the first cause: one last update for each request."""
         self._failure = error
-        self._inflight.clear()
+        self._give_up_steps()
         return self._scheduler.fail_all(error)
+
+    def _give_up_steps(self) -> None:
+        self._inflight.clear()
+        self._results.clear()
 
     def close(self) -> None:
         """Let go of the store; the executor is its owner's."""
@@ -250,7 +255,7 @@ class EngineCore:
         self._scheduler.check_invariants()
 
     def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
-        self._settle(executor.poll(0.0), updates)
+        self._take(executor, 0.0, updates)
         self._check_progress()
         updates += self._scheduler.expire()
         self._fill(executor)
@@ -262,7 +267,7 @@ class EngineCore:
         """For a result, or for blocks from the store."""
         look_s = self._scheduler.prefixes.next_look() - self._clock()
         if len(self._inflight) or look_s < math.inf:
-            self._settle(executor.poll(max(0.0, min(timeout_s, look_s))), updates)
+            self._take(executor, max(0.0, min(timeout_s, look_s)), updates)
             self._fill(executor)
 
     def _check_progress(self) -> None:
@@ -283,40 +288,29 @@ class EngineCore:
             return self._waiting_since() + self._stall_timeout_s
         return self._last_result_at + PROBE_INTERVAL_S
 
-    def _settle(self, results: list[StepResult], updates: list[RequestUpdate]) -> None:
-        for result in results:
-            self._check_result(result)
+    def _take(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
+        """Settle what has come. The result of a step that read blocks while they were being loaded waits
+        until all ranks have said whether they were."""
+        self._results += executor.poll(timeout_s)
+        self._scheduler.settle_orders(executor.finished_orders(), executor.store_use())
+        while self._results and self._are_loads_answered():
+            result = self._results.popleft()
+            _check_result(result, self._inflight, self._epoch, self._concerned)
             step = self._inflight.pop()
             updates += self._scheduler.update(step.plan, result)
             self.operations.settled(result.step_id, self._inflight.next_step)
             self._last_result_at = self._clock()
             self._loss = None
 
-    def _check_result(self, result: StepResult) -> None:
-        """Results come in step order, one list entry per sampled row; anything else is not ours."""
-        due = self._inflight.oldest_step
-        if len(self._inflight) == 0 or result.step_id != due:
-            raise ProtocolError(
-                f"the result of step {result.step_id} came, but step {due} is due "
-                f"({len(self._inflight)} in flight).{self._concerned()}",
-                stage=self._inflight.num_stages - 1,
-            )
-        step = self._inflight.oldest()
-        expected = (self._epoch, step.digest, step.num_sampled)
-        found = (result.epoch, result.digest, len(result.token_ids))
-        if found != expected:
-            raise ProtocolError(
-                f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
-                f"{found}.{self._concerned()}",
-                stage=self._inflight.num_stages - 1,
-            )
+    def _are_loads_answered(self) -> bool:
+        awaited = self._inflight.oldest().plan.awaited if len(self._inflight) else []
+        return self._scheduler.prefixes.are_answered(awaited)
 
     def _concerned(self) -> str:
         """Whose the oldest step in flight is, for a message."""
         return concerned(self._scheduler.requests_of(self._inflight.oldest_step))
 
     def _fill(self, executor: Executor) -> None:
-        self._scheduler.prefixes.settle_orders(executor.finished_orders(), executor.store_use())
         while len(self._inflight) < self._scheduler.useful_depth + self._calibration.async_depth:
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:
@@ -328,8 +322,8 @@ class EngineCore:
     def _learn(self, executor: Executor) -> None:
         """Let the cost model follow what the stages report, about as often as they do."""
         costs = self._calibration.costs
-        if costs is not None and self._clock() >= self._learn_at:
-            self._learn_at = self._clock() + LEARN_INTERVAL_S
+        if costs is not None and self._clock() >= costs.next_at:
+            costs.next_at = self._clock() + LEARN_INTERVAL_S
             costs.learn(executor.spans())
 
     def _submit(self, plan: ScheduledBatch) -> None:
@@ -341,3 +335,29 @@ class EngineCore:
         step = StepInFlight(plan, plan.need_sampled.count(True), self._clock())
         self._inflight.push(step)
         step.digest = self._executor.submit(plan)
+
+
+def _check_result(
+    result: StepResult, inflight: InflightQueue[StepInFlight], epoch: int, concerned_by: Callable[[], str]
+) -> None:
+    """Results come in step order, one list entry per sampled row; anything else is not ours.
+
+    Args:
+        concerned_by: says whose the oldest step in flight is.
+    """
+    due, stage = inflight.oldest_step, inflight.num_stages - 1
+    if len(inflight) == 0 or result.step_id != due:
+        raise ProtocolError(
+            f"the result of step {result.step_id} came, but step {due} is due "
+            f"({len(inflight)} in flight).{concerned_by()}",
+            stage=stage,
+        )
+    step = inflight.oldest()
+    expected = (epoch, step.digest, step.num_sampled)
+    found = (result.epoch, result.digest, len(result.token_ids))
+    if found != expected:
+        raise ProtocolError(
+            f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
+            f"{found}.{concerned_by()}",
+            stage=stage,
+        )

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -37,12 +38,13 @@ class CostLearner:
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
+        self.next_at = -math.inf  # clock seconds, for who learns now and then
         self._shapes: dict[int, tuple[StepShape, bool]] = {}  # by step id, the oldest first
         self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
         """A plan is on its way. `alone`: only one stage at a time computes for it."""
-        if not plan.rows:
+        if not plan.rows or plan.awaited:  # what waits for the store says nothing
             return
         self._shapes[plan.step_id] = StepShape.of(plan), alone
         if len(self._shapes) > _MAX_SHAPES:

@@ -108,9 +108,10 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
     core = _core_config(
         config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
     )
-    store = _store_config(
-        config, directory, f"{spec.implementation}, {form.quantization} weights", form.dtype
-    )
+    kind = f"{spec.implementation}, {form.quantization} weights"
+    if form.quantization != "none":
+        kind += _widths(ranges, parallel.tp_sizes)
+    store = _store_config(config, directory, kind, form.dtype)
     core = msgspec.structs.replace(core, store=store)
     ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
     size = len(ranks) // parallel.data_parallel_size
@@ -214,6 +215,18 @@ def _core_config(
         stall_timeout_s=stall_timeout_s,
         cpus=cpus,
     )
+
+
+def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
+    """Which layers several ranks share: with quantised weights each rank rounds its own part of the
+    activations, so that numbers depend on how many there are. Empty if none do."""
+    shared: list[tuple[int, int, int]] = []
+    for (start, end), size in zip(ranges, sizes, strict=True):
+        if shared and shared[-1][2] == size:
+            shared[-1] = (shared[-1][0], end, size)
+        else:
+            shared.append((start, end, size))
+    return "".join(f", layers {start} to {end - 1} by {size}" for start, end, size in shared if size > 1)
 
 
 def _store_config(config: EngineConfig, directory: Path, kind: str, dtype: str) -> StoreConfig | None:

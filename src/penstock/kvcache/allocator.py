@@ -66,6 +66,12 @@ class BlockAllocator:
             self.pool.share(found, priority)
             self._tables[owner] = list(found)
 
+    def attach_reserved(self, owner: int, blocks: Sequence[int]) -> None:
+        """Go on with blocks that are reserved, and are being filled by others; the owner holds them too."""
+        for block in blocks:
+            self.pool.pin(block)
+        self._tables.setdefault(owner, []).extend(blocks)
+
     def name(self, owner: int, first: int, hashes: Sequence[bytes], priority: int = 0) -> None:
         """The owner's blocks from its `first` on are being filled with what these hashes name."""
         table = self._tables[owner]

@@ -11,6 +11,10 @@ all parts of a block were stored once; it is a hint: a part that is gone or bad 
     LOOKED_UP ──found──▶ LOADING ──▶ (no longer waits)
         └──────nothing found, no room, or too late──▶ (no longer waits)
 
+A request whose blocks are being loaded may begin before they are there, where nobody else runs: ranks wait
+for each layer before they run it, and the core waits with the result until all have answered. If some blocks
+do not come it drops that, and the request begins again behind those that have.
+
 A block that is being copied is pinned in the pool. Looking things up in the catalogue may take long: it is
 done by `kvcache.catalogue`, beside. Pure otherwise; called by the scheduler, in the core's thread.
 """
@@ -22,12 +26,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.batch import StoreUse, TierOrder
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 
+EARLY_S = 1.0  # that the last load may have taken for somebody to begin before his blocks are there
 LOOK_S = 0.001  # between two looks for what the catalogue has answered
 MAX_OPEN_STORES = 256  # blocks that are being copied at once, or a quarter of the pool
 MAX_WAITING_STORES = 1 << 16  # blocks that are to be stored when others have been
@@ -93,6 +98,7 @@ class Prefetch:
         open_orders: not answered yet.
         good: of the blocks that were to be loaded, those that were.
         held: blocks of `before`, while others are loaded: without them nobody finds those.
+        ordered_at: when the orders to load were made.
     """
 
     before: list[bytes]
@@ -103,6 +109,29 @@ class Prefetch:
     is_flushed: bool = False  # what comes is not to be found any more
     good: set[int] = field(default_factory=set)
     held: list[int] = field(default_factory=list)
+    ordered_at: float = -math.inf
+
+
+@dataclass(slots=True)
+class _Manner:
+    """How the store has been of late.
+
+    Attributes:
+        is_slow: it did not answer in time: nobody waits for it until it has.
+        load_s: what the last load took; infinite if it failed, and before the first.
+    """
+
+    is_slow: bool = False
+    load_s: float = math.inf
+
+
+class Loaded(NamedTuple):
+    """The blocks of a request, or as many of them as have come, from its `first` on."""
+
+    arrival: int
+    first: int
+    num_wanted: int
+    num_come: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,7 +166,7 @@ class StorageTier:
         self._stored: set[bytes] = set()  # that this core knows of
         self._prefetches: dict[int, Prefetch] = {}  # by the arrival number of the request
         self._tickets: dict[int, tuple[int, float]] = {}  # of open questions: whose, and asked when
-        self._is_slow = False  # it did not answer in time: nobody waits for it until it has
+        self._manner = _Manner()
         self._loads: dict[int, int] = {}  # order: whose
         self.totals = TierTotals()
 
@@ -210,10 +239,28 @@ class StorageTier:
     def must_wait(self, arrival: int) -> bool:
         """Whether blocks of this request are on their way, and it is worth while to wait."""
         prefetch = self._prefetches.get(arrival)
-        if prefetch is None or prefetch.is_flushed or self._is_slow:
+        if prefetch is None or prefetch.is_flushed or self._manner.is_slow:
             return False
-        self._is_slow = self._clock() >= prefetch.give_up_at
-        return not self._is_slow
+        self._manner.is_slow = self._clock() >= prefetch.give_up_at
+        return not self._manner.is_slow
+
+    def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
+        """The blocks of a waiting request that are being loaded, and which of its own the first of them is;
+        none where one has not come, or where the store is not as quick as a step."""
+        prefetch = self._prefetches.get(arrival)
+        if prefetch is None or prefetch.is_flushed or self._manner.load_s > EARLY_S:
+            return 0, []
+        is_whole = len(prefetch.open_orders) + len(prefetch.good) == len(prefetch.blocks)
+        return len(prefetch.before), prefetch.blocks if is_whole else []
+
+    def is_any_open(self, orders: Sequence[int]) -> bool:
+        """Whether one of these, all to load, is not answered."""
+        return any(order in self._loads for order in orders)
+
+    def open_orders(self, arrival: int) -> list[int]:
+        """To load blocks of this request."""
+        prefetch = self._prefetches.get(arrival)
+        return [] if prefetch is None else list(prefetch.open_orders)
 
     def forget(self, arrival: int) -> None:
         """The request starts, or has gone: what is on its way becomes findable all the same."""
@@ -230,13 +277,14 @@ class StorageTier:
         for ticket, count in self._catalogue.answers():
             arrival, asked_at = self._tickets.pop(ticket, (-1, -math.inf))
             if self._clock() - asked_at < self._policy.patience_s:
-                self._is_slow = False
+                self._manner.is_slow = False
             prefetch = self._prefetches.get(arrival)
             if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
                 continue
             self._stored.difference_update(prefetch.names[count:])  # the store has given them up
             self._reserve(prefetch, count, num_spare)
             self._stored.update(prefetch.names[:count])
+            prefetch.ordered_at = self._clock()
             for place, block in enumerate(prefetch.blocks):
                 order = self._order(True, block, prefetch.names[place])
                 prefetch.open_orders[order] = place
@@ -259,12 +307,16 @@ class StorageTier:
 
     # --- answers --------------------------------------------------------------------------------
 
-    def settle(self, finished: Sequence[tuple[int, bool]]) -> None:
-        """All ranks have answered these orders."""
-        entered = []
+    def settle(self, finished: Sequence[tuple[int, bool]]) -> list[Loaded]:
+        """All ranks have answered these orders.
+
+        Returns:
+            What has become of the loads that are over.
+        """
+        entered, loaded = [], []
         for order, is_done in finished:
             if order in self._loads:
-                self._settle_load(order, is_done)
+                loaded += self._settle_load(order, is_done)
             elif order in self._stores:
                 block, name = self._stores.pop(order)
                 self._allocator.unpin([block])
@@ -278,8 +330,9 @@ class StorageTier:
             self._stored.update(entered)
             self._catalogue.enter(entered)
         self._order_stores()
+        return loaded
 
-    def _settle_load(self, order: int, is_done: bool) -> None:
+    def _settle_load(self, order: int, is_done: bool) -> list[Loaded]:
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         place = prefetch.open_orders.pop(order)
@@ -290,11 +343,13 @@ class StorageTier:
             self.totals.num_failed += 1
             self.distrust([prefetch.names[place]])
         if prefetch.open_orders:
-            return
+            return []
         del self._prefetches[arrival]
-        good = set[int]() if prefetch.is_flushed else prefetch.good
-        count = next((n for n in range(len(prefetch.blocks)) if n not in good), len(prefetch.blocks))
-        self._release(prefetch, count)
+        wanted = len(prefetch.blocks)
+        come = next((n for n in range(wanted) if n not in prefetch.good), wanted)
+        self._manner.load_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
+        self._release(prefetch, 0 if prefetch.is_flushed else come)
+        return [Loaded(arrival, len(prefetch.before), wanted, come)]
 
     def distrust(self, names: Sequence[bytes]) -> None:
         """What the store has under these names is not to be found any more."""

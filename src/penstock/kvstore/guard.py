@@ -155,6 +155,10 @@ class GuardedStore:
             self.delete(bad)
         return payloads
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """They were got one by one, and belong together."""
+        self._ask(lambda: self._store.used(keys))
+
     def put(self, records: Mapping[bytes, bytes]) -> bool:
         """Keep these payloads; whether that was done."""
 

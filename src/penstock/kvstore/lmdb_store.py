@@ -83,6 +83,11 @@ class LmdbStore:
                 self._flush(tables)
             return records
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        _check(keys)
+        with self._opened():
+            self._touch(keys)
+
     def put(self, records: Mapping[bytes, bytes]) -> None:
         """As `KVStore`; in batches, each of which is there as a whole or not at all."""
         _check(list(records))

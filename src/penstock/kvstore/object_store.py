@@ -82,6 +82,9 @@ class ObjectStore:
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return self._all(self._get, keys)
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """What is given up, and when, is settled where the records are."""
+
     def put(self, records: Mapping[bytes, bytes]) -> None:
         self._all(self._put, records.items())
 

@@ -26,6 +26,9 @@ class OpenedLater:
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return self._opened().get(keys)
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        self._opened().used(keys)
+
     def put(self, records: Mapping[bytes, bytes]) -> None:
         self._opened().put(records)
 

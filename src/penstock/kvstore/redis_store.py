@@ -66,6 +66,9 @@ class RedisStore:
                 records += self._client.mget([_PREFIX + key for key in some])
         return records
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """What is given up, and when, is settled where the records are."""
+
     def put(self, records: Mapping[bytes, bytes]) -> None:
         """The first key last, so that a server that gives up what was used longest ago keeps it longest."""
         with reported(self._place, _REMEDY, _ERRORS):

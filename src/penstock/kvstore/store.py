@@ -36,6 +36,10 @@ class KVStore(Protocol):
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """The record of each key, None where there is none."""
 
+    def used(self, keys: Sequence[bytes]) -> None:
+        """These were used together just now; where a store gives up what was used longest ago, the first
+        counts as used last, in whatever order they were got."""
+
     def put(self, records: Mapping[bytes, bytes]) -> None:
         """Keep them, in place of what was there; a store with a quota may give up others for it. Where a
         store gives up what was used longest ago, the first of one call counts as used last."""
@@ -60,6 +64,9 @@ class MemoryStore:
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         return [self.records.get(key) for key in keys]
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        pass
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
         self.records.update(records)

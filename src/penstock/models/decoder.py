@@ -32,6 +32,7 @@ from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
 from penstock.layers.scale import scale_by
 from penstock.models.attention import Angles, Attention, Place, Rotation
+from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.recorded import RecordedForward, StageParts
@@ -287,6 +288,7 @@ class Decoder(nn.Module):
         positions: Tensor,
         kv: Sequence[AnyKV],
         metadata: AttentionMetadata,
+        before_layer: BeforeLayer | None = None,
     ) -> IntermediateTensors:
         """Run the own layers.
 
@@ -295,17 +297,21 @@ class Decoder(nn.Module):
                 are used up.
             positions: [num_tokens] int64.
             kv: storage of the own layers, in order; once recorded, the one that was recorded.
+            before_layer: called before each, if it is there.
 
         Returns:
             Tensors of their own, or, once recorded, memory that the next call writes again.
         """
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
-            replayed = self._recorded.forward(hidden_states, residual, positions, metadata)
+            replayed = self._recorded.forward(hidden_states, residual, positions, metadata, before_layer)
             self._compute.group.check()
             return _intermediate(*replayed)
         angles = self.rotation.angles(positions)
-        return _intermediate(*self._run_layers(hidden_states, residual.clone(), angles, kv, metadata))
+        hidden_states, residual = self._run_layers(
+            hidden_states, residual.clone(), angles, kv, metadata, before_layer or (lambda layer: None)
+        )
+        return _intermediate(hidden_states, residual)
 
     def _run_layers(
         self,
@@ -314,11 +320,11 @@ class Decoder(nn.Module):
         angles: Angles,
         kv: Sequence[AnyKV],
         metadata: AttentionMetadata,
-        start_layer: Callable[[], None] = lambda: None,
+        before_layer: BeforeLayer,
     ) -> tuple[Tensor, Tensor]:
         own_layers = islice(self.layers, self.start_layer, self.end_layer)
-        for layer, layer_kv in zip(own_layers, kv, strict=True):
-            start_layer()
+        for index, (layer, layer_kv) in enumerate(zip(own_layers, kv, strict=True)):
+            before_layer(index)
             hidden_states, residual = layer(hidden_states, residual, angles, layer_kv, metadata)
         return hidden_states, residual
 

@@ -21,6 +21,8 @@ _logger = logging.getLogger(__name__)
 
 _STAGE_INPUT = "tensors"
 
+BeforeLayer = Callable[[int], None]  # gets the number of the layer among the own ones
+
 
 class SupportsPP(Protocol):
     """A model of which a stage can hold a part."""
@@ -36,7 +38,10 @@ class SupportsPP(Protocol):
         positions: Tensor,
         kv: Sequence[AnyKV],
         metadata: AttentionMetadata,
-    ) -> IntermediateTensors: ...
+        before_layer: BeforeLayer | None = None,
+    ) -> IntermediateTensors:
+        """Run the own layers. `before_layer` is called before each, if it is there."""
+        ...
 
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor: ...
 

@@ -31,7 +31,7 @@ class StageParts:
     Attributes:
         embed: token ids -> vectors; None: not on this stage, or not by a kernel.
         angles: of positions.
-        run_layers: the layers' forward pass; tells the start of each layer to its last argument.
+        run_layers: the layers' forward pass; its last argument is called before each layer.
         final_norm: hidden states, residual and which tokens are wanted -> these, normed; None: not here.
     """
 
@@ -75,8 +75,10 @@ class RecordedForward:
         with self._recording(max_num_tokens) as self._angles:
             angles = parts.angles(anything)
         with self._recording(max_num_tokens, angles, kv) as self._layers:
-            step, start_layer = _any_step(max_num_tokens), self._layers.start_layer
-            output, summed = parts.run_layers(hidden_states, residual, angles, kv, step, start_layer)
+            step, tape = _any_step(max_num_tokens), self._layers
+            output, summed = parts.run_layers(
+                hidden_states, residual, angles, kv, step, lambda layer: tape.start_layer()
+            )
         assert summed is residual, "the residual stream is added to in place"
         self._output = StepMemory(output, residual)
         self._final_norm: Tape | None = None
@@ -97,13 +99,19 @@ class RecordedForward:
         return found
 
     def forward(
-        self, hidden_states: Tensor, residual: Tensor, positions: Tensor, metadata: AttentionMetadata
+        self,
+        hidden_states: Tensor,
+        residual: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata,
+        before_layer: Callable[[int], None] | None = None,
     ) -> list[Tensor]:
         """What the layers make of [num_tokens, hidden] twice.
 
         Args:
             hidden_states, residual: of their own, or what `embed` returned: that is used up.
             positions: [num_tokens] int64; not read where `metadata.kernel_step` has them.
+            before_layer: called before each, if it is there.
         """
         num_tokens = len(hidden_states)
         for rows, own in zip((hidden_states, residual), self._input.of(num_tokens), strict=True):
@@ -114,7 +122,10 @@ class RecordedForward:
         assert step is not None
         assert step.num_tokens == num_tokens, "the step is another one"
         self._angles.replay(step)
-        self._layers.replay(step)
+        if before_layer is None:
+            self._layers.replay(step)
+        else:
+            self._layers.replay_layers(step, before_layer)
         return self._output.of(num_tokens)
 
     def is_newest(self, hidden_states: Tensor) -> bool:

@@ -27,6 +27,7 @@ from penstock.attention.torch_paged import attend as paged_attend
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
+from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
 from penstock.models.spec import ModelSpec
 from penstock.models.transformers_attention import Track, refused
@@ -56,6 +57,7 @@ class _StagePass:
     first_layer: int
     kv: Sequence[AnyKV]
     metadata: AttentionMetadata
+    before_layer: BeforeLayer | None = None
     given: Tensor | None = None
 
     @property
@@ -65,6 +67,8 @@ class _StagePass:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, sight: Sight) -> Tensor:
         kv = self.kv[layer - self.first_layer]
         assert isinstance(kv, LayerKV)
+        if self.before_layer is not None:
+            self.before_layer(layer - self.first_layer)
         query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         return paged_attend(query, key, value, kv, self.metadata, sight)[None]
 
@@ -194,6 +198,7 @@ class TransformersModel(nn.Module):
         positions: Tensor,
         kv: Sequence[AnyKV],
         metadata: AttentionMetadata,
+        before_layer: BeforeLayer | None = None,
     ) -> IntermediateTensors:
         """Run the own layers; on the last stage the final norm too.
 
@@ -201,11 +206,18 @@ class TransformersModel(nn.Module):
             tensors: from `embed` or from the stage before; their `residual` is nothing.
             positions: [num_tokens] int64.
             kv: storage of the own layers, in order.
+            before_layer: called before the attention of each, if it is there.
         """
         received = tensors["hidden_states"][None]
         if not len(positions):  # a step of nobody's; transformers' reshapes cannot take it
             return self.make_empty_intermediate_tensors(0)
-        running = _StagePass(received=received, first_layer=self.start_layer, kv=kv, metadata=metadata)
+        running = _StagePass(
+            received=received,
+            first_layer=self.start_layer,
+            kv=kv,
+            metadata=metadata,
+            before_layer=before_layer,
+        )
         first = received if self.start_layer == 0 else torch.zeros_like(received)  # may be written over
         with self._track.run(running):
             output = self._whole[1](inputs_embeds=first, position_ids=positions[None], use_cache=False)

@@ -6,9 +6,12 @@ that a request that waits for its blocks does not wait for another plan.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 from penstock.batch import OrdersDone, TierOrder, encode
+from penstock.models.interfaces import BeforeLayer
 from penstock.pipeline.channel import MessageChannel
 
 PATIENCE_S = 0.001
@@ -23,6 +26,8 @@ class Transfer(Protocol):
     def submit(self, orders: list[TierOrder]) -> None: ...
 
     def collect(self) -> OrdersDone | None: ...
+
+    def wait_for_layer(self, orders: Sequence[int], layer: int) -> None: ...
 
 
 class OrderDesk:
@@ -42,6 +47,10 @@ class OrderDesk:
             self._core.send(encode(OrdersDone(done=[], failed=[order.order for order in orders])))
         else:
             self._transfer.submit(orders)
+
+    def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
+        """What returns when a layer is there of all that these load, or will not come."""
+        return None if self._transfer is None else partial(self._transfer.wait_for_layer, orders)
 
     @property
     def patience_s(self) -> float | None:

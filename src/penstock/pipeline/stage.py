@@ -18,6 +18,7 @@ import torch
 from penstock.batch import MADE_UP, ScheduledBatch, Shutdown, decode_to_rank
 from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostError
 from penstock.faults import Fault, armed
+from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
@@ -71,7 +72,7 @@ class Stage:
                 batch = self._prepare(plan)
                 hidden = self._source.take(batch)
                 self._times.clock.begin(Phase.FORWARD)
-                hidden = self._forward(hidden, batch)
+                hidden = self._forward(hidden, batch, self._layers_there(plan))
                 self._times.clock.begin(Phase.PUT)
                 self._put(hidden, batch)
                 self._times.step_done(plan.wants_times)
@@ -83,7 +84,11 @@ class Stage:
         self._sink.settle(plan)
         return self._runner.complete(batch)
 
-    def _is_of_clients(self, _: IntermediateTensors, batch: ForwardBatch) -> bool:
+    def _layers_there(self, plan: ScheduledBatch) -> BeforeLayer | None:
+        """What waits for each layer of blocks that are still being loaded, if the step reads such."""
+        return self._desk.layers_of(plan.awaited) if self._desk is not None and plan.awaited else None
+
+    def _is_of_clients(self, _: IntermediateTensors, batch: ForwardBatch, *__: object) -> bool:
         """Whether the step is neither a probe nor a measurement."""
         names = self._runner.rows.names_of(batch.plan)
         return any(not name.startswith(MADE_UP) for name in names)

@@ -3,19 +3,20 @@
     plan with orders ──submit──▶ thread: export + put, or get + import ──▶ answers ──collect──▶ core
 
 The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be stored
-is filled. The core holds every block of an order until all ranks have answered, so nobody writes to it, and
-nobody reads what is being loaded. A store that does not work makes orders fail, and nothing else; one that
-does not answer at all makes them fail in the end: then the block is the core's again, and is not touched any
-more, whatever the store still says.
+is filled. The core holds every block of an order until all ranks have answered, so nobody writes to it; and
+nobody reads what is being loaded but a step that waits for each layer (`wait_for_layer`). A store that does
+not work makes orders fail, and nothing else; one that does not answer at all makes them fail in the end: then
+the block is the core's again, and is not touched any more, whatever the store still says.
 """
 
 from __future__ import annotations
 
-import queue
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -26,9 +27,25 @@ from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.meter import StoreMeter
 from penstock.kvstore.names import record_key
 
-AT_ONCE = 8  # blocks that are asked of the store together
+SAVE_AT_ONCE = 8  # blocks, whole
+LOAD_AT_ONCE = 256  # blocks, of one layer
 DEADLINE_S = 10.0  # of an order; those before it count
+AWAIT_S = 0.5  # that a step waits for a layer that is being loaded: others wait with it
 LEAVE_S = 2.0  # for the thread to end
+
+
+@dataclass(slots=True)
+class _Open:
+    """An order that is not answered.
+
+    Attributes:
+        deadline: after it the answer is no.
+        num_layers: of the rank's, that are loaded already.
+    """
+
+    order: TierOrder
+    deadline: float
+    num_layers: int = 0
 
 
 class KVTransfer:
@@ -55,9 +72,11 @@ class KVTransfer:
         self._codec, self._kv = codec, list(kv)
         self._first_layer, self._first_head, self._namespace = first_layer, first_head, namespace
         self._clock = clock
-        self._orders: queue.SimpleQueue[list[TierOrder] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # of what follows, and of blocks that are being copied
-        self._open: dict[TierOrder, float] = {}  # until when
+        self._lock = threading.Condition()  # of what follows, and of blocks that are being copied
+        self._open: dict[int, _Open] = {}  # by the order's number
+        self._loads: deque[list[TierOrder]] = deque()
+        self._saves: deque[list[TierOrder]] = deque()
+        self._is_closed = False
         self._answers: deque[tuple[int, bool]] = deque()
         self._thread = threading.Thread(target=self._run, name="kv transfer", daemon=True)
         self._thread.start()
@@ -68,10 +87,16 @@ class KVTransfer:
         return bool(self._open or self._answers)
 
     def submit(self, orders: list[TierOrder]) -> None:
+        """Loads go before all that is to be stored: somebody waits for them."""
+        loads = [order for order in orders if order.is_load]
+        saves = [order for order in orders if not order.is_load]
         with self._lock:
-            self._open.update(dict.fromkeys(orders, self._clock() + DEADLINE_S))
-        for first in range(0, len(orders), AT_ONCE):
-            self._orders.put(orders[first : first + AT_ONCE])
+            deadline = self._clock() + DEADLINE_S
+            self._open.update({order.order: _Open(order, deadline) for order in orders})
+            if loads:
+                self._loads.append(loads)
+            self._saves.extend(_parts(saves, SAVE_AT_ONCE))
+            self._lock.notify_all()
 
     def collect(self) -> OrdersDone | None:
         """What has been answered since the last call, or is too late by now."""
@@ -79,8 +104,7 @@ class KVTransfer:
             return None
         with self._lock:
             now = self._clock()
-            for order in [order for order, deadline in self._open.items() if now > deadline]:
-                self._answer(order, False)
+            self._answer([number for number, found in self._open.items() if now > found.deadline], False)
             found, self._answers = self._answers, deque()
         if not found:
             return None
@@ -90,71 +114,116 @@ class KVTransfer:
             use=self._meter.read(),
         )
 
+    def wait_for_layer(self, orders: Sequence[int], layer: int) -> None:
+        """Return when this layer (of the rank's, from 0) of the blocks of these orders is loaded, or will not
+        be. Those that keep a step waiting for too long fail."""
+        give_up_at = self._clock() + AWAIT_S
+        with self._lock:
+            while behind := [number for number in orders if self._is_behind(number, layer)]:
+                left_s = give_up_at - self._clock()
+                if left_s <= 0:
+                    self._answer(behind, False)
+                    return
+                self._lock.wait(left_s)
+
+    def _is_behind(self, number: int, layer: int) -> bool:
+        found = self._open.get(number)
+        return found is not None and found.num_layers <= layer
+
     def reset(self) -> None:
         """Nobody waits for the answers any more. When it returns no block is being copied, nor will be."""
         with self._lock:
-            self._open.clear()
-            self._answers.clear()
+            for waiting in (self._open, self._answers, self._loads, self._saves):
+                waiting.clear()
             self._meter.forget_state()
+            self._lock.notify_all()
 
     def close(self) -> None:
         """Leaves a store alone that does not answer."""
         self.reset()
-        self._orders.put(None)
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
         self._thread.join(LEAVE_S)
         if not self._thread.is_alive():
             self._store.close()
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while (orders := self._orders.get()) is not None:
-            wanted = [order for order in orders if order in self._open]
-            self._load([order for order in wanted if order.is_load])
-            self._save([order for order in wanted if not order.is_load])
+        while (orders := self._next()) is not None:
+            (self._load if orders[0].is_load else self._save)(orders)
+
+    def _next(self) -> list[TierOrder] | None:
+        """Orders of one kind; None: it is to end."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._loads or self._saves or self._is_closed)
+            queue = self._loads or self._saves
+            return queue.popleft() if queue else None
 
     def _load(self, orders: Sequence[TierOrder]) -> None:
-        keys = [self._keys(order.name) for order in orders]
-        records = iter(self._store.get([key for own in keys for key in own]) if orders else ())
-        for order, own in zip(orders, keys, strict=True):
-            found = [next(records) for _ in own]
-            with self._lock:
-                if order in self._open:
-                    self._answer(order, self._put_in(order.block, found))
+        """Layer by layer, so that a step can run the first ones while the others come."""
+        for layer in range(len(self._kv)):
+            for some in _parts(self._still_open(orders), LOAD_AT_ONCE):
+                records = iter(self._store.get([key for order in some for key in self._keys(order, layer)]))
+                found = {order: list(itertools.islice(records, self._codec.num_records)) for order in some}
+                with self._lock:
+                    self._put_in(layer, {order: found[order] for order in self._still_open(some)})
+                    self._lock.notify_all()
+        loaded = self._still_open(orders)
+        self._store.used([key for order in loaded for key in self._all_keys(order)])
+        with self._lock:
+            self._answer([order.order for order in self._still_open(loaded)], True)
 
-    def _put_in(self, block: int, records: Sequence[bytes | None]) -> bool:
-        """Whether all were there, and of the right size; the block holds them then."""
-        size = self._codec.record_bytes
-        whole = [record for record in records if record is not None and len(record) == size]
-        if len(whole) < len(records):
-            return False
-        self._codec.import_block(self._kv, block, whole)
-        return True
+    def _put_in(self, layer: int, found: Mapping[TierOrder, Sequence[bytes | None]]) -> None:
+        """Import what is whole, and fail the orders of the rest."""
+        size, kv = self._codec.record_bytes, self._kv[layer]
+        whole = {
+            order: [record for record in records if record is not None and len(record) == size]
+            for order, records in found.items()
+        }
+        good = [order for order, records in whole.items() if len(records) == self._codec.num_records]
+        self._answer([order.order for order in found if order not in good], False)
+        self._codec.import_blocks(
+            [(kv, order.block) for order in good], [record for order in good for record in whole[order]]
+        )
+        for order in good:
+            self._open[order.order].num_layers = layer + 1
 
     def _save(self, orders: Sequence[TierOrder]) -> None:
         taken: list[TierOrder] = []
         records: dict[bytes, bytes] = {}
         for order in orders:
             with self._lock:
-                if order in self._open:
-                    records |= self._taken_out(order)
+                if order.order in self._open:
+                    places = [(kv, order.block) for kv in self._kv]
+                    exported = self._codec.export_blocks(places)
+                    records |= zip(self._all_keys(order), exported, strict=True)
                     taken.append(order)
         is_stored = bool(records) and self._store.put(records)
         with self._lock:
-            for order in taken:
-                if order in self._open:
-                    self._answer(order, is_stored)
+            self._answer([order.order for order in self._still_open(taken)], is_stored)
 
-    def _taken_out(self, order: TierOrder) -> dict[bytes, bytes]:
-        return dict(zip(self._keys(order.name), self._codec.export_block(self._kv, order.block), strict=True))
+    def _still_open(self, orders: Sequence[TierOrder]) -> list[TierOrder]:
+        return [order for order in orders if order.order in self._open]
 
-    def _answer(self, order: TierOrder, is_done: bool) -> None:
-        del self._open[order]
-        self._answers.append((order.order, is_done))
+    def _answer(self, orders: Sequence[int], is_done: bool) -> None:
+        for order in orders:
+            del self._open[order]
+            self._answers.append((order, is_done))
+        if orders:
+            self._lock.notify_all()
 
-    def _keys(self, name: bytes) -> list[bytes]:
-        """Of the records of a block on this rank, layer by layer."""
+    def _keys(self, order: TierOrder, layer: int) -> list[bytes]:
+        """Of the records of a block of one layer on this rank."""
         return [
-            record_key(self._namespace, name, self._first_layer + layer, self._first_head + head)
-            for layer in range(len(self._kv))
+            record_key(self._namespace, order.name, self._first_layer + layer, self._first_head + head)
             for head in range(self._codec.num_records)
         ]
+
+    def _all_keys(self, order: TierOrder) -> list[bytes]:
+        return [key for layer in range(len(self._kv)) for key in self._keys(order, layer)]
+
+
+def _parts(orders: Sequence[TierOrder], count: int) -> Iterator[list[TierOrder]]:
+    for first in range(0, len(orders), count):
+        yield list(orders[first : first + count])

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from penstock.attention.metadata import AnyKV
 from penstock.batch import ScheduledBatch, StepResult
-from penstock.models.interfaces import SupportsPP
+from penstock.models.interfaces import BeforeLayer, SupportsPP
 from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch
@@ -62,9 +62,13 @@ class ModelRunner:
         """What the first layer takes. First stage only."""
         return self._model.embed(batch.input_ids)
 
-    def forward(self, tensors: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
+    def forward(
+        self, tensors: IntermediateTensors, batch: ForwardBatch, before_layer: BeforeLayer | None = None
+    ) -> IntermediateTensors:
         """Run the own layers over the step's tokens and store their keys and values."""
-        return self._model.forward(tensors, batch.positions, self._kv, batch.metadata)
+        if before_layer is None:
+            return self._model.forward(tensors, batch.positions, self._kv, batch.metadata)
+        return self._model.forward(tensors, batch.positions, self._kv, batch.metadata, before_layer)
 
     def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
         """Sample the plan's need-sampled rows and write the ids to the row table. Last stage only."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from penstock.batch import NewRow
+from penstock.batch import NewRow, StoreUse
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
@@ -92,6 +92,13 @@ class Placement:
             self._place_chunks(draft, budget)
             self._admit(draft, budget, newcomers)
 
+    def settle_orders(self, finished: list[tuple[int, bool]], use: StoreUse) -> None:
+        """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
+        do all that have come after him."""
+        request = self._prefixes.settle_orders(finished, use)
+        while request is not None and request.phase is Phase.RUNNING:
+            self._preempt_youngest()
+
     def _count_prefill_tokens(self) -> int:
         """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
         running = sum(r.prefill_len - r.num_scheduled for r in self._queues.running if r.is_prefilling)
@@ -152,30 +159,35 @@ class Placement:
                 num_tokens = budget.take(request.num_scheduled, remaining)
                 if num_tokens:
                     draft.add_chunk(request, num_tokens, [])
+                    draft.awaited += self._prefixes.awaited(request)
 
     def _admit(self, draft: PlanDraft, budget: PromptBudget, newcomers: bool) -> None:
         """Start requests in order of arrival; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (head := self._queues.head()) is not None:
-            if not (newcomers or head.has_started) or self._prefixes.must_wait(head):
+            if not (newcomers or head.has_started):
                 return
-            found = self._prefixes.find(head)
-            if not self._admission.may_start(head, len(self._queues.running), found):
+            found, coming = self._prefixes.find(head), self._prefixes.on_the_way(head)
+            if self._prefixes.must_wait(head) and not coming:
                 return
-            num_cached = len(found) * self._allocator.block_size
+            beginning = [*found, *coming]
+            if not self._admission.may_start(head, len(self._queues.running), beginning):
+                return
+            num_cached = len(beginning) * self._allocator.block_size
             num_tokens = budget.take(num_cached, len(head.token_ids) - num_cached)
             if num_tokens == 0:
                 return
-            self._start(draft, found, num_tokens)
+            self._start(draft, found, coming, num_tokens)
 
-    def _start(self, draft: PlanDraft, found: list[int], num_tokens: int) -> None:
+    def _start(self, draft: PlanDraft, found: list[int], coming: list[int], num_tokens: int) -> None:
         """Give the head of the line its row, blocks for all its tokens, and its first chunk.
 
         Args:
             found: blocks of its beginning that are in the cache.
+            coming: those behind them, which are being loaded.
         """
         row, generation = self._rows.take()
         request = self._queues.admit_head(row)
-        self._prefixes.attach(request, found)
+        self._prefixes.attach(request, found, coming)
         if request.queue_seconds is None:
             request.queue_seconds = self._clock() - request.arrival_time
             request.num_cached_tokens = min(request.num_scheduled, request.prompt_len)
@@ -191,4 +203,5 @@ class Placement:
                 sampling=request.sampling,
             )
         )
-        draft.add_chunk(request, num_tokens, [*found, *blocks])
+        draft.add_chunk(request, num_tokens, [*found, *coming, *blocks])
+        draft.awaited += self._prefixes.awaited(request)

@@ -23,6 +23,7 @@ class PlanDraft:
         self.token_from: list[int] = []
         self.new_rows: list[NewRow] = []
         self.sampling: list[RequestState] = []  # aligned with the True entries of need_sampled
+        self.awaited: list[int] = []
         self.num_decodes = 0
         self.prefill_tokens = 0
 
@@ -73,4 +74,5 @@ class PlanDraft:
             new_rows=self.new_rows,
             orders=list(orders),
             residency=residency,
+            awaited=self.awaited,
         )

@@ -20,7 +20,7 @@ from penstock.batch import NO_STORE_USE, StoreUse, TierOrder
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
-from penstock.kvcache.storage_tier import StorageTier, TierTotals
+from penstock.kvcache.storage_tier import Loaded, StorageTier, TierTotals
 from penstock.scheduler.queues import RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import ResidencyLedger
 
@@ -51,6 +51,7 @@ class PrefixReuse:
         self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
         self._rank_use = NO_STORE_USE
         self.num_queried = self.num_found = 0
+        self._unproven: RequestState | None = None  # who has begun before his blocks were there
 
     def enter(self, request: RequestState) -> None:
         """It has come to wait: what the pool has not may be in the store."""
@@ -64,6 +65,8 @@ class PrefixReuse:
 
     def leave(self, request: RequestState) -> None:
         """It has gone."""
+        if request is self._unproven:
+            self._unproven = None
         if self._tier is not None:
             self._tier.forget(request.arrival)
 
@@ -71,22 +74,25 @@ class PrefixReuse:
         """Blocks that the request could begin with now."""
         return self._allocator.find(self._wanted(request)) if self._is_on else []
 
-    def attach(self, request: RequestState, found: list[int]) -> None:
-        """A request that starts, or starts again, begins with these."""
+    def attach(self, request: RequestState, found: list[int], coming: list[int] | None = None) -> None:
+        """A request that starts, or starts again, begins with these, and goes on with those that come."""
         self._allocator.attach(request.arrival, found, request.priority)
+        if coming:
+            self._allocator.attach_reserved(request.arrival, coming)
+            self._unproven = request
         if self._tier is not None:
             self._tier.forget(request.arrival)
             if self._may_use_store:
                 self._tier.found(found, request.block_hashes[: len(found)])
-        request.num_named = len(found)
-        request.num_scheduled = len(found) * self._block_size
+        request.num_named, request.num_unproven = len(found), len(coming or ())
+        request.num_scheduled = (request.num_named + request.num_unproven) * self._block_size
         if self._is_on:
             self.num_queried += len(request.token_ids)
             self.num_found += request.num_scheduled
 
     def note(self, request: RequestState) -> None:
         """A plan for it was issued, or a token of it has become known: whole blocks are findable now."""
-        if not self._is_on:
+        if not self._is_on or request.num_unproven:
             return
         whole = min(request.num_scheduled, len(request.token_ids)) // self._block_size
         if whole > request.num_named:
@@ -139,17 +145,59 @@ class PrefixReuse:
         """For the plan that is issued now."""
         return [] if self._tier is None else self._tier.take_orders()
 
-    def settle_orders(self, finished: list[tuple[int, bool]], use: StoreUse = NO_STORE_USE) -> None:
+    def settle_orders(
+        self, finished: list[tuple[int, bool]], use: StoreUse = NO_STORE_USE
+    ) -> RequestState | None:
         """Take what became of orders to the ranks (`batch.TierOrder`), and order more.
 
         Args:
             use: of the store by the ranks, since the last call.
+
+        Returns:
+            Who has begun behind blocks that have not come, and must begin again.
         """
-        if self._tier is not None:
-            if use is not NO_STORE_USE:
-                self._rank_use = self._rank_use.plus(use)
-            self._tier.settle(finished)
-            self._tier.look(num_spare=len(self._queues.running))  # each may want another block
+        if self._tier is None:
+            return None
+        if use is not NO_STORE_USE:
+            self._rank_use = self._rank_use.plus(use)
+        failed = [self._prove(loaded) for loaded in self._tier.settle(finished)]
+        self._tier.look(num_spare=len(self._queues.running))  # each may want another block
+        return next((request for request in failed if request is not None), None)
+
+    def on_the_way(self, request: RequestState) -> list[int]:
+        """Blocks behind those found that come from the store, if it may begin before they are there: where
+        nobody else runs, whom it would keep waiting with it."""
+        if self._tier is None or self._queues.running:
+            return []
+        first, coming = self._tier.on_the_way(request.arrival)
+        return coming if first == len(self.find(request)) else []
+
+    def awaited(self, request: RequestState) -> list[int]:
+        """Numbers of orders that a step of this request must wait for, layer by layer."""
+        return self._tier.open_orders(request.arrival) if self._tier and request.num_unproven else []
+
+    def are_answered(self, orders: list[int]) -> bool:
+        """Whether all ranks have answered these orders to load."""
+        return not orders or self._tier is None or not self._tier.is_any_open(orders)
+
+    def _prove(self, loaded: Loaded) -> RequestState | None:
+        """If somebody has begun with these already, he may go on, or is returned: he must begin again."""
+        request = self._unproven
+        if request is None or request.arrival != loaded.arrival:
+            return None
+        self._unproven = None
+        if not request.num_unproven:  # it was preempted meanwhile
+            return None
+        num_there, request.num_unproven = loaded.first + loaded.num_come, 0
+        if request.num_named != NO_MORE_NAMES:
+            request.num_named = num_there
+        if loaded.num_come == loaded.num_wanted:
+            self.note(request)
+            return None
+        request.num_void = request.num_pending
+        request.num_cached_tokens = min(num_there * self._block_size, request.prompt_len)
+        self.num_found -= (loaded.num_wanted - loaded.num_come) * self._block_size
+        return request
 
     def next_look(self) -> float:
         """Clock time at which `settle_orders` may have something to do though no rank has answered."""
@@ -157,6 +205,7 @@ class PrefixReuse:
 
     def lose_all(self) -> None:
         """The ranks have lost what they had; whoever waits may find it in the store."""
+        self._unproven = None
         if self._tier is not None:
             self._tier.lose_all()
         self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0)  # who lives tells it again

@@ -52,6 +52,9 @@ class RequestState:
         queue_seconds: time from arrival to first admission; None before.
         cache_root, block_hashes: names of its blocks (`kvcache.block_hash`), as far as they were wanted.
         num_named: blocks of its table that have been named, so that others can find them.
+        num_unproven: blocks of its table, behind the named ones, that are still being loaded: until they are
+            there it runs what it knows and no further, and none of its blocks is named.
+        num_void: of the pending samples, the oldest that come from what had not come.
         num_cached_tokens: those of its prompt that were found when it first started.
         priority: what its blocks are worth to the cache.
     """
@@ -75,6 +78,8 @@ class RequestState:
     cache_root: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     num_named: int = 0
+    num_unproven: int = 0
+    num_void: int = 0
     num_cached_tokens: int = 0
     priority: int = 0
 
@@ -94,9 +99,12 @@ class RequestState:
 
     @property
     def wants_decode(self) -> bool:
-        """Whether the next token to run is a sampled one, and its own sample stays within `max_len`."""
+        """Whether the next token to run is a sampled one that can be relied on, and its own sample stays
+        within `max_len`."""
         return (
-            self.num_scheduled >= self.prefill_len and len(self.token_ids) + self.num_pending < self.max_len
+            self.num_scheduled >= self.prefill_len
+            and len(self.token_ids) + self.num_pending < self.max_len
+            and not self.num_unproven
         )
 
 
@@ -153,7 +161,7 @@ class RequestQueues:
         request = self.running.pop()
         request.phase = Phase.PREEMPTED
         request.row = NO_ROW
-        request.num_scheduled = request.prefill_len = request.num_named = 0
+        request.num_scheduled = request.prefill_len = request.num_named = request.num_unproven = 0
         self.preempted.appendleft(request)
         self.backlog_tokens += len(request.token_ids)
         return request

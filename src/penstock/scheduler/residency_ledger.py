@@ -42,7 +42,7 @@ class ResidencyLedger:
             resident, num_found = residents.get(row), 0
             if resident is None or resident.generation != generations[row]:
                 resident = table.enter(row, generations[row], request.request_id)
-                num_found = request.num_named
+                num_found = request.num_named + request.num_unproven
                 table.reach(resident, 0)
             added = tail(request.arrival, len(resident.blocks))
             if added:

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.batch import ScheduledBatch, StepResult
+from penstock.batch import ScheduledBatch, StepResult, StoreUse
 from penstock.config import SchedulerConfig
 from penstock.errors import (
     ErrorInfo,
@@ -218,6 +218,10 @@ class Scheduler:
         """The oldest that waits and has not run, here or in another core."""
         return next((request for request in self._queues.waiting if not request.has_started), None)
 
+    def settle_orders(self, finished: list[tuple[int, bool]], use: StoreUse) -> None:
+        """See `Placement.settle_orders`."""
+        self._placement.settle_orders(finished, use)
+
     def schedule(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.
 
@@ -255,6 +259,9 @@ class Scheduler:
         updates = []
         for index, (request, ids) in enumerate(zip(sampled, result.token_ids, strict=True)):
             request.num_pending -= 1
+            if request.num_void:
+                request.num_void -= 1
+                continue
             if index in failed:
                 self.prefixes.distrust(request)
             if request.phase is Phase.FINISHED:
@@ -286,7 +293,7 @@ class Scheduler:
         while self._queues.running:
             preempt_youngest(self._queues, self._rows, self._allocator)
         for request in self._queues:
-            request.num_pending, request.last_sampled_step = 0, NO_STEP
+            request.num_pending, request.num_void, request.last_sampled_step = 0, 0, NO_STEP
         self._returned_step = max(self._issued, default=self._returned_step)
         self._issued.clear()
         self._rows.announce_freed()  # there is nobody to tell

@@ -60,11 +60,11 @@ class Cache:
         return torch.zeros(self.codec.num_records, self.codec.record_bytes, dtype=torch.uint8)
 
     def exported(self, block: int) -> Tensor:
-        found = self.codec.export_block([self.kv], block)
+        found = self.codec.export_blocks([(self.kv, block)])
         return torch.frombuffer(bytearray(b"".join(found)), dtype=torch.uint8).view(self.records().shape)
 
     def imported(self, block: int, records: Tensor) -> None:
-        self.codec.import_block([self.kv], block, as_bytes(records))
+        self.codec.import_blocks([(self.kv, block)], as_bytes(records))
 
     def attend(self, qkv: Tensor, blocks: list[int], length: int) -> Tensor:
         """The tokens at the end of a row of `length` tokens that lies in `blocks`."""
@@ -249,23 +249,27 @@ def test_a_block_that_is_not_there_and_memory_of_another_form_are_refused(kind: 
     records = as_bytes(held.records())
     for block in (-1, NUM_BLOCKS):
         with pytest.raises(AssertionError):
-            held.codec.export_block([held.kv], block)
+            held.codec.export_blocks([(held.kv, block)])
         with pytest.raises(AssertionError):
-            held.codec.import_block([held.kv], block, records)
+            held.codec.import_blocks([(held.kv, block)], records)
     for wrong in ([*records, records[0]], records[1:], [records[0][:-1], *records[1:]]):
         with pytest.raises(AssertionError):
-            held.codec.import_block([held.kv], 0, wrong)
+            held.codec.import_blocks([(held.kv, 0)], wrong)
 
 
 @EACH
-def test_d15_the_records_of_several_layers_follow_each_other(kind: str, dtype: torch.dtype) -> None:
+def test_d15_the_records_of_several_blocks_follow_each_other(kind: str, dtype: torch.dtype) -> None:
     layers = [cache(kind, dtype, 20) for _ in range(3)]
-    codec, kv = layers[0].codec, [layer.kv for layer in layers]
+    codec, blocks = layers[0].codec, (5, 0, 5)
+    places = [(layer.kv, block) for layer, block in zip(layers, blocks, strict=True)]
     sources = [any_records(layers[0], seed) for seed in range(3)]
-    codec.import_block(kv, 5, [record for source in sources for record in as_bytes(source)])
-    for layer, source in zip(layers, sources, strict=True):
-        assert torch.equal(layer.exported(5), source)
-    assert codec.export_block(kv[1:], 5) == [record for source in sources[1:] for record in as_bytes(source)]
+    records = [as_bytes(source) for source in sources]
+    codec.import_blocks(places, [record for own in records for record in own])
+    for layer, block, source in zip(layers, blocks, sources, strict=True):
+        assert torch.equal(layer.exported(block), source)
+    assert codec.export_blocks(places[1:]) == [*records[1], *records[2]]
+    codec.import_blocks([], [])
+    assert codec.export_blocks([]) == []
 
 
 def test_h1_a_step_that_is_being_recorded_does_not_take_down_a_copy() -> None:
@@ -277,8 +281,8 @@ def test_h1_a_step_that_is_being_recorded_does_not_take_down_a_copy() -> None:
     size = codec.num_records * codec.record_bytes
     source = as_bytes(torch.arange(size).to(torch.uint8).view(codec.num_records, codec.record_bytes))
     with own.recording(Tape(num_tokens=4)):
-        codec.import_block([kv], 0, source)
-        found = codec.export_block([kv], 0)
+        codec.import_blocks([(kv, 0)], source)
+        found = codec.export_blocks([(kv, 0)])
     assert found == source
 
 

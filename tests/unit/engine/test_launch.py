@@ -21,7 +21,7 @@ from penstock.config import (
 from penstock.distributed.group import open_meeting
 from penstock.engine import host as engine_host
 from penstock.engine.host import Host
-from penstock.engine.launch import LaunchPlan, resolve, resolve_replicas
+from penstock.engine.launch import LaunchPlan, _widths, resolve, resolve_replicas
 from penstock.engine.wiring import Wiring
 from penstock.errors import (
     LinkClosedError,
@@ -573,3 +573,20 @@ def test_d13_ranks_of_a_stage_are_on_devices_that_can_add(model: str, device: st
         plan_for(model, parallel=parallel)
     ragged = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size="2,1", device="cuda:0,cuda:1,cpu")
     assert [rank.device for rank in plan_for(model, parallel=ragged).ranks] == ["cuda:0", "cuda:1", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ([1, 1], ""),
+        ([2, 2], ", layers 0 to 5 by 2"),
+        ([2, 1], ", layers 0 to 3 by 2"),
+        ([1, 4], ", layers 4 to 5 by 4"),
+    ],
+)
+def test_d15_numbers_of_quantised_weights_depend_on_how_many_share_a_layer(
+    sizes: list[int], text: str
+) -> None:
+    """Not on where stages are cut."""
+    assert _widths([(0, 4), (4, 6)], sizes) == text
+    assert _widths([(0, 1), (1, 4), (4, 6)], [sizes[0], *sizes]) == text

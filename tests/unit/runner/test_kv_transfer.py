@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 
 import pytest
@@ -19,7 +20,7 @@ from penstock.errors import StoreError
 from penstock.kvstore.guard import MAX_FAILURES, GuardedStore
 from penstock.kvstore.names import record_key
 from penstock.kvstore.store import MemoryStore
-from penstock.runner.kv_transfer import AT_ONCE, DEADLINE_S, KVTransfer
+from penstock.runner.kv_transfer import AWAIT_S, DEADLINE_S, SAVE_AT_ONCE, KVTransfer
 
 LAYERS, HEADS, BLOCK, WIDTH, BLOCKS = 3, 2, 4, 5, 12
 SPACE = bytes(16)
@@ -51,6 +52,19 @@ class SlowStore(MemoryStore):
     def get(self, keys: object) -> list[bytes | None]:
         self.may_go_on.wait(60)
         return super().get(keys)  # type: ignore[arg-type]
+
+
+class LayerByLayer(MemoryStore):
+    """Gives one layer after the other, each when it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_give = [threading.Event() for _ in range(LAYERS)]
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        layer = int.from_bytes(keys[0][-4:-2], "big")
+        self.may_give[layer].wait(60)
+        return super().get(keys)
 
 
 class BrokenStore(MemoryStore):
@@ -96,7 +110,7 @@ def block_of(kv: list[LayerKV], block: int) -> Tensor:
 
 def test_h5_h6_blocks_go_to_the_store_and_come_back_to_other_places() -> None:
     store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
-    count = AT_ONCE + 2
+    count = SAVE_AT_ONCE + 2
     with transfer(store, full) as one:
         one.submit(stores(*range(count)))
         assert answers(one) == dict.fromkeys(range(count), True)
@@ -121,7 +135,7 @@ def test_d15_two_stages_of_the_same_model_share_nothing_and_one_reads_what_both_
     assert torch.equal(block_of(empty, 5), block_of(full, 3))
 
 
-def test_h13_a_part_that_is_missing_fails_the_load_and_leaves_the_block_alone() -> None:
+def test_h13_a_part_that_is_missing_fails_the_load() -> None:
     store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
     with transfer(store, full) as one:
         one.submit(stores(0, 1))
@@ -130,7 +144,7 @@ def test_h13_a_part_that_is_missing_fails_the_load_and_leaves_the_block_alone() 
     with transfer(store, empty) as one:
         one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(3)])
         assert answers(one) == {0: False, 1: True, 2: False}
-    assert not block_of(empty, 0).any()
+    assert not block_of(empty, 2).any()
     assert torch.equal(block_of(empty, 1), block_of(full, 1))
 
 
@@ -208,7 +222,9 @@ def test_a_rank_tells_what_it_has_done_with_the_store_since_it_told_last() -> No
         key = record_key(SPACE, NAMES[1], 0, 0)
         store.records[key] = store.records[key][:-1]
         bad = use_of(one, [TierOrder(8, True, 4, NAMES[1])])
-        assert bad == StoreUse(bytes_read=block_bytes - codec().record_bytes, verify_failures=1)
+        assert bad == StoreUse(bytes_read=codec().record_bytes, verify_failures=1), (
+            "further layers are not asked"
+        )
 
 
 def test_a_rank_tells_again_in_every_epoch_that_its_store_is_switched_off() -> None:
@@ -225,3 +241,80 @@ def test_a_rank_tells_again_in_every_epoch_that_its_store_is_switched_off() -> N
         while (told := one.collect()) is None:
             pass
         assert told.use == NO_STORE_USE
+
+
+def test_h4_a_step_reads_each_layer_when_it_is_there_and_not_before() -> None:
+    store, full, empty = LayerByLayer(), layers(seed=1), layers(seed=None)
+    with transfer(store, full) as one:
+        one.submit(stores(0, 1))
+        answers(one)
+    reached: queue.SimpleQueue[int] = queue.SimpleQueue()
+    with transfer(store, empty, clock=FakeClock()) as one:
+        one.submit([TierOrder(n, True, n + 3, NAMES[n]) for n in range(2)])
+
+        def step() -> None:
+            for layer in range(LAYERS):
+                one.wait_for_layer([0, 1, 99], layer)  # nobody knows the last: it is answered
+                reached.put(layer)
+
+        thread = threading.Thread(target=step)
+        thread.start()
+        for layer in range(LAYERS):
+            assert reached.empty()
+            store.may_give[layer].set()
+            assert reached.get(timeout=60) == layer
+            for block in (0, 1):
+                assert torch.equal(
+                    block_of(empty, block + 3)[: layer + 1], block_of(full, block)[: layer + 1]
+                )
+        thread.join()
+        assert answers(one) == {0: True, 1: True}
+
+
+def test_h4_a_layer_that_does_not_come_holds_a_step_up_for_so_long_only() -> None:
+    store, clock = LayerByLayer(), FakeClock()
+    with transfer(store, layers(seed=1)) as one:
+        one.submit(stores(0))
+        answers(one)
+    with transfer(store, layers(seed=None), clock=clock) as one:
+        one.submit([TierOrder(0, True, 0, NAMES[0])])
+        times = iter([clock(), clock() + AWAIT_S])
+        one._clock = lambda: next(times, clock())
+        one.wait_for_layer([0], 0)
+        assert one.collect() == OrdersDone(done=[], failed=[0])
+        for event in store.may_give:
+            event.set()
+
+
+def test_h4_whoever_waits_for_a_layer_of_an_epoch_that_is_over_goes_on() -> None:
+    store = LayerByLayer()
+    with transfer(store, layers(seed=1)) as one:
+        one.submit(stores(0))
+        answers(one)
+    with transfer(store, layers(seed=None), clock=FakeClock()) as one:
+        one.submit([TierOrder(0, True, 0, NAMES[0])])
+        thread = threading.Thread(target=one.wait_for_layer, args=([0], 0))
+        thread.start()
+        one.reset()
+        thread.join(60)
+        assert not thread.is_alive()
+        for event in store.may_give:
+            event.set()
+
+
+def test_h2_loads_go_before_what_is_to_be_stored() -> None:
+    """Somebody waits for them."""
+    store, kv = SlowStore(), layers(seed=1)
+    with transfer(store, kv) as one:
+        one.submit(stores(0))
+        answers(one)
+        one.submit([TierOrder(1, True, 1, NAMES[0])])  # the store holds this one up
+        one.submit([TierOrder(2 + n, False, n, NAMES[2 + n]) for n in range(2 * SAVE_AT_ONCE)][:10])
+        one.submit([TierOrder(50, True, 11, NAMES[0])])
+        store.may_go_on.set()
+        found: list[int] = []
+        while one.is_busy:
+            told = one.collect()
+            found += told.done if told is not None else []
+    assert found[:2] == [1, 50]
+    assert len(found) == 12

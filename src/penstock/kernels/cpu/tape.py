@@ -12,6 +12,7 @@ import ctypes
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,11 +36,14 @@ class Tape:
         self._calls: list[tuple[int, ctypes.Structure]] = []
         self._outputs: dict[tuple[int, torch.dtype, int], Tensor] = {}
         self._taken: Counter[tuple[int, torch.dtype]] = Counter()
+        self._layer_starts: list[int] = []
         self._replay: Callable[[int], None] | None = None
+        self._replay_layer: list[Callable[[int], None]] = []
 
     def start_layer(self) -> None:
         """The outputs that follow take the memory of the layer before."""
         self._taken.clear()
+        self._layer_starts.append(len(self._calls))
 
     def output(self, width: int, dtype: torch.dtype) -> Tensor:
         """Memory of an output: [num_tokens, width], the same for every layer."""
@@ -64,12 +68,24 @@ class Tape:
         calls = [Call(kernel, ctypes.addressof(args)) for kernel, args in self._calls]
         array = (Call * len(calls))(*calls)
         self._kept = [array, *kept]
-        self._replay = partial(library.penstock_run, ctypes.addressof(array), len(calls))
+        run, begin = library.penstock_run, ctypes.addressof(array)
+        self._replay = partial(run, begin, len(calls))
+        self._replay_layer = [
+            partial(run, begin + start * ctypes.sizeof(Call), end - start)
+            for start, end in pairwise([*self._layer_starts, len(calls)])
+        ]
 
     def replay(self, step: Step) -> None:
         """Run all calls, in order, for one step."""
         assert self._replay is not None, "the tape is still being recorded"
         self._replay(ctypes.addressof(step))
+
+    def replay_layers(self, step: Step, before_layer: Callable[[int], None]) -> None:
+        """The same, and call this before each layer. Nothing may have been taken down before the first."""
+        assert self._layer_starts[:1] == [0], "there is something before the first layer"
+        for layer, replay in enumerate(self._replay_layer):
+            before_layer(layer)
+            replay(ctypes.addressof(step))
 
 
 def step_memory(num_tokens: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 // packs them (attention.h). What no token has written yet is copied as it is.
 //
 // Numbers are moved as words, so every bit stays. Nothing is shared and no team of threads is used: a thread of its
-// own may copy one block while others compute with the rest. All layers of a block go in one call.
+// own may copy some blocks while others compute with the rest. Many go in one call, of one layer or of several.
 #include <algorithm>
 
 #include "attention.h"
@@ -32,42 +32,42 @@ static void each_number(Packed* piece, Record* record, const Layout& layout, con
     }
 }
 
-// kv: of each layer. records: of each layer and head.
+// blocks: where each begins. records: of each block and head.
 template <class Word>
-static void export_block(Word* const* kv, Word* const* records, int64_t num_layers, const KVLayout<Word>& layout,
-                         int64_t block) {
-    for (int64_t l = 0; l < num_layers; l++)
+static void export_blocks(Word* const* blocks, Word* const* records, int64_t num_blocks,
+                          const KVLayout<Word>& layout) {
+    for (int64_t b = 0; b < num_blocks; b++)
         for (int64_t h = 0; h < layout.num_kv_heads; h++)
-            each_number((const Word*)kv[l] + layout.tile_at(block, 0, h), *records++, layout,
+            each_number((const Word*)blocks[b] + layout.tile_at(0, 0, h), *records++, layout,
                         [](Word stored, Word& number) { number = stored; });
 }
 
 template <class Word>
-static void import_block(Word* const* kv, const Word* const* records, int64_t num_layers,
-                         const KVLayout<Word>& layout, int64_t block) {
-    for (int64_t l = 0; l < num_layers; l++)
+static void import_blocks(Word* const* blocks, const Word* const* records, int64_t num_blocks,
+                          const KVLayout<Word>& layout) {
+    for (int64_t b = 0; b < num_blocks; b++)
         for (int64_t h = 0; h < layout.num_kv_heads; h++)
-            each_number(kv[l] + layout.tile_at(block, 0, h), *records++, layout,
+            each_number(blocks[b] + layout.tile_at(0, 0, h), *records++, layout,
                         [](Word& stored, Word number) { stored = number; });
 }
 
-// kv: of each layer, [num_blocks, block_bytes]. records: of each layer and KV head, [2, block_size, head_dim].
-PENSTOCK_EXPORT void penstock_kv_export(void* const* kv, void* const* records, int64_t num_layers, int64_t block,
+// blocks: where each begins, block_bytes of some layer. records: of each and its KV heads,
+// [2, block_size, head_dim].
+PENSTOCK_EXPORT void penstock_kv_export(void* const* blocks, void* const* records, int64_t num_blocks,
                                         int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int32_t dtype) {
     if (dtype == kBFloat16)
-        export_block((bf16* const*)kv, (bf16* const*)records, num_layers, {num_kv_heads, head_dim, block_size}, block);
+        export_blocks((bf16* const*)blocks, (bf16* const*)records, num_blocks, {num_kv_heads, head_dim, block_size});
     else
-        export_block((uint32_t* const*)kv, (uint32_t* const*)records, num_layers,
-                     {num_kv_heads, head_dim, block_size}, block);
+        export_blocks((uint32_t* const*)blocks, (uint32_t* const*)records, num_blocks,
+                      {num_kv_heads, head_dim, block_size});
 }
 
-PENSTOCK_EXPORT void penstock_kv_import(void* const* kv, const void* const* records, int64_t num_layers,
-                                        int64_t block, int64_t num_kv_heads, int64_t head_dim, int64_t block_size,
-                                        int32_t dtype) {
+PENSTOCK_EXPORT void penstock_kv_import(void* const* blocks, const void* const* records, int64_t num_blocks,
+                                        int64_t num_kv_heads, int64_t head_dim, int64_t block_size, int32_t dtype) {
     if (dtype == kBFloat16)
-        import_block((bf16* const*)kv, (const bf16* const*)records, num_layers, {num_kv_heads, head_dim, block_size},
-                     block);
+        import_blocks((bf16* const*)blocks, (const bf16* const*)records, num_blocks,
+                      {num_kv_heads, head_dim, block_size});
     else
-        import_block((uint32_t* const*)kv, (const uint32_t* const*)records, num_layers,
-                     {num_kv_heads, head_dim, block_size}, block);
+        import_blocks((uint32_t* const*)blocks, (const uint32_t* const*)records, num_blocks,
+                      {num_kv_heads, head_dim, block_size});
 }
