@@ -23,6 +23,7 @@ from penstock.config import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.host import Host
 from penstock.engine.launch import resolve_replicas
 from penstock.errors import PenstockError
+from small_engines import findable, run, small_engine, wait_until_stored
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(3)]
@@ -41,6 +42,7 @@ class Feature:
     Attributes:
         is_rounded: numbers are rounded in a way that lets sums in another order show.
         is_warm: all was asked for before, and is in the prefix cache.
+        is_stored: one rank was asked for all before, and has stored it.
     """
 
     model: Callable[[Path], object]
@@ -48,6 +50,7 @@ class Feature:
     sampling: SamplingParams = GREEDY
     is_rounded: bool = False
     is_warm: bool = False
+    is_stored: bool = False
 
 
 def plain(directory: Path) -> object:
@@ -84,6 +87,7 @@ FEATURES = {
     "a plan issued ahead": Feature(plain, {"async_depth": 1}),
     "prompts in chunks of 4": Feature(plain, {"prefill_chunk": 4}),
     "prompts found in the prefix cache": Feature(plain, {"block_size": 4}, is_warm=True),
+    "prompts found in a store that one rank has written": Feature(plain, is_stored=True),
     "sampling with a seed, log-probabilities": Feature(plain, sampling=SEEDED),
     "`--quantization int8`": Feature(wide, {"quantization": "int8"}, is_rounded=True),
     "`--quantization int4`": Feature(wide, {"quantization": "int4"}, is_rounded=True),
@@ -133,10 +137,24 @@ def tokens(feature: Feature, model: Path, layout: Mapping[str, Any]) -> list[lis
     """Of one replica, its ranks as threads; replicas are alike."""
     settings = {"dtype": "float32", "threads_per_rank": 1, **feature.settings, **layout}
     settings.pop("data_parallel_size", None)
+    if feature.is_stored:
+        return tokens_from_store(model, settings, layout)
     with LLM(str(model), distributed_executor_backend="inprocess", num_blocks=64, **settings) as llm:
         runs = [llm.generate(PROMPTS, feature.sampling) for _ in range(1 + feature.is_warm)]
         assert not feature.is_warm or all(output.num_cached_tokens for output in runs[-1])
         return [output.outputs[0].token_ids for output in runs[-1]]
+
+
+def tokens_from_store(model: Path, settings: Mapping[str, Any], layout: Mapping[str, Any]) -> list[list[int]]:
+    """As `tokens`; without a layout what is run goes into the store, else it is found there."""
+    prompts = [prompt["prompt_token_ids"] for prompt in PROMPTS]
+    with small_engine(model, model / "store", **settings) as llm:
+        answers, num_found = run(llm, prompts, GREEDY)
+        if layout:
+            assert num_found == sum(map(findable, prompts))
+        else:
+            wait_until_stored(llm, prompts, answers)
+        return answers
 
 
 def found(feature: Feature, directory: Path) -> list[str]:

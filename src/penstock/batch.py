@@ -192,6 +192,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes_written: int = 0
     verify_failures: int = 0  # records that were not what their keys say
     call_failures: int = 0  # of the store, or half answers
+    host_bytes_read: int = 0  # of payloads that were in the host tier, and the store was not asked for
     switched_off: int = 0  # 1: it is left alone from now on because it failed too often; -1: no longer so
 
     def plus(self, other: StoreUse) -> StoreUse:
@@ -200,6 +201,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             bytes_written=self.bytes_written + other.bytes_written,
             verify_failures=self.verify_failures + other.verify_failures,
             call_failures=self.call_failures + other.call_failures,
+            host_bytes_read=self.host_bytes_read + other.host_bytes_read,
             switched_off=self.switched_off + other.switched_off,
         )
 
@@ -207,11 +209,16 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 NO_STORE_USE = StoreUse()
 
 
+# Of an order, by its number: done by all ranks; None: not, but only because one was late.
+Outcome = tuple[int, bool | None]
+
+
 class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
     """What has become of some `TierOrder`s on one rank, and what else it has to tell of the store."""
 
     done: list[int]
     failed: list[int]  # not in the store, not what it should be, or the store does not work
+    late: list[int] = []  # a step could not wait for them; what the store has may be good
     use: StoreUse = NO_STORE_USE
 
 

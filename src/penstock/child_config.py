@@ -36,17 +36,22 @@ def rank_names(stages: Sequence[int]) -> list[str]:
 
 
 class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The store of KV blocks, as core and ranks open it.
+    """The tiers of KV blocks beyond the pool, as core and ranks open them.
 
     Attributes:
+        url: of the store; None: there is the host tier alone.
+        host_bytes: of each rank, for the host tier.
+        writes_back: see `kvstore.host_tier`.
         namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
         description: of that, for people (`kvstore.description`).
     """
 
-    url: str
+    url: str | None
     quota_bytes: int | None
     namespace: bytes
     description: bytes = b""
+    host_bytes: int = 0
+    writes_back: bool = False
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):

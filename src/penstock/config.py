@@ -223,6 +223,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.pipeline_parallel_size + self.max_async_depth
 
 
+StorePolicy = Literal["write-through", "write-back"]
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache.
 
@@ -236,6 +239,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_store_bytes: of a store on disk at most.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
         kv_store_patience_s: how long a request may wait for its blocks.
+        kv_host_bytes: of host memory that keeps blocks in front of the store, or without one; all ranks share
+            it. 0: none.
+        kv_store_policy: a block goes to the store at once, or when host memory must give it up.
     """
 
     block_size: int = 32
@@ -247,6 +253,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_store_bytes: int = 16 << 30
     kv_store_when_found: int = 0
     kv_store_patience_s: float = 2.0
+    kv_host_bytes: int = 0
+    kv_store_policy: StorePolicy = "write-through"
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
@@ -262,11 +270,18 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
                 param="kv_store_patience_s",
                 code="out_of_range",
             )
-        if self.kv_store is not None and not self.enable_prefix_caching:
+        _at_least("kv_host_bytes", self.kv_host_bytes, 0)
+        if (self.kv_store is not None or self.kv_host_bytes) and not self.enable_prefix_caching:
             raise UsageError(
-                "a store for KV blocks is given, but the prefix cache is off.",
-                remedy="Leave out --kv-store, or --no-enable-prefix-caching.",
+                "a store or host memory for KV blocks is given, but the prefix cache is off.",
+                remedy="Leave out --kv-store and --kv-host-bytes, or --no-enable-prefix-caching.",
                 param="kv_store",
+            )
+        if self.kv_store_policy == "write-back" and (self.kv_store is None or not self.kv_host_bytes):
+            raise UsageError(
+                "kv_store_policy is write-back, which needs a store and host memory in front of it.",
+                remedy="Give --kv-store and --kv-host-bytes, or leave it at write-through.",
+                param="kv_store_policy",
             )
 
 

@@ -35,6 +35,7 @@ from penstock.config import (
     PinThreads,
     Quantization,
     SchedulerConfig,
+    StorePolicy,
     TiedHead,
 )
 from penstock.engine.auto_partition import settle_partition
@@ -103,6 +104,8 @@ class LLM:
         kv_store_bytes: of that directory at most.
         kv_store_when_found: a block is stored when it was found so often; 0: when it is computed.
         kv_store_patience_s: how long a request may wait for its blocks.
+        kv_host_bytes: of host memory for KV blocks in front of the store, or without one; for GPUs.
+        kv_store_policy: a block goes to the store at once, or when host memory is full.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
         device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
@@ -151,6 +154,8 @@ class LLM:
         kv_store_bytes: int = 16 << 30,
         kv_store_when_found: int = 0,
         kv_store_patience_s: float = 2.0,
+        kv_host_bytes: int = 0,
+        kv_store_policy: StorePolicy = "write-through",
         partition: str = "even",
         partition_mix: str = "512:128",
         device: str = "cpu",

@@ -52,6 +52,16 @@ def test_rule_4_only_an_admin_key_opens_them(server: LiveServer) -> None:
     assert server.request("GET", "/v1/models", None, AS_CLIENT)[0].status == 200
 
 
+@pytest.mark.parametrize("path", ["/pause%0A", "/pause%0a?mode=abort", "/resume%0D", "/is_paused%00"])
+def test_rule_4_no_other_name_of_an_admin_route_leads_there(path: str) -> None:
+    """A router's pattern that ends with `$` passes over a line feed."""
+    for keys in ([], [KEY]):
+        with LiveServer(config=ServerConfig(api_keys=keys, admin_keys=[ADMIN_KEY])) as server:
+            for method in ("GET", "POST"):
+                assert server.request(method, path, None, AS_CLIENT)[0].status == 404
+            assert server.engine.operations == []
+
+
 def test_rule_4_an_admin_key_alone_locks_nothing_else() -> None:
     with LiveServer(config=ServerConfig(admin_keys=[ADMIN_KEY])) as server:
         assert server.request("GET", "/v1/models")[0].status == 200

@@ -110,6 +110,8 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "freed_rows": [],
         "new_rows": [],
         "orders": [TierOrder(0, True, 1, b"name")],
+        "awaited": [0],
+        "residency": 5,
         "starved": True,
         "held": True,
         "wants_times": True,

@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 
 from penstock.engine.ipc import Operate, Operated
-from penstock.operations import Operation, OperationDone, Pause
+from penstock.operations import Operation, OperationDone, Pause, Resume
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,18 +38,24 @@ class AskedOperations:
         return asked
 
     def note(self, is_paused: bool) -> None:
-        """The core has said how it is; while an operation is open, it may not know of it yet."""
-        if not self._open:
+        """The core has said how it is; while it is asked to pause or resume, it may not know of it yet."""
+        if not any(isinstance(asked.message.operation, Pause | Resume) for asked in self._open.values()):
             self._is_paused = is_paused
 
     def close(self, message: Operated) -> None:
         """The core has said that one is complete."""
         asked = self._open.pop(message.number, None)
-        if asked is not None and not asked.answer.done():
+        if asked is None:
+            return
+        if message.done.error is None and isinstance(asked.message.operation, Pause | Resume):
+            self._is_paused = isinstance(asked.message.operation, Pause)
+        if not asked.answer.done():
             asked.answer.set_result(message.done)
 
+    def first(self) -> list[Operate]:
+        """What a new core is to be asked before it hears of any request: to begin paused, if it was."""
+        return [Operate(next(self._numbers), Pause("keep"))] if self._is_paused else []
+
     def again(self) -> list[Operate]:
-        """What a new core is to be asked, in this order."""
-        before = list(self._open.values())
-        first = [self.ask(Pause("keep"))] if self._is_paused else []
-        return [asked.message for asked in [*first, *before]]
+        """And what when it has heard of all: whatever an operation says of them is true of it then."""
+        return [asked.message for asked in self._open.values()]

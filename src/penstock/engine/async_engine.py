@@ -375,10 +375,9 @@ class AsyncEngine:
         self._health.heard_from_core()
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(message)
-        for message_again in self._operations.again():
-            self._send(message_again)
-        for request in self._live.again():
-            self._send(request)
+        again: list[ClientToCore] = [*self._operations.first(), *self._live.again()]
+        for asked in (*again, *self._operations.again()):
+            self._send(asked)
 
     def _core_gone(self) -> None:
         self._health.core_gone()

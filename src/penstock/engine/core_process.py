@@ -56,6 +56,7 @@ from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
 ABANDON_S = 2.0
+CATALOGUE_BYTES = 32 << 20  # a quarter of a kilobyte for each block
 LOAD_GRACE_S = 60.0  # for the supervisor to end, and name, the stage that does not load
 POLL_S = 0.1
 
@@ -108,7 +109,10 @@ def _pool(config: CoreConfig, num_blocks: int) -> BlockPool:
 def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], float]) -> StorageTier | None:
     if config.store is None:
         return None
-    store = open_guarded(config.store.url, quota_bytes=config.store.quota_bytes)
+    url = config.store.url
+    # Without a store the list of what the ranks have in memory is in memory too.
+    listed = CATALOGUE_BYTES if url is None else 0
+    store = open_guarded(url, quota_bytes=config.store.quota_bytes, host_bytes=listed)
     return StorageTier(
         allocator,
         StoreCatalogue(store, config.store.namespace, config.store.description),

@@ -111,7 +111,7 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
     kind = f"{spec.implementation}, {form.quantization} weights"
     if form.quantization != "none":
         kind += _widths(ranges, parallel.tp_sizes)
-    store = _store_config(config, directory, kind, form.dtype)
+    store = _store_config(config, directory, kind, form.dtype, len(ranks))
     core = msgspec.structs.replace(core, store=store)
     ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
     size = len(ranks) // parallel.data_parallel_size
@@ -229,18 +229,23 @@ def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
     return "".join(f", layers {start} to {end - 1} by {size}" for start, end, size in shared if size > 1)
 
 
-def _store_config(config: EngineConfig, directory: Path, kind: str, dtype: str) -> StoreConfig | None:
-    """How the store is opened, and what its records of this model are called.
+def _store_config(
+    config: EngineConfig, directory: Path, kind: str, dtype: str, num_ranks: int
+) -> StoreConfig | None:
+    """How the tiers beyond the pool are opened, and what their records of this model are called.
 
     Args:
         kind: whatever else decides the numbers.
+        num_ranks: of all replicas, that share the host tier's memory.
     """
     cache = config.cache
-    if cache.kv_store is None:
+    if cache.kv_store is None and not cache.kv_host_bytes:
         return None
     names = namespace(model_identity(directory), dtype=dtype, block_size=cache.block_size, kind=kind)
-    quota_bytes = cache.kv_store_bytes if keeps_quota(cache.kv_store) else None
-    open_store(cache.kv_store, quota_bytes=quota_bytes).close()  # refuse now what can never work
+    quota_bytes = None
+    if cache.kv_store is not None:
+        quota_bytes = cache.kv_store_bytes if keeps_quota(cache.kv_store) else None
+        open_store(cache.kv_store, quota_bytes=quota_bytes).close()  # refuse now what can never work
     description = Description(
         model=directory.resolve().name if Path(config.model.model).is_dir() else config.model.model,
         dtype=dtype,
@@ -250,7 +255,12 @@ def _store_config(config: EngineConfig, directory: Path, kind: str, dtype: str) 
         opened_at=time.time(),
     )
     return StoreConfig(
-        url=cache.kv_store, quota_bytes=quota_bytes, namespace=names, description=encoded(description)
+        url=cache.kv_store,
+        quota_bytes=quota_bytes,
+        namespace=names,
+        description=encoded(description),
+        host_bytes=cache.kv_host_bytes // num_ranks,
+        writes_back=cache.kv_store_policy == "write-back",
     )
 
 

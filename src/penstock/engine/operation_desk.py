@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from penstock.errors import AbortedError, ErrorInfo, UnavailableError
 from penstock.kvcache.cache_flush import CacheFlush
-from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume
+from penstock.operations import FlushCache, Operation, OperationDone, Pause, PauseMode, Resume
 from penstock.request import RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
@@ -56,14 +56,14 @@ class OperationDesk:
         if isinstance(operation, FlushCache):
             found.flush = self._scheduler.prefixes.flush(with_store=operation.store)
         elif isinstance(operation, Pause):
+            self._give_up_pauses(_OVERTAKEN, but=operation.mode)
             self._scheduler.paused = "wait" if operation.mode == "wait" else "keep"
             if operation.mode == "abort":
                 updates = self._scheduler.fail_all(_ABORTED)
         else:
             assert isinstance(operation, Resume)
             self._scheduler.paused = None
-            for pause in [found for found in self._open if isinstance(found.operation, Pause)]:
-                self._finish(pause, error=_RESUMED)
+            self._give_up_pauses(_RESUMED)
         self._open.append(found)
         self._next_step = next_step
         self._note_quiet()
@@ -98,6 +98,13 @@ class OperationDesk:
     def _is_quiet(self, found: _Open) -> bool:
         return self._scheduler.is_quiet if found.flush is None else found.flush.is_done()
 
+    def _give_up_pauses(self, error: ErrorInfo, but: PauseMode | None = None) -> None:
+        """Those that are not complete, except of one mode."""
+        pauses = [(found, found.operation) for found in self._open if isinstance(found.operation, Pause)]
+        for found, pause in pauses:
+            if pause.mode != but:
+                self._finish(found, error=error)
+
     def _finish(
         self, found: _Open, *, completed_step: int | None = None, error: ErrorInfo | None = None
     ) -> None:
@@ -109,4 +116,5 @@ class OperationDesk:
 _ABORTED = UnavailableError(
     "the engine was paused, and what it had begun was given up.", remedy="Try again later.", code="paused"
 ).info()
+_OVERTAKEN = AbortedError("another pause took the place of this one before it was complete.").info()
 _RESUMED = AbortedError("the engine was resumed before the pause was complete.").info()

@@ -37,6 +37,7 @@ _TOTALS = (
     "store_bytes_written",
     "store_verify_failures",
     "store_call_failures",
+    "host_bytes_read",
 )
 _SUMS = (
     *_TOTALS,

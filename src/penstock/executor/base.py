@@ -16,6 +16,7 @@ import msgspec
 from penstock.batch import (
     AllocateKV,
     OrdersDone,
+    Outcome,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -107,7 +108,7 @@ class Executor(Protocol):
         """What each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage and time."""
         ...
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[Outcome]:
         """Orders that all ranks have answered since the last call, and whether all have carried them out."""
         ...
 

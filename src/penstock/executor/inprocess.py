@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.batch import ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
+from penstock.batch import Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
 from penstock.child_config import RankConfig
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
@@ -70,7 +70,7 @@ class InprocessExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[Outcome]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:

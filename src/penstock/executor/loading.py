@@ -177,7 +177,12 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
         return None
     heads = HeadShares.of(loaded.spec, loaded.group)
     return KVTransfer(
-        open_guarded(config.store.url, quota_bytes=config.store.quota_bytes),
+        open_guarded(
+            config.store.url,
+            quota_bytes=config.store.quota_bytes,
+            host_bytes=config.store.host_bytes,
+            writes_back=config.store.writes_back,
+        ),
         loaded.model.attention.block_codec(config.block_size),
         kv,
         first_layer=config.start_layer,

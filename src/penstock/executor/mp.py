@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
+from penstock.batch import AllocateKV, Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
 from penstock.child_config import CoreEnds, rank_names
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel, bind_address
@@ -60,7 +60,7 @@ class MpExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[Outcome]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from penstock.batch import NO_STORE_USE, OrdersDone, StageSpans, StageTimes, StoreUse
+from penstock.batch import NO_STORE_USE, OrdersDone, Outcome, StageSpans, StageTimes, StoreUse
 
 TRACE_S = 10
 
@@ -19,7 +19,7 @@ class RankReports:
         self._times: dict[int, StageTimes] = {}
         self._spans: dict[int, deque[StageSpans]] = {}
         self._use = NO_STORE_USE  # that has not been taken
-        self._answers: dict[int, list[bool]] = {}  # by order
+        self._answers: dict[int, list[bool | None]] = {}  # by order
 
     @property
     def has_answers(self) -> bool:
@@ -38,6 +38,8 @@ class RankReports:
                 self._answers.setdefault(order, []).append(True)
             for order in report.failed:
                 self._answers.setdefault(order, []).append(False)
+            for order in report.late:
+                self._answers.setdefault(order, []).append(None)
 
     def _keep_spans(self, spans: StageSpans) -> None:
         kept = self._spans.setdefault(spans.stage, deque())
@@ -58,10 +60,13 @@ class RankReports:
         use, self._use = self._use, NO_STORE_USE
         return use
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[Outcome]:
         """See `Executor.finished_orders`."""
-        whole = {order: all(told) for order, told in self._answers.items() if len(told) == self._num_ranks}
-        finished = list(whole.items())
+        finished = [
+            (order, False if False in told else None if None in told else True)
+            for order, told in self._answers.items()
+            if len(told) == self._num_ranks
+        ]
         for order, _ in finished:
             del self._answers[order]
         return finished

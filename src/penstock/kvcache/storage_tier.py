@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from penstock.batch import StoreUse, TierOrder
+from penstock.batch import Outcome, StoreUse, TierOrder
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 
-EARLY_S = 1.0  # that the last load may have taken for somebody to begin before his blocks are there
+EARLY_S = 0.5  # that a load may take, by how long the last one took, for somebody to begin before it is done
 LOOK_S = 0.001  # between two looks for what the catalogue has answered
 MAX_OPEN_STORES = 256  # blocks that are being copied at once, or a quarter of the pool
 MAX_WAITING_STORES = 1 << 16  # blocks that are to be stored when others have been
@@ -118,11 +118,11 @@ class _Manner:
 
     Attributes:
         is_slow: it did not answer in time: nobody waits for it until it has.
-        load_s: what the last load took; infinite if it failed, and before the first.
+        block_s: what each block of the last load took; infinite if one failed, and before the first load.
     """
 
     is_slow: bool = False
-    load_s: float = math.inf
+    block_s: float = math.inf
 
 
 class Loaded(NamedTuple):
@@ -248,7 +248,9 @@ class StorageTier:
         """The blocks of a waiting request that are being loaded, and which of its own the first of them is;
         none where one has not come, or where the store is not as quick as a step."""
         prefetch = self._prefetches.get(arrival)
-        if prefetch is None or prefetch.is_flushed or self._manner.load_s > EARLY_S:
+        if prefetch is None or prefetch.is_flushed or not prefetch.blocks:
+            return 0, []
+        if len(prefetch.blocks) * self._manner.block_s > EARLY_S:
             return 0, []
         is_whole = len(prefetch.open_orders) + len(prefetch.good) == len(prefetch.blocks)
         return len(prefetch.before), prefetch.blocks if is_whole else []
@@ -307,7 +309,7 @@ class StorageTier:
 
     # --- answers --------------------------------------------------------------------------------
 
-    def settle(self, finished: Sequence[tuple[int, bool]]) -> list[Loaded]:
+    def settle(self, finished: Sequence[Outcome]) -> list[Loaded]:
         """All ranks have answered these orders.
 
         Returns:
@@ -332,7 +334,7 @@ class StorageTier:
         self._order_stores()
         return loaded
 
-    def _settle_load(self, order: int, is_done: bool) -> list[Loaded]:
+    def _settle_load(self, order: int, is_done: bool | None) -> list[Loaded]:
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         place = prefetch.open_orders.pop(order)
@@ -341,13 +343,15 @@ class StorageTier:
             self.totals.num_loaded += 1
         else:
             self.totals.num_failed += 1
-            self.distrust([prefetch.names[place]])
+            if is_done is not None:
+                self.distrust([prefetch.names[place]])
         if prefetch.open_orders:
             return []
         del self._prefetches[arrival]
         wanted = len(prefetch.blocks)
         come = next((n for n in range(wanted) if n not in prefetch.good), wanted)
-        self._manner.load_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
+        took_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
+        self._manner.block_s = took_s / wanted
         self._release(prefetch, 0 if prefetch.is_flushed else come)
         return [Loaded(arrival, len(prefetch.before), wanted, come)]
 

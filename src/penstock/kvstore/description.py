@@ -7,10 +7,13 @@ decides nothing.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from penstock.kvstore.names import NAMESPACE_BYTES
 
+_LATEST = 253_402_300_799  # the last second of the year 9999
 _NAME = b"description".ljust(16, b"\0")
 
 
@@ -27,7 +30,7 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     block_size: int
     quota_bytes: int | None = None
-    opened_at: float
+    opened_at: Annotated[float, msgspec.Meta(ge=0, le=_LATEST)]
 
 
 def description_key(namespace: bytes) -> bytes:

@@ -157,7 +157,8 @@ class GuardedStore:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """They were got one by one, and belong together."""
-        self._ask(lambda: self._store.used(keys))
+        if keys and not self._circuit.is_open:  # it says nothing of how the store is
+            self._ask(lambda: self._store.used(keys))
 
     def put(self, records: Mapping[bytes, bytes]) -> bool:
         """Keep these payloads; whether that was done."""
@@ -173,7 +174,8 @@ class GuardedStore:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         """Forget them, if it can be done."""
-        self._ask(lambda: self._store.delete(keys))
+        if keys:
+            self._ask(lambda: self._store.delete(keys))
 
     def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
         """Forget all records whose keys begin so, in so many seconds; None, or why some may be left."""

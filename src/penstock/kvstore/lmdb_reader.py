@@ -1,7 +1,8 @@
 """Looking into an LMDB directory without changing anything, also while others use it.
 
-What is read here is no use of it, so that looking does not decide what is given up next. Needs no right to
-write, unless nobody has opened the directory since it was copied here.
+What is read here is no use of it, so that looking does not decide what is given up next. Where others use the
+directory its `lock.mdb` must be writable for who looks: readers enter themselves there. A copy without that
+file needs no right to write.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from penstock.kvstore.found import SCAN_KEYS, Found
 from penstock.kvstore.lmdb_tables import DATA_FILE, page_of
 
 _ADDRESSES = 1 << 40
-_REMEDY = "Check the path, and that you may read it. If it is a store and damaged, delete the directory."
+_REMEDY = "Check the path, and that you may read its data.mdb and, where there is one, write to its lock.mdb."
 _NOT_OURS = "Give the directory that --kv-store names, which holds data.mdb."
 
 

@@ -25,6 +25,7 @@ class StoreMeter:
             bytes_written=now.bytes_written - told.bytes_written,
             verify_failures=now.verify_failures - told.verify_failures,
             call_failures=now.call_failures - told.call_failures,
+            host_bytes_read=now.host_bytes_read - told.host_bytes_read,
             switched_off=now.switched_off - told.switched_off,
         )
 

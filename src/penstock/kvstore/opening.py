@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.kvstore.found import Found
 from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.host_tier import HostTier, NoStore
 from penstock.kvstore.store import KVStore, open_store
 
 
@@ -76,6 +77,17 @@ class _SharedStores:
 _shared = _SharedStores()
 
 
-def open_guarded(url: str, *, quota_bytes: int | None) -> GuardedStore:
-    """The store at this address, which may only miss."""
-    return GuardedStore(OpenedLater(url, quota_bytes))
+def open_guarded(
+    url: str | None, *, quota_bytes: int | None = None, host_bytes: int = 0, writes_back: bool = False
+) -> GuardedStore:
+    """The store at this address, which may only miss.
+
+    Args:
+        url: None: there is none behind the memory.
+        host_bytes: of this process's memory in front of it.
+        writes_back: see `HostTier`.
+    """
+    store: KVStore = NoStore() if url is None else OpenedLater(url, quota_bytes)
+    if not host_bytes:
+        return GuardedStore(store)
+    return HostTier(store, host_bytes, writes_back=writes_back)

@@ -102,7 +102,9 @@ class RedisStore:
             pipeline = self._client.pipeline(transaction=False)
             for key in some:
                 pipeline.strlen(_PREFIX + key)
-            found += map(Found, some, pipeline.execute())
+            sizes = pipeline.execute(raise_on_error=False)  # of what is no string there is none
+            pairs = zip(some, sizes, strict=True)
+            found += [Found(key, size) for key, size in pairs if isinstance(size, int)]
         return found
 
     def close(self) -> None:

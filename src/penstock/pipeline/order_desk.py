@@ -7,7 +7,6 @@ that a request that waits for its blocks does not wait for another plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Protocol
 
 from penstock.batch import OrdersDone, TierOrder, encode
@@ -27,7 +26,7 @@ class Transfer(Protocol):
 
     def collect(self) -> OrdersDone | None: ...
 
-    def wait_for_layer(self, orders: Sequence[int], layer: int) -> None: ...
+    def layers_of(self, orders: Sequence[int]) -> BeforeLayer: ...
 
 
 class OrderDesk:
@@ -50,7 +49,7 @@ class OrderDesk:
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
         """What returns when a layer is there of all that these load, or will not come."""
-        return None if self._transfer is None else partial(self._transfer.wait_for_layer, orders)
+        return None if self._transfer is None else self._transfer.layers_of(orders)
 
     @property
     def patience_s(self) -> float | None:

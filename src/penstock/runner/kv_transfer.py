@@ -4,7 +4,7 @@
 
 The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be stored
 is filled. The core holds every block of an order until all ranks have answered, so nobody writes to it; and
-nobody reads what is being loaded but a step that waits for each layer (`wait_for_layer`). A store that does
+nobody reads what is being loaded but a step that waits for each layer (`layers_of`). A store that does
 not work makes orders fail, and nothing else; one that does not answer at all makes them fail in the end: then
 the block is the core's again, and is not touched any more, whatever the store still says.
 """
@@ -22,15 +22,16 @@ import torch
 
 from penstock.attention.block_codec import BlockCodec
 from penstock.attention.metadata import AnyKV
-from penstock.batch import OrdersDone, TierOrder
+from penstock.batch import OrdersDone, Outcome, TierOrder
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.meter import StoreMeter
 from penstock.kvstore.names import record_key
+from penstock.models.interfaces import BeforeLayer
 
 SAVE_AT_ONCE = 8  # blocks, whole
 LOAD_AT_ONCE = 256  # blocks, of one layer
 DEADLINE_S = 10.0  # of an order; those before it count
-AWAIT_S = 0.5  # that a step waits for a layer that is being loaded: others wait with it
+AWAIT_S = 1.0  # that a step waits in all for layers that are being loaded: others wait with it
 LEAVE_S = 2.0  # for the thread to end
 
 
@@ -77,7 +78,7 @@ class KVTransfer:
         self._loads: deque[list[TierOrder]] = deque()
         self._saves: deque[list[TierOrder]] = deque()
         self._is_closed = False
-        self._answers: deque[tuple[int, bool]] = deque()
+        self._answers: deque[Outcome] = deque()
         self._thread = threading.Thread(target=self._run, name="kv transfer", daemon=True)
         self._thread.start()
 
@@ -110,21 +111,26 @@ class KVTransfer:
             return None
         return OrdersDone(
             done=[order for order, is_done in found if is_done],
-            failed=[order for order, is_done in found if not is_done],
+            failed=[order for order, is_done in found if is_done is False],
+            late=[order for order, is_done in found if is_done is None],
             use=self._meter.read(),
         )
 
-    def wait_for_layer(self, orders: Sequence[int], layer: int) -> None:
-        """Return when this layer (of the rank's, from 0) of the blocks of these orders is loaded, or will not
-        be. Those that keep a step waiting for too long fail."""
+    def layers_of(self, orders: Sequence[int]) -> BeforeLayer:
+        """For one step: returns when a layer (of the rank's, from 0) of the blocks of these orders is loaded,
+        or will not be. Those that keep the step waiting for too long fail."""
         give_up_at = self._clock() + AWAIT_S
-        with self._lock:
-            while behind := [number for number in orders if self._is_behind(number, layer)]:
-                left_s = give_up_at - self._clock()
-                if left_s <= 0:
-                    self._answer(behind, False)
-                    return
-                self._lock.wait(left_s)
+
+        def wait(layer: int) -> None:
+            with self._lock:
+                while behind := [number for number in orders if self._is_behind(number, layer)]:
+                    left_s = give_up_at - self._clock()
+                    if left_s <= 0:
+                        self._answer(behind, None)
+                        return
+                    self._lock.wait(left_s)
+
+        return wait
 
     def _is_behind(self, number: int, layer: int) -> bool:
         found = self._open.get(number)
@@ -170,7 +176,8 @@ class KVTransfer:
                     self._put_in(layer, {order: found[order] for order in self._still_open(some)})
                     self._lock.notify_all()
         loaded = self._still_open(orders)
-        self._store.used([key for order in loaded for key in self._all_keys(order)])
+        if loaded:
+            self._store.used([key for order in loaded for key in self._all_keys(order)])
         with self._lock:
             self._answer([order.order for order in self._still_open(loaded)], True)
 
@@ -182,7 +189,7 @@ class KVTransfer:
             for order, records in found.items()
         }
         good = [order for order, records in whole.items() if len(records) == self._codec.num_records]
-        self._answer([order.order for order in found if order not in good], False)
+        self._answer([order.order for order in found.keys() - set(good)], False)
         self._codec.import_blocks(
             [(kv, order.block) for order in good], [record for order in good for record in whole[order]]
         )
@@ -194,7 +201,7 @@ class KVTransfer:
         records: dict[bytes, bytes] = {}
         for order in orders:
             with self._lock:
-                if order.order in self._open:
+                if self._still_open([order]):
                     places = [(kv, order.block) for kv in self._kv]
                     exported = self._codec.export_blocks(places)
                     records |= zip(self._all_keys(order), exported, strict=True)
@@ -204,9 +211,11 @@ class KVTransfer:
             self._answer([order.order for order in self._still_open(taken)], is_stored)
 
     def _still_open(self, orders: Sequence[TierOrder]) -> list[TierOrder]:
-        return [order for order in orders if order.order in self._open]
+        """Numbers begin again with another core; what an earlier one has ordered is nobody's."""
+        open_now = {id(found.order) for found in self._open.values()}
+        return [order for order in orders if id(order) in open_now]
 
-    def _answer(self, orders: Sequence[int], is_done: bool) -> None:
+    def _answer(self, orders: Sequence[int], is_done: bool | None) -> None:
         for order in orders:
             del self._open[order]
             self._answers.append((order, is_done))

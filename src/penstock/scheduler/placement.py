@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import attrgetter
 
-from penstock.batch import NewRow, StoreUse
+from penstock.batch import NewRow, Outcome, StoreUse
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
@@ -92,7 +92,7 @@ class Placement:
             self._place_chunks(draft, budget)
             self._admit(draft, budget, newcomers)
 
-    def settle_orders(self, finished: list[tuple[int, bool]], use: StoreUse) -> None:
+    def settle_orders(self, finished: list[Outcome], use: StoreUse) -> None:
         """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
         do all that have come after him."""
         request = self._prefixes.settle_orders(finished, use)
@@ -166,7 +166,8 @@ class Placement:
         while self._rows.num_free and (head := self._queues.head()) is not None:
             if not (newcomers or head.has_started):
                 return
-            found, coming = self._prefixes.find(head), self._prefixes.on_the_way(head)
+            found = self._prefixes.find(head)
+            coming = self._prefixes.on_the_way(head, len(found))
             if self._prefixes.must_wait(head) and not coming:
                 return
             beginning = [*found, *coming]

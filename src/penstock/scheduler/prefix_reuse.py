@@ -16,7 +16,7 @@ import sys
 
 import msgspec
 
-from penstock.batch import NO_STORE_USE, StoreUse, TierOrder
+from penstock.batch import NO_STORE_USE, Outcome, StoreUse, TierOrder
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
@@ -145,9 +145,7 @@ class PrefixReuse:
         """For the plan that is issued now."""
         return [] if self._tier is None else self._tier.take_orders()
 
-    def settle_orders(
-        self, finished: list[tuple[int, bool]], use: StoreUse = NO_STORE_USE
-    ) -> RequestState | None:
+    def settle_orders(self, finished: list[Outcome], use: StoreUse = NO_STORE_USE) -> RequestState | None:
         """Take what became of orders to the ranks (`batch.TierOrder`), and order more.
 
         Args:
@@ -164,13 +162,13 @@ class PrefixReuse:
         self._tier.look(num_spare=len(self._queues.running))  # each may want another block
         return next((request for request in failed if request is not None), None)
 
-    def on_the_way(self, request: RequestState) -> list[int]:
+    def on_the_way(self, request: RequestState, num_found: int) -> list[int]:
         """Blocks behind those found that come from the store, if it may begin before they are there: where
         nobody else runs, whom it would keep waiting with it."""
         if self._tier is None or self._queues.running:
             return []
         first, coming = self._tier.on_the_way(request.arrival)
-        return coming if first == len(self.find(request)) else []
+        return coming if first == num_found else []
 
     def awaited(self, request: RequestState) -> list[int]:
         """Numbers of orders that a step of this request must wait for, layer by layer."""
@@ -196,7 +194,8 @@ class PrefixReuse:
             return None
         request.num_void = request.num_pending
         request.num_cached_tokens = min(num_there * self._block_size, request.prompt_len)
-        self.num_found -= (loaded.num_wanted - loaded.num_come) * self._block_size
+        self.num_queried -= len(request.token_ids)  # both are counted when it begins again
+        self.num_found -= (loaded.first + loaded.num_wanted) * self._block_size
         return request
 
     def next_look(self) -> float:
@@ -237,6 +236,7 @@ class PrefixReuse:
             "store_bytes_written": use.bytes_written,
             "store_verify_failures": use.verify_failures,
             "store_call_failures": use.call_failures,
+            "host_bytes_read": use.host_bytes_read,
             "store_switched_off": use.switched_off,
         }
 

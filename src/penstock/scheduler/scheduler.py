@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.batch import ScheduledBatch, StepResult, StoreUse
+from penstock.batch import Outcome, ScheduledBatch, StepResult, StoreUse
 from penstock.config import SchedulerConfig
 from penstock.errors import (
     ErrorInfo,
@@ -65,6 +65,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     store_bytes_written: int
     store_verify_failures: int
     store_call_failures: int
+    host_bytes_read: int
     store_switched_off: int
 
 
@@ -218,7 +219,7 @@ class Scheduler:
         """The oldest that waits and has not run, here or in another core."""
         return next((request for request in self._queues.waiting if not request.has_started), None)
 
-    def settle_orders(self, finished: list[tuple[int, bool]], use: StoreUse) -> None:
+    def settle_orders(self, finished: list[Outcome], use: StoreUse) -> None:
         """See `Placement.settle_orders`."""
         self._placement.settle_orders(finished, use)
 

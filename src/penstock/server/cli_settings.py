@@ -26,6 +26,7 @@ from penstock.config import (
     Quantization,
     SchedulerConfig,
     ServerConfig,
+    StorePolicy,
     TiedHead,
 )
 from penstock.engine.refused_settings import require_backend
@@ -195,6 +196,18 @@ class EngineSettings:
     kv_store_patience: Annotated[
         float, flag("seconds a request may wait for its blocks", "--kv-store-patience", group="kv")
     ] = 2.0
+    kv_host_bytes: Annotated[
+        int,
+        flag("host memory for KV blocks beyond the pool; for GPUs", "--kv-host-bytes", group="kv"),
+    ] = 0
+    kv_store_policy: Annotated[
+        StorePolicy,
+        flag(
+            "write-through: stored at once; write-back: when host memory is full",
+            "--kv-store-policy",
+            group="kv",
+        ),
+    ] = "write-through"
     eviction_policy: Annotated[
         EvictionPolicy,
         flag("what of it is given up first: lru, lfu or priority", "--eviction-policy", group="kv"),
@@ -255,6 +268,8 @@ class EngineSettings:
                 kv_store_bytes=self.kv_store_bytes,
                 kv_store_when_found=self.kv_store_when_found,
                 kv_store_patience_s=self.kv_store_patience,
+                kv_host_bytes=self.kv_host_bytes,
+                kv_store_policy=self.kv_store_policy,
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=self.max_num_seqs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
-from penstock.server.access import ApiKeys, HostPolicy
+from penstock.server.access import ApiKeys, HostPolicy, refuse_odd_path
 from penstock.server.errors import error_response
 from penstock.server.keep_alive import Clock
 from penstock.server.lifecycle import Lifecycle
@@ -69,6 +69,7 @@ class Gate:
         try:
             self._hosts.check(scope["headers"])
             self._keys.check(scope["path"], scope["headers"])
+            refuse_odd_path(scope["path"])
             await self._app(scope, receive, send_named)
         except Exception as error:
             if record.status == 0:

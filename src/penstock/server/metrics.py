@@ -153,6 +153,7 @@ class Metrics:
                 "Records of the store that were not what they should be.",
                 stats.store_verify_failures,
             ),
+            ("kv_host_read_bytes", "Bytes of KV blocks got from host memory.", stats.host_bytes_read),
             ("kv_store_call_failures", "Calls of the store that failed.", stats.store_call_failures),
             ("num_preemptions", "Requests preempted.", stats.num_preemptions),
             ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),

@@ -37,7 +37,7 @@ from penstock.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from penstock.operations import OperationDone, Pause, Resume
+from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume
 from penstock.request import FinishReason, RequestUpdate, SamplingParams
 from penstock.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, PieceTable
 from penstock.tokenizer.tokenizer import AbsentTokenizer
@@ -567,7 +567,7 @@ def test_g4_another_core_begins_paused_before_it_hears_of_any_request() -> None:
         assert rig.core.hear() == [Operate(0, Resume())]
         await rig.lose_core()
         await rig.welcome()
-        pause, resume, again = rig.core.hear(3)
+        pause, again, resume = rig.core.hear(3)
         assert (pause, resume) == (Operate(1, Pause("keep")), Operate(0, Resume()))
         assert isinstance(again, AddRequest)
         rig.core.socket.send(rig.core.client, operated(1))
@@ -591,5 +591,48 @@ def test_g4_what_is_asked_while_there_is_no_core_is_for_the_next() -> None:
         assert rig.core.hear() == [Operate(0, Pause("keep"))]
         rig.core.socket.send(rig.core.client, operated(0))
         assert len(await asked) == 1
+
+    with_rig(body)
+
+
+@pytest.mark.parametrize("operation", [Pause("keep"), Pause("wait"), Resume()])
+def test_g4_what_was_answered_holds_for_the_next_core_whatever_else_is_under_way(
+    operation: Operation,
+) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        before = msgspec.structs.replace(STATS, paused=isinstance(operation, Resume))
+        stream = rig.add()
+        rig.core.tell(update("r", b"x", "length"), stats=before)
+        await read_all(stream)
+        flushed = asyncio.ensure_future(rig.engine.operate(FlushCache(), WAIT_S))
+        asked = asyncio.ensure_future(rig.engine.operate(operation, WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear(2) == [Operate(0, FlushCache()), Operate(1, operation)]
+        rig.core.socket.send(rig.core.client, operated(1))
+        await asked
+        await rig.lose_core()
+        await rig.welcome()
+        first = [] if isinstance(operation, Resume) else [Operate(2, Pause("keep"))]
+        assert rig.core.hear(1 + len(first)) == [*first, Operate(0, FlushCache())]
+        flushed.cancel()
+
+    with_rig(body)
+
+
+def test_g4_another_core_hears_of_requests_before_it_is_to_abort_them() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        rig.add()
+        asked = asyncio.ensure_future(rig.engine.operate(Pause("abort"), WAIT_S))
+        await asyncio.sleep(0)
+        rig.core.hear()
+        await rig.lose_core()
+        await rig.welcome()
+        request, again = rig.core.hear(2)
+        assert isinstance(request, AddRequest)
+        assert again == Operate(0, Pause("abort"))
+        rig.core.socket.send(rig.core.client, operated(0))
+        await asked
 
     with_rig(body)

@@ -152,6 +152,21 @@ def test_g4_a_pause_that_is_not_complete_ends_with_the_resumption() -> None:
     assert_exact(rig)
 
 
+def test_g4_a_pause_that_another_one_overtakes_says_so() -> None:
+    rig = busy()
+    rig.step(timeout_s=1.0)
+    rig.operate(Pause("wait"))
+    rig.operate(Pause("keep"))
+    (overtaken,) = rig.finished().values()
+    assert overtaken.error is not None
+    assert overtaken.error.kind == "AbortedError"
+    rig.operate(Pause("keep"))
+    assert not rig.finished(), "two of a kind are complete together"
+    for _ in range(9):
+        rig.step(timeout_s=1.0)
+    assert [done.error for done in rig.finished().values()] == [None, None]
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait"])
 def test_g4_a_stage_that_is_lost_only_delays_it(mode: PauseMode) -> None:
     rig = busy()

@@ -217,7 +217,7 @@ class FakePipeline:
     def set(self, key: bytes, value: bytes) -> None:
         self._commands.append(lambda: self._server.values.update({key: value}) or True)
 
-    def execute(self) -> list[object]:
+    def execute(self, raise_on_error: bool = True) -> list[object]:
         self._server._note(len(self._commands))
         return [command() for command in self._commands]
 

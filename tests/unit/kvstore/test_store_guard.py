@@ -265,3 +265,18 @@ def test_threads_lose_no_count(moody: Moody, clock: Clock) -> None:
         answers = list(threads.map(lambda _: guard.get(KEYS), range(200)))
     assert answers == [list(PAYLOADS.values())] * 200
     assert guard.counts().num_hits == 200 * len(KEYS)
+
+
+def test_r9_a_call_that_asks_nothing_tells_nothing_of_the_store(
+    guard: GuardedStore, moody: Moody, clock: Clock
+) -> None:
+    """A store may take it for done without being there."""
+    moody.error = StoreError("it is gone.")
+    for _ in range(MAX_FAILURES):
+        guard.get(KEYS)
+    clock.now += PAUSE_SECONDS + 1
+    moody.error = None
+    guard.used([])
+    guard.delete([])
+    guard.used(KEYS)
+    assert guard.counts().is_open

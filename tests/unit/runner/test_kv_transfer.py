@@ -253,8 +253,9 @@ def test_h4_a_step_reads_each_layer_when_it_is_there_and_not_before() -> None:
         one.submit([TierOrder(n, True, n + 3, NAMES[n]) for n in range(2)])
 
         def step() -> None:
+            wait = one.layers_of([0, 1, 99])  # nobody knows the last: it is answered
             for layer in range(LAYERS):
-                one.wait_for_layer([0, 1, 99], layer)  # nobody knows the last: it is answered
+                wait(layer)
                 reached.put(layer)
 
         thread = threading.Thread(target=step)
@@ -271,19 +272,45 @@ def test_h4_a_step_reads_each_layer_when_it_is_there_and_not_before() -> None:
         assert answers(one) == {0: True, 1: True}
 
 
-def test_h4_a_layer_that_does_not_come_holds_a_step_up_for_so_long_only() -> None:
+def test_h4_layers_that_do_not_come_hold_a_step_up_for_so_long_only() -> None:
+    """All of them together."""
     store, clock = LayerByLayer(), FakeClock()
+    with transfer(store, layers(seed=1)) as one:
+        one.submit(stores(0, 1))
+        answers(one)
+    with transfer(store, layers(seed=None), clock=clock) as one:
+        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
+        wait = one.layers_of([0])
+        store.may_give[0].set()
+        wait(0)
+        clock.advance(AWAIT_S + 0.1)
+        wait(1)
+        told = one.collect()
+        assert told is not None
+        assert (told.done, told.failed, told.late) == ([], [], [0])
+        for event in store.may_give:
+            event.set()
+        assert answers(one) == {1: True}, "which no step has waited for"
+
+
+def test_r4_an_order_of_another_core_that_has_its_number_is_another_order() -> None:
+    """Ranks outlive a core; the thread may be in the midst of what the old one has ordered."""
+    store, empty = LayerByLayer(), layers(seed=None)
     with transfer(store, layers(seed=1)) as one:
         one.submit(stores(0))
         answers(one)
-    with transfer(store, layers(seed=None), clock=clock) as one:
-        one.submit([TierOrder(0, True, 0, NAMES[0])])
-        times = iter([clock(), clock() + AWAIT_S])
-        one._clock = lambda: next(times, clock())
-        one.wait_for_layer([0], 0)
-        assert one.collect() == OrdersDone(done=[], failed=[0])
+    store.may_give[0].set()
+    with transfer(store, empty) as one:
+        one.submit([TierOrder(0, True, 5, NAMES[0])])
+        one.layers_of([0])(0)
+        one.reset()
+        before = block_of(empty, 5)
+        one.submit([TierOrder(0, True, 9, NAMES[3])])  # which nobody has stored
         for event in store.may_give:
             event.set()
+        assert answers(one) == {0: False}
+    assert torch.equal(block_of(empty, 5), before), "it is somebody else's by now"
+    assert not block_of(empty, 9).any()
 
 
 def test_h4_whoever_waits_for_a_layer_of_an_epoch_that_is_over_goes_on() -> None:
@@ -293,7 +320,7 @@ def test_h4_whoever_waits_for_a_layer_of_an_epoch_that_is_over_goes_on() -> None
         answers(one)
     with transfer(store, layers(seed=None), clock=FakeClock()) as one:
         one.submit([TierOrder(0, True, 0, NAMES[0])])
-        thread = threading.Thread(target=one.wait_for_layer, args=([0], 0))
+        thread = threading.Thread(target=one.layers_of([0]), args=(0,))
         thread.start()
         one.reset()
         thread.join(60)

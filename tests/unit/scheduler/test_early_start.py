@@ -17,6 +17,7 @@ from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
 from penstock.errors import ErrorInfo
 from penstock.kvcache.block_hash import block_hashes, root_hash
 from penstock.kvcache.storage_tier import EARLY_S
+from penstock.operations import FlushCache, Pause, Resume
 
 LOST = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
 LONG = [(7 * index + 3) % VOCAB_SIZE for index in range(5 * BLOCK + 3)]
@@ -194,3 +195,73 @@ def test_h4_tokens_do_not_depend_on_when_blocks_come(seed: int) -> None:
                 other.rejoin()
                 other.executor.stored, other.executor.answers_at_once = stored, False
         assert tokens_of(other, name) == tokens_of(one, f"cold{number}")
+
+
+def with_all_at_once(seed: int) -> tuple[CoreRig, set[str]]:
+    """An engine to which everything has happened, and what was aborted."""
+    chance = random.Random(seed)
+    base = [chance.randrange(VOCAB_SIZE) for _ in range(30)]
+    prompts = [
+        [
+            *base[: chance.randint(0, 26)],
+            *(chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(1, 12))),
+        ]
+        for _ in range(5)
+    ]
+    before, catalogue = rig()
+    for number, prompt in enumerate(prompts):
+        run(before, f"cold{number}", prompt)
+    settle_store(before)
+    one = again(
+        before,
+        catalogue,
+        num_stages=chance.choice([1, 2, 3]),
+        async_depth=chance.choice([0, 1, 2]),
+        num_blocks=chance.choice([14, 20, 40]),
+        max_model_len=48,
+        scheduler=msgspec.structs.replace(SMALL_SCHEDULER, prefill_chunk=chance.choice([2, 5, 8])),
+        recovers=True,
+    )
+    run(one, "teaches how quick it is", prompts[0], max_tokens=1)
+    one.executor.answers_at_once = False
+    gone = chance.sample(sorted(one.executor.stored), min(len(one.executor.stored), chance.choice([0, 1, 2])))
+    aborted: set[str] = set()
+    may_be_lost = True
+    for turn in range(200):
+        what = chance.random()
+        if what < 0.1 and len(one.requests) < 10:
+            one.add(f"r{turn}", chance.choice(prompts), max_tokens=chance.randint(1, 8), ignore_eos=True)
+        elif what < 0.13 and not all(map(one.is_finished, one.requests)):
+            name = chance.choice([name for name in one.requests if not one.is_finished(name)])
+            one.abort(name)
+            aborted.add(name)
+        elif what < 0.16:
+            wanted = chance.choice([FlushCache(), Pause("keep"), Pause("wait"), Resume(), Resume()])
+            one.core.operations.accept((b"", turn), wanted, one.core.steps_in_flight[1])
+        elif what < 0.17 and may_be_lost:
+            may_be_lost, stored = False, one.executor.stored
+            one.core.lose_epoch(LOST)
+            one.rejoin()
+            one.executor.stored, one.executor.answers_at_once = stored, False
+        elif what < 0.2 and gone:
+            one.executor.stored.pop(gone.pop(), None)
+        one.executor.answer(chance.choice([0, 0, 0, 1, 2, 5]))
+        one.clock.advance(chance.choice([0.0, 0.01, 0.1]))
+        one.step(timeout_s=chance.choice([0.0, 1.0]))
+    return one, aborted
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_h4_h16_whatever_happens_at_once_changes_no_token_and_leaves_nothing(seed: int) -> None:
+    """Early starts, aborts, flushes, pauses, a loss, records that go."""
+    one, aborted = with_all_at_once(seed)
+    one.core.operations.accept((b"", -1), Resume(), one.core.steps_in_flight[1])
+    for _ in range(600):
+        one.executor.answer(50)
+        one.clock.advance(0.01)
+        one.step(timeout_s=1.0)
+    assert one.core.is_idle
+    assert one.allocator.num_free_blocks == one.allocator.num_blocks
+    for arrival, name in enumerate(one.requests):
+        if name not in aborted:
+            assert one.result(name) == one.expected(name, arrival), name

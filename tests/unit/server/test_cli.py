@@ -110,6 +110,8 @@ def test_help_of_a_part_shows_that_part_only() -> None:
         "--kv-store-bytes",
         "--kv-store-when-found",
         "--kv-store-patience",
+        "--kv-host-bytes",
+        "--kv-store-policy",
         "--eviction-policy",
     ]
     code, _, err = penstock("serve", "--help", "schedule")

@@ -1,0 +1,150 @@
+"""The host tier (L2): the newest payloads of a store in this process's memory, up to a number of bytes.
+
+    computed ──put──▶ memory ──write-through: at once; write-back: when it must go, or at the end──▶ store
+    wanted   ◀─get─── memory ◀──what is not there─────────────────────────────────────────────────── store
+
+It is a guarded store with something in front, so whoever uses one can use this. Each rank has one of its own
+part of each block; which parts are in memory may differ from rank to rank, since nothing counts before all
+of them have answered. Worth its memory where blocks lie on a device: on a host whose KV cache is in the same
+memory the cache itself had better be larger (docs/perf-log.md has the figures).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import msgspec
+
+from penstock.batch import StoreUse
+from penstock.kvstore.found import Found
+from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.store import KVStore
+
+ENTRY_BYTES = 200  # of memory for each payload, beside it and its key
+
+
+class NoStore:
+    """A `KVStore` that keeps nothing: behind a host tier that has no store."""
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        return [None] * len(keys)
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def put(self, records: Mapping[bytes, bytes]) -> None:
+        pass
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        pass
+
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
+        return iter(())
+
+    def close(self) -> None:
+        pass
+
+
+class HostTier(GuardedStore):
+    """Args:
+    store: of what memory has no room for; closed with this one.
+    max_bytes: of memory, for payloads, their keys and what Python needs for them.
+    writes_back: a payload goes to the store when memory needs its room, or at the end; else at once.
+    """
+
+    def __init__(
+        self,
+        store: KVStore,
+        max_bytes: int,
+        *,
+        writes_back: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store, clock)
+        self._max_bytes, self._writes_back = max_bytes, writes_back
+        self._memory_lock = threading.Lock()  # of what follows; never held while the store is asked
+        self._payloads: OrderedDict[bytes, bytes] = OrderedDict()  # what was used longest ago comes first
+        self._unwritten: set[bytes] = set()  # of these, those that the store has not
+        self._num_bytes = self._num_bytes_hit = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of memory in use."""
+        return self._num_bytes
+
+    def use(self) -> StoreUse:
+        return msgspec.structs.replace(super().use(), host_bytes_read=self._num_bytes_hit)
+
+    def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        with self._memory_lock:
+            found = {key: self._payloads[key] for key in keys if key in self._payloads}
+            self._num_bytes_hit += sum(map(len, found.values()))
+            self._touch(found)
+        missing = [key for key in keys if key not in found]
+        fetched = zip(missing, super().get(missing), strict=True) if missing else ()
+        got = {key: payload for key, payload in fetched if payload is not None}
+        self._write(self._keep(got, are_written=True))
+        return [found.get(key, got.get(key)) for key in keys]
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        with self._memory_lock:
+            self._touch(list(reversed(keys)))
+        super().used(keys)
+
+    def put(self, records: Mapping[bytes, bytes]) -> bool:
+        gone = self._keep(records, are_written=not self._writes_back)
+        return self._write(gone) if self._writes_back else super().put(records)
+
+    def delete(self, keys: Sequence[bytes]) -> None:
+        with self._memory_lock:
+            for key in keys:
+                self._drop(key)
+        super().delete(keys)
+
+    def close(self) -> None:
+        """The store gets what it has not."""
+        with self._memory_lock:
+            unwritten = {key: self._payloads[key] for key in self._payloads if key in self._unwritten}
+            self._payloads.clear()
+            self._unwritten.clear()
+            self._num_bytes = 0
+        self._write(unwritten)
+        super().close()
+
+    def _write(self, payloads: Mapping[bytes, bytes]) -> bool:
+        return super().put(payloads) if payloads else True
+
+    def _touch(self, keys: Iterator[bytes] | Sequence[bytes] | Mapping[bytes, bytes]) -> None:
+        for key in keys:
+            if key in self._payloads:
+                self._payloads.move_to_end(key)
+
+    def _keep(self, records: Mapping[bytes, bytes], *, are_written: bool) -> dict[bytes, bytes]:
+        """Put them into memory, the first as used last; what had to go and the store has not."""
+        gone: dict[bytes, bytes] = {}
+        with self._memory_lock:
+            for key in reversed(list(records)):
+                self._drop(key)
+                self._payloads[key] = records[key]
+                self._num_bytes += _size(key, records[key])
+                if not are_written:
+                    self._unwritten.add(key)
+                while self._num_bytes > self._max_bytes:
+                    oldest = next(iter(self._payloads))
+                    if oldest in self._unwritten:
+                        gone[oldest] = self._payloads[oldest]
+                    self._drop(oldest)
+        return gone
+
+    def _drop(self, key: bytes) -> None:
+        payload = self._payloads.pop(key, None)
+        if payload is not None:
+            self._num_bytes -= _size(key, payload)
+            self._unwritten.discard(key)
+
+
+def _size(key: bytes, payload: bytes) -> int:
+    return len(key) + len(payload) + ENTRY_BYTES

@@ -1,0 +1,82 @@
+"""Blocks that the pool has given up come back from host memory, and go on from there to a store."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import checkpoints
+from penstock.errors import UsageError
+from small_engines import BLOCK, LAYOUTS, findable, run, small_engine
+
+PROMPTS = [[(11 * index + 5 * number) % 90 for index in range(41)] for number in range(4)]
+NUM_FOUND = findable(PROMPTS[0])
+POOL = 2 * (len(PROMPTS[0]) + 6) // BLOCK + 2  # for one prompt and a half
+HOST_BYTES = 64 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    checkpoints.make_checkpoint(directory, layers=3, vocab_size=96, seed=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def cold(model: Path) -> list[list[int]]:
+    with small_engine(model, enable_prefix_caching=False) as llm:
+        return [run(llm, [prompt])[0][0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_h1_what_the_pool_has_given_up_is_found_in_host_memory(
+    model: Path, cold: list[list[int]], layout: str
+) -> None:
+    small = {"num_blocks": POOL, "kv_host_bytes": HOST_BYTES, "dtype": "float32"}
+    with small_engine(model, **small | LAYOUTS[layout]) as llm:
+        for turn in range(3):
+            for prompt, wanted in zip(PROMPTS, cold, strict=True):
+                (tokens,), num_found = run(llm, [prompt])
+                assert tokens == wanted
+                assert num_found == (NUM_FOUND if turn else 0)
+        stats = llm.stats()
+        assert stats is not None
+        assert stats.evicted_blocks
+        assert stats.host_bytes_read
+        assert not stats.failed_blocks
+        assert not stats.store_bytes_read
+
+
+def test_h8_write_back_stores_what_host_memory_gives_up_and_the_rest_at_the_end(
+    model: Path, cold: list[list[int]], tmp_path: Path
+) -> None:
+    settings = {"dtype": "float32", "kv_host_bytes": HOST_BYTES, "kv_store_policy": "write-back"}
+    with small_engine(model, tmp_path / "store", **settings) as llm:
+        for prompt, wanted in zip(PROMPTS, cold, strict=True):
+            assert run(llm, [prompt])[0] == [wanted]
+        run(llm, [PROMPTS[0]])
+        stats = llm.stats()
+        assert stats is not None
+        assert stats.store_bytes_written < 1000, "what the catalogue says of the model, and no block"
+    with small_engine(model, tmp_path / "store", pipeline_parallel_size=2, dtype="float32") as llm:
+        found = [run(llm, [prompt]) for prompt in PROMPTS]
+        assert [tokens for (tokens,), _ in found] == cold
+        assert sum(count for _, count in found) >= (len(PROMPTS) - 1) * NUM_FOUND
+
+
+@pytest.mark.parametrize(
+    ("settings", "param"),
+    [
+        ({"kv_host_bytes": -1}, "kv_host_bytes"),
+        ({"kv_host_bytes": 1, "enable_prefix_caching": False}, "kv_store"),
+        ({"kv_store_policy": "write-back"}, "kv_store_policy"),
+        ({"kv_store_policy": "write-back", "kv_host_bytes": 1}, "kv_store_policy"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(
+    model: Path, settings: dict[str, object], param: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        small_engine(model, **settings)
+    assert raised.value.param == param
