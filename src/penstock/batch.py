@@ -193,6 +193,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     verify_failures: int = 0  # records that were not what their keys say
     call_failures: int = 0  # of the store, or half answers
     host_bytes_read: int = 0  # of payloads that were in the host tier, and the store was not asked for
+    host_bytes_used: int = 0  # of its memory: how many more, or fewer
     switched_off: int = 0  # 1: it is left alone from now on because it failed too often; -1: no longer so
 
     def plus(self, other: StoreUse) -> StoreUse:
@@ -202,6 +203,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             verify_failures=self.verify_failures + other.verify_failures,
             call_failures=self.call_failures + other.call_failures,
             host_bytes_read=self.host_bytes_read + other.host_bytes_read,
+            host_bytes_used=self.host_bytes_used + other.host_bytes_used,
             switched_off=self.switched_off + other.switched_off,
         )
 

@@ -42,6 +42,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
         url: of the store; None: there is the host tier alone.
         host_bytes: of each rank, for the host tier.
         writes_back: see `kvstore.host_tier`.
+        write_bytes_per_s: see `runner.kv_transfer`.
         namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
         description: of that, for people (`kvstore.description`).
     """
@@ -52,6 +53,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     description: bytes = b""
     host_bytes: int = 0
     writes_back: bool = False
+    write_bytes_per_s: int = 0
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):

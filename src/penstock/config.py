@@ -241,6 +241,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_store_patience_s: how long a request may wait for its blocks.
         kv_host_bytes: of host memory that keeps blocks in front of the store, or without one; all ranks share
             it. 0: none.
+        kv_write_bytes_per_s: of each rank, that are copied out of the pool at most; 0: no bound.
         kv_store_policy: a block goes to the store at once, or when host memory must give it up.
     """
 
@@ -254,6 +255,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_store_when_found: int = 0
     kv_store_patience_s: float = 2.0
     kv_host_bytes: int = 0
+    kv_write_bytes_per_s: int = 1 << 30
     kv_store_policy: StorePolicy = "write-through"
 
     def __post_init__(self) -> None:
@@ -271,6 +273,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
                 code="out_of_range",
             )
         _at_least("kv_host_bytes", self.kv_host_bytes, 0)
+        _at_least("kv_write_bytes_per_s", self.kv_write_bytes_per_s, 0)
         if (self.kv_store is not None or self.kv_host_bytes) and not self.enable_prefix_caching:
             raise UsageError(
                 "a store or host memory for KV blocks is given, but the prefix cache is off.",

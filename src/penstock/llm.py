@@ -105,6 +105,7 @@ class LLM:
         kv_store_when_found: a block is stored when it was found so often; 0: when it is computed.
         kv_store_patience_s: how long a request may wait for its blocks.
         kv_host_bytes: of host memory for KV blocks in front of the store, or without one; for GPUs.
+        kv_write_bytes_per_s: of each rank, that are copied out of the pool at most; 0: no bound.
         kv_store_policy: a block goes to the store at once, or when host memory is full.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
@@ -155,6 +156,7 @@ class LLM:
         kv_store_when_found: int = 0,
         kv_store_patience_s: float = 2.0,
         kv_host_bytes: int = 0,
+        kv_write_bytes_per_s: int = 1 << 30,
         kv_store_policy: StorePolicy = "write-through",
         partition: str = "even",
         partition_mix: str = "512:128",

@@ -261,6 +261,7 @@ def _store_config(
         description=encoded(description),
         host_bytes=cache.kv_host_bytes // num_ranks,
         writes_back=cache.kv_store_policy == "write-back",
+        write_bytes_per_s=cache.kv_write_bytes_per_s,
     )
 
 

@@ -48,6 +48,7 @@ _SUMS = (
     "cached_blocks",
     "inflight",
     "store_switched_off",
+    "host_bytes_used",
 )
 _WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches")
 

@@ -43,6 +43,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     store_verify_failures: int = 0
     store_call_failures: int = 0
     host_bytes_read: int = 0  # of ranks' host tiers
+    host_bytes_used: int = 0  # now
     store_switched_off: int = 0  # processes that leave the store alone now
     micro_batches: int = 0  # that the decoding requests were split into for the last plan
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one

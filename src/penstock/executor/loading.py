@@ -188,6 +188,7 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
         first_layer=config.start_layer,
         first_head=heads.keys.start if loaded.spec.latent is None else 0,
         namespace=config.store.namespace,
+        write_bytes_per_s=config.store.write_bytes_per_s,
     )
 
 

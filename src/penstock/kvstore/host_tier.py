@@ -76,7 +76,8 @@ class HostTier(GuardedStore):
         return self._num_bytes
 
     def use(self) -> StoreUse:
-        return msgspec.structs.replace(super().use(), host_bytes_read=self._num_bytes_hit)
+        own = {"host_bytes_read": self._num_bytes_hit, "host_bytes_used": self._num_bytes}
+        return msgspec.structs.replace(super().use(), **own)
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._memory_lock:

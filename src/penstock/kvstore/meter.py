@@ -26,9 +26,10 @@ class StoreMeter:
             verify_failures=now.verify_failures - told.verify_failures,
             call_failures=now.call_failures - told.call_failures,
             host_bytes_read=now.host_bytes_read - told.host_bytes_read,
+            host_bytes_used=now.host_bytes_used - told.host_bytes_used,
             switched_off=now.switched_off - told.switched_off,
         )
 
     def forget_state(self) -> None:
-        """Whoever sums up has forgotten who is switched off, and is told again."""
-        self._told = msgspec.structs.replace(self._told, switched_off=0)
+        """Whoever sums up has forgotten who is switched off and how much is in memory, and is told again."""
+        self._told = msgspec.structs.replace(self._told, switched_off=0, host_bytes_used=0)

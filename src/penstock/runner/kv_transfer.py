@@ -12,6 +12,7 @@ the block is the core's again, and is not touched any more, whatever the store s
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -49,12 +50,48 @@ class _Open:
     num_layers: int = 0
 
 
+class _Waiting:
+    """Orders that have not been begun: what is to be loaded first, the rest at a pace."""
+
+    def __init__(self, write_bytes_per_s: int) -> None:
+        self._write_bytes_per_s = write_bytes_per_s
+        self._loads: deque[list[TierOrder]] = deque()
+        self._saves: deque[list[TierOrder]] = deque()
+        self._save_at = -math.inf  # the next one, at the earliest
+
+    def add(self, orders: Sequence[TierOrder]) -> None:
+        if loads := [order for order in orders if order.is_load]:
+            self._loads.append(loads)
+        self._saves.extend(_parts([order for order in orders if not order.is_load], SAVE_AT_ONCE))
+
+    def due_in(self, now: float) -> float:
+        """Seconds until something may begin; infinite if there is nothing."""
+        if self._loads:
+            return 0.0
+        return max(0.0, self._save_at - now) if self._saves else math.inf
+
+    def take(self) -> list[TierOrder]:
+        """Of one kind."""
+        return (self._loads or self._saves).popleft()
+
+    def saved(self, num_bytes: int, now: float) -> None:
+        """So much was taken out of the cache."""
+        if self._write_bytes_per_s:
+            self._save_at = now + num_bytes / self._write_bytes_per_s
+
+    def clear(self) -> None:
+        self._loads.clear()
+        self._saves.clear()
+
+
 class KVTransfer:
     """Args:
     store: where to; closed with this.
     codec, kv: of the rank's own layers, the first of which is `first_layer` of the model.
     first_head: of the model's key-value heads, the first that this rank has.
     namespace: of all its records.
+    write_bytes_per_s: that are taken out of the cache at most, so that steps keep their share of the memory's
+        bandwidth; 0: as fast as it goes. Nothing holds up what is to be loaded.
     """
 
     def __init__(
@@ -66,6 +103,7 @@ class KVTransfer:
         first_layer: int,
         first_head: int,
         namespace: bytes,
+        write_bytes_per_s: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -75,8 +113,7 @@ class KVTransfer:
         self._clock = clock
         self._lock = threading.Condition()  # of what follows, and of blocks that are being copied
         self._open: dict[int, _Open] = {}  # by the order's number
-        self._loads: deque[list[TierOrder]] = deque()
-        self._saves: deque[list[TierOrder]] = deque()
+        self._waiting = _Waiting(write_bytes_per_s)
         self._is_closed = False
         self._answers: deque[Outcome] = deque()
         self._thread = threading.Thread(target=self._run, name="kv transfer", daemon=True)
@@ -89,14 +126,10 @@ class KVTransfer:
 
     def submit(self, orders: list[TierOrder]) -> None:
         """Loads go before all that is to be stored: somebody waits for them."""
-        loads = [order for order in orders if order.is_load]
-        saves = [order for order in orders if not order.is_load]
         with self._lock:
             deadline = self._clock() + DEADLINE_S
             self._open.update({order.order: _Open(order, deadline) for order in orders})
-            if loads:
-                self._loads.append(loads)
-            self._saves.extend(_parts(saves, SAVE_AT_ONCE))
+            self._waiting.add(orders)
             self._lock.notify_all()
 
     def collect(self) -> OrdersDone | None:
@@ -139,7 +172,7 @@ class KVTransfer:
     def reset(self) -> None:
         """Nobody waits for the answers any more. When it returns no block is being copied, nor will be."""
         with self._lock:
-            for waiting in (self._open, self._answers, self._loads, self._saves):
+            for waiting in (self._open, self._answers, self._waiting):
                 waiting.clear()
             self._meter.forget_state()
             self._lock.notify_all()
@@ -162,9 +195,12 @@ class KVTransfer:
     def _next(self) -> list[TierOrder] | None:
         """Orders of one kind; None: it is to end."""
         with self._lock:
-            self._lock.wait_for(lambda: self._loads or self._saves or self._is_closed)
-            queue = self._loads or self._saves
-            return queue.popleft() if queue else None
+            while not self._is_closed:
+                pause_s = self._waiting.due_in(self._clock())
+                if pause_s <= 0:
+                    return self._waiting.take()
+                self._lock.wait(None if math.isinf(pause_s) else pause_s)
+            return None
 
     def _load(self, orders: Sequence[TierOrder]) -> None:
         """Layer by layer, so that a step can run the first ones while the others come."""
@@ -189,7 +225,8 @@ class KVTransfer:
             for order, records in found.items()
         }
         good = [order for order, records in whole.items() if len(records) == self._codec.num_records]
-        self._answer([order.order for order in found.keys() - set(good)], False)
+        bad = [order for order, records in whole.items() if len(records) < self._codec.num_records]
+        self._answer([order.order for order in bad], False)
         self._codec.import_blocks(
             [(kv, order.block) for order in good], [record for order in good for record in whole[order]]
         )
@@ -206,6 +243,7 @@ class KVTransfer:
                     exported = self._codec.export_blocks(places)
                     records |= zip(self._all_keys(order), exported, strict=True)
                     taken.append(order)
+        self._waiting.saved(len(records) * self._codec.record_bytes, self._clock())
         is_stored = bool(records) and self._store.put(records)
         with self._lock:
             self._answer([order.order for order in self._still_open(taken)], is_stored)

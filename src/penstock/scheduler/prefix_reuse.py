@@ -207,7 +207,8 @@ class PrefixReuse:
         self._unproven = None
         if self._tier is not None:
             self._tier.lose_all()
-        self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0)  # who lives tells it again
+        # Who lives tells it again.
+        self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0, host_bytes_used=0)
         self._allocator.forget_all()
         if self._ledger is not None:
             self._ledger.forget_all()
@@ -237,6 +238,7 @@ class PrefixReuse:
             "store_verify_failures": use.verify_failures,
             "store_call_failures": use.call_failures,
             "host_bytes_read": use.host_bytes_read,
+            "host_bytes_used": use.host_bytes_used,
             "store_switched_off": use.switched_off,
         }
 

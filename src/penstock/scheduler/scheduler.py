@@ -66,6 +66,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     store_verify_failures: int
     store_call_failures: int
     host_bytes_read: int
+    host_bytes_used: int
     store_switched_off: int
 
 

@@ -200,6 +200,10 @@ class EngineSettings:
         int,
         flag("host memory for KV blocks beyond the pool; for GPUs", "--kv-host-bytes", group="kv"),
     ] = 0
+    kv_write_rate: Annotated[
+        int,
+        flag("that a rank copies out of the pool at most; 0: no bound", "--kv-write-rate", group="kv"),
+    ] = 1 << 30
     kv_store_policy: Annotated[
         StorePolicy,
         flag(
@@ -269,6 +273,7 @@ class EngineSettings:
                 kv_store_when_found=self.kv_store_when_found,
                 kv_store_patience_s=self.kv_store_patience,
                 kv_host_bytes=self.kv_host_bytes,
+                kv_write_bytes_per_s=self.kv_write_rate,
                 kv_store_policy=self.kv_store_policy,
             ),
             scheduler=SchedulerConfig(

@@ -74,7 +74,11 @@ class BrokenStore(MemoryStore):
 
 @contextmanager
 def transfer(
-    store: MemoryStore, kv: list[LayerKV], first_layer: int = 0, clock: Callable[[], float] = time.monotonic
+    store: MemoryStore,
+    kv: list[LayerKV],
+    first_layer: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+    write_bytes_per_s: int = 0,
 ) -> Iterator[KVTransfer]:
     made = KVTransfer(
         GuardedStore(store),
@@ -83,6 +87,7 @@ def transfer(
         first_layer=first_layer,
         first_head=0,
         namespace=SPACE,
+        write_bytes_per_s=write_bytes_per_s,
         clock=clock,
     )
     with closing(made):
@@ -327,6 +332,25 @@ def test_h4_whoever_waits_for_a_layer_of_an_epoch_that_is_over_goes_on() -> None
         assert not thread.is_alive()
         for event in store.may_give:
             event.set()
+
+
+def test_h2_what_is_to_be_stored_leaves_steps_their_bandwidth_and_holds_up_no_load() -> None:
+    store, kv, clock = MemoryStore(), layers(seed=1), FakeClock()
+    batch_bytes = SAVE_AT_ONCE * LAYERS * HEADS * codec().record_bytes
+    with transfer(store, kv, clock=clock, write_bytes_per_s=batch_bytes) as one:
+        one.submit(stores(*range(SAVE_AT_ONCE), 8, 9))
+        found: list[int] = []
+        while len(found) < SAVE_AT_ONCE:
+            told = one.collect()
+            found += told.done if told is not None else []
+        one.submit([TierOrder(50, True, 11, NAMES[0])])
+        while 50 not in found:
+            told = one.collect()
+            found += told.done if told is not None else []
+        assert sorted(found) == [*range(SAVE_AT_ONCE), 50], "the rest is not due"
+        clock.advance(1.0)
+        one.submit([TierOrder(51, True, 11, NAMES[0])])  # whoever waits looks at the clock again
+        assert set(answers(one)) == {8, 9, 51}
 
 
 def test_h2_loads_go_before_what_is_to_be_stored() -> None:

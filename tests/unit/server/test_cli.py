@@ -111,6 +111,7 @@ def test_help_of_a_part_shows_that_part_only() -> None:
         "--kv-store-when-found",
         "--kv-store-patience",
         "--kv-host-bytes",
+        "--kv-write-rate",
         "--kv-store-policy",
         "--eviction-policy",
     ]
