@@ -86,6 +86,7 @@ class ArithmeticModel:
         positions: Tensor,
         kv: Sequence[LayerKV],
         metadata: AttentionMetadata,
+        before_layer: object = None,
     ) -> IntermediateTensors:
         hidden = tensors["hidden_states"].clone()
         keys = kv[0].key

@@ -6,8 +6,8 @@ import json
 import shutil
 import signal
 import urllib.request
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,25 +74,31 @@ def test_h17_another_model_finds_nothing(model: Path, tmp_path: Path) -> None:
         assert run(llm)[1] == 0
 
 
+@contextmanager
+def records_of(directory: Path) -> Iterator[tuple[Any, list[tuple[bytes, bytes]]]]:
+    """A transaction over the records of a store, and those of blocks."""
+    with lmdb.open(str(directory), max_dbs=3) as environment:
+        records = environment.open_db(b"records")
+        with environment.begin(db=records, write=True) as transaction:
+            yield transaction, [(key, value) for key, value in transaction.cursor() if len(value) > 200]
+
+
 @pytest.mark.parametrize("harm", ["flip", "cut", "swap", "delete"])
 def test_r9_bad_records_cost_time_and_no_token(
     model: Path, cold: list[list[int]], tmp_path: Path, harm: str
 ) -> None:
     with small_engine(model, tmp_path) as llm:
         fill(llm)
-    with lmdb.open(str(tmp_path), max_dbs=3) as environment:
-        records = environment.open_db(b"records")
-        with environment.begin(db=records, write=True) as transaction:
-            stored = [(key, value) for key, value in transaction.cursor() if len(value) > 200]
-            for number, (key, value) in enumerate(stored[::7]):
-                if harm == "flip":
-                    transaction.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
-                elif harm == "cut":
-                    transaction.put(key, value[: len(value) // 2])
-                elif harm == "swap":
-                    transaction.put(key, stored[number * 7 - 1][1])
-                else:
-                    transaction.delete(key)
+    with records_of(tmp_path) as (transaction, stored):
+        for number, (key, value) in enumerate(stored[::7]):
+            if harm == "flip":
+                transaction.put(key, value[:-9] + bytes([value[-9] ^ 1]) + value[-8:])
+            elif harm == "cut":
+                transaction.put(key, value[: len(value) // 2])
+            elif harm == "swap":
+                transaction.put(key, stored[number * 7 - 1][1])
+            else:
+                transaction.delete(key)
     with small_engine(model, tmp_path, pipeline_parallel_size=2) as llm:
         tokens, num_found = run(llm)
         assert tokens == cold
@@ -108,14 +114,12 @@ def test_h18_a_rank_without_its_part_runs_what_the_others_run(
     """Both ranks of a stage take part in every sum, though one of them alone has to compute nothing anew."""
     with small_engine(model, tmp_path) as llm:
         fill(llm)
-    with lmdb.open(str(tmp_path), max_dbs=3) as environment:
-        records = environment.open_db(b"records")
-        with environment.begin(db=records, write=True) as transaction:
-            stored = [key for key, value in transaction.cursor() if len(value) > 200]
-            assert {key[-2:] for key in stored} == {b"\0\0", b"\0\1"}, "two heads, of which each rank has one"
-            for key in stored:
-                if key[-2:] == b"\0\1":
-                    transaction.delete(key)
+    with records_of(tmp_path) as (transaction, stored):
+        heads = {key[-2:] for key, _ in stored}
+        assert heads == {b"\0\0", b"\0\1"}, "two heads, of which each rank has one"
+        for key, _ in stored:
+            if key[-2:] == b"\0\1":
+                transaction.delete(key)
     with small_engine(model, tmp_path, tensor_parallel_size=2) as llm:
         tokens, num_found = run(llm)
         assert tokens == cold

@@ -1,10 +1,14 @@
-"""What a store tells of a record without getting it. Plain data."""
+"""What a store tells of a record without getting it, and going through many things some at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 SCAN_KEYS = 256  # that a scan gives at a time
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,3 +19,21 @@ class Found:
 
     key: bytes
     num_bytes: int
+
+
+def in_pages(page: Callable[[bytes], list[Found]]) -> Iterator[list[Found]]:
+    """All pages, in order of keys. Nothing is held open between two of them.
+
+    Args:
+        page: gives the next records behind this key; none at the end.
+    """
+    after = b""
+    while found := page(after):
+        yield found
+        after = found[-1].key
+
+
+def some_at_a_time(items: Sequence[_T], count: int) -> Iterator[Sequence[_T]]:
+    """`count` after `count` of them; fewer at the end."""
+    for first in range(0, len(items), count):
+        yield items[first : first + count]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -92,7 +92,7 @@ class HostTier(GuardedStore):
 
     def used(self, keys: Sequence[bytes]) -> None:
         with self._memory_lock:
-            self._touch(list(reversed(keys)))
+            self._touch(reversed(keys))
         super().used(keys)
 
     def put(self, records: Mapping[bytes, bytes]) -> bool:
@@ -118,7 +118,7 @@ class HostTier(GuardedStore):
     def _write(self, payloads: Mapping[bytes, bytes]) -> bool:
         return super().put(payloads) if payloads else True
 
-    def _touch(self, keys: Iterator[bytes] | Sequence[bytes] | Mapping[bytes, bytes]) -> None:
+    def _touch(self, keys: Iterable[bytes]) -> None:
         for key in keys:
             if key in self._payloads:
                 self._payloads.move_to_end(key)

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from penstock.errors import StoreError, UsageError
 from penstock.kvstore.description import Description, decoded, description_key
-from penstock.kvstore.found import Found
+from penstock.kvstore.found import Found, some_at_a_time
 from penstock.kvstore.lmdb_reader import LmdbReader
 from penstock.kvstore.lmdb_store import MIN_QUOTA_BYTES, LmdbStore
 from penstock.kvstore.lmdb_tables import DATA_FILE
@@ -131,8 +131,7 @@ def verify_sample(store: ReadableStore) -> Verified:
 
 
 def _verify(store: ReadableStore, keys: Sequence[bytes], verified: Verified) -> None:
-    for first in range(0, len(keys), GET_KEYS):
-        some = keys[first : first + GET_KEYS]
+    for some in some_at_a_time(keys, GET_KEYS):
         for key, record in zip(some, store.get(some), strict=True):
             if record is not None:  # else it has gone meanwhile
                 verified.num_looked_at += 1

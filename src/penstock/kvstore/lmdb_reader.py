@@ -16,7 +16,7 @@ import lmdb
 
 from penstock.errors import StoreError
 from penstock.kvstore.failures import reported
-from penstock.kvstore.found import SCAN_KEYS, Found
+from penstock.kvstore.found import SCAN_KEYS, Found, in_pages
 from penstock.kvstore.lmdb_tables import DATA_FILE, page_of
 
 _ADDRESSES = 1 << 40
@@ -76,17 +76,15 @@ class LmdbReader:
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
         """As `KVStore`; in order of keys. Nothing is held open between two of its steps."""
-        after = b""
-        while True:
+
+        def page(after: bytes) -> list[Found]:
             with (
                 reported(str(self._directory), _REMEDY, (lmdb.Error, OSError)),
                 self._environment.begin(buffers=True) as transaction,
             ):
-                found = page_of(transaction, self._records, prefix, after, SCAN_KEYS)
-            if not found:
-                return
-            yield found
-            after = found[-1].key
+                return page_of(transaction, self._records, prefix, after, SCAN_KEYS)
+
+        return in_pages(page)
 
     def close(self) -> None:
         self._environment.close()

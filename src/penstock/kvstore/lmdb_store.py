@@ -29,7 +29,7 @@ import lmdb
 
 from penstock.errors import StoreError, UsageError
 from penstock.kvstore.failures import reported
-from penstock.kvstore.found import SCAN_KEYS, Found
+from penstock.kvstore.found import SCAN_KEYS, Found, in_pages
 from penstock.kvstore.lmdb_tables import LmdbTables
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
@@ -102,14 +102,12 @@ class LmdbStore:
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
         """As `KVStore`; in order of keys. Nothing is held open between two of its steps."""
-        after = b""
-        while True:
+
+        def page(after: bytes) -> list[Found]:
             with self._opened() as tables:
-                found = tables.page(prefix, after, SCAN_KEYS)
-            if not found:
-                return
-            yield found
-            after = found[-1].key
+                return tables.page(prefix, after, SCAN_KEYS)
+
+        return in_pages(page)
 
     def close(self) -> None:
         with self._lock:

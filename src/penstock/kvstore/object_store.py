@@ -24,7 +24,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from penstock.kvstore.failures import reported
-from penstock.kvstore.found import SCAN_KEYS, Found
+from penstock.kvstore.found import SCAN_KEYS, Found, some_at_a_time
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES, NAMESPACE_BYTES
 
 _SECONDS = 5  # for one request, and for all tries of it
@@ -103,8 +103,8 @@ class ObjectStore:
                 return
             named = [(key_of(entry["path"]), entry["size"]) for entry in page]
             found = [Found(key, size) for key, size in named if key is not None]
-            for first in range(0, len(found), SCAN_KEYS):  # some kinds give all at once
-                yield found[first : first + SCAN_KEYS]
+            for some in some_at_a_time(found, SCAN_KEYS):  # some kinds give all at once
+                yield list(some)
 
     def close(self) -> None:
         self._threads.shutdown(cancel_futures=True)

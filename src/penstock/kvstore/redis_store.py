@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 import redis
@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from penstock.kvstore.failures import reported
-from penstock.kvstore.found import SCAN_KEYS, Found
+from penstock.kvstore.found import SCAN_KEYS, Found, some_at_a_time
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
 _SECONDS = 5.0  # for each answer
@@ -25,8 +25,6 @@ _PREFIX = b"penstock:"
 _MAX_KEYS = 64  # of one command
 _REMEDY = "Check that the server is up, its address and password, and how much memory it may use."
 _ERRORS = (redis.RedisError, OSError, ValueError)
-
-_T = TypeVar("_T")
 
 
 def open_redis(url: str) -> RedisStore:
@@ -62,7 +60,7 @@ class RedisStore:
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         records: list[bytes | None] = []
         with reported(self._place, _REMEDY, _ERRORS):
-            for some in _parts(keys):
+            for some in some_at_a_time(keys, _MAX_KEYS):
                 records += self._client.mget([_PREFIX + key for key in some])
         return records
 
@@ -72,7 +70,7 @@ class RedisStore:
     def put(self, records: Mapping[bytes, bytes]) -> None:
         """The first key last, so that a server that gives up what was used longest ago keeps it longest."""
         with reported(self._place, _REMEDY, _ERRORS):
-            for some in _parts(list(reversed(list(records)))):
+            for some in some_at_a_time(list(reversed(list(records))), _MAX_KEYS):
                 pipeline = self._client.pipeline(transaction=False)
                 for key in some:
                     pipeline.set(_PREFIX + key, records[key])
@@ -80,7 +78,7 @@ class RedisStore:
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with reported(self._place, _REMEDY, _ERRORS):
-            for some in _parts(keys):
+            for some in some_at_a_time(keys, _MAX_KEYS):
                 self._client.delete(*(_PREFIX + key for key in some))
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
@@ -98,7 +96,8 @@ class RedisStore:
         """Of the records, which are not got for it; keys that no record has are passed over."""
         keys = [name[len(_PREFIX) :] for name in names]
         found: list[Found] = []
-        for some in _parts([key for key in keys if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES]):
+        possible = [key for key in keys if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES]
+        for some in some_at_a_time(possible, _MAX_KEYS):
             pipeline = self._client.pipeline(transaction=False)
             for key in some:
                 pipeline.strlen(_PREFIX + key)
@@ -110,8 +109,3 @@ class RedisStore:
     def close(self) -> None:
         with reported(self._place, _REMEDY, _ERRORS):
             self._client.close()
-
-
-def _parts(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(items), _MAX_KEYS):
-        yield items[start : start + _MAX_KEYS]

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from penstock.attention.block_codec import BlockCodec
 from penstock.attention.metadata import AnyKV
 from penstock.batch import OrdersDone, Outcome, TierOrder
+from penstock.kvstore.found import some_at_a_time
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.meter import StoreMeter
 from penstock.kvstore.names import record_key
@@ -55,14 +56,14 @@ class _Waiting:
 
     def __init__(self, write_bytes_per_s: int) -> None:
         self._write_bytes_per_s = write_bytes_per_s
-        self._loads: deque[list[TierOrder]] = deque()
-        self._saves: deque[list[TierOrder]] = deque()
+        self._loads: deque[Sequence[TierOrder]] = deque()
+        self._saves: deque[Sequence[TierOrder]] = deque()
         self._save_at = -math.inf  # the next one, at the earliest
 
     def add(self, orders: Sequence[TierOrder]) -> None:
         if loads := [order for order in orders if order.is_load]:
             self._loads.append(loads)
-        self._saves.extend(_parts([order for order in orders if not order.is_load], SAVE_AT_ONCE))
+        self._saves.extend(some_at_a_time([order for order in orders if not order.is_load], SAVE_AT_ONCE))
 
     def due_in(self, now: float) -> float:
         """Seconds until something may begin; infinite if there is nothing."""
@@ -70,7 +71,7 @@ class _Waiting:
             return 0.0
         return max(0.0, self._save_at - now) if self._saves else math.inf
 
-    def take(self) -> list[TierOrder]:
+    def take(self) -> Sequence[TierOrder]:
         """Of one kind."""
         return (self._loads or self._saves).popleft()
 
@@ -192,7 +193,7 @@ class KVTransfer:
         while (orders := self._next()) is not None:
             (self._load if orders[0].is_load else self._save)(orders)
 
-    def _next(self) -> list[TierOrder] | None:
+    def _next(self) -> Sequence[TierOrder] | None:
         """Orders of one kind; None: it is to end."""
         with self._lock:
             while not self._is_closed:
@@ -205,7 +206,7 @@ class KVTransfer:
     def _load(self, orders: Sequence[TierOrder]) -> None:
         """Layer by layer, so that a step can run the first ones while the others come."""
         for layer in range(len(self._kv)):
-            for some in _parts(self._still_open(orders), LOAD_AT_ONCE):
+            for some in some_at_a_time(self._still_open(orders), LOAD_AT_ONCE):
                 records = iter(self._store.get([key for order in some for key in self._keys(order, layer)]))
                 found = {order: list(itertools.islice(records, self._codec.num_records)) for order in some}
                 with self._lock:
@@ -238,7 +239,7 @@ class KVTransfer:
         records: dict[bytes, bytes] = {}
         for order in orders:
             with self._lock:
-                if self._still_open([order]):
+                if self._is_open(order):
                     places = [(kv, order.block) for kv in self._kv]
                     exported = self._codec.export_blocks(places)
                     records |= zip(self._all_keys(order), exported, strict=True)
@@ -249,9 +250,12 @@ class KVTransfer:
             self._answer([order.order for order in self._still_open(taken)], is_stored)
 
     def _still_open(self, orders: Sequence[TierOrder]) -> list[TierOrder]:
+        return [order for order in orders if self._is_open(order)]
+
+    def _is_open(self, order: TierOrder) -> bool:
         """Numbers begin again with another core; what an earlier one has ordered is nobody's."""
-        open_now = {id(found.order) for found in self._open.values()}
-        return [order for order in orders if id(order) in open_now]
+        found = self._open.get(order.order)
+        return found is not None and found.order is order
 
     def _answer(self, orders: Sequence[int], is_done: bool | None) -> None:
         for order in orders:
@@ -269,8 +273,3 @@ class KVTransfer:
 
     def _all_keys(self, order: TierOrder) -> list[bytes]:
         return [key for layer in range(len(self._kv)) for key in self._keys(order, layer)]
-
-
-def _parts(orders: Sequence[TierOrder], count: int) -> Iterator[list[TierOrder]]:
-    for first in range(0, len(orders), count):
-        yield list(orders[first : first + count])

@@ -66,8 +66,6 @@ class ModelRunner:
         self, tensors: IntermediateTensors, batch: ForwardBatch, before_layer: BeforeLayer | None = None
     ) -> IntermediateTensors:
         """Run the own layers over the step's tokens and store their keys and values."""
-        if before_layer is None:
-            return self._model.forward(tensors, batch.positions, self._kv, batch.metadata)
         return self._model.forward(tensors, batch.positions, self._kv, batch.metadata, before_layer)
 
     def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:

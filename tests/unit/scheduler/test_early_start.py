@@ -35,6 +35,23 @@ def with_quick_store(**settings: Any) -> tuple[CoreRig, FakeCatalogue, list[int]
     return other, catalogue, tokens_of(one, "long")
 
 
+def with_stored(prompts: list[list[int]]) -> tuple[CoreRig, FakeCatalogue]:
+    """An engine that was asked for `cold0`, `cold1`, ..., and has stored them."""
+    one, catalogue = rig()
+    for number, prompt in enumerate(prompts):
+        run(one, f"cold{number}", prompt)
+    settle_store(one)
+    return one, catalogue
+
+
+def lose_and_rejoin(one: CoreRig) -> None:
+    """Ranks that know nothing come to the same store, and answer when they are told to."""
+    one.core.lose_epoch(LOST)
+    stored = one.executor.stored
+    one.rejoin()
+    one.executor.stored, one.executor.answers_at_once = stored, False
+
+
 def begin(one: CoreRig, name: str = "early", prompt: list[int] = LONG) -> None:
     """As far as it gets while no rank answers."""
     one.add(name, prompt, max_tokens=4, ignore_eos=True)
@@ -166,10 +183,7 @@ def test_h4_tokens_do_not_depend_on_when_blocks_come(seed: int) -> None:
     """One request after the other, most of whose beginnings are in the store; some have gone there."""
     chance = random.Random(seed)
     prompts = [[chance.randrange(VOCAB_SIZE) for _ in range(chance.randint(2, 40))] for _ in range(6)]
-    one, catalogue = rig()
-    for number, prompt in enumerate(prompts):
-        run(one, f"cold{number}", prompt)
-    settle_store(one)
+    one, catalogue = with_stored(prompts)
     other = again(
         one,
         catalogue,
@@ -190,10 +204,7 @@ def test_h4_tokens_do_not_depend_on_when_blocks_come(seed: int) -> None:
             other.step(timeout_s=chance.choice([0.0, 1.0]))
             if may_be_lost and chance.random() < 0.02:
                 may_be_lost = False  # at the second loss it would be given up
-                other.core.lose_epoch(LOST)
-                stored = other.executor.stored
-                other.rejoin()
-                other.executor.stored, other.executor.answers_at_once = stored, False
+                lose_and_rejoin(other)
         assert tokens_of(other, name) == tokens_of(one, f"cold{number}")
 
 
@@ -208,10 +219,7 @@ def with_all_at_once(seed: int) -> tuple[CoreRig, set[str]]:
         ]
         for _ in range(5)
     ]
-    before, catalogue = rig()
-    for number, prompt in enumerate(prompts):
-        run(before, f"cold{number}", prompt)
-    settle_store(before)
+    before, catalogue = with_stored(prompts)
     one = again(
         before,
         catalogue,
@@ -239,10 +247,8 @@ def with_all_at_once(seed: int) -> tuple[CoreRig, set[str]]:
             wanted = chance.choice([FlushCache(), Pause("keep"), Pause("wait"), Resume(), Resume()])
             one.core.operations.accept((b"", turn), wanted, one.core.steps_in_flight[1])
         elif what < 0.17 and may_be_lost:
-            may_be_lost, stored = False, one.executor.stored
-            one.core.lose_epoch(LOST)
-            one.rejoin()
-            one.executor.stored, one.executor.answers_at_once = stored, False
+            may_be_lost = False
+            lose_and_rejoin(one)
         elif what < 0.2 and gone:
             one.executor.stored.pop(gone.pop(), None)
         one.executor.answer(chance.choice([0, 0, 0, 1, 2, 5]))
