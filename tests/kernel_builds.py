@@ -17,6 +17,7 @@ from penstock.kernels.cpu.library import open_library
 # What a CPU must have to run code for a target, in the words of /proc/cpuinfo.
 _NEEDED = {
     "-march=native": (),
+    "-march=native -mno-amx-tile": ("amx_tile",),
     "-march=x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
     "-march=x86-64-v3": ("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"),
     "-march=x86-64": (),

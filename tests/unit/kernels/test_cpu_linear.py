@@ -245,6 +245,20 @@ def test_a_row_does_not_depend_on_its_company_nor_on_threads(
 
 @EACH_TARGET
 @EACH_DTYPE
+def test_a_row_does_not_depend_on_hundreds_of_others(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    """Where rows and inputs are cut into blocks, too: whole ones, and what is left over."""
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    for in_size in (512, 1024, 1063):
+        packed = pack(library, random_rows(70, in_size, dtype=dtype))
+        x = random_rows(600, in_size, dtype=dtype)
+        alone = torch.cat([product(packed, row) for row in x.split(1)])
+        for num_tokens in (33, 63, 65, 255, 256, 257, 511, 512, 513, 600):
+            assert torch.equal(product(packed, x[-num_tokens:]), alone[-num_tokens:])
+
+
+@EACH_TARGET
+@EACH_DTYPE
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_comes_out_so_alone(
     library: ctypes.CDLL, dtype: torch.dtype, bad: float

@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import os
 import re
+import struct
 import sys
 import threading
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import UsageError
-from penstock.kernels.cpu.abi import FLOAT32, LinearArgs, Step
+from penstock.kernels.cpu.abi import BFLOAT16, FLOAT32, LinearArgs, Step
 from penstock.kernels.cpu.compiler import Built, Machine, NotBuilt, build
 
 KERNEL_NAMES = ("linear", "norm", "attention", "head", "experts")
@@ -173,7 +174,7 @@ def _type(words: list[str]) -> Any:
 
 
 def self_test(library: ctypes.CDLL) -> str:
-    """Multiply two rows by a small packed matrix; returns what the library says it was built for.
+    """Multiply two rows by a small packed matrix in each type; returns what the library was built for.
 
     All numbers are small whole ones, so the product is exact. Raises `LibraryError`.
     """
@@ -181,17 +182,21 @@ def self_test(library: ctypes.CDLL) -> str:
     x = [[1.0, 2.0, 3.0, 4.0, 5.0], [-1.0, 0.0, 2.0, 0.0, 7.0]]
     rows = [[float((3 * i + k) % 7 - 3) for k in range(5)] for i in range(_PANEL + 1)]
     expected = [[sum(a * b for a, b in zip(token, row, strict=True)) for row in rows] for token in x]
-    if not isa or _product(library, x, rows) != expected:
+    if not isa or any(_product(library, x, rows, dtype) != expected for dtype in (FLOAT32, BFLOAT16)):
         raise LibraryError("the library fails its self-test: a known product comes out wrong")
     return str(isa.decode())
 
 
-def _product(library: ctypes.CDLL, x: list[list[float]], rows: list[list[float]]) -> list[list[float]]:
+def _product(
+    library: ctypes.CDLL, x: list[list[float]], rows: list[list[float]], dtype: int
+) -> list[list[float]]:
     num_tokens, in_size, out_size = len(x), len(rows[0]), len(rows)
-    padded_size = (out_size + _PANEL - 1) // _PANEL * _PANEL
-    weight = (ctypes.c_float * (padded_size * in_size))()
-    inputs, outputs = _floats(x), (ctypes.c_float * (num_tokens * out_size))()
-    library.penstock_pack(_floats(rows), weight, 0, out_size, in_size, 0, FLOAT32)
+    padded_out = (out_size + _PANEL - 1) // _PANEL * _PANEL
+    padded_in = in_size + in_size % 2
+    number = ctypes.c_float if dtype == FLOAT32 else ctypes.c_uint16
+    weight, outputs = (number * (padded_out * padded_in))(), (number * (num_tokens * out_size))()
+    inputs, packed = _numbers(x, dtype), _numbers(rows, dtype)
+    library.penstock_pack(packed, weight, 0, out_size, in_size, 0, dtype)
     args = LinearArgs(
         x=ctypes.addressof(inputs),
         x_stride=in_size,
@@ -200,13 +205,24 @@ def _product(library: ctypes.CDLL, x: list[list[float]], rows: list[list[float]]
         y_stride=out_size,
         in_size=in_size,
         out_size=out_size,
-        dtype=FLOAT32,
+        dtype=dtype,
     )
     step = Step(num_tokens=num_tokens)
     library.penstock_linear(ctypes.addressof(args), ctypes.addressof(step))
-    return [list(outputs[at : at + out_size]) for at in range(0, num_tokens * out_size, out_size)]
+    found = _floats(bytes(outputs), dtype)
+    return [found[at : at + out_size] for at in range(0, len(found), out_size)]
 
 
-def _floats(rows: list[list[float]]) -> ctypes.Array[ctypes.c_float]:
+def _numbers(rows: list[list[float]], dtype: int) -> ctypes.Array[ctypes.c_char]:
+    """Row after row; bfloat16 is the upper half of a float, which is all of it for small whole numbers."""
     flat = [value for row in rows for value in row]
-    return (ctypes.c_float * len(flat))(*flat)
+    content = struct.pack(f"<{len(flat)}f", *flat)
+    if dtype == BFLOAT16:
+        content = b"".join(content[at + 2 : at + 4] for at in range(0, len(content), 4))
+    return ctypes.create_string_buffer(content, len(content))
+
+
+def _floats(content: bytes, dtype: int) -> list[float]:
+    if dtype == BFLOAT16:
+        content = b"".join(b"\0\0" + content[at : at + 2] for at in range(0, len(content), 2))
+    return list(struct.unpack(f"<{len(content) // 4}f", content))

@@ -21,11 +21,12 @@ template <class T>
 struct DenseForm {
     using Value = T;
     using Product = LinearArgs;
+    using Panels = DensePanels<T>;
     static constexpr bool kRounds = false;
 
     static int64_t row_bytes(const Product& product) { return odd_lines(product.in_size * sizeof(T)); }
 
-    static DensePanels<T> panels(const Product& product, uint8_t* rows, int64_t row_bytes) {
+    static Panels panels(const Product& product, uint8_t* rows, int64_t row_bytes) {
         return {(const T*)rows, row_bytes / (int64_t)sizeof(T), (const T*)product.weight, product.in_size};
     }
 
@@ -37,6 +38,7 @@ template <class T, int bits>
 struct QuantizedForm {
     using Value = T;
     using Product = QuantizedLinearArgs;
+    using Panels = QuantizedPanels<bits>;
     static constexpr bool kRounds = true;
 
     static RoundedRows rounded(const Product& product, uint8_t* rows) {
@@ -45,7 +47,7 @@ struct QuantizedForm {
 
     static int64_t row_bytes(const Product& product) { return rounded(product, nullptr).stride(); }
 
-    static QuantizedPanels<bits> panels(const Product& product, uint8_t* rows, int64_t) {
+    static Panels panels(const Product& product, uint8_t* rows, int64_t) {
         return {rounded(product, rows), QuantizedWeight(product)};
     }
 
@@ -228,45 +230,53 @@ struct Block {
 
     void for_inner() {
 #pragma omp parallel
-        for (int64_t g = 0; g < num_groups; g++) {
-            const Group& group = groups[g];
-            const Product& product = gate_up[group.entry];
-            auto panels = Form::panels(product, group.x.at, group.x.bytes);
-            int64_t width = product.out_size / 2, num = divide_up(width, kLanes), at_once = panels_at_once(num);
+        {
+            typename Form::Panels::Shapes shapes;
+            for (int64_t g = 0; g < num_groups; g++) {
+                const Group& group = groups[g];
+                const Product& product = gate_up[group.entry];
+                auto panels = Form::panels(product, group.x.at, group.x.bytes);
+                int64_t width = product.out_size / 2, num = divide_up(width, kLanes), at_once = panels_at_once(num);
 #pragma omp for schedule(dynamic, at_once) nowait
-            for (int64_t panel = 0; panel < num; panel++)
-                for_tiles(panels, group.count, panel, [&](int64_t first, int rows, const float* tile) {
-                    int64_t column = panel * kLanes, count = width - column < kLanes ? width - column : kLanes;
-                    for (int r = 0; r < rows; r++) {
-                        T* to = (T*)group.inner.row(first + r) + column;
-                        f32x16 gated = silu(load(tile + r * kPanel)) * load(tile + r * kPanel + kLanes);
-                        count == kLanes ? store(to, gated) : store_some(to, gated, count);
-                    }
-                });
+                for (int64_t panel = 0; panel < num; panel++)
+                    for_tiles(panels, shapes, group.count, panel, [&](int64_t first, int rows, const float* tile) {
+                        int64_t column = panel * kLanes, count = width - column < kLanes ? width - column : kLanes;
+                        for (int r = 0; r < rows; r++) {
+                            T* to = (T*)group.inner.row(first + r) + column;
+                            f32x16 gated = silu(load(tile + r * kPanel)) * load(tile + r * kPanel + kLanes);
+                            count == kLanes ? store(to, gated) : store_some(to, gated, count);
+                        }
+                    });
+            }
         }
     }
 
     void for_output(T* y) {
         int64_t num = num_panels(args.hidden_size), at_once = panels_at_once(num);
-#pragma omp parallel for schedule(dynamic, at_once)
-        for (int64_t panel = 0; panel < num; panel++) {
-            alignas(64) float sums[kTokensAtOnce * kPanel];
-            memset(sums, 0, num_tokens * kPanel * sizeof(float));
-            for (int64_t g = 0; g < num_groups; g++) {
-                const Group& group = groups[g];
-                auto panels = Form::panels(down[group.entry], group.inner_taken.at, group.inner_taken.bytes);
-                for_tiles(panels, group.count, panel, [&](int64_t first, int rows, const float* tile) {
-                    for (int r = 0; r < rows; r++) {
-                        int64_t slot = group.first_slot + first + r;
-                        f32x16 weight = splat(weights[slot]);
-                        float* low = sums + tokens[slot] * kPanel;
-                        store(low, fma(load(tile + r * kPanel), weight, load(low)));
-                        store(low + kLanes, fma(load(tile + r * kPanel + kLanes), weight, load(low + kLanes)));
-                    }
-                });
+#pragma omp parallel
+        {
+            typename Form::Panels::Shapes shapes;
+#pragma omp for schedule(dynamic, at_once)
+            for (int64_t panel = 0; panel < num; panel++) {
+                alignas(64) float sums[kTokensAtOnce * kPanel];
+                memset(sums, 0, num_tokens * kPanel * sizeof(float));
+                for (int64_t g = 0; g < num_groups; g++) add_outputs(groups[g], panel, shapes, sums);
+                write(sums, panel, y);
             }
-            write(sums, panel, y);
         }
+    }
+
+    void add_outputs(const Group& group, int64_t panel, typename Form::Panels::Shapes& shapes, float* sums) const {
+        auto panels = Form::panels(down[group.entry], group.inner_taken.at, group.inner_taken.bytes);
+        for_tiles(panels, shapes, group.count, panel, [&](int64_t first, int rows, const float* tile) {
+            for (int r = 0; r < rows; r++) {
+                int64_t slot = group.first_slot + first + r;
+                f32x16 weight = splat(weights[slot]);
+                float* low = sums + tokens[slot] * kPanel;
+                store(low, fma(load(tile + r * kPanel), weight, load(low)));
+                store(low + kLanes, fma(load(tile + r * kPanel + kLanes), weight, load(low + kLanes)));
+            }
+        });
     }
 
     void write(const float* sums, int64_t panel, T* y) const {
@@ -281,12 +291,13 @@ struct Block {
 
     // The rows of a group times one panel, in even tiles.
     template <class Panels, class Use>
-    static void for_tiles(const Panels& panels, int64_t num_rows, int64_t panel, const Use& use) {
-        alignas(64) float tile[kMaxRows * kPanel];
-        int64_t num = divide_up(num_rows, kMaxRows);
+    static void for_tiles(const Panels& panels, typename Panels::Shapes& shapes, int64_t num_rows, int64_t panel,
+                          const Use& use) {
+        alignas(64) float tile[Panels::kMostRows * kPanel];
+        int64_t num = divide_up(num_rows, Panels::rows_at_once());
         for (int64_t t = 0; t < num; t++) {
             int64_t first = num_rows * t / num, end = num_rows * (t + 1) / num;
-            panels(first, (int)(end - first), panel, tile);
+            panels(shapes, first, (int)(end - first), panel, tile);
             use(first, (int)(end - first), tile);
         }
     }

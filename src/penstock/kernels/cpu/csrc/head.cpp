@@ -107,7 +107,7 @@ public:
         for_each_tile(panels, args.num_rows, vocab, [this, is_bent](int64_t first, int rows, int64_t panel, const float* tile) {
             int64_t thread = omp_get_thread_num();
             bool is_whole = (panel + 1) * kPanel <= vocab;
-            alignas(64) float bent[kMaxRows * kPanel];
+            alignas(64) float bent[Panels::kMostRows * kPanel];
             if (is_bent) tile = bend(tile, rows, bent);
             for (int r = 0; r < rows; r++) {
                 const float* logits = tile + r * kPanel;

@@ -3,6 +3,10 @@
 #include "epilogue.h"
 #include "panels.h"
 
+#if defined(PENSTOCK_TILES)
+const bool kHasTiles = request_tiles();
+#endif
+
 template struct DensePanels<bf16>;
 template struct DensePanels<float>;
 

@@ -5,11 +5,15 @@
 //     float32   [ceil(out / 32)][in][32]
 // Outputs and inputs that fill up the last panel and pair are zero.
 //
-// Each number of a tile is summed over the inputs in order, in one accumulator, whatever the number of rows: a
-// row's result does not depend on its company (batch invariance).
+// Each number of a tile is summed over the inputs in one order, whatever the number of rows: a row's result does not
+// depend on its company (batch invariance). That order is of the inputs, in one accumulator, or the matrix unit's
+// (tiles.h).
 #pragma once
 #include <omp.h>
 
+#include <type_traits>
+
+#include "tiles.h"
 #include "vec.h"
 
 constexpr int kPanel = 32;
@@ -102,21 +106,52 @@ INLINE void multiply(const float* x, int64_t x_stride, const float* panel, int64
     }
 }
 
-// Weights as a template argument of what runs over panels: `Tile(first_row, rows, panel, tile)`.
-// tile[r * 32 + j] = <x[first_row + r], W[32 * panel + j]>, 1 <= rows <= kMaxRows.
+// What a thread sets up to multiply, and gives back at the end: nothing, or the registers of the matrix unit.
+struct NoShapes {};
+
+// Rows of a tile at most, and what a thread needs for it.
 template <class T>
-struct DensePanels {
+struct TileForm {
+    using Shapes = NoShapes;
+    static constexpr int kMostRows = kMaxRows;
+    static int rows_at_once() { return kMaxRows; }
+};
+
+#if defined(PENSTOCK_TILES)
+template <>
+struct TileForm<bf16> {
+    using Shapes = TileShapes;
+    static constexpr int kMostRows = 256;
+    static int rows_at_once() { return kHasTiles ? kMostRows : kMaxRows; }
+};
+#endif
+
+// Weights as a template argument of what runs over panels: `Panels(shapes, first_row, rows, panel, tile)`.
+// tile[r * 32 + j] = <x[first_row + r], W[32 * panel + j]>, 1 <= rows <= rows_at_once() <= kMostRows.
+template <class T>
+struct DensePanels : TileForm<T> {
     const T* x;
     int64_t x_stride;
     const T* weight;
     int64_t in_size;
+
+    DensePanels(const T* x, int64_t x_stride, const T* weight, int64_t in_size)
+        : x(x), x_stride(x_stride), weight(weight), in_size(in_size) {}
 
     template <int rows>
     __attribute__((noinline)) void of(int64_t first_row, int64_t panel, float* tile) const {
         multiply<rows>(x + first_row * x_stride, x_stride, weight + panel * panel_elements(weight, in_size), in_size, tile);
     }
 
-    __attribute__((noinline)) void operator()(int64_t first_row, int rows, int64_t panel, float* tile) const {
+    __attribute__((noinline)) void operator()(typename TileForm<T>::Shapes& shapes, int64_t first_row, int rows,
+                                              int64_t panel, float* tile) const {
+#if defined(PENSTOCK_TILES)
+        if constexpr (std::is_same_v<T, bf16>)
+            if (kHasTiles)
+                return multiply_by_tiles(shapes, x + first_row * x_stride, x_stride, rows,
+                                         weight + panel * panel_elements(weight, in_size), in_size, tile);
+#endif
+        (void)shapes;
         switch (rows) {
             case 1: return of<1>(first_row, panel, tile);
             case 2: return of<2>(first_row, panel, tile);
@@ -151,14 +186,19 @@ template <class Panels, class Use>
 void for_each_tile(const Panels& tile_of, int64_t num_rows, int64_t out_size, const Use& use) {
     if (num_rows == 0) return;
     int64_t panels = num_panels(out_size);
-    int64_t row_tiles = (num_rows + kMaxRows - 1) / kMaxRows, at_once = panels_at_once(panels);
-#pragma omp parallel for schedule(dynamic, at_once)
-    for (int64_t panel = 0; panel < panels; panel++) {
-        alignas(64) float tile[kMaxRows * kPanel];
-        for (int64_t t = 0; t < row_tiles; t++) {
-            int64_t first = num_rows * t / row_tiles, end = num_rows * (t + 1) / row_tiles;
-            tile_of(first, (int)(end - first), panel, tile);
-            use(first, (int)(end - first), panel, tile);
+    int64_t most = Panels::rows_at_once();
+    int64_t row_tiles = (num_rows + most - 1) / most, at_once = panels_at_once(panels);
+#pragma omp parallel
+    {
+        typename Panels::Shapes shapes;
+#pragma omp for schedule(dynamic, at_once)
+        for (int64_t panel = 0; panel < panels; panel++) {
+            alignas(64) float tile[Panels::kMostRows * kPanel];
+            for (int64_t t = 0; t < row_tiles; t++) {
+                int64_t first = num_rows * t / row_tiles, end = num_rows * (t + 1) / row_tiles;
+                tile_of(shapes, first, (int)(end - first), panel, tile);
+                use(first, (int)(end - first), panel, tile);
+            }
         }
     }
 }

@@ -264,9 +264,11 @@ struct QuantizedWeight {
 
 // As DensePanels, over rows that have been rounded.
 template <int bits>
-struct QuantizedPanels {
+struct QuantizedPanels : TileForm<float> {
     RoundedRows x;
     QuantizedWeight w;
+
+    QuantizedPanels(const RoundedRows& x, const QuantizedWeight& w) : x(x), w(w) {}
 
     template <int rows>
     __attribute__((noinline)) void of(int64_t first_row, int64_t panel, float* tile) const {
@@ -289,7 +291,7 @@ struct QuantizedPanels {
         }
     }
 
-    __attribute__((noinline)) void operator()(int64_t first_row, int rows, int64_t panel, float* tile) const {
+    __attribute__((noinline)) void operator()(NoShapes&, int64_t first_row, int rows, int64_t panel, float* tile) const {
         tile_of<kMaxRows>(first_row, rows, panel, tile);
     }
 

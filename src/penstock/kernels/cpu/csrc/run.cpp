@@ -3,6 +3,7 @@
 #include <sched.h>
 
 #include "abi.h"
+#include "tiles.h"
 #include "vec.h"
 
 PENSTOCK_EXPORT void penstock_run(const Call* calls, int64_t num_calls, const Step* step) {
@@ -16,6 +17,9 @@ PENSTOCK_EXPORT void penstock_zero(const void* args, const Step* step) {
 
 // Instruction sets that the kernels use, most wanted first.
 PENSTOCK_EXPORT const char* penstock_isa() {
+#if defined(PENSTOCK_TILES)
+    if (kHasTiles) return "amx-bf16 avx512-bf16 avx512-vnni";
+#endif
 #if defined(__AVX512BF16__) && defined(__AVX512VNNI__)
     return "avx512-bf16 avx512-vnni";
 #elif defined(__AVX512BF16__)

@@ -1,0 +1,155 @@
+// Products of bfloat16 rows with a panel by the processor's matrix unit (AMX), where there is one.
+//
+// Panels already lie as the unit takes them: sixteen pairs of inputs of a panel are sixteen rows of 128 bytes, the
+// first half of each for outputs 0 to 15, the second for 16 to 31. An instruction adds the products of 32 inputs to a
+// tile of at most 16 rows by 16 outputs: first those of even and of odd inputs, one after the other, then both sums,
+// then these to the tile. Each number has that one order whatever the number of rows, so all rows take this way, also
+// a single one.
+//
+// The unit has eight registers, whose shapes a thread sets (`TileShapes`); the system must allow their use.
+#pragma once
+#include "vec.h"
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define PENSTOCK_TILES 1
+
+#include <sys/syscall.h>
+#include <unistd.h>
+
+constexpr int kTileRows = 16;        // of a register
+constexpr int64_t kTileInputs = 32;  // of an instruction
+constexpr int64_t kPairBytes = 128;  // of a panel: a pair of inputs for 32 outputs
+
+// Whether the system lets this process use the unit; asked once, when the library is loaded (linear.cpp).
+extern const bool kHasTiles;
+
+// The intrinsics do not tell the compiler which memory they read: what was written before them must be there.
+INLINE void settle_memory() { __asm__ volatile("" ::: "memory"); }
+
+INLINE bool request_tiles() {
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+// Registers 0 to 3 hold sums ([rows | rows beyond 16] x [outputs | outputs from 16]), 4 and 5 rows, 6 and 7 weights.
+// Of a thread; the registers are given back at the end, so that the system need not keep them for it.
+class TileShapes {
+public:
+    ~TileShapes() {
+        if (rows_) _tile_release();
+    }
+
+    void set(int rows) {
+        if (rows == rows_) return;
+        struct alignas(64) {
+            uint8_t palette = 1, start_row = 0, reserved[14] = {};
+            uint16_t row_bytes[16] = {};
+            uint8_t rows[16] = {};
+        } shapes;
+        int first = rows < kTileRows ? rows : kTileRows, second = rows - first;
+        const int each[8] = {first, first, second, second, first, second, kTileRows, kTileRows};
+        for (int i = 0; i < 8; i++)
+            if (each[i]) shapes.rows[i] = (uint8_t)each[i], shapes.row_bytes[i] = 64;
+        settle_memory();
+        _tile_loadconfig(&shapes);
+        rows_ = rows;
+    }
+
+private:
+    int rows_ = 0;
+};
+
+// What to fetch beside each instruction's weights: `lines` of 64 bytes, `distance` bytes further on.
+struct FetchAhead {
+    int64_t distance;
+    int64_t lines;
+};
+
+// The sums of at most 32 rows, which lie in `sums` ([rows][32]) between two blocks of inputs; storing them loses nothing.
+template <bool beyond_16>
+struct TileSums {
+    static void load(const float* sums) {
+        _tile_loadd(0, sums, kPairBytes);
+        _tile_loadd(1, sums + kTileRows, kPairBytes);
+        if (!beyond_16) return;
+        _tile_loadd(2, sums + 2 * kTileRows * kTileRows, kPairBytes);
+        _tile_loadd(3, sums + 2 * kTileRows * kTileRows + kTileRows, kPairBytes);
+    }
+
+    static void clear() {
+        _tile_zero(0);
+        _tile_zero(1);
+        if (!beyond_16) return;
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+
+    static void store(float* sums) {
+        _tile_stored(0, sums, kPairBytes);
+        _tile_stored(1, sums + kTileRows, kPairBytes);
+        if (!beyond_16) return;
+        _tile_stored(2, sums + 2 * kTileRows * kTileRows, kPairBytes);
+        _tile_stored(3, sums + 2 * kTileRows * kTileRows + kTileRows, kPairBytes);
+    }
+
+    static void add(const bf16* x, int64_t x_stride, const char* weights) {
+        _tile_loadd(6, weights, kPairBytes);
+        _tile_loadd(7, weights + kPairBytes / 2, kPairBytes);
+        _tile_loadd(4, x, x_stride * 2);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (!beyond_16) return;
+        _tile_loadd(5, x + kTileRows * x_stride, x_stride * 2);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+
+    // Inputs [first, end) of `rows` rows.
+    static void add_block(const bf16* x, int64_t x_stride, int rows, const char* panel, int64_t first, int64_t end,
+                          FetchAhead ahead, float* sums) {
+        settle_memory();
+        first ? load(sums) : clear();
+        const char* w = panel + first / 2 * kPairBytes;
+        for (; first + kTileInputs <= end; first += kTileInputs, w += kTileInputs / 2 * kPairBytes) {
+            for (int64_t line = 0; line < ahead.lines; line++) __builtin_prefetch(w + ahead.distance + 64 * line, 0, 2);
+            add(x + first, x_stride, w);
+        }
+        if (first < end) {  // filled up with zeros
+            alignas(64) bf16 last_x[2 * kTileRows * kTileInputs] = {};
+            alignas(64) char last_w[kTileInputs / 2 * kPairBytes] = {};
+            for (int r = 0; r < rows; r++) memcpy(last_x + r * kTileInputs, x + r * x_stride + first, (end - first) * 2);
+            memcpy(last_w, w, (end - first + 1) / 2 * kPairBytes);
+            settle_memory();
+            add(last_x, kTileInputs, last_w);
+        }
+        store(sums);
+    }
+};
+
+// tile[r * 32 + j] = <x[r], W[j]> for the outputs j of a panel, which another of the same size follows.
+//
+// With many rows, all of them take a block of inputs before the next: its weights stay in the first-level cache, and
+// the sums go to memory and come back. Meanwhile a part of the next panel is fetched with each pass over this one.
+INLINE void multiply_by_tiles(TileShapes& shapes, const bf16* x, int64_t x_stride, int rows, const bf16* panel,
+                              int64_t in_size, float* tile) {
+    constexpr int kOnePass = 2 * kTileRows;
+    constexpr int64_t kBlock = 512, kStepBytes = kTileInputs / 2 * kPairBytes, kStepLines = kStepBytes / 64;
+    const int64_t block = rows > kOnePass ? kBlock : in_size, panel_bytes = (in_size + 1) / 2 * kPairBytes;
+    const int64_t passes = (rows - 1) / kOnePass, lines = passes ? (kStepLines + passes - 1) / passes : 0;
+    for (int64_t start = 0; start < in_size; start += block) {
+        int64_t end = start + block < in_size ? start + block : in_size;
+        for (int first = 0; first < rows; first += kOnePass) {
+            int own = rows - first < kOnePass ? rows - first : kOnePass;
+            const bf16* own_x = x + first * x_stride;
+            float* own_sums = tile + first * 2 * kTileRows;
+            FetchAhead ahead{4 * kStepBytes, kStepLines};
+            if (first) ahead = {panel_bytes + (first / kOnePass - 1) * lines * 64, lines};
+            shapes.set(own);
+            if (own > kTileRows)
+                TileSums<true>::add_block(own_x, x_stride, own, (const char*)panel, start, end, ahead, own_sums);
+            else
+                TileSums<false>::add_block(own_x, x_stride, own, (const char*)panel, start, end, ahead, own_sums);
+        }
+    }
+}
+#endif
