@@ -28,6 +28,15 @@ from small_engines import findable, run, small_engine, wait_until_stored
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(3)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+CHANGED = SamplingParams(
+    temperature=0.0,
+    repetition_penalty=1.5,
+    frequency_penalty=0.5,
+    logit_bias={7: 1.0},
+    allowed_token_ids=list(range(0, 150, 2)),
+    max_tokens=10,
+    ignore_eos=True,
+)
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, logprobs=2)
 HOST = Host(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
 
@@ -89,6 +98,7 @@ FEATURES = {
     "prompts found in the prefix cache": Feature(plain, {"block_size": 4}, is_warm=True),
     "prompts found in a store that one rank has written": Feature(plain, is_stored=True),
     "sampling with a seed, log-probabilities": Feature(plain, sampling=SEEDED),
+    "penalties, a bias, allowed ids": Feature(plain, sampling=CHANGED),
     "`--quantization int8`": Feature(wide, {"quantization": "int8"}, is_rounded=True),
     "`--quantization int4`": Feature(wide, {"quantization": "int4"}, is_rounded=True),
     "GPTQ checkpoint, groups of 128": Feature(gptq, is_rounded=True),

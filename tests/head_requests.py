@@ -13,6 +13,7 @@ def request(
     *,
     wants: list[int] | None = None,
     bias: dict[int, dict[int, float]] | None = None,
+    scales: dict[int, dict[int, float]] | None = None,
     allowed: list[set[int]] | None = None,
     vocab: int = 0,
 ) -> HeadRequest:
@@ -21,6 +22,7 @@ def request(
     Args:
         wants: rows whose logits are wanted.
         bias: row -> id -> value.
+        scales: row -> id -> scale, of ids that have a bias; the others' is 1.
         allowed: ids per row.
     """
     entries = [sorted((bias or {}).get(row, {}).items()) for row in range(len(counts))]
@@ -31,9 +33,17 @@ def request(
             starts=np.cumsum([0, *map(len, entries)]),
             ids=np.array([i for row in entries for i, _ in row], dtype=np.int64),
             values=np.array([v for row in entries for _, v in row], dtype=np.float32),
+            scales=None if scales is None else _scales(entries, scales),
         ),
         allowed=None if allowed is None else mask_of(allowed, vocab),
     )
+
+
+def _scales(
+    entries: list[list[tuple[int, float]]], scales: dict[int, dict[int, float]]
+) -> NDArray[np.float32]:
+    found = [scales.get(row, {}).get(i, 1.0) for row, pairs in enumerate(entries) for i, _ in pairs]
+    return np.array(found, dtype=np.float32)
 
 
 def mask_of(allowed: list[set[int]], vocab: int) -> NDArray[np.int32]:

@@ -23,6 +23,16 @@ MADE_UP = "calibration-"  # ids of rows that no client has asked for begin so
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
 
 
+class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
+    """What a request does to its logits before a token is chosen; the formula is `sample.logit_changes`'s."""
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    bias: dict[int, float] = {}  # by id
+    allowed_ids: list[int] | None = None  # None: all
+
+
 class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     """How the last stage samples a row. Numbers are validated; `seed` is always set."""
 
@@ -34,6 +44,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     min_tokens: int
     suppressed_ids: list[int]  # not sampled before min_tokens: end-of-sequence and stop ids
     num_logprobs: int  # -1 = none
+    changes: LogitChanges | None = None  # None: the logits stay as they are
 
 
 GREEDY = RowSampling(

@@ -31,6 +31,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
@@ -344,8 +346,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_json_depth: brackets within brackets.
         max_messages: of a conversation.
         max_prompts: of one completions request.
-        max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids: no more than what
-            `SamplingParams` takes, which is the default.
+        max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
+        max_allowed_token_ids: no more than what `SamplingParams` takes, which is the default.
     """
 
     max_body_bytes: int | None = None
@@ -357,6 +359,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
     max_stop_token_ids: int = MAX_STOP_TOKEN_IDS
+    max_logit_bias: int = MAX_LOGIT_BIAS
+    max_allowed_token_ids: int = MAX_ALLOWED_TOKEN_IDS
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_prompt_bytes", "max_json_depth", "max_messages", "max_prompts"):
@@ -367,6 +371,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         _between("max_stop_strings", self.max_stop_strings, 0, MAX_STOP_STRINGS)
         _between("max_stop_string_bytes", self.max_stop_string_bytes, 1, MAX_STOP_STRING_BYTES)
         _between("max_stop_token_ids", self.max_stop_token_ids, 0, MAX_STOP_TOKEN_IDS)
+        _between("max_logit_bias", self.max_logit_bias, 0, MAX_LOGIT_BIAS)
+        _between("max_allowed_token_ids", self.max_allowed_token_ids, 0, MAX_ALLOWED_TOKEN_IDS)
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,9 @@ from typing import Literal
 import msgspec
 
 from penstock.config import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_CACHE_SALT_BYTES,
+    MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
@@ -32,6 +34,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches p.
         min_p: drop tokens less likely than `min_p` times the likeliest.
+        presence_penalty: taken from the logit of each token that was generated before.
+        frequency_penalty: the same, as many times as it was generated.
+        repetition_penalty: the logit of each token of prompt and output is divided by it where it is above
+            zero, else multiplied with it (`sample.logit_changes` has the whole formula).
+        logit_bias: id -> what is added to its logit.
+        allowed_token_ids: ids that may be sampled, no others; None allows all.
         seed: the i-th token is a pure function of (seed, i, logits); None lets the engine choose.
         max_tokens: tokens to generate at most; None fills the model's context.
         min_tokens: end-of-sequence and stop ids are not sampled before this many tokens.
@@ -50,6 +58,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -85,6 +98,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         salt_bytes = len(self.cache_salt.encode("utf-8", "surrogatepass"))
         _check_range("cache_salt", salt_bytes, 0, MAX_CACHE_SALT_BYTES, what="length of cache_salt in bytes")
         self._validate_stops(vocab_size)
+        self._validate_logit_changes(vocab_size)
+
+    def _validate_logit_changes(self, vocab_size: int) -> None:
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        _check_range(
+            "logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS, what="number of logit_bias entries"
+        )
+        for token_id, value in self.logit_bias.items():
+            _check_range("logit_bias", token_id, 0, vocab_size - 1, what="a token id of logit_bias")
+            _check_range("logit_bias", value, -100.0, 100.0, what="a value of logit_bias")
+        if self.allowed_token_ids is None:
+            return
+        count = len(self.allowed_token_ids)
+        _check_range("allowed_token_ids", count, 1, MAX_ALLOWED_TOKEN_IDS, what="number of allowed_token_ids")
+        for token_id in self.allowed_token_ids:
+            _check_range("allowed_token_ids", token_id, 0, vocab_size - 1, what="an allowed token id")
 
     def _validate_stops(self, vocab_size: int) -> None:
         _check_range("stop", len(self.stop_strings), 0, MAX_STOP_STRINGS, what="number of stop strings")

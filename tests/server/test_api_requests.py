@@ -84,6 +84,24 @@ def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[lis
         ({"prompt": "a", "stop": "x" * 257}, "stop"),
         ({"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"prompt": "a", "presence_penalty": -2.1}, "presence_penalty"),
+        ({"prompt": "a", "presence_penalty": "much"}, "presence_penalty"),
+        ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty"),
+        ({"prompt": "a", "logit_bias": {"5": 100.1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"9" * 40: 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"hello": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"05": 1}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": {"5": "1"}}, "logit_bias[...]"),
+        ({"prompt": "a", "logit_bias": [5, 1]}, "logit_bias"),
+        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"prompt": "a", "allowed_token_ids": ["1"]}, "allowed_token_ids[0]"),
+        ({"prompt": "a", "allowed_token_ids": [1] * 1025}, "allowed_token_ids"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stream_options": 3}, "stream_options"),
@@ -124,10 +142,7 @@ UNSUPPORTED = [
     ("n", 2, 1),
     ("n", True, 1),
     ("best_of", 3, 1),
-    ("presence_penalty", 0.5, 0),
-    ("frequency_penalty", -1, 0.0),
-    ("repetition_penalty", 1.1, 1.0),
-    ("logit_bias", {"5": 10}, {}),
+    ("bad_words", ["x"], []),
     ("response_format", {"type": "json_object"}, {"type": "text"}),
     ("tools", [{"type": "function"}], []),
     ("tool_choice", "required", "none"),
@@ -172,6 +187,10 @@ def test_sampling_fields_reach_the_engine(live: LiveServer) -> None:
         "top_k": 7,
         "top_p": 0.25,
         "min_p": 0.125,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.25,
+        "repetition_penalty": 1.5,
+        "allowed_token_ids": [65, 66, 257],
         "seed": -3,
         "max_tokens": 9,
         "min_tokens": 2,
@@ -181,9 +200,12 @@ def test_sampling_fields_reach_the_engine(live: LiveServer) -> None:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-    assert live.post(TEXT, {"prompt": "a"} | fields)[0] == 200
-    sampling = live.engine.added[-1][2]
-    assert {name: getattr(sampling, name) for name in fields} == fields
+    bias = {"5": -100, "299": 0.5}
+    for path, rest in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": USER})):
+        assert live.post(path, rest | fields | {"logit_bias": bias})[0] == 200
+        sampling = live.engine.added[-1][2]
+        assert {name: getattr(sampling, name) for name in fields} == fields
+        assert sampling.logit_bias == {5: -100.0, 299: 0.5}
 
 
 def test_silent_requests_take_the_models_defaults_and_lengths() -> None:

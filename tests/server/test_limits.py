@@ -46,6 +46,8 @@ SMALL = Limits(
     max_stop_strings=2,
     max_stop_string_bytes=6,
     max_stop_token_ids=3,
+    max_logit_bias=2,
+    max_allowed_token_ids=3,
 )
 
 
@@ -71,6 +73,8 @@ SETTABLE = [
     (TEXT, "stop", ["a", "b"], ["a", "b", "c"], "allows 2"),
     (TEXT, "stop", "ééé", "éééa", "allows 6"),
     (TEXT, "stop_token_ids", [1, 2, 3], [1, 2, 3, 4], "allows 3"),
+    (CHAT, "logit_bias", {"1": 1, "2": 1}, {"1": 1, "2": 1, "3": 1}, "allows 2"),
+    (TEXT, "allowed_token_ids", [1, 2, 3], [1, 2, 3, 4], "allows 3"),
 ]
 
 
@@ -128,6 +132,8 @@ def test_r8_every_default_is_finite() -> None:
         max_stop_strings=16,
         max_stop_string_bytes=256,
         max_stop_token_ids=64,
+        max_logit_bias=1024,
+        max_allowed_token_ids=1024,
     )
     assert ByteLimits.resolve(Limits(), 1000) == ByteLimits(max_body=2 * 2**20 + 8000, max_prompt=16_000)
     connections = ConnectionLimits()
@@ -148,6 +154,11 @@ def test_r8_every_default_is_finite() -> None:
         ("logprobs", [0, 20]),
         ("stop", [["x"] * 16, "x" * 256]),
         ("stop_token_ids", [[0, VOCAB_SIZE - 1], [1] * 64]),
+        ("presence_penalty", [-2, 2]),
+        ("frequency_penalty", [-2, 2]),
+        ("repetition_penalty", [1e-300, 2]),
+        ("logit_bias", [{}, {"0": -100, str(VOCAB_SIZE - 1): 100}, {str(i): 1 for i in range(VOCAB_SIZE)}]),
+        ("allowed_token_ids", [[0, VOCAB_SIZE - 1], [1] * 1024]),
         ("prompt", [["a"] * 256, [0, VOCAB_SIZE - 1]]),
         ("max_tokens", [1, 4094]),
         ("cache_salt", ["", "x" * 256]),
@@ -169,6 +180,13 @@ def test_r8_the_edges_of_ranges_are_within(wide: LiveServer, field: str, values:
         ("top_k", -2),
         ("min_p", -0.1),
         ("logprobs", -1),
+        ("presence_penalty", 2.0000001),
+        ("frequency_penalty", -2.0000001),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 2.0000001),
+        ("logit_bias", {"1": -100.0000001}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1] * 1025),
         ("max_tokens", 4095),
         ("stop_token_ids", [-1]),
         ("cache_salt", "x" * 257),
@@ -188,16 +206,13 @@ def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value
         ("use_beam_search", True),
         ("prompt_embeds", "AAAA"),
         ("prompt_logprobs", 1),
-        ("logit_bias", {"1": 100}),
-        ("allowed_token_ids", [1]),
+        ("bad_words", ["a"]),
         ("tools", [{"type": "function"}]),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
         ("structured_outputs", {"grammar": "root ::= root"}),
         ("guided_regex", "(a+)+$"),
         ("chat_template", "{{ 1 }}"),
         ("chat_template_kwargs", {"x": 1}),
-        ("presence_penalty", 2.1),
-        ("repetition_penalty", 0.5),
     ],
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT])

@@ -44,6 +44,10 @@ VOCAB = 100
         {"stop": "x" * MAX_STOP_STRING_BYTES},
         {"stop_token_ids": [0, VOCAB - 1]},
         {"stop_token_ids": [3] * 64},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 2.0},
+        {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}},
+        {"allowed_token_ids": [0, VOCAB - 1]},
+        {"allowed_token_ids": [3] * 1024},
     ],
 )
 def test_values_in_range_are_accepted(accepted: dict[str, Any]) -> None:
@@ -74,6 +78,19 @@ def test_values_in_range_are_accepted(accepted: dict[str, Any]) -> None:
         ({"stop_token_ids": [1] * 65}, "stop_token_ids", "number of stop_token_ids"),
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids", "a stop token id must be between 0 and 99, got 100"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "got -1"),
+        ({"presence_penalty": 2.1}, "presence_penalty", "between -2.0 and 2.0, got 2.1"),
+        ({"frequency_penalty": float("nan")}, "frequency_penalty", "got nan"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0.0 and at most 2.0, got 0.0"),
+        ({"logit_bias": {VOCAB: 1.0}}, "logit_bias", "a token id of logit_bias must be between 0 and 99"),
+        ({"logit_bias": {1: float("-inf")}}, "logit_bias", "a value of logit_bias must be between -100.0"),
+        (
+            {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+            "logit_bias",
+            "number of logit_bias entries must be between 0 and 1024, got 1025",
+        ),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "must be between 1 and 1024, got 0"),
+        ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids", "got 1025"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids", "an allowed token id must be between 0 and 99"),
     ],
 )
 def test_values_out_of_range_name_field_bound_and_value(

@@ -157,8 +157,9 @@ def build_transformers(config: RankConfig, spec: ModelSpec, checkpoint: Checkpoi
     )
 
 
-def build_runner(config: RankConfig, model: Decoder | TransformersModel, kv: Sequence[AnyKV]) -> ModelRunner:
+def build_runner(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> ModelRunner:
     """The runner over a model and its KV storage."""
+    model = loaded.model
     model.record(kv, config.max_num_batched_tokens)
     rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)
     buffers = BufferPool(
@@ -168,7 +169,7 @@ def build_runner(config: RankConfig, model: Decoder | TransformersModel, kv: Seq
         max_blocks_per_row=rows.max_blocks_per_row,
         device=device_of(config),
     )
-    return ModelRunner(model, kv, rows, buffers)
+    return ModelRunner(model, kv, rows, buffers, loaded.spec.vocab_size)
 
 
 def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> KVTransfer | None:

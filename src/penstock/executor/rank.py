@@ -232,7 +232,7 @@ class Rank:
                 self._config.faults, "rank.allocate", self._config.stage, loaded.storage.allocate
             )
             kv = allocate(num_blocks)
-            self._runner = build_runner(self._config, loaded.model, kv)
+            self._runner = build_runner(self._config, loaded, kv)
             self._transfer = kv_transfer(self._config, loaded, kv)
             self._num_blocks = num_blocks
         if num_blocks != self._num_blocks:

@@ -36,7 +36,10 @@ def _bias_of_share(bias: SparseBias, ids: Share) -> SparseBias:
     inside = (bias.ids >= ids.start) & (bias.ids < ids.end)
     before = np.concatenate([np.zeros(1, dtype=np.int64), inside.cumsum()])
     return SparseBias(
-        starts=before[bias.starts], ids=bias.ids[inside] - ids.start, values=bias.values[inside]
+        starts=before[bias.starts],
+        ids=bias.ids[inside] - ids.start,
+        values=bias.values[inside],
+        scales=None if bias.scales is None else bias.scales[inside],
     )
 
 

@@ -43,32 +43,22 @@ STRAIGHT = LogitCurve()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseBias:
-    """What is added to single logits, row by row, before candidates are chosen."""
+    """How single logits are changed, row by row, before candidates are chosen.
+
+    A logit above zero is divided by its scale, another is multiplied by it; the result is rounded, and the
+    value added to it. Everybody who does it has the same bits.
+    """
 
     starts: NDArray[np.int64]  # [num_rows + 1] row r owns entries [starts[r], starts[r + 1])
-    ids: NDArray[np.int64]  # [num_entries] rising within a row; entries of the same id add up
+    ids: NDArray[np.int64]  # [num_entries] rising within a row; without scales, entries of the same id add up
     values: NDArray[np.float32]  # [num_entries] minus infinity forbids the id
+    scales: NDArray[np.float32] | None = None  # [num_entries] above 0, ids then occur once; None: all are 1
 
     @classmethod
     def none(cls, num_rows: int) -> SparseBias:
         """Nothing is added."""
         starts, ids = np.zeros(num_rows + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
         return cls(starts=starts, ids=ids, values=np.zeros(0, dtype=np.float32))
-
-    @classmethod
-    def forbidding(cls, ids_of: dict[int, list[int]], num_rows: int) -> SparseBias:
-        """Minus infinity for some ids of some rows.
-
-        Args:
-            ids_of: row -> ids, in any order.
-        """
-        counts = np.zeros(num_rows + 1, dtype=np.int64)
-        entries: list[int] = []
-        for row in sorted(ids_of):
-            entries += sorted(ids_of[row])
-            counts[row + 1] = len(ids_of[row])
-        ids = np.array(entries, dtype=np.int64)
-        return cls(starts=counts.cumsum(), ids=ids, values=np.full(len(ids), -np.inf, dtype=np.float32))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +128,7 @@ def rows_of(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
 
 
 def constrained(logits: Tensor, request: HeadRequest, rows: NDArray[np.int64]) -> Tensor:
-    """Logits with their bias added and what is not allowed at minus infinity.
+    """Logits changed by their bias, and what is not allowed at minus infinity.
 
     Args:
         logits: float32 [len(rows), vocab]; not changed.
@@ -154,7 +144,12 @@ def constrained(logits: Tensor, request: HeadRequest, rows: NDArray[np.int64]) -
         entries = np.concatenate([np.arange(bias.starts[row], bias.starts[row + 1]) for row in rows])
         index = tuple(torch.from_numpy(part).to(logits.device) for part in (places, bias.ids[entries]))
         added = torch.from_numpy(bias.values[entries]).to(logits.device)
-        logits = logits.index_put(index, added, accumulate=True)
+        if bias.scales is None:
+            logits = logits.index_put(index, added, accumulate=True)
+        else:
+            scales = torch.from_numpy(bias.scales[entries]).to(logits.device)
+            old = logits[index]
+            logits = logits.index_put(index, torch.where(old > 0, old / scales, old * scales) + added)
     if request.allowed is not None:
         words = torch.from_numpy(request.allowed[rows]).to(logits.device)
         ids = torch.arange(logits.shape[1], device=logits.device)

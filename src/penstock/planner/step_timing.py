@@ -57,7 +57,7 @@ class TimedRank:
         self._num_blocks = max(1, min(tokens // rank.block_size + 1, fitting))
         kv = loaded.storage.allocate(self._num_blocks)
         _make_resident(kv)
-        self._runner = build_runner(rank, loaded.model, kv)
+        self._runner = build_runner(rank, loaded, kv)
         self._link = _Loop(rank, loaded.spec.hidden_size)
         shape = (rank.max_num_batched_tokens, loaded.spec.hidden_size)
         self._received = {name: torch.randn(shape).to(self._device, dtype_of(rank)) for name in CARRIED}

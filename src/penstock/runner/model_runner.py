@@ -16,6 +16,7 @@ from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch
 from penstock.runner.request_rows import RequestRows
+from penstock.sample.logit_changes import TokenHistory
 from penstock.sample.sampler import Sampler
 from penstock.sample.sampling_rows import SamplingRows
 
@@ -28,16 +29,18 @@ class ModelRunner:
         kv: storage of those layers, in order.
         rows: the row table; the owner of the token returns writes to it too.
         buffers: input buffers, as deep as the pipe.
+        vocab_size: of the model.
     """
 
     def __init__(
-        self, model: SupportsPP, kv: Sequence[AnyKV], rows: RequestRows, buffers: BufferPool
+        self, model: SupportsPP, kv: Sequence[AnyKV], rows: RequestRows, buffers: BufferPool, vocab_size: int
     ) -> None:
         self.rows = rows
         self._model = model
         self._kv = kv
         self._buffers = buffers
-        self._sampling = SamplingRows(len(rows.request_ids))
+        history = TokenHistory(token_ids=rows.token_ids, prompt_len=rows.prompt_len)
+        self._sampling = SamplingRows(history, vocab_size)
         self._sampler = Sampler()
 
     def reset(self) -> None:

@@ -10,6 +10,7 @@ so do log-probabilities, which change nothing about how the token is chosen.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +18,8 @@ from numpy.typing import NDArray
 
 from penstock.batch import RowSampling
 from penstock.kernels.candidates import HeadRequest, SparseBias
+from penstock.sample.allowed_ids import AllowedIds, MaskSource, combined
+from penstock.sample.logit_changes import LogitChangesOfRows, TokenHistory
 
 MAX_CANDIDATES = 128  # rows with a larger top_k draw from whole logits
 
@@ -36,6 +39,7 @@ class SamplingBatch:
     seed: NDArray[np.uint64]  # [num_rows]
     num_logprobs: NDArray[np.int64]  # [num_rows] -1 = none
     min_tokens: NDArray[np.int64]  # [num_rows] before, suppressed ids are forbidden: `head` says so
+    has_changes: bool  # any row has penalties, a bias, or allowed ids
     has_min_tokens: bool  # any row has
     has_draws: bool  # any row is not greedy
     head: HeadRequest  # what the rows need of their logits; rows without candidates draw from all of them
@@ -45,9 +49,18 @@ class SamplingBatch:
 
 
 class SamplingRows:
-    """Sampling parameters of all rows of a rank."""
+    """Sampling parameters of all rows of a rank.
 
-    def __init__(self, num_rows: int) -> None:
+    Args:
+        history: of the same rows.
+        vocab_size: of the model.
+        mask_sources: that bind rows beside the requests' own lists.
+    """
+
+    def __init__(
+        self, history: TokenHistory, vocab_size: int, mask_sources: Sequence[MaskSource] = ()
+    ) -> None:
+        num_rows = len(history.prompt_len)
         self._temperature = np.zeros(num_rows)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
         self._top_p = np.ones(num_rows)
@@ -57,7 +70,10 @@ class SamplingRows:
         self._num_logprobs = np.full(num_rows, -1, dtype=np.int64)
         self._num_candidates = np.ones(num_rows, dtype=np.int64)
         self._wants_logits = np.zeros(num_rows, dtype=np.bool_)
-        self._suppressed_ids: list[list[int]] = [[] for _ in range(num_rows)]
+        self._has_changes = np.zeros(num_rows, dtype=np.bool_)
+        self._changes = LogitChangesOfRows(num_rows, history)
+        self._allowed = AllowedIds(vocab_size)
+        self._mask_sources = [self._allowed, *mask_sources]
         self._kept: tuple[bytes, SamplingBatch] | None = None  # of the newest rows: often the next step's
 
     def add(self, row: int, sampling: RowSampling) -> None:
@@ -75,7 +91,8 @@ class SamplingRows:
         self._seed[row] = sampling.seed & _SEED_MASK
         self._min_tokens[row] = sampling.min_tokens
         self._num_logprobs[row] = sampling.num_logprobs
-        self._suppressed_ids[row] = sampling.suppressed_ids
+        self._has_changes[row] = self._changes.add(row, sampling)
+        self._allowed.add(row, sampling)
 
     def batch(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> SamplingBatch:
         """The parameters of `rows`.
@@ -87,11 +104,13 @@ class SamplingRows:
         if self._kept is None or self._kept[0] != key:
             self._kept = (key, self._gather(rows))
         batch = self._kept[1]
-        if batch.has_min_tokens and (early := np.flatnonzero(output_index < batch.min_tokens)).size:
-            ids_of = {index: self._suppressed_ids[rows[index]] for index in early.tolist()}
-            bias = SparseBias.forbidding(ids_of, len(rows))
-            batch = replace(batch, head=replace(batch.head, bias=bias))
-        return batch
+        allowed = combined(self._mask_sources, rows)
+        is_early = output_index < batch.min_tokens
+        is_biased = batch.has_changes or (batch.has_min_tokens and bool(is_early.any()))
+        if allowed is None and not is_biased:
+            return batch
+        bias = self._changes.bias(rows, output_index, is_early) if is_biased else batch.head.bias
+        return replace(batch, head=replace(batch.head, bias=bias, allowed=allowed))
 
     def _gather(self, rows: NDArray[np.int64]) -> SamplingBatch:
         min_tokens = self._min_tokens[rows]
@@ -103,6 +122,7 @@ class SamplingRows:
             seed=self._seed[rows],
             num_logprobs=self._num_logprobs[rows],
             min_tokens=min_tokens,
+            has_changes=bool(self._has_changes[rows].any()),
             has_min_tokens=bool(min_tokens.any()),
             has_draws=bool(self._temperature[rows].any()),
             head=HeadRequest(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.batch import RowSampling
+from penstock.batch import LogitChanges, RowSampling
 from penstock.config import SchedulerConfig
 from penstock.errors import InvalidRequestError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
@@ -139,7 +139,19 @@ class Admission:
             min_tokens=sampling.min_tokens,
             suppressed_ids=sorted(suppressed),
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
+            changes=_logit_changes(sampling),
         )
+
+
+def _logit_changes(sampling: SamplingParams) -> LogitChanges | None:
+    changes = LogitChanges(
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        bias=sampling.logit_bias,
+        allowed_ids=sampling.allowed_token_ids,
+    )
+    return None if changes == LogitChanges() else changes
 
 
 def derive_seed(engine_seed: int, arrival: int) -> int:

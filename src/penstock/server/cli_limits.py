@@ -47,6 +47,12 @@ class LimitSettings:
     max_stop_token_ids: Annotated[int, _limit("--max-stop-token-ids", "of a request")] = (
         _REQUEST.max_stop_token_ids
     )
+    max_logit_bias: Annotated[int, _limit("--max-logit-bias", "entries of a request")] = (
+        _REQUEST.max_logit_bias
+    )
+    max_allowed_token_ids: Annotated[int, _limit("--max-allowed-token-ids", "of a request")] = (
+        _REQUEST.max_allowed_token_ids
+    )
 
     max_connections: Annotated[int, _limit("--max-connections", "open connections")] = (
         _CONNECTION.max_connections
@@ -86,6 +92,8 @@ class LimitSettings:
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,
             max_stop_token_ids=self.max_stop_token_ids,
+            max_logit_bias=self.max_logit_bias,
+            max_allowed_token_ids=self.max_allowed_token_ids,
         )
 
     def connection_limits(self) -> ConnectionLimits:

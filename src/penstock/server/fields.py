@@ -27,11 +27,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "allowed_token_ids": (),
     "bad_words": ([],),
     "echo": (False,),
     "suffix": ("",),
@@ -60,14 +55,14 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 }
 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names
-_AT = re.compile(r" - at `(?:key in )?\$\.?(.*)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 
 
 def convert(body: dict[str, Any], request_type: type[R]) -> R:
     """The request in `body`. Raises `InvalidRequestError` naming the field at fault."""
     _refuse_unsupported(body, request_type)
     try:
-        return msgspec.convert(body, request_type, strict=True)
+        return msgspec.convert(body, request_type, strict=True, str_keys=True)  # keys of logit_bias are ids
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
 

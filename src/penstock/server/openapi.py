@@ -148,6 +148,13 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
         "min_p": {"number": {"minimum": 0, "maximum": 1}},
         "top_k": {"integer": {"minimum": -1, "maximum": model.vocab_size}},
+        "presence_penalty": {"number": {"minimum": -2, "maximum": 2}},
+        "frequency_penalty": {"number": {"minimum": -2, "maximum": 2}},
+        "repetition_penalty": {"number": {"exclusiveMinimum": 0, "maximum": 2}},
+        "logit_bias": {"object": _bias(limits)},
+        "allowed_token_ids": {
+            "array": {"minItems": 1, "maxItems": limits.max_allowed_token_ids, "items": ids}
+        },
         "seed": {"integer": {"minimum": -(2**63), "maximum": 2**63 - 1}},
         "max_tokens": tokens,
         "min_tokens": {"integer": {"minimum": 0, "maximum": model.max_model_len}},
@@ -167,6 +174,12 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
         "ContentPart": {"type": {"string": {"enum": ["text"]}}},
     }
+
+
+def _bias(limits: Limits) -> Schema:
+    value = {"type": "number", "minimum": -100, "maximum": 100}
+    ids = {"pattern": "^(0|[1-9][0-9]*)$"}
+    return {"maxProperties": limits.max_logit_bias, "propertyNames": ids, "additionalProperties": value}
 
 
 def _prompt_item(ids: Schema) -> Schema:

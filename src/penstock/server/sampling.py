@@ -46,6 +46,18 @@ def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
             len(sampling.stop_token_ids),
             limits.max_stop_token_ids,
         ),
+        (
+            "logit_bias",
+            "the number of logit_bias entries",
+            len(sampling.logit_bias),
+            limits.max_logit_bias,
+        ),
+        (
+            "allowed_token_ids",
+            "the number of allowed_token_ids",
+            len(sampling.allowed_token_ids or ()),
+            limits.max_allowed_token_ids,
+        ),
     ):
         if value > most:
             raise InvalidRequestError(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from head_requests import request
-from penstock.kernels.candidates import NO_ID, HeadRequest, SparseBias, candidates_of, head_output_of
+from penstock.kernels.candidates import NO_ID, HeadRequest, candidates_of, head_output_of
 
 
 def oracle(logits: Tensor, wanted: HeadRequest, allowed: list[set[int]] | None = None) -> list[list[int]]:
@@ -22,8 +22,13 @@ def oracle(logits: Tensor, wanted: HeadRequest, allowed: list[set[int]] | None =
         if not all(map(math.isfinite, values)):
             found.append([])
             continue
-        for i, value in zip(wanted.bias.ids[first:end], wanted.bias.values[first:end], strict=True):
-            values[i] = float(np.float32(values[i]) + value)
+        scales = (
+            np.ones(len(wanted.bias.ids), np.float32) if wanted.bias.scales is None else wanted.bias.scales
+        )
+        entries = (wanted.bias.ids[first:end], wanted.bias.values[first:end], scales[first:end])
+        for i, value, scale in zip(*entries, strict=True):
+            logit = np.float32(values[i])
+            values[i] = float((logit / scale if logit > 0 else logit * scale) + value)
         ids = [i for i, v in enumerate(values) if v > -math.inf and (allowed is None or i in allowed[row])]
         ids.sort(key=lambda i: (-values[i], i))
         found.append(ids[: wanted.num_candidates[row]])
@@ -44,10 +49,16 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, HeadRequest, list[set[int]] | None]:
     numbers = st.sampled_from([-math.inf, -1.0, 0.5, 3.0])
     ids = st.dictionaries(st.integers(0, vocab - 1), numbers, max_size=9)
     bias = draw(st.dictionaries(st.integers(0, 4), ids, max_size=3))
+    factors = st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([0.5, 1.1, 2.0]), max_size=9)
+    scales = draw(st.none() | st.dictionaries(st.integers(0, 4), factors, max_size=3))
     sets = st.lists(st.sets(st.integers(0, vocab - 1)), min_size=num_rows, max_size=num_rows)
     allowed = draw(st.none() | sets)
     wants = sorted(draw(st.sets(st.integers(0, 4))))
-    return logits, request(counts, wants=wants, bias=bias, allowed=allowed, vocab=vocab), allowed
+    return (
+        logits,
+        request(counts, wants=wants, bias=bias, scales=scales, allowed=allowed, vocab=vocab),
+        allowed,
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
@@ -76,14 +87,15 @@ def test_values_are_the_biased_logits() -> None:
     assert found.values.tolist() == [[2.0, 1.0, 0.25]]
 
 
+def test_logits_above_zero_are_divided_by_their_scale_and_others_multiplied() -> None:
+    logits = torch.tensor([[0.25, 1.5, -2.0, 1.0]])
+    entries = {0: {0: 0.0, 1: -1.0, 2: 3.0}}
+    found = candidates_of(logits, request([4], bias=entries, scales={0: {0: 2.0, 1: 0.5, 2: 2.0}}))
+    assert found.ids.tolist() == [[1, 3, 0, 2]]
+    assert found.values.tolist() == [[2.0, 1.0, 0.125, -1.0]]
+
+
 def test_a_row_without_allowed_ids_has_no_candidates_but_is_finite() -> None:
     found = candidates_of(torch.ones(2, 40), request([1, 2], allowed=[set(), {33}], vocab=40))
     assert found.ids.tolist() == [[NO_ID, NO_ID], [33, NO_ID]]
     assert found.is_finite.all()
-
-
-def test_forbidden_ids_may_come_in_any_order_and_more_than_once() -> None:
-    bias = SparseBias.forbidding({2: [5, 1, 5], 0: [3]}, 4)
-    assert bias.starts.tolist() == [0, 1, 1, 4, 4]
-    assert bias.ids.tolist() == [3, 1, 5, 5]
-    assert np.all(bias.values == -np.inf)

@@ -67,10 +67,13 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, HeadRequest]:
     counts = draw(st.lists(st.sampled_from([0, 1, 2, 7, 50, 128, 600]), min_size=num_rows, max_size=num_rows))
     ids = st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([-math.inf, -2.0, 5.0]), max_size=20)
     bias = draw(st.dictionaries(st.integers(0, 13), ids, max_size=3))
+    factors = st.dictionaries(st.integers(0, vocab - 1), st.sampled_from([0.3, 1.1, 2.0]), max_size=20)
+    scales = draw(st.none() | st.dictionaries(st.integers(0, 13), factors, max_size=3))
     sets = st.sets(st.integers(0, vocab - 1), max_size=60)
     allowed = draw(st.none() | st.lists(sets, min_size=num_rows, max_size=num_rows))
     wants = sorted(draw(st.sets(st.integers(0, 13))))
-    return x, weight, request(counts, wants=wants, bias=bias, allowed=allowed, vocab=vocab)
+    found = request(counts, wants=wants, bias=bias, scales=scales, allowed=allowed, vocab=vocab)
+    return x, weight, found
 
 
 @pytest.fixture
@@ -161,6 +164,25 @@ def test_a_vocabulary_of_151936(threads) -> None:
     wanted = request([1, 50, 128], wants=[1], bias=bias, allowed=allowed, vocab=151936)
     threads(2)
     assert_equal(run(built(), x, weight, wanted), head_output_of(x.float() @ weight.float().T, wanted))
+
+
+@pytest.mark.parametrize("flags", targets())
+def test_scaled_logits_are_rounded_before_a_value_is_added(flags: str) -> None:
+    """A fused multiply-add would give other bits. Many entries, in every panel, over two threads."""
+    rng, vocab = np.random.default_rng(3), 3000
+    numbers = torch.Generator().manual_seed(9)
+    weight = torch.randn(vocab, 24, generator=numbers)
+    x = torch.randn(4, 24, generator=numbers)
+    bias = {
+        row: dict(zip(range(0, vocab, 1 + row), rng.normal(size=vocab).tolist(), strict=False))
+        for row in range(3)
+    }
+    scales = {row: {i: rng.uniform(0.3, 2.0) for i in ids} for row, ids in bias.items()}
+    wanted = request([1, 128, 600, 50], wants=[0, 1, 2, 3], bias=bias, scales=scales)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        found = run(built(flags), x, weight, wanted)
+        assert_equal(found, head_output_of(found.logits, wanted))
 
 
 def test_rows_may_lie_apart() -> None:

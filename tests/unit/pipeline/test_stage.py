@@ -133,7 +133,7 @@ class Pipe:
             max_blocks_per_row=rows.max_blocks_per_row,
             device=CPU,
         )
-        return ModelRunner(model, arithmetic_kv(NUM_BLOCKS, BLOCK), rows, buffers)
+        return ModelRunner(model, arithmetic_kv(NUM_BLOCKS, BLOCK), rows, buffers, VOCAB)
 
     def submit(self, plan: ScheduledBatch) -> None:
         frame = encode(self.log.seal(plan))

@@ -14,6 +14,7 @@ from penstock.batch import RowSampling
 from penstock.kernels.candidates import head_output_of
 from penstock.kernels.cpu.abi import BFLOAT16
 from penstock.kernels.cpu.head import Head, dense_product
+from penstock.sample.logit_changes import TokenHistory
 from penstock.sample.sampler import NO_TOKEN, SampleOutput, Sampler
 from penstock.sample.sampling_rows import MAX_CANDIDATES, SamplingBatch, SamplingRows
 from penstock.sample.truncation import SORTED_WIDTHS
@@ -36,8 +37,16 @@ def sampling(**changes: object) -> RowSampling:
     return RowSampling(**{**values, **changes})
 
 
+def table_of(num_rows: int, vocab_size: int = 0) -> SamplingRows:
+    """Of rows in which nothing was asked nor generated."""
+    nothing = TokenHistory(
+        token_ids=np.zeros((num_rows, 9), dtype=np.int64), prompt_len=np.zeros(num_rows, dtype=np.int64)
+    )
+    return SamplingRows(nothing, vocab_size)
+
+
 def params(rows: list[RowSampling], index: list[int] | None = None) -> SamplingBatch:
-    table = SamplingRows(len(rows))
+    table = table_of(len(rows))
     for row, entry in enumerate(rows):
         table.add(row, entry)
     return table.batch(np.arange(len(rows)), indices(rows, index))
@@ -305,7 +314,7 @@ def test_logprobs_are_raw_whatever_temperature_and_suppression() -> None:
 
 
 def test_parameters_of_the_same_rows_are_gathered_once_until_a_row_changes() -> None:
-    table, rows, index = SamplingRows(4), np.array([2, 0]), np.array([0, 5])
+    table, rows, index = table_of(4), np.array([2, 0]), np.array([0, 5])
     table.add(0, sampling(temperature=0.0))
     table.add(2, sampling(temperature=0.0, min_tokens=2, suppressed_ids=[7]))
     assert table.batch(rows, index).head.bias.ids.tolist() == [7]

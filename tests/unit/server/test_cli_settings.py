@@ -165,6 +165,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
+--max-logit-bias 9 --max-allowed-token-ids 10
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
 --header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
 --min-free-bytes 44
@@ -249,6 +250,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,
             "max_stop_token_ids": 8,
+            "max_logit_bias": 9,
+            "max_allowed_token_ids": 10,
         },
         "connections": {
             "max_connections": 23,
@@ -330,6 +333,8 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_stop_strings": 17},
         {"max_stop_string_bytes": 0},
         {"max_stop_token_ids": -1},
+        {"max_logit_bias": 1025},
+        {"max_allowed_token_ids": 1025},
     ],
 )
 def test_bad_limits_are_refused_and_named(bad: dict[str, Any]) -> None:

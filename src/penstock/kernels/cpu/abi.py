@@ -241,6 +241,7 @@ class HeadArgs(ctypes.Structure):
         ("bias_starts", c_void_p),
         ("bias_ids", c_void_p),
         ("bias_values", c_void_p),
+        ("bias_scales", c_void_p),
         ("allowed", c_void_p),
         ("allowed_stride", c_int64),
         ("values", c_void_p),

@@ -89,6 +89,7 @@ class _Call:
             bias_starts=_address(bias.starts),
             bias_ids=_address(bias.ids),
             bias_values=_address(bias.values),
+            bias_scales=None if bias.scales is None else _address(bias.scales),
             allowed=None if allowed is None else _address(allowed),
             allowed_stride=0 if allowed is None else allowed.shape[1],
             values=_address(self._candidates.values),

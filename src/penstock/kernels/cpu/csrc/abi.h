@@ -240,8 +240,9 @@ struct HeadArgs {
     const int64_t* num_candidates;  // [num_rows] 0 = none; at most `width`
     float* const* logits;           // [num_rows] where the row's whole logits go, or null
     const int64_t* bias_starts;     // [num_rows + 1] row r owns entries [bias_starts[r], bias_starts[r + 1])
-    const int64_t* bias_ids;        // rising within a row; entries of the same id add up
+    const int64_t* bias_ids;        // rising within a row; without scales, entries of the same id add up
     const float* bias_values;
+    const float* bias_scales;  // null: all 1. A logit above 0 is divided by it, another multiplied; then the value is added
     const int32_t* allowed;  // [num_rows, allowed_stride] bit i of word w allows id 32 w + i; null: all are
     int64_t allowed_stride;
     float* values;  // [num_rows, width]

@@ -43,6 +43,7 @@ struct alignas(64) Collection {
     int32_t wanted = 0;
     int64_t count = 0;
     uint64_t floor = 0;        // the key of the threshold: up to here nothing is wanted
+    int64_t entry = -1;        // of the row's bias: where the search ended last
     uint64_t* keys = nullptr;  // [room(wanted)]
 
     // Twice what is wanted: cutting back to the best half is then cheap for each key that came.
@@ -151,10 +152,13 @@ private:
         if (own.wanted == 0) return;
         if (args.allowed) allowed &= (uint32_t)args.allowed[row * args.allowed_stride + panel];
         if (args.bias_starts[row] < args.bias_starts[row + 1]) {
-            if (logits != padded) memcpy(padded, logits, sizeof(padded));
-            add_bias(row, panel, padded);
-            logits = padded;
-            low = load(logits), high = load(logits + kLanes);
+            int64_t first = first_entry(own, row, panel);
+            if (first < args.bias_starts[row + 1] && args.bias_ids[first] < (panel + 1) * kPanel) {
+                if (logits != padded) memcpy(padded, logits, sizeof(padded));
+                own.entry = change(first, row, panel, padded);
+                logits = padded;
+                low = load(logits), high = load(logits + kLanes);
+            }
         }
         uint32_t reaching = lanes_reaching(low, own.threshold) | lanes_reaching(high, own.threshold) << kLanes;
         for (reaching &= allowed; reaching; reaching &= reaching - 1) {
@@ -163,11 +167,31 @@ private:
         }
     }
 
-    void add_bias(int64_t row, int64_t panel, float* logits) const {
-        const int64_t* end = args.bias_ids + args.bias_starts[row + 1];
-        const int64_t* id = std::lower_bound(args.bias_ids + args.bias_starts[row], end, panel * kPanel);
-        for (; id < end && *id < (panel + 1) * kPanel; id++)
-            logits[*id - panel * kPanel] += args.bias_values[id - args.bias_ids];
+    // The first entry of the row's bias whose id is not before the panel. A thread takes panels in rising order, so
+    // that it is mostly the one behind those of the panel before.
+    int64_t first_entry(Collection& own, int64_t row, int64_t panel) const {
+        const int64_t *ids = args.bias_ids, begin = args.bias_starts[row], end = args.bias_starts[row + 1];
+        int64_t found = own.entry, id = panel * kPanel;
+        bool is_it = begin <= found && found <= end && (found == end || ids[found] >= id) &&
+                     (found == begin || ids[found - 1] < id);
+        if (!is_it) found = std::lower_bound(ids + begin, ids + end, id) - ids;
+        return own.entry = found;
+    }
+
+    // Applies the panel's entries, from this one on; returns the one behind them.
+    int64_t change(int64_t entry, int64_t row, int64_t panel, float* logits) const {
+        const int64_t end = args.bias_starts[row + 1], last_id = (panel + 1) * kPanel;
+        for (; entry < end && args.bias_ids[entry] < last_id; entry++) {
+            float& logit = logits[args.bias_ids[entry] - panel * kPanel];
+            if (args.bias_scales) {
+                float scale = args.bias_scales[entry];
+                float scaled = logit > 0 ? logit / scale : logit * scale;
+                asm volatile("" : "+m"(scaled));  // rounded before the sum: no fused multiply-add
+                logit = scaled;
+            }
+            logit += args.bias_values[entry];
+        }
+        return entry;
     }
 
     // Puts the threads' collections of a row together and writes what became of it.

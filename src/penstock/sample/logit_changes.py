@@ -1,0 +1,183 @@
+"""Penalties and biases of all rows, as entries of a `SparseBias`, on the last stage.
+
+For a token with logit l, which has been generated `count` times:
+
+    l'  = l / repetition if l > 0, else l * repetition, if it is in the prompt or was generated; otherwise l
+    l'' = l' + bias - frequency * count - presence * (count > 0)
+
+and minus infinity for an id that `min_tokens` suppresses. The repetition penalty is that of Keskar et al.,
+"CTRL" (2019), as transformers and vLLM have it; the other two are OpenAI's, and count generated tokens alone.
+In transformers and vLLM a bias comes first, and is then divided by the penalty or multiplied with it; here it
+is added to whatever became of the model's logit, so that it is worth the same for every token. l' is rounded
+to float32; the addends are summed in double precision and rounded once.
+
+What was generated is read from the row table, up to the token that is being sampled, and nothing else is
+remembered: a row that is given out again, after a preemption or on another core, counts anew and finds the
+same. A small state object of `sample.sampling_rows`.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.batch import LogitChanges, RowSampling
+from penstock.kernels.candidates import SparseBias
+
+# A penalty below this counts as this: whatever it is applied to is certain anyway, and no logit may overflow.
+LEAST_REPETITION_PENALTY = 1e-6
+_UNCHANGED = LogitChanges()
+_FIRST_ROOM = 64
+
+# (ids, values, scales), each [num_entries]
+Entries = tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenHistory:
+    """The row table's own arrays: what has been asked and generated, by row."""
+
+    token_ids: NDArray[np.int64]  # [num_rows, width]
+    prompt_len: NDArray[np.int64]  # [num_rows]
+
+
+class ChangedRow:
+    """The entries of one request.
+
+    Args:
+        changes: what it asked for.
+        suppressed_ids: forbidden before its `min_tokens`.
+    """
+
+    def __init__(self, changes: LogitChanges, suppressed_ids: Sequence[int]) -> None:
+        self._changes = changes
+        self._suppressed = np.unique(np.array(suppressed_ids, dtype=np.int64))
+        self._repetition = np.float32(max(changes.repetition_penalty, LEAST_REPETITION_PENALTY))
+        penalties = changes.repetition_penalty, changes.presence_penalty, changes.frequency_penalty
+        self._has_penalties = penalties != (1.0, 0.0, 0.0)
+        self._counts: Counter[int] = Counter()  # of generated tokens
+        self._num_read = 0  # tokens of the history
+        self._set_entries(set())
+
+    @property
+    def always_counts(self) -> bool:
+        """Whether it changes logits behind `min_tokens` too."""
+        return self._changes is not _UNCHANGED
+
+    def read(self, known: NDArray[np.int64], prompt_len: int) -> None:
+        """Take the tokens that have come since the last call.
+
+        Args:
+            known: [num_known] prompt and output.
+        """
+        if not self._has_penalties:
+            return
+        fresh = known[self._num_read :].tolist()
+        if self._num_read == 0:
+            self._counts.update(fresh[prompt_len:])
+            in_prompt = fresh[:prompt_len] if self._repetition != 1 else ()
+            self._set_entries(self._counts.keys() | in_prompt)
+        else:
+            for token_id in fresh:
+                self._note(token_id)
+        self._num_read = len(known)
+
+    def entries(self, *, is_early: bool) -> Entries:
+        """Those of the tokens that were read; views until the next call.
+
+        Args:
+            is_early: before `min_tokens`.
+        """
+        ids, values = self._ids[: self._num], self._values[: self._num]
+        if is_early and len(self._suppressed):
+            values = values.copy()
+            values[ids.searchsorted(self._suppressed)] = -np.inf
+        return ids, values, self._scales[: self._num]
+
+    def _set_entries(self, seen: Iterable[int]) -> None:
+        """One for each token that was seen, that has a bias, or that is suppressed at first."""
+        seen = set(seen)
+        ids = sorted(seen | self._changes.bias.keys() | set(self._suppressed.tolist()))
+        self._num = len(ids)
+        room = max(_FIRST_ROOM, 2 * self._num)
+        self._ids = np.zeros(room, dtype=np.int64)
+        self._values = np.zeros(room, dtype=np.float32)
+        self._scales = np.ones(room, dtype=np.float32)
+        self._ids[: self._num] = ids
+        self._values[: self._num] = [self._value(token_id) for token_id in ids]
+        self._scales[: self._num] = [self._repetition if token_id in seen else 1 for token_id in ids]
+
+    def _note(self, token_id: int) -> None:
+        """A token was generated."""
+        self._counts[token_id] += 1
+        place = bisect_left(self._ids, token_id, 0, self._num)
+        if place == self._num or self._ids[place] != token_id:
+            self._make_room(place)
+            self._ids[place] = token_id
+        self._values[place] = self._value(token_id)
+        self._scales[place] = self._repetition
+
+    def _make_room(self, place: int) -> None:
+        """For one entry more, before that at `place`."""
+        end = self._num
+        if end == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._values = np.concatenate([self._values, np.zeros_like(self._values)])
+            self._scales = np.concatenate([self._scales, np.zeros_like(self._scales)])
+        for array in (self._ids, self._values, self._scales):
+            array[place + 1 : end + 1] = array[place:end]
+        self._num += 1
+
+    def _value(self, token_id: int) -> float:
+        changes, count = self._changes, self._counts[token_id]
+        bias = changes.bias.get(token_id, 0.0)
+        return bias - changes.frequency_penalty * count - changes.presence_penalty * (count > 0)
+
+
+class LogitChangesOfRows:
+    """Those of all rows of a rank.
+
+    Args:
+        history: of the same rows; read when a row is sampled.
+    """
+
+    def __init__(self, num_rows: int, history: TokenHistory) -> None:
+        self._history = history
+        self._rows: list[ChangedRow | None] = [None] * num_rows
+
+    def add(self, row: int, sampling: RowSampling) -> bool:
+        """A request enters `row`; whether its logits are changed at every token."""
+        changed = None
+        if sampling.changes is not None or sampling.min_tokens > 0:
+            changed = ChangedRow(sampling.changes or _UNCHANGED, sampling.suppressed_ids)
+        self._rows[row] = changed
+        return changed is not None and changed.always_counts
+
+    def bias(
+        self, rows: NDArray[np.int64], output_index: NDArray[np.int64], is_early: NDArray[np.bool_]
+    ) -> SparseBias:
+        """What changes the logits of `rows`.
+
+        Args:
+            output_index: [num_rows] tokens that each request has generated before this one.
+            is_early: [num_rows] before its `min_tokens`.
+        """
+        starts = np.zeros(len(rows) + 1, dtype=np.int64)
+        parts = []
+        table, num_known = self._history, self._history.prompt_len[rows] + output_index
+        for place, row in enumerate(rows.tolist()):
+            changed, early = self._rows[row], bool(is_early[place])
+            if changed is None or not (early or changed.always_counts):
+                continue
+            changed.read(table.token_ids[row, : num_known[place]], int(table.prompt_len[row]))
+            parts.append(changed.entries(is_early=early))
+            starts[place + 1] = len(parts[-1][0])
+        if not parts:
+            return SparseBias.none(len(rows))
+        ids, values, scales = (np.concatenate(part) for part in zip(*parts, strict=True))
+        return SparseBias(starts=starts.cumsum(), ids=ids, values=values, scales=scales)
