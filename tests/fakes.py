@@ -22,6 +22,7 @@ from penstock.batch import (
     RankLoaded,
     RowSampling,
     ScheduledBatch,
+    ScoredTokens,
     StageSpans,
     StageTimes,
     StepResult,
@@ -73,6 +74,17 @@ def next_token(context: Sequence[int], sampling: RowSampling, num_outputs: int) 
     return token
 
 
+def prompt_score(context: Sequence[int], token: int, count: int) -> TokenLogprobs:
+    """The score of `token` after `context`: a hash of every token and position in it, and of the token."""
+    number = zlib.crc32((",".join(map(str, context)) + f"?{token}").encode())
+    return TokenLogprobs(-(number % 997) / 64, 1 + number % 7, list(range(count)), [-float(count)] * count)
+
+
+def oracle_scores(prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Those of a whole prompt, without any scheduling."""
+    return [prompt_score(prompt[:place], prompt[place], count) for place in range(1, len(prompt))]
+
+
 def oracle_tokens(
     prompt: Sequence[int], params: SamplingParams, *, seed: int, eos_token_ids: Sequence[int], max_len: int
 ) -> tuple[list[int], str]:
@@ -81,6 +93,8 @@ def oracle_tokens(
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_token_ids))
     sampling = RowSampling(params.temperature, 0, 1.0, 0.0, seed, params.min_tokens, suppressed, -1)
     output: list[int] = []
+    if params.max_tokens == 0:
+        return output, "length"
     while True:
         token = next_token([*prompt, *output], sampling, len(output))
         output.append(token)
@@ -134,6 +148,7 @@ class RankReplica:
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
         self.returns: dict[int, dict[int, tuple[int, int]]] = {}  # step -> row -> (generation, token id)
         self.log = DecisionLog(epoch, first_step)
+        self.scores: list[list[TokenLogprobs]] = []  # of the newest step
         self.residency = Residency(block_size)
         self.first_step = self.next_step = first_step
         self.consumed = first_step - 1
@@ -151,7 +166,26 @@ class RankReplica:
         self._check_blocks()
         kept = [(row, token) for row, token in zip(plan.rows, sampled, strict=True) if token is not None]
         self.returns[plan.step_id] = {row: (self.rows[row].generation, token) for row, token in kept}
+        self.scores = [self._score(plan, scored) for scored in plan.scored]
         return [token for _, token in kept]
+
+    def _score(self, plan: ScheduledBatch, scored: ScoredTokens) -> list[TokenLogprobs]:
+        """From what the KV slots hold, as a sample is."""
+        state = self.rows[plan.rows[scored.place]]
+        start, count = plan.start_positions[scored.place], plan.num_tokens[scored.place]
+        end = scored.first + scored.count
+        assert start < scored.first, "what stands before the first is computed in this step"
+        assert end - 1 <= min(start + count, state.prompt_len - 1), "what stands before the last is computed"
+        assert plan.token_from[scored.place] == KNOWN
+        stored = [self.slots[self._slot(state, position)] for position in range(end - 1)]
+        assert [position for position, _ in stored] == list(range(end - 1)), "KV is somebody else's"
+        context = [token for _, token in stored]
+        num_top = state.sampling.num_prompt_logprobs
+        assert num_top >= 0
+        return [
+            prompt_score(context[:place], state.token_ids[place], num_top)
+            for place in range(scored.first, end)
+        ]
 
     def _apply_rows(self, plan: ScheduledBatch) -> None:
         for row in plan.freed_rows:
@@ -196,6 +230,8 @@ class RankReplica:
             self._write(state, position, state.token_ids[position] if follows else SPOILT)
         state.num_computed += count
         reaches_all = state.num_computed == len(state.token_ids)
+        if not plan.need_sampled[index] and len(state.token_ids) == 1:
+            return None  # of a request that wants no token the last one is run only if it is the first
         assert plan.need_sampled[index] == reaches_all, "sampled if and only if all known tokens have run"
         if not reaches_all:
             return None
@@ -272,6 +308,7 @@ class FakeExecutor:
         self.plans: list[ScheduledBatch] = []
         self.events: list[tuple[str, int]] = []  # ("submit" | "result", step id), as they happened
         self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
+        self.fail_scores: dict[int, list[int]] = {}  # step -> indices of scored rows that come back failed
         self.lost: StageLostError | None = None
         self.lose_at: int | None = None  # the step at whose submission a stage dies
         self.stored: dict[bytes, list[tuple[int, int]]] = {}  # what the ranks' parts of the store hold
@@ -410,6 +447,10 @@ class FakeExecutor:
                 for token, count in zip(tokens, wanted, strict=True)
             ],
             failed=failed,
+            scores=[
+                [] if index in self.fail_scores.get(plan.step_id, []) else scores
+                for index, scores in enumerate(self.replica.scores)
+            ],
         )
 
 
@@ -544,6 +585,15 @@ class CoreRig:
 
     def tokens(self, request_id: str) -> list[int]:
         return [token for update in self.updates[request_id] for token in update.token_ids]
+
+    def scores(self, request_id: str) -> list[TokenLogprobs]:
+        return [score for update in self.updates[request_id] for score in update.prompt_logprobs]
+
+    def expected_scores(self, request_id: str) -> list[TokenLogprobs]:
+        """The oracle's."""
+        request = self.requests[request_id]
+        count = request.sampling.prompt_logprobs
+        return [] if count is None else oracle_scores(request.prompt_token_ids, count)
 
     def finish_reason(self, request_id: str) -> str | None:
         updates = self.updates[request_id]

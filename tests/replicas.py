@@ -34,6 +34,7 @@ from penstock.errors import ProtocolError, StageLostError
 from penstock.executor.base import KVPlan
 from penstock.executor.rank_reports import RankReports
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.request import TokenLogprobs
 
 Part = dict[bytes, list[tuple[int, int]]]  # of the store: (position, token) for keys and values, by name
 
@@ -56,6 +57,7 @@ class Rank:
     copies: list[TierOrder] = field(default_factory=list)  # given and not carried out
     answers: list[tuple[int, bool]] = field(default_factory=list)  # carried out and not told
     sampled: dict[int, list[int]] = field(default_factory=dict)  # by step
+    scored: dict[int, list[list[TokenLogprobs]]] = field(default_factory=dict)  # by step
 
     @property
     def next_step(self) -> int:
@@ -74,6 +76,7 @@ class Rank:
         for order in [order for order in self.copies if order.order in plan.awaited]:
             self.copy(self.copies.index(order))
         self.sampled[plan.step_id] = self.replica.run(plan)
+        self.scored[plan.step_id] = self.replica.scores
         assert self.replica.residency.recomputed() == self.replica.residency.digest
         return plan
 
@@ -301,6 +304,7 @@ class ReplicaPipe:
                     token_ids=[[token] for token in ids],
                     num_rejected=[0] * len(ids),
                     logprobs=[None] * len(ids),
+                    scores=self._output.scored[plan.step_id],
                 )
             )
         return results

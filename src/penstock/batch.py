@@ -45,6 +45,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     suppressed_ids: list[int]  # not sampled before min_tokens: end-of-sequence and stop ids
     num_logprobs: int  # -1 = none
     changes: LogitChanges | None = None  # None: the logits stay as they are
+    num_prompt_logprobs: int = -1  # likeliest ids told of each scored prompt token; -1 = none is scored
 
 
 GREEDY = RowSampling(
@@ -61,6 +62,18 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int  # of the original prompt: sampling positions count from here
     token_ids: list[int]  # all known tokens: prompt, then what was generated before a preemption
     sampling: RowSampling
+
+
+class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens of a row whose log-probabilities are wanted: each under the tokens before it.
+
+    They are among those that the plan's tokens of the row stand before: the first may be the second token of
+    its chunk, the last the one behind the chunk, which is in the row table already.
+    """
+
+    place: int  # of the row in the plan
+    first: int  # position of the first of them, >= 1
+    count: int  # >= 1
 
 
 class TierOrder(msgspec.Struct, frozen=True, array_like=True):
@@ -98,6 +111,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     # Numbers of orders to load blocks that this step reads: a rank runs a layer when that layer is there, or
     # will not come. The core holds its result until all ranks have answered, and drops it if one has failed.
     awaited: list[int] = []
+    scored: list[ScoredTokens] = []  # what the last stage tells besides; of a row at most once
     # Why it was not issued right after the plan before: no request could run; or the pipe was full, and a
     # result had to come first. Neither: the core was not earlier.
     starved: bool = False
@@ -127,7 +141,8 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_defaults=True):
-    """What the last stage sampled, for the core. Lists run over the plan's sampled rows, in plan order."""
+    """What the last stage sampled, for the core. Lists run over the plan's sampled rows, in plan order; those
+    of scores over its `scored`."""
 
     step_id: int
     epoch: int = 0
@@ -136,6 +151,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     num_rejected: list[int] = []
     logprobs: list[list[TokenLogprobs] | None] = []
     failed: list[int] = []  # indices into the lists above whose logits were NaN or infinite
+    scores: list[list[TokenLogprobs]] = []  # of each token; of none where a logit was NaN or infinite
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):

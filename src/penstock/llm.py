@@ -48,7 +48,9 @@ from penstock.engine.outputs import (
     RequestOutput,
     TextDelta,
     completion_output,
+    merge_deltas,
     output_assembler,
+    prompt_logprobs,
 )
 from penstock.engine.refused_settings import refuse_if_known, refuse_replicas, require_backend
 from penstock.engine.reports import LogReporter
@@ -369,13 +371,17 @@ class _Pending:
         return delta.finish_reason is not None
 
     def output(self, tokenizer: Tokenizer) -> RequestOutput:
+        scores, token_ids = None, self.request.prompt_token_ids
+        if self.request.sampling.prompt_logprobs is not None:
+            scores = prompt_logprobs(token_ids, merge_deltas(self._deltas).prompt_logprobs, tokenizer)
         return RequestOutput(
             request_id=self.request.request_id,
             prompt=self._text,
-            prompt_token_ids=self.request.prompt_token_ids,
+            prompt_token_ids=token_ids,
             outputs=[completion_output(self._deltas, tokenizer)],
             finished=True,
             num_cached_tokens=self._num_cached_tokens,
+            prompt_logprobs=scores,
         )
 
 

@@ -41,12 +41,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logit_bias: id -> what is added to its logit.
         allowed_token_ids: ids that may be sampled, no others; None allows all.
         seed: the i-th token is a pure function of (seed, i, logits); None lets the engine choose.
-        max_tokens: tokens to generate at most; None fills the model's context.
+        max_tokens: tokens to generate at most; None fills the model's context. With 0 the prompt is computed,
+            but for its last token, and nothing is generated.
         min_tokens: end-of-sequence and stop ids are not sampled before this many tokens.
         ignore_eos: go on past the model's own end-of-sequence ids.
         stop: strings that end the text; found in the front, which cuts the text before them.
         stop_token_ids: ids that end the request, beside the model's own.
         logprobs: log-probabilities of the chosen token and of this many likeliest; None gives none.
+        prompt_logprobs: the same of each token of the prompt but the first, under those before it.
         include_stop_str_in_output: leave the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
         detokenize: False leaves the text empty.
@@ -75,6 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     cache_salt: str = ""
     priority: int = 0
+    prompt_logprobs: int | None = None
 
     @property
     def stop_strings(self) -> list[str]:
@@ -89,11 +92,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**63 - 1)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+            _check_range("max_tokens", self.max_tokens, 0, 2**31 - 1)
             _check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.logprobs is not None:
             _check_range("logprobs", self.logprobs, 0, min(MAX_LOGPROBS, vocab_size))
+        if self.prompt_logprobs is not None:
+            _check_range("prompt_logprobs", self.prompt_logprobs, 0, min(MAX_LOGPROBS, vocab_size))
         _check_range("priority", self.priority, -(2**31), 2**31 - 1)
         salt_bytes = len(self.cache_salt.encode("utf-8", "surrogatepass"))
         _check_range("cache_salt", salt_bytes, 0, MAX_CACHE_SALT_BYTES, what="length of cache_salt in bytes")
@@ -149,7 +154,10 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities (natural, of the raw model distribution) at one position."""
+    """Log-probabilities (natural, of the raw model distribution) at one position.
+
+    The chosen token is the one that was sampled there, or the prompt's own.
+    """
 
     logprob: float  # of the chosen token
     rank: int  # 1 = the chosen token was the likeliest
@@ -158,7 +166,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one step brought to one request. After `finish_reason` is set no other update follows."""
+    """What one step brought to one request. After `finish_reason` is set no other update follows.
+
+    Scores of the prompt come in updates of their own, in the order of its tokens, before all others.
+    """
 
     request_id: str
     token_ids: list[int] = []
@@ -168,3 +179,4 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     error: ErrorInfo | None = None  # set if and only if finish_reason == "error"
     queue_seconds: float | None = None  # set on the first update: time spent waiting
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] = []  # of the next tokens of the prompt; the first is its second

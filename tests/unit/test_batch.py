@@ -17,6 +17,7 @@ from penstock.batch import (
     RowSampling,
     SampledTokens,
     ScheduledBatch,
+    ScoredTokens,
     Shutdown,
     StepResult,
     TierOrder,
@@ -67,6 +68,7 @@ def test_messages_to_a_rank_survive_the_wire(message: ScheduledBatch | AllocateK
             num_rejected=[0, 0],
             logprobs=[[TokenLogprobs(-0.1, 1, [5], [-0.1])], None],
             failed=[1],
+            scores=[[TokenLogprobs(-2.5, 3, [], [])], []],
         ),
         RankLoaded(
             stage=1,
@@ -111,6 +113,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "new_rows": [],
         "orders": [TierOrder(0, True, 1, b"name")],
         "awaited": [0],
+        "scored": [ScoredTokens(2, 1, 16)],
         "residency": 5,
         "starved": True,
         "held": True,

@@ -128,8 +128,10 @@ class EngineCore:
         """
         return self._inflight.oldest_step, self._inflight.next_step
 
-    def add_request(self, request: GenerationRequest, output_ids: Sequence[int] | None = None) -> None:
-        """Queue a request; the next `step` may run it, on from the outputs of another core that had it.
+    def add_request(
+        self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
+    ) -> None:
+        """Queue a request; the next `step` may run it, on from what another core that had it has given it.
 
         Raises:
             InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add` says.
@@ -137,7 +139,7 @@ class EngineCore:
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
-        self._scheduler.add(request, output_ids)
+        self._scheduler.add(request, output_ids, num_scores)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; no update of it follows (row D13). False: there is none."""
@@ -340,7 +342,8 @@ class EngineCore:
 def _check_result(
     result: StepResult, inflight: InflightQueue[StepInFlight], epoch: int, concerned_by: Callable[[], str]
 ) -> None:
-    """Results come in step order, one list entry per sampled row; anything else is not ours.
+    """Results come in step order, one list entry per sampled row, and a score for each token that the plan
+    names, or none of those of a row; anything else is not ours.
 
     Args:
         concerned_by: says whose the oldest step in flight is.
@@ -359,5 +362,12 @@ def _check_result(
         raise ProtocolError(
             f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
             f"{found}.{concerned_by()}",
+            stage=stage,
+        )
+    scored, scores = [tokens.count for tokens in step.plan.scored], [len(own) for own in result.scores]
+    if len(scores) != len(scored) or any(map(lambda has, due: has not in (0, due), scores, scored)):
+        raise ProtocolError(
+            f"the result of step {result.step_id}: expected scores of {scored} tokens, found {scores}."
+            f"{concerned_by()}",
             stage=stage,
         )

@@ -311,7 +311,7 @@ class CoreServer:
 
     def _add(self, client: bytes, message: AddRequest) -> None:
         try:
-            self._core.add_request(message.request, message.output_ids)
+            self._core.add_request(message.request, message.output_ids, message.num_scores)
             self._owners[message.request.request_id] = client
         except PenstockError as error:
             self._send(client, StepUpdates([refusal(message.request, error)], self._core.stats()))

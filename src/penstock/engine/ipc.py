@@ -44,6 +44,7 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
 
     request: GenerationRequest
     output_ids: list[int] | None = None
+    num_scores: int = 0  # of the tokens of its prompt
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):

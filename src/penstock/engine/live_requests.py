@@ -1,7 +1,7 @@
 """What one client has asked of the core and not seen the end of: enough to ask another core the same.
 
 The core alone knows where a request is; what it needs to go on with one stands here too: the request, and the
-tokens that have come. Kept by both faces of the engine (`async_engine`, `client`).
+tokens and scores that have come. Kept by both faces of the engine (`async_engine`, `client`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from penstock.request import GenerationRequest, RequestUpdate
 class _Live:
     request: GenerationRequest
     output_ids: list[int] = field(default_factory=list)
+    num_scores: int = 0  # of its prompt's tokens
     is_sent: bool = True  # to the present core
-    lost_at: int = -1  # tokens that it had when a core that had it was lost last
+    lost_at: int = -1  # its progress when a core that had it was lost last
+
+    @property
+    def progress(self) -> int:
+        """What has come of it."""
+        return len(self.output_ids) + self.num_scores
 
 
 class LiveRequests:
@@ -39,11 +45,12 @@ class LiveRequests:
         self._live[request.request_id] = _Live(request, is_sent=is_sent)
 
     def note(self, update: RequestUpdate) -> None:
-        """Tokens have come, or the end."""
+        """Tokens or scores have come, or the end."""
         live = self._live.get(update.request_id)
         if live is None:
             return
         live.output_ids += update.token_ids
+        live.num_scores += len(update.prompt_logprobs)
         if update.finish_reason is not None:
             del self._live[update.request_id]
 
@@ -53,20 +60,20 @@ class LiveRequests:
 
     def core_lost(self) -> list[RequestUpdate]:
         """The core is gone. Returns the end of those that another core was lost with before, and that have
-        gained no token between: they may be the reason."""
+        gained nothing between: they may be the reason."""
         given_up = []
         for request_id, live in list(self._live.items()):
             if not live.is_sent:
                 continue
             live.is_sent = False
-            if live.lost_at == len(live.output_ids):
+            if live.lost_at == live.progress:
                 del self._live[request_id]
                 error = QuarantinedError(
                     f"the engine core was lost twice while request {request_id} was in it, at output token "
-                    f"{live.lost_at}; it is not tried again."
+                    f"{len(live.output_ids)}; it is not tried again."
                 ).info()
                 given_up.append(RequestUpdate(request_id=request_id, finish_reason="error", error=error))
-            live.lost_at = len(live.output_ids)
+            live.lost_at = live.progress
         return given_up
 
     def again(self) -> list[AddRequest]:
@@ -74,4 +81,4 @@ class LiveRequests:
         unsent = [live for live in self._live.values() if not live.is_sent]
         for live in unsent:
             live.is_sent = True
-        return [AddRequest(live.request, live.output_ids) for live in unsent]
+        return [AddRequest(live.request, live.output_ids, live.num_scores) for live in unsent]

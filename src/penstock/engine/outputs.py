@@ -32,6 +32,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
         logprobs: one per token id, when they were asked for.
         finish_reason: set on the last delta.
         stop_reason: the stop string or stop id that ended the request; None for an end-of-sequence id.
+        prompt_logprobs: of the next tokens of the prompt, from its second on; they come before all else.
     """
 
     text: str
@@ -39,6 +40,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -53,6 +55,7 @@ def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         [entry for delta in deltas for entry in delta.logprobs or []] if has_logprobs else None,
         last.finish_reason,
         last.stop_reason,
+        [entry for delta in deltas for entry in delta.prompt_logprobs],
     )
 
 
@@ -76,6 +79,8 @@ class OutputAssembler:
 
     def append(self, update: RequestUpdate) -> TextDelta:
         """The delta of an update that is no error. When its `stop_reason` is a string, abort in the core."""
+        if update.prompt_logprobs:
+            return TextDelta("", [], prompt_logprobs=update.prompt_logprobs)
         shown = self._shown_ids(update)
         if self._by_token:
             text, stop, used = self._scan(shown)
@@ -179,6 +184,8 @@ class RequestOutput:
     Attributes:
         prompt: its text; None when it was given as token ids.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
+        prompt_logprobs: of each of its tokens, as of an output's, if asked for; None of the first, which
+            nothing stands before.
     """
 
     request_id: str
@@ -187,6 +194,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer) -> CompletionOutput:
@@ -205,6 +213,14 @@ def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer) -> Comp
         finish_reason=whole.finish_reason,
         stop_reason=whole.stop_reason,
     )
+
+
+def prompt_logprobs(
+    prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> list[dict[int, Logprob] | None]:
+    """Of each token of a prompt; `entries` are those of all but the first."""
+    pairs = zip(prompt_token_ids[1:], entries, strict=True)
+    return [None, *(position_logprobs(token_id, entry, tokenizer) for token_id, entry in pairs)]
 
 
 def position_logprobs(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:

@@ -22,7 +22,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
         """Raise `InvalidRequestError` naming the field, the value and the bound."""
         sampling.validate(self.vocab_size)
-        self._check_prompt(prompt_token_ids)
+        self._check_prompt(prompt_token_ids, least=0 if sampling.max_tokens == 0 else 1)
 
     def check_length(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
         """Refuse what could not generate all of its `max_tokens`, or else all of its `min_tokens`."""
@@ -39,7 +39,8 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
             code="context_length_exceeded",
         )
 
-    def _check_prompt(self, token_ids: list[int]) -> None:
+    def _check_prompt(self, token_ids: list[int], least: int) -> None:
+        """`least`: tokens of output that there must be room for."""
         if not token_ids:
             raise InvalidRequestError("the prompt is empty.", param="prompt", code="empty_prompt")
         low, high = min(token_ids), max(token_ids)
@@ -50,7 +51,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
                 param="prompt",
                 code="out_of_range",
             )
-        if len(token_ids) >= self.max_model_len:
+        if len(token_ids) + least > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {len(token_ids)} tokens; the limit for prompt and output together is "
                 f"{self.max_model_len}.",

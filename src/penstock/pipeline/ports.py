@@ -157,7 +157,7 @@ class SampleSink:
 
     Args:
         runner: samples, and owns the row table.
-        tokens: to the earlier stages; first, because they may be waiting for it.
+        tokens: to the earlier stages; before results and scores, because they may be waiting for them.
         results: to the core; None: another rank tells it.
         clock: of the rank.
     """
@@ -183,6 +183,11 @@ class SampleSink:
         self._clock.begin(before)
         if self._results is not None:
             self._tokens.send(batch.plan, result)
+        if batch.plan.scored:
+            self._clock.begin(Phase.SAMPLE)
+            result = self._runner.with_scores(result, tensors, batch)
+            self._clock.begin(before)
+        if self._results is not None:
             send_of_step(self._results, encode(result), "the result", result.step_id)
 
 

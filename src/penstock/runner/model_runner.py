@@ -9,14 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+import numpy as np
+from torch import Tensor
+
 from penstock.attention.metadata import AnyKV
-from penstock.batch import ScheduledBatch, StepResult
+from penstock.batch import ScheduledBatch, ScoredTokens, StepResult
+from penstock.kernels.candidates import HeadOutput, HeadRequest
 from penstock.models.interfaces import BeforeLayer, SupportsPP
 from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch
 from penstock.runner.request_rows import RequestRows
 from penstock.sample.logit_changes import TokenHistory
+from penstock.sample.prompt_scores import ScoredRows, score
 from penstock.sample.sampler import Sampler
 from penstock.sample.sampling_rows import SamplingRows
 
@@ -90,3 +96,27 @@ class ModelRunner:
         )
         self.rows.post_update(plan.step_id, batch.sampled, result.token_ids, result.num_rejected)
         return result
+
+    def with_scores(
+        self, result: StepResult, tensors: IntermediateTensors, batch: ForwardBatch
+    ) -> StepResult:
+        """The result of `sample` with the scores of the prompt tokens that the plan names. Last stage only.
+
+        No token is asked for twice: a row is sampled behind the last token of its prompt, which scores none.
+        """
+
+        def head(indices: Tensor, request: HeadRequest) -> HeadOutput:
+            return self._model.compute_candidates(tensors, indices, request)
+
+        parts = [self._scored_rows(scored, batch) for scored in batch.plan.scored]
+        return msgspec.structs.replace(result, scores=score(parts, head, batch.positions.device))
+
+    def _scored_rows(self, scored: ScoredTokens, batch: ForwardBatch) -> ScoredRows:
+        row, end = batch.plan.rows[scored.place], scored.first + scored.count
+        first_token = batch.metadata.query_starts[scored.place]
+        first_index = first_token + scored.first - 1 - int(batch.position_of_token[first_token])
+        return ScoredRows(
+            indices=np.arange(first_index, first_index + scored.count),
+            token_ids=self.rows.token_ids[row, scored.first : end],
+            num_top=self._sampling.num_prompt_logprobs(row),
+        )

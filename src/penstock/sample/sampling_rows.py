@@ -74,6 +74,7 @@ class SamplingRows:
         self._changes = LogitChangesOfRows(num_rows, history)
         self._allowed = AllowedIds(vocab_size)
         self._mask_sources = [self._allowed, *mask_sources]
+        self._num_prompt_logprobs = [-1] * num_rows
         self._kept: tuple[bytes, SamplingBatch] | None = None  # of the newest rows: often the next step's
 
     def add(self, row: int, sampling: RowSampling) -> None:
@@ -93,6 +94,11 @@ class SamplingRows:
         self._num_logprobs[row] = sampling.num_logprobs
         self._has_changes[row] = self._changes.add(row, sampling)
         self._allowed.add(row, sampling)
+        self._num_prompt_logprobs[row] = sampling.num_prompt_logprobs
+
+    def num_prompt_logprobs(self, row: int) -> int:
+        """How many of the likeliest tokens are told at each position of the row's prompt."""
+        return self._num_prompt_logprobs[row]
 
     def batch(self, rows: NDArray[np.int64], output_index: NDArray[np.int64]) -> SamplingBatch:
         """The parameters of `rows`.

@@ -69,11 +69,14 @@ class Admission:
                 remedy="Try again later, or raise --max-waiting-tokens.",
             )
 
-    def receive(self, request: GenerationRequest, now: float, output_ids: Sequence[int] = ()) -> RequestState:
-        """The state of a new request, or of one that had these outputs before the core was lost.
+    def receive(
+        self, request: GenerationRequest, now: float, output_ids: Sequence[int] = (), num_scores: int = 0
+    ) -> RequestState:
+        """The state of a new request, or of one that had these outputs, and so many scores of its prompt,
+        before the core was lost.
 
         Raises:
-            InvalidRequestError: it could never yield a token: prompt empty or too long, or no token wanted.
+            InvalidRequestError: it could never come to its end: the prompt is empty or too long.
         """
         prompt_len = len(request.prompt_token_ids)
         self._check_lengths(prompt_len, request.sampling)
@@ -91,35 +94,38 @@ class Admission:
             token_ids=[*request.prompt_token_ids, *output_ids],
             cache_root=root_hash(request.sampling.cache_salt),
             priority=request.sampling.priority,
+            num_scores_planned=num_scores,
+            num_scores=num_scores,
         )
 
     def may_start(self, request: RequestState, num_running: int, found: Sequence[int] = ()) -> bool:
         """Whether `request`, the head of the line, may get blocks now, beside those `found` in the cache."""
         if request.num_pending:
             return False  # preempted; its last tokens are still under way
-        return self._allocator.has_room(len(request.token_ids), found, num_running)
+        return self._allocator.has_room(request.num_to_prefill, found, num_running)
 
     def _check_lengths(self, prompt_len: int, sampling: SamplingParams) -> None:
         if prompt_len == 0:
             raise InvalidRequestError("the prompt has no tokens.", param="prompt", code="empty_prompt")
-        if prompt_len + 1 > self._max_model_len:
+        least = 0 if sampling.max_tokens == 0 else 1
+        if prompt_len + least > self._max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {prompt_len} tokens; the model takes {self._max_model_len} tokens in all, "
-                "with at least 1 of them for the output.",
-                remedy=f"Shorten the prompt to {self._max_model_len - 1} tokens.",
+                f"with at least {least} of them for the output.",
+                remedy=f"Shorten the prompt to {self._max_model_len - least} tokens.",
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if prompt_len + 1 > self.max_len:
+        if prompt_len + least > self.max_len:
             raise InvalidRequestError(
                 f"the prompt has {prompt_len} tokens; the KV cache holds {self._allocator.capacity_tokens}.",
                 remedy="Shorten the prompt or start the engine with more KV blocks.",
                 param="prompt",
                 code="kv_capacity_exceeded",
             )
-        if sampling.max_tokens is not None and sampling.max_tokens < 1:
+        if sampling.max_tokens is not None and sampling.max_tokens < 0:
             raise InvalidRequestError(
-                f"max_tokens must be at least 1, got {sampling.max_tokens}.",
+                f"max_tokens must be at least 0, got {sampling.max_tokens}.",
                 param="max_tokens",
                 code="out_of_range",
             )
@@ -140,6 +146,7 @@ class Admission:
             suppressed_ids=sorted(suppressed),
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
             changes=_logit_changes(sampling),
+            num_prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
         )
 
 

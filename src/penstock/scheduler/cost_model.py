@@ -41,12 +41,13 @@ class StepShape(NamedTuple):
 
     tokens: int
     attended: int  # sum over the tokens of the positions that each attends to
-    samples: int
+    samples: int  # tokens whose logits are computed: sampled rows, and scored tokens of prompts
 
     @classmethod
     def of(cls, plan: ScheduledBatch) -> StepShape:
         attended = sum(map(attended_by, plan.start_positions, plan.num_tokens))
-        return cls(plan.total_tokens, attended, plan.need_sampled.count(True))
+        scored = sum(tokens.count for tokens in plan.scored)
+        return cls(plan.total_tokens, attended, plan.need_sampled.count(True) + scored)
 
 
 def attended_by(start: int, num_tokens: int) -> int:

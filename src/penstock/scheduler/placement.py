@@ -174,7 +174,7 @@ class Placement:
             if not self._admission.may_start(head, len(self._queues.running), beginning):
                 return
             num_cached = len(beginning) * self._allocator.block_size
-            num_tokens = budget.take(num_cached, len(head.token_ids) - num_cached)
+            num_tokens = budget.take(num_cached, head.num_to_prefill - num_cached)
             if num_tokens == 0:
                 return
             self._start(draft, found, coming, num_tokens)

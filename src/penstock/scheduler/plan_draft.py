@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.batch import KNOWN, NewRow, ScheduledBatch, TierOrder
+from penstock.batch import KNOWN, NewRow, ScheduledBatch, ScoredTokens, TierOrder
 from penstock.scheduler.chunking import yields_sample
+from penstock.scheduler.prompt_scores import plan_scores
 from penstock.scheduler.queues import RequestState
 
 
@@ -24,6 +25,8 @@ class PlanDraft:
         self.new_rows: list[NewRow] = []
         self.sampling: list[RequestState] = []  # aligned with the True entries of need_sampled
         self.awaited: list[int] = []
+        self.scoring: list[tuple[RequestState, ScoredTokens]] = []
+        self.ending: list[RequestState] = []  # whose last step it is, without a sample
         self.num_decodes = 0
         self.prefill_tokens = 0
 
@@ -37,8 +40,14 @@ class PlanDraft:
         """The next `num_tokens` of the tokens that were known when the request was admitted."""
         self.token_from.append(KNOWN)
         self.prefill_tokens += num_tokens
+        scored = plan_scores(request, len(self.rows), num_tokens)
+        if scored is not None:
+            self.scoring.append((request, scored))
         end = request.num_scheduled + num_tokens
-        self._add(request, num_tokens, blocks, yields_sample(end, request.prefill_len, request.max_len))
+        is_sampled = yields_sample(end, len(request.token_ids), request.max_len)
+        if end >= request.prefill_len and not is_sampled:
+            self.ending.append(request)
+        self._add(request, num_tokens, blocks, is_sampled)
 
     def _add(self, request: RequestState, num_tokens: int, blocks: list[int], sampled: bool) -> None:
         self.requests.append(request)
@@ -75,4 +84,5 @@ class PlanDraft:
             orders=list(orders),
             residency=residency,
             awaited=self.awaited,
+            scored=[scored for _, scored in self.scoring],
         )

@@ -243,8 +243,11 @@ class PrefixReuse:
         }
 
     def _wanted(self, request: RequestState) -> list[bytes]:
-        """Names of all blocks that it could begin with: all whole ones before its last token's."""
-        most = (len(request.token_ids) - 1) // self._block_size
+        """Names of all blocks that it could begin with: all whole ones before the last token that it must
+        run; none while tokens of its prompt are to be scored."""
+        if request.wants_scores:
+            return []
+        most = (request.num_to_prefill - 1) // self._block_size
         return self._hashes(request, most)[:most]
 
     def _hashes(self, request: RequestState, count: int) -> list[bytes]:

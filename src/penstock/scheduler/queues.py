@@ -45,10 +45,12 @@ class RequestState:
         arrival: 0, 1, 2, ...; never used again; owns the KV blocks.
         max_len: tokens, prompt and output, at which it ends with "length".
         num_scheduled: positions whose keys and values are written by the plans issued so far.
-        prefill_len: tokens known when it was admitted; below it, it is prefilling.
+        prefill_len: its `num_to_prefill` when it was admitted; below it, it is prefilling.
         num_pending: ids sampled by steps in flight.
         last_sampled_step: step of the newest sample, returned or pending; the cadence counts from it.
-        lost_at: outputs that it had when the pipe broke with it in a step last.
+        num_scores_planned, num_scores: scores of its prompt's tokens, from the second on: asked for by the
+            plans issued so far, and returned (`scheduler.prompt_scores`).
+        lost_at: its `progress` when the pipe broke with it in a step last.
         queue_seconds: time from arrival to first admission; None before.
         cache_root, block_hashes: names of its blocks (`kvcache.block_hash`), as far as they were wanted.
         num_named: blocks of its table that have been named, so that others can find them.
@@ -73,6 +75,8 @@ class RequestState:
     prefill_len: int = 0
     num_pending: int = 0
     last_sampled_step: int = NO_STEP
+    num_scores_planned: int = 0
+    num_scores: int = 0
     lost_at: int = -1
     queue_seconds: float | None = None
     cache_root: bytes = b""
@@ -89,13 +93,29 @@ class RequestState:
         return len(self.token_ids) - self.prompt_len
 
     @property
+    def progress(self) -> int:
+        """What has returned: it never falls."""
+        return self.num_outputs + self.num_scores
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether tokens of its prompt are to be scored by steps that are not planned."""
+        return self.sampling.num_prompt_logprobs >= 0 and self.num_scores_planned < self.prompt_len - 1
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens to run when it starts, or starts again: all that it has; but not the last that it may have,
+        since nothing follows from that. At least one, so that there is a step that ends it."""
+        return max(1, min(len(self.token_ids), self.max_len - 1))
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_scheduled < self.prefill_len
 
     @property
     def has_started(self) -> bool:
         """Whether it has had a row, here or in another core."""
-        return self.queue_seconds is not None or self.num_outputs > 0
+        return self.queue_seconds is not None or self.progress > 0
 
     @property
     def wants_decode(self) -> bool:
@@ -147,12 +167,12 @@ class RequestQueues:
         return self.waiting[0] if self.waiting else None
 
     def admit_head(self, row: int) -> RequestState:
-        """Move the head to `running`, to prefill all tokens that it has."""
+        """Move the head to `running`, to prefill the tokens that it has."""
         request = self.preempted.popleft() if self.preempted else self.waiting.popleft()
         self.backlog_tokens -= len(request.token_ids)
         request.phase = Phase.RUNNING
         request.row = row
-        request.prefill_len = len(request.token_ids)
+        request.prefill_len = request.num_to_prefill
         self.running.append(request)
         return request
 

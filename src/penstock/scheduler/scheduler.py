@@ -17,13 +17,7 @@ import msgspec
 
 from penstock.batch import Outcome, ScheduledBatch, StepResult, StoreUse
 from penstock.config import SchedulerConfig
-from penstock.errors import (
-    ErrorInfo,
-    InvalidRequestError,
-    NumericalError,
-    QuarantinedError,
-    UnavailableError,
-)
+from penstock.errors import ErrorInfo, InvalidRequestError, UnavailableError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.storage_tier import StorageTier
 from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
@@ -36,10 +30,19 @@ from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_draft import PlanDraft
 from penstock.scheduler.preemption import preempt_youngest, release
 from penstock.scheduler.prefix_reuse import PrefixReuse
+from penstock.scheduler.prompt_scores import returned_scores
 from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import ResidencyLedger
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stopping import finish_reason
+from penstock.scheduler.updates import (
+    ended_without_tokens,
+    failed,
+    numerical_error,
+    quarantined,
+    scores_came,
+    token_came,
+)
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +54,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
     free_blocks: int
     num_preemptions: int
-    prompt_tokens: int  # of requests that have yielded their first token
+    prompt_tokens: int  # of requests that have yielded their first token, or ended without one
     generated_tokens: int
     micro_batches: int  # that the decoding requests were split into for the last plan
     prefix_tokens: int  # of requests that have started, or started again
@@ -161,15 +164,17 @@ class Scheduler:
         """Whether nobody is left whom a pause still lets run."""
         return self.paused != "wait" or not any(request.has_started for request in self._queues)
 
-    def add(self, request: GenerationRequest, output_ids: Sequence[int] | None = None) -> None:
+    def add(
+        self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
+    ) -> None:
         """Queue a request.
 
         Args:
-            output_ids: what another core gave it, for one that was admitted there: it goes on after them, and
-                no bound on the queue holds for it.
+            output_ids, num_scores: what another core gave it, for one that was admitted there: it goes on
+                after them, and no bound on the queue holds for it.
 
         Raises:
-            InvalidRequestError: it can never yield a token here, or its id is in use.
+            InvalidRequestError: it can never come to its end here, or its id is in use.
             OverloadedError: as many requests, or tokens, wait already as may.
         """
         if request.request_id in self._queues:
@@ -178,7 +183,7 @@ class Scheduler:
             )
         if output_ids is None:
             self._admission.refuse_overload(self._queues, len(request.prompt_token_ids))
-        state = self._admission.receive(request, self._clock(), output_ids or ())
+        state = self._admission.receive(request, self._clock(), output_ids or (), num_scores)
         self._queues.add(state)
         self.prefixes.enter(state)
 
@@ -255,24 +260,23 @@ class Scheduler:
         """
         assert result.step_id == plan.step_id > self._returned_step, "results are settled in step order"
         self._returned_step = plan.step_id
-        failed = frozenset(result.failed)
         logprobs = result.logprobs or [None] * len(result.token_ids)
-        sampled = self._issued.pop(plan.step_id).sampling
-        updates = []
-        for index, (request, ids) in enumerate(zip(sampled, result.token_ids, strict=True)):
+        issued = self._issued.pop(plan.step_id)
+        updates = self._take_scores(issued, result)
+        for index, (request, ids) in enumerate(zip(issued.sampling, result.token_ids, strict=True)):
             request.num_pending -= 1
             if request.num_void:
                 request.num_void -= 1
                 continue
-            if index in failed:
+            if index in result.failed:
                 self.prefixes.distrust(request)
             if request.phase is Phase.FINISHED:
                 continue
-            if index in failed:
-                updates.append(self._fail(request, _numerical_error(request, plan.step_id)))
+            if index in result.failed:
+                updates.append(self._fail(request, numerical_error(request, plan.step_id)))
             else:
                 updates.append(self._accept(request, ids[0], logprobs[index]))
-        return updates
+        return updates + [self._end(done) for done in issued.ending if done.phase is not Phase.FINISHED]
 
     def fail_all(self, error: ErrorInfo) -> list[RequestUpdate]:
         """End every request with `error`; results of steps in flight for them are dropped if they come."""
@@ -288,14 +292,15 @@ class Scheduler:
         updates = []
         in_flight = {row for issued in self._issued.values() for row in issued.rows}
         for request in [running for running in self._queues.running if running.row in in_flight]:
-            if request.lost_at == request.num_outputs:
-                updates.append(self._fail(request, _quarantined(request)))
-            request.lost_at = request.num_outputs
+            if request.lost_at == request.progress:
+                updates.append(self._fail(request, quarantined(request)))
+            request.lost_at = request.progress
         self.num_requeued += len(self._queues.running)
         while self._queues.running:
             preempt_youngest(self._queues, self._rows, self._allocator)
         for request in self._queues:
             request.num_pending, request.num_void, request.last_sampled_step = 0, 0, NO_STEP
+            request.num_scores_planned = request.num_scores
         self._returned_step = max(self._issued, default=self._returned_step)
         self._issued.clear()
         self._rows.announce_freed()  # there is nobody to tell
@@ -304,8 +309,7 @@ class Scheduler:
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
         """End all that have had a row, here or in another core."""
-        started = [request for request in self._queues if request.has_started]
-        return [self._fail(request, error) for request in started]
+        return [self._fail(request, error) for request in list(self._queues) if request.has_started]
 
     def stats(self) -> SchedulerStats:
         queues = self._queues
@@ -339,8 +343,7 @@ class Scheduler:
     def _accept(
         self, request: RequestState, token_id: int, logprobs: list[TokenLogprobs] | None
     ) -> RequestUpdate:
-        is_first = request.num_outputs == 0
-        if is_first:
+        if request.num_outputs == 0:
             self._totals.prompt_tokens += request.prompt_len
         self._totals.generated_tokens += 1
         self._queues.note_token(request, token_id)
@@ -349,42 +352,29 @@ class Scheduler:
         reason = finish_reason(request)
         if reason is not None:
             self._remove(request)
-        return RequestUpdate(
-            request_id=request.request_id,
-            token_ids=[token_id],
-            logprobs=logprobs,
-            finish_reason=reason,
-            stop_token_id=token_id if reason == "stop" else None,
-            queue_seconds=request.queue_seconds if is_first else None,
-            num_cached_tokens=request.num_cached_tokens if is_first else 0,
-        )
+        return token_came(request, logprobs, reason)
+
+    def _take_scores(self, issued: PlanDraft, result: StepResult) -> list[RequestUpdate]:
+        updates = []
+        for request, scores in returned_scores(issued.scoring, result):
+            if scores:
+                updates.append(scores_came(request, scores))
+            else:
+                self.prefixes.distrust(request)
+                updates.append(self._fail(request, numerical_error(request, result.step_id)))
+        return updates
+
+    def _end(self, request: RequestState) -> RequestUpdate:
+        self._totals.prompt_tokens += request.prompt_len
+        self._remove(request)
+        return ended_without_tokens(request)
 
     def _fail(self, request: RequestState, error: ErrorInfo) -> RequestUpdate:
         self._remove(request)
-        return RequestUpdate(
-            request_id=request.request_id,
-            finish_reason="error",
-            error=error,
-            queue_seconds=None if request.num_outputs else request.queue_seconds,
-        )
+        return failed(request, error)
 
     def _remove(self, request: RequestState) -> None:
         self.prefixes.leave(request)
         if request.phase is Phase.RUNNING:
             release(request, self._rows, self._allocator)
         self._queues.remove(request)
-
-
-def _quarantined(request: RequestState) -> ErrorInfo:
-    return QuarantinedError(
-        f"a stage was lost twice while request {request.request_id} was in it, at output token "
-        f"{request.num_outputs}; it is not tried again."
-    ).info()
-
-
-def _numerical_error(request: RequestState, step_id: int) -> ErrorInfo:
-    return NumericalError(
-        f"the model gave NaN or infinity at output token {request.num_outputs} of request "
-        f"{request.request_id} (step {step_id}).",
-        remedy="Try --dtype float32, or check the weights.",
-    ).info()

@@ -61,9 +61,11 @@ def test_an_empty_prompt_is_refused() -> None:
         make().receive(request(0), now=0.0)
 
 
-def test_e3_no_token_wanted_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="max_tokens must be at least 1, got 0"):
-        make().receive(request(3, max_tokens=0), now=0.0)
+def test_e3_no_token_wanted_is_served_and_fewer_are_refused() -> None:
+    state = make().receive(request(3, max_tokens=0), now=0.0)
+    assert (state.max_len, state.num_to_prefill) == (3, 2)
+    with pytest.raises(InvalidRequestError, match="max_tokens must be at least 0, got -1"):
+        make().receive(request(3, max_tokens=-1), now=0.0)
 
 
 def test_sampling_becomes_what_the_last_stage_needs() -> None:

@@ -41,9 +41,13 @@ def drive(seed: int, num_requests: int) -> Counter[str]:
     )
     families = [[chance.randrange(VOCAB_SIZE) for _ in range(24)] for _ in range(3)]
     seen: Counter[str] = Counter()
+    scoring = random.Random(seed)
     for number in range(num_requests):
         prompt = [*chance.choice(families)[: chance.randint(1, 24)], *[number] * chance.randint(0, 3)]
-        rig.add(str(number), prompt, max_tokens=chance.randint(1, 10), ignore_eos=True)
+        count, scores = chance.randint(1, 10), scoring.choice([None, None, 0, 2])
+        if scoring.random() < 0.1:
+            count = 0
+        rig.add(str(number), prompt, max_tokens=count, ignore_eos=True, prompt_logprobs=scores)
         for _ in range(chance.randint(0, 6)):
             catalogue.is_slow = chance.random() < 0.2
             rig.step(timeout_s=chance.choice([0.0, 1.0]))
@@ -96,6 +100,7 @@ def check_end(rig: ReplicaRig, num_blocks: int) -> None:
     for name in rig.requests:
         if rig.finish_reason(name) != "error":  # lost twice with a stage
             assert rig.result(name) == rig.expected(name)
+            assert rig.scores(name) == rig.expected_scores(name)
 
 
 EVERYTHING = {

@@ -1,0 +1,57 @@
+"""Which step scores which tokens of a prompt, and what comes of it.
+
+    position            0   1   2   3   4   5   6   7   8   9
+    first chunk        [.   .   .   .]
+    it scores              |1   2   3   4|
+    num_scores_planned                  4
+    second chunk                        [.   .   .   .]          5 .. 8
+    returned            num_scores = 4, then 8
+
+Each score is planned once for as long as its step is not lost: a request that is preempted computes its
+prompt again, but only scores behind those planned are asked for, and since results come in the order of the
+steps, scores come in the order of the tokens. When the steps in flight are lost, it goes back to the scores
+that have returned; another core, to those that the client has. A request starts at its first token, whatever
+a prefix cache has, until all its scores are planned.
+
+Called by `scheduler.plan_draft` and `scheduler.scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from penstock.batch import ScoredTokens, StepResult
+from penstock.request import TokenLogprobs
+from penstock.scheduler.queues import Phase, RequestState
+
+
+def plan_scores(request: RequestState, place: int, num_tokens: int) -> ScoredTokens | None:
+    """What a chunk of the request's next `num_tokens` tokens scores.
+
+    Args:
+        place: of the request in the plan.
+    """
+    if not request.wants_scores:
+        return None
+    first = request.num_scores_planned + 1
+    end = min(request.num_scheduled + num_tokens, request.prompt_len - 1) + 1
+    if end <= first:  # it is computed again after a preemption
+        return None
+    assert first > request.num_scheduled, "what stands before a token that is scored is computed here"
+    request.num_scores_planned = end - 1
+    return ScoredTokens(place, first, end - first)
+
+
+def returned_scores(
+    asked: Iterable[tuple[RequestState, ScoredTokens]], result: StepResult
+) -> Iterator[tuple[RequestState, list[TokenLogprobs]]]:
+    """The requests that a step scored tokens of, and the scores, as the result has them; requests that have
+    ended since are left out.
+
+    Args:
+        asked: what its plan asked for.
+    """
+    for (request, _), scores in zip(asked, result.scores, strict=True):
+        if request.phase is not Phase.FINISHED:
+            request.num_scores += len(scores)
+            yield request, scores

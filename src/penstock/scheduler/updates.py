@@ -1,0 +1,76 @@
+"""What a client is told of its request, and the errors that end one. Called by `scheduler.scheduler`."""
+
+from __future__ import annotations
+
+from penstock.errors import ErrorInfo, NumericalError, QuarantinedError
+from penstock.request import FinishReason, RequestUpdate, TokenLogprobs
+from penstock.scheduler.queues import RequestState
+
+
+def token_came(
+    request: RequestState, logprobs: list[TokenLogprobs] | None, reason: FinishReason | None
+) -> RequestUpdate:
+    """Its newest token, which it has already, and whether that ends it."""
+    token_id, is_first = request.token_ids[-1], request.num_outputs == 1
+    return RequestUpdate(
+        request_id=request.request_id,
+        token_ids=[token_id],
+        logprobs=logprobs,
+        finish_reason=reason,
+        stop_token_id=token_id if reason == "stop" else None,
+        queue_seconds=request.queue_seconds if is_first else None,
+        num_cached_tokens=request.num_cached_tokens if is_first else 0,
+    )
+
+
+def scores_came(request: RequestState, scores: list[TokenLogprobs]) -> RequestUpdate:
+    """Of the next tokens of its prompt."""
+    return RequestUpdate(
+        request_id=request.request_id,
+        prompt_logprobs=scores,
+        queue_seconds=request.queue_seconds,
+        num_cached_tokens=request.num_cached_tokens,
+    )
+
+
+def ended_without_tokens(request: RequestState) -> RequestUpdate:
+    """Its prompt is computed, and no token was wanted."""
+    return RequestUpdate(
+        request_id=request.request_id,
+        logprobs=None if request.sampling.num_logprobs < 0 else [],
+        finish_reason="length",
+        queue_seconds=request.queue_seconds,
+        num_cached_tokens=request.num_cached_tokens,
+    )
+
+
+def failed(request: RequestState, error: ErrorInfo) -> RequestUpdate:
+    return RequestUpdate(
+        request_id=request.request_id,
+        finish_reason="error",
+        error=error,
+        queue_seconds=None if request.num_outputs else request.queue_seconds,
+    )
+
+
+def quarantined(request: RequestState) -> ErrorInfo:
+    return QuarantinedError(
+        f"a stage was lost twice while request {request.request_id} was in it, at {_place(request)}; it is "
+        "not tried again."
+    ).info()
+
+
+def numerical_error(request: RequestState, step_id: int) -> ErrorInfo:
+    return NumericalError(
+        f"the model gave NaN or infinity at {_place(request)} of request {request.request_id} "
+        f"(step {step_id}).",
+        remedy="Try --dtype float32, or check the weights.",
+    ).info()
+
+
+def _place(request: RequestState) -> str:
+    """Where it stands: what would have come next."""
+    num_scores = request.prompt_len - 1 if request.sampling.num_prompt_logprobs >= 0 else 0
+    if request.num_scores < num_scores:
+        return f"token {request.num_scores + 1} of the prompt"
+    return f"output token {request.num_outputs}"
