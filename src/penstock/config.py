@@ -346,6 +346,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_json_depth: brackets within brackets.
         max_messages: of a conversation.
         max_prompts: of one completions request.
+        max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
         max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
         max_allowed_token_ids: no more than what `SamplingParams` takes, which is the default.
     """
@@ -355,6 +356,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_json_depth: int = 64
     max_messages: int = 4096
     max_prompts: int = 256
+    max_prompt_scores: int = 1 << 19
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
@@ -367,6 +369,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
+        _at_least("max_prompt_scores", self.max_prompt_scores, 0)
         _between("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         _between("max_stop_strings", self.max_stop_strings, 0, MAX_STOP_STRINGS)
         _between("max_stop_string_bytes", self.max_stop_string_bytes, 1, MAX_STOP_STRING_BYTES)

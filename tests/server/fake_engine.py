@@ -22,6 +22,7 @@ from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.server.engine_port import ServedModel
 
 BOS, EOS, VOCAB_SIZE = 256, 257, 300
+SCORED_AT_ONCE = 4
 
 
 class ByteCodec:
@@ -34,6 +35,11 @@ class ByteCodec:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
+
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True
+    ) -> ByteDetokenizer:
+        return ByteDetokenizer()
 
 
 class ByteDetokenizer:
@@ -120,6 +126,7 @@ class FakeStream:
         self._sampling = sampling
         self._assembler = OutputAssembler(sampling, ByteDetokenizer())
         self._produced = 0
+        self._num_scored = 0
 
     @property
     def completion_tokens(self) -> int:
@@ -146,6 +153,23 @@ class FakeStream:
             self._engine.alive.discard(self._request_id)
 
     def _update(self) -> RequestUpdate:
+        count = self._sampling.prompt_logprobs
+        if count is not None and self._num_scored < len(self._prompt) - 1:
+            return self._scores(count)
+        if self._sampling.max_tokens == 0:
+            logprobs = None if self._sampling.logprobs is None else []
+            return RequestUpdate(request_id=self._request_id, logprobs=logprobs, finish_reason="length")
+        return self._token()
+
+    def _scores(self, count: int) -> RequestUpdate:
+        """Of the next `SCORED_AT_ONCE` tokens of the prompt."""
+        begin = self._num_scored + 1
+        ids = self._prompt[begin : begin + SCORED_AT_ONCE]
+        self._num_scored += len(ids)
+        scores = [fake_score(token_id, place, count) for place, token_id in enumerate(ids, begin)]
+        return RequestUpdate(request_id=self._request_id, prompt_logprobs=scores)
+
+    def _token(self) -> RequestUpdate:
         token_id = oracle(self._prompt, self._produced)
         self._produced += 1
         sampling = self._sampling
@@ -158,6 +182,11 @@ class FakeStream:
             finish_reason="stop" if stopped else "length" if full else None,
             stop_token_id=token_id if stopped else None,
         )
+
+
+def fake_score(token_id: int, place: int, count: int) -> TokenLogprobs:
+    """Of a token of a prompt: it tells the place; the likeliest are bytes that it is not."""
+    return TokenLogprobs(-float(place), 4, [(token_id + 7 + i) % 256 for i in range(count)], [-0.125] * count)
 
 
 def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:

@@ -57,6 +57,7 @@ def chat_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:
         choices=choices,
         usage=usage,
         prompt_token_ids=prompt,
+        prompt_logprobs=answer.prompt_logprobs(0, outcomes[0]),
     )
     return msgspec.json.encode(response)
 

@@ -37,6 +37,9 @@ class LimitSettings:
     )
     max_messages: Annotated[int, _limit("--max-messages", "of a conversation")] = _REQUEST.max_messages
     max_prompts: Annotated[int, _limit("--max-prompts", "of one completions request")] = _REQUEST.max_prompts
+    max_prompt_scores: Annotated[
+        int, _limit("--max-prompt-scores", "log-probabilities of the prompts of a request")
+    ] = _REQUEST.max_prompt_scores
     max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
         _REQUEST.max_logprobs
     )
@@ -88,6 +91,7 @@ class LimitSettings:
             max_json_depth=self.max_json_depth,
             max_messages=self.max_messages,
             max_prompts=self.max_prompts,
+            max_prompt_scores=self.max_prompt_scores,
             max_logprobs=self.max_logprobs,
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,

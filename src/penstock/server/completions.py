@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.outputs import TextDelta
+from penstock.server.echo import Echo
 from penstock.server.fields import convert
 from penstock.server.generation import GenerationResponse, Sequence
 from penstock.server.generation_route import Answer, GenerationRoute
@@ -18,6 +19,7 @@ from penstock.server.openai_types import (
     CompletionResponse,
     Usage,
 )
+from penstock.server.prompts import prompt_list
 from penstock.server.sampling import DEFAULT_COMPLETION_TOKENS, completion_sampling, fit_to_context
 from penstock.server.sse import TEXT
 
@@ -36,13 +38,15 @@ class CompletionsRoute:
         asked = convert(body, CompletionRequest)
         route.check_common(asked)
         sampling = completion_sampling(asked, route.model, route.limits)
-        limit = route.max_model_len
+        limit, codec = route.max_model_len, route.model.codec
+        all_ids = await route.prompts.completions(asked.prompt)
         sequences = [
             Sequence(
-                prompt_token_ids=prompt,
-                sampling=fit_to_context(sampling, len(prompt), limit, default=DEFAULT_COMPLETION_TOKENS),
+                prompt_token_ids=token_ids,
+                sampling=fit_to_context(sampling, len(token_ids), limit, default=DEFAULT_COMPLETION_TOKENS),
+                echo=Echo.of(prompt, token_ids, sampling, codec) if asked.echo else None,
             )
-            for prompt in await route.prompts.completions(asked.prompt)
+            for prompt, token_ids in zip(prompt_list(asked.prompt), all_ids, strict=True)
         ]
         return route.respond(request, body, asked, sequences, TEXT, completion_body)
 
@@ -61,17 +65,21 @@ def completion_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> 
 
 
 def _choice(answer: Answer, index: int, outcome: TextDelta) -> CompletionChoice:
+    echo = answer.sequences[index].echo
     return CompletionChoice(
         index=index,
-        text=outcome.text,
-        logprobs=_logprobs(answer, outcome),
+        text=outcome.text if echo is None else echo.text + outcome.text,
+        logprobs=_logprobs(answer, outcome, echo),
         finish_reason=outcome.finish_reason or "stop",
         stop_reason=outcome.stop_reason,
+        prompt_logprobs=answer.prompt_logprobs(index, outcome),
         **answer.shown_ids(index, outcome),
     )
 
 
-def _logprobs(answer: Answer, outcome: TextDelta) -> CompletionLogprobs | None:
+def _logprobs(answer: Answer, outcome: TextDelta, echo: Echo | None) -> CompletionLogprobs | None:
     if outcome.logprobs is None:
         return None
-    return CompletionLogprobsWriter(answer.form.token_bytes).write(outcome.token_ids, outcome.logprobs)
+    writer = CompletionLogprobsWriter(answer.form.token_bytes, 0 if echo is None else len(echo.text))
+    logprobs = writer.write(outcome.token_ids, outcome.logprobs)
+    return logprobs if echo is None else echo.before(logprobs, outcome.prompt_logprobs)

@@ -16,6 +16,7 @@ from penstock.engine.stats import CoreStats
 from penstock.operations import Operation, OperationDone
 from penstock.request import SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.detokenizer import Detokenizer
 from penstock.tokenizer.tokenizer import Tokenizer
 
 
@@ -90,6 +91,9 @@ class TextCodec(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one id stands for; empty for ids without text."""
 
+    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+        """From ids to text, piece by piece, of what follows this prompt."""
+
 
 class ModelCodec:
     """`TextCodec` of a model directory's tokenizer and chat template."""
@@ -98,6 +102,7 @@ class ModelCodec:
         self._template = template
         self.encode = tokenizer.encode
         self.token_bytes = tokenizer.token_bytes
+        self.detokenizer = tokenizer.detokenizer
 
     def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         return self._template.encode(messages, add_generation_prompt=True)

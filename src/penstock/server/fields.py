@@ -30,7 +30,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "echo": (False,),
     "suffix": ("",),
-    "prompt_logprobs": (),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
     "response_format": ({"type": "text"},),

@@ -10,7 +10,7 @@ lifecycle, so that no time passes between its acceptance and its count; the resp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.engine.outputs import TextDelta, merge_deltas
 from penstock.errors import AbortedError, PenstockError, StageLostError, UnavailableError
 from penstock.request import SamplingParams
+from penstock.server.echo import Echo
 from penstock.server.engine_port import EngineLike, RequestStream
 from penstock.server.errors import error_bytes, json_response
 from penstock.server.keep_alive import Clock, KeepAlive
@@ -38,16 +39,18 @@ class Sequence:
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    echo: Echo | None = None  # at the beginning of its text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """What one request asks for. `make_body` turns the finished sequences into a whole answer's bytes."""
+    """What one request asks for. `make_body` turns the finished sequences into a whole answer's bytes, beside
+    the event loop where it takes long."""
 
     sequences: list[Sequence]
     record: RequestRecord
     headers: Mapping[str, str] = field(default_factory=dict)
-    make_body: Callable[[list[TextDelta], Usage], bytes]
+    make_body: Callable[[list[TextDelta], Usage], Awaitable[bytes]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +172,7 @@ class WholeResponse(GenerationResponse):
         self._add_sequences()
         outcomes = await _all_of([self._collect(stream) for stream in self._streams])
         self._job.record.finish_reason = _finish_reason(outcomes)
-        body = self._job.make_body(outcomes, self._usage())
+        body = await self._job.make_body(outcomes, self._usage())
         response = json_response(body, headers=self._job.headers)
         await send(
             {"type": "http.response.start", "status": 200, "headers": response.raw_headers},
@@ -194,7 +197,7 @@ class StreamedResponse(GenerationResponse):
         super().__init__(job, context)
         self._form = form
         self._writers = [
-            ChunkWriter(form, index, sequence.prompt_token_ids)
+            ChunkWriter(form, index, sequence.prompt_token_ids, sequence.echo)
             for index, sequence in enumerate(job.sequences)
         ]
         self._is_started = False

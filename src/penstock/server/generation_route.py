@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 
 from penstock.config import Limits
@@ -25,7 +26,8 @@ from penstock.server.generation import (
 )
 from penstock.server.lifecycle import Interruptible
 from penstock.server.limits import ByteLimits, read_json
-from penstock.server.openai_types import GenerateRequest, Usage
+from penstock.server.logprobs import prompt_logprobs
+from penstock.server.openai_types import GenerateRequest, PromptLogprobs, Usage
 from penstock.server.prompts import PromptReader
 from penstock.server.request_record import record_of
 from penstock.server.sse import Dialect, StreamForm
@@ -38,6 +40,7 @@ class Answer:
 
     form: StreamForm
     sequences: list[Sequence]
+    num_prompt_logprobs: int | None = None  # likeliest to tell at each position of a prompt
 
     def shown_ids(self, index: int, outcome: TextDelta) -> dict[str, list[int]]:
         """The fields that carry ids in a choice, where the client asked for them."""
@@ -45,6 +48,41 @@ class Answer:
             return {}
         prompt = self.sequences[index].prompt_token_ids
         return {"prompt_token_ids": prompt, "token_ids": outcome.token_ids}
+
+    def prompt_logprobs(self, index: int, outcome: TextDelta) -> PromptLogprobs | msgspec.UnsetType:
+        """Of the prompt of a choice, where the client asked for them."""
+        if self.num_prompt_logprobs is None:
+            return msgspec.UNSET
+        prompt = self.sequences[index].prompt_token_ids
+        count, token_bytes = self.num_prompt_logprobs, self.form.token_bytes
+        return prompt_logprobs(prompt, outcome.prompt_logprobs, count, token_bytes)
+
+
+_SCORE_BYTES = 64  # in an answer, about, of each number
+
+
+def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
+    """Raise `InvalidRequestError` where more numbers of all prompts are wanted than one answer may have."""
+    wanted = sum(
+        len(one.prompt_token_ids) * (1 + one.sampling.prompt_logprobs)
+        for one in sequences
+        if one.sampling.prompt_logprobs is not None
+    )
+    if wanted > limits.max_prompt_scores:
+        raise InvalidRequestError(
+            f"{wanted} log-probabilities of prompts are asked for (tokens times 1 + {param}); this server "
+            f"gives {limits.max_prompt_scores} in one answer.",
+            remedy="Send the prompts in several requests, or ask for fewer likeliest tokens.",
+            param=param,
+            code="out_of_range",
+        )
+
+
+def _scores_bytes(outcomes: list[TextDelta]) -> int:
+    """What the scores of the prompts take in an answer, about."""
+    first = [outcome.prompt_logprobs[0] for outcome in outcomes if outcome.prompt_logprobs]
+    each = max((1 + len(entry.top_ids) for entry in first), default=0)
+    return _SCORE_BYTES * each * sum(len(outcome.prompt_logprobs) for outcome in outcomes)
 
 
 BodyMaker = Callable[[Answer, list[TextDelta], Usage], bytes]
@@ -102,6 +140,12 @@ class GenerationRoute:
             raise InvalidRequestError(
                 "stream_options may only be set together with stream: true.", param="stream_options"
             )
+        if asked.prompt_logprobs is not None and asked.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs are not told in a stream.",
+                remedy="Leave out stream; a completion streams them with echo and logprobs.",
+                param="prompt_logprobs",
+            )
 
     def respond(
         self,
@@ -113,6 +157,9 @@ class GenerationRoute:
         make_body: BodyMaker,
     ) -> GenerationResponse:
         """The response that will run these sequences."""
+        check_scores(
+            sequences, self.limits, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+        )
         record = record_of(request.scope)
         form = StreamForm(
             response_id=dialect.id_prefix + record.unique_id,
@@ -124,12 +171,14 @@ class GenerationRoute:
             with_logprobs=sequences[0].sampling.logprobs is not None,
             token_bytes=self.model.codec.token_bytes,
         )
-        answer = Answer(form=form, sequences=sequences)
+        answer = Answer(form=form, sequences=sequences, num_prompt_logprobs=asked.prompt_logprobs)
         job = GenerationJob(
             sequences=sequences,
             record=record,
             headers=warning_headers(unknown_fields(body, type(asked))),
-            make_body=lambda outcomes, usage: make_body(answer, outcomes, usage),
+            make_body=lambda outcomes, usage: self._workers.run(
+                _scores_bytes(outcomes), make_body, answer, outcomes, usage
+            ),
         )
         if asked.stream:
             return StreamedResponse(job, self._context, form)

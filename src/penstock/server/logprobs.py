@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from penstock.request import TokenLogprobs
-from penstock.server.openai_types import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, TopLogprob
+from penstock.server.openai_types import (
+    ChatLogprobs,
+    ChatTokenLogprob,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 
 LOWEST = -9999.0  # JSON has no minus infinity
 
@@ -41,26 +48,84 @@ def _chat_entry(token_id: int, entry: TokenLogprobs, token_bytes: TokenBytes) ->
 
 
 class CompletionLogprobsWriter:
-    """Keeps the text offset of a sequence from one chunk to the next."""
+    """Keeps the text offset of a sequence from one chunk to the next.
 
-    def __init__(self, token_bytes: TokenBytes) -> None:
+    Args:
+        offset: of the first token; what is before it was echoed.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, offset: int = 0) -> None:
         self._token_bytes = token_bytes
-        self._offset = 0
+        self._offset = offset
 
     def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """Tokens, values and offsets; the likeliest of a position always include the chosen token."""
         names = [token_name(self._token_bytes(token_id)) for token_id in token_ids]
-        values = [max(entry.logprob, LOWEST) for entry in entries]
+        values: list[float | None] = [max(entry.logprob, LOWEST) for entry in entries]
         offsets = []
         for name in names:
             offsets.append(self._offset)
             self._offset += len(name)
-        tops = [
-            self._top(entry) | {name: value}
-            for entry, name, value in zip(entries, names, values, strict=True)
+        tops: list[dict[str, float] | None] = [
+            _top(entry, len(entry.top_ids), self._token_bytes) | {name: max(entry.logprob, LOWEST)}
+            for entry, name in zip(entries, names, strict=True)
         ]
         return CompletionLogprobs(text_offset=offsets, token_logprobs=values, tokens=names, top_logprobs=tops)
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        names = [token_name(self._token_bytes(token_id)) for token_id in entry.top_ids]
-        return {name: max(value, LOWEST) for name, value in zip(names, entry.top_logprobs, strict=True)}
+
+def _top(entry: TokenLogprobs, num_top: int, token_bytes: TokenBytes) -> dict[str, float]:
+    names = [token_name(token_bytes(token_id)) for token_id in entry.top_ids[:num_top]]
+    return {name: max(value, LOWEST) for name, value in zip(names, entry.top_logprobs, strict=False)}
+
+
+def echoed_logprobs(
+    token_ids: Sequence[int],
+    entries: Sequence[TokenLogprobs | None],
+    num_top: int,
+    offsets: list[int],
+    token_bytes: TokenBytes,
+) -> CompletionLogprobs:
+    """Of tokens of a prompt, as of an output's; None stands for the first, which has no value.
+
+    Args:
+        num_top: likeliest to tell; an entry may have more of them.
+    """
+    names = [token_name(token_bytes(token_id)) for token_id in token_ids]
+    values = [None if entry is None else max(entry.logprob, LOWEST) for entry in entries]
+    tops = [
+        None if entry is None else _top(entry, num_top, token_bytes) | {name: max(entry.logprob, LOWEST)}
+        for entry, name in zip(entries, names, strict=True)
+    ]
+    return CompletionLogprobs(text_offset=offsets, token_logprobs=values, tokens=names, top_logprobs=tops)
+
+
+def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Of tokens that follow one another."""
+    return CompletionLogprobs(
+        text_offset=first.text_offset + second.text_offset,
+        token_logprobs=first.token_logprobs + second.token_logprobs,
+        tokens=first.tokens + second.tokens,
+        top_logprobs=first.top_logprobs + second.top_logprobs,
+    )
+
+
+def prompt_logprobs(
+    token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes
+) -> PromptLogprobs:
+    """Of all tokens of a prompt, in vLLM's shape.
+
+    Args:
+        entries: of all but the first.
+        num_top: likeliest to tell; an entry may have more of them.
+    """
+
+    def told(token_id: int, value: float, rank: int) -> PromptLogprob:
+        text = token_bytes(token_id).decode(errors="replace")
+        return PromptLogprob(logprob=max(value, LOWEST), rank=rank, decoded_token=text)
+
+    found: PromptLogprobs = [None]
+    for token_id, entry in zip(token_ids[1:], entries, strict=True):
+        tops = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
+        likeliest = {top_id: told(top_id, value, place) for place, (top_id, value) in enumerate(tops, 1)}
+        found.append({token_id: told(token_id, entry.logprob, entry.rank)} | likeliest)
+    return found

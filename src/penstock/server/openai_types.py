@@ -44,6 +44,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_token_ids: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    prompt_logprobs: int | None = None
     user: str | None = None
 
     @property
@@ -74,6 +75,7 @@ class ChatRequest(GenerateRequest, frozen=True, kw_only=True):
 class CompletionRequest(GenerateRequest, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -106,9 +108,20 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one id at one position of a prompt (vLLM's shape)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]  # the prompt's own id comes first; None of the first
 
 
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,6 +147,7 @@ class CompletionChoice(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: int | str | None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class ResponseHead(msgspec.Struct, frozen=True, kw_only=True):
@@ -149,6 +163,7 @@ class ChatResponse(ResponseHead, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionResponse(ResponseHead, frozen=True, kw_only=True):

@@ -142,7 +142,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
     ids = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
     stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_string_bytes}
     logprobs = {"integer": {"minimum": 0, "maximum": limits.max_logprobs}}
-    tokens = {"integer": {"minimum": 1, "maximum": model.max_model_len}}
+    tokens = {"integer": {"minimum": 0, "maximum": model.max_model_len}}
     common: dict[str, dict[str, Schema]] = {
         "temperature": {"number": {"minimum": 0, "maximum": 2}},
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
@@ -160,6 +160,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "min_tokens": {"integer": {"minimum": 0, "maximum": model.max_model_len}},
         "stop": {"string": stop, "array": {"maxItems": limits.max_stop_strings, "items": stop}},
         "stop_token_ids": {"array": {"maxItems": limits.max_stop_token_ids, "items": ids}},
+        "prompt_logprobs": logprobs,
     }
     prompts = {"minItems": 1, "items": _prompt_item(ids)}
     messages = {"minItems": 1, "maxItems": limits.max_messages}

@@ -35,7 +35,7 @@ class PromptReader:
 
     async def completions(self, prompt: Prompt) -> list[list[int]]:
         """Token ids of each prompt of a completions request, in order."""
-        prompts = _as_list(prompt)
+        prompts = prompt_list(prompt)
         if not 1 <= len(prompts) <= self._limits.max_prompts:
             raise InvalidRequestError(
                 f"prompt must hold 1 to {self._limits.max_prompts} prompts, got {len(prompts)}.",
@@ -71,7 +71,7 @@ class PromptReader:
     def _token_ids(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, str):
             return _not_empty(self._model.codec.encode(prompt), "prompt")
-        if len(_not_empty(prompt, "prompt")) < self._model.max_model_len:  # else refused for its length
+        if len(_not_empty(prompt, "prompt")) <= self._model.max_model_len:  # else refused for its length
             self._check_ids(prompt)
         return prompt
 
@@ -96,7 +96,7 @@ class PromptReader:
         )
 
 
-def _as_list(prompt: Prompt) -> list[str | list[int]]:
+def prompt_list(prompt: Prompt) -> list[str | list[int]]:
     """The four forms of `prompt` as a list of texts or of id lists."""
     if isinstance(prompt, str):
         return [prompt]

@@ -29,6 +29,9 @@ def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> S
 
 def completion_sampling(request: CompletionRequest, model: ServedModel, limits: Limits) -> SamplingParams:
     sampling = _validated(request, model, max_tokens=request.max_tokens, logprobs=request.logprobs)
+    if request.echo and sampling.logprobs is not None:
+        most = max(sampling.logprobs, sampling.prompt_logprobs or 0)
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
     return _within(sampling, limits)
 
 
@@ -38,6 +41,7 @@ def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
     longest = max((len(text.encode()) for text in stops), default=0)
     for param, what, value, most in (
         ("logprobs", "logprobs", sampling.logprobs or 0, limits.max_logprobs),
+        ("prompt_logprobs", "prompt_logprobs", sampling.prompt_logprobs or 0, limits.max_logprobs),
         ("stop", "the number of stop strings", len(stops), limits.max_stop_strings),
         ("stop", "the length of a stop string in bytes", longest, limits.max_stop_string_bytes),
         (
@@ -116,11 +120,11 @@ def fit_to_context(
     Raises:
         InvalidRequestError: prompt and output are longer than the context; names both numbers.
     """
-    room = max_model_len - num_prompt_tokens
+    room, least = max_model_len - num_prompt_tokens, 0 if sampling.max_tokens == 0 else 1
     name, wanted = "max_tokens", sampling.max_tokens
     if wanted is None:
         name, wanted = "min_tokens", sampling.min_tokens
-    if room > 0 and wanted <= room:
+    if room >= least and wanted <= room:
         if sampling.max_tokens is not None:
             return sampling
         most = room if default is None else max(min(default, room), wanted)
@@ -130,6 +134,6 @@ def fit_to_context(
         f"The prompt has {num_prompt_tokens} tokens{output}, together more than the model's context of "
         f"{max_model_len} tokens.",
         remedy=f"Shorten the prompt or lower {name}.",
-        param=prompt_field if room <= 0 else name,
+        param=prompt_field if room < least else name,
         code="context_length_exceeded",
     )

@@ -1,8 +1,9 @@
 """The bytes of event streams: chunks of chat and text completions, usage, errors, pings, the end.
 
-Grammar of a stream (chat and text alike): for chat one role chunk per choice; content chunks; per choice
-exactly one chunk with a finish_reason; one usage chunk with no choices if asked for; `[DONE]`. After a
-failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`. `: ping` may stand anywhere.
+Grammar of a stream (chat and text alike): for chat one role chunk per choice; the echoed prompt if asked for;
+content chunks; per choice exactly one chunk with a finish_reason; one usage chunk with no choices if asked
+for; `[DONE]`. After a failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`. `: ping`
+may stand anywhere.
 
 A chunk differs from the one before only in its text, so everything else is encoded once per choice, and a
 token costs one small encoding and a concatenation.
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import msgspec
 
 from penstock.engine.outputs import TextDelta
+from penstock.server.echo import Echo, EchoWriter
 from penstock.server.logprobs import CompletionLogprobsWriter, TokenBytes, chat_logprobs
 from penstock.server.openai_types import Usage
 
@@ -81,9 +83,12 @@ class ChunkWriter:
         form: what the response's choices share.
         index: of the choice.
         prompt_token_ids: shown in the first chunk if the client asked for ids.
+        echo: what the text begins with; with log-probabilities it goes out as they come.
     """
 
-    def __init__(self, form: StreamForm, index: int, prompt_token_ids: list[int]) -> None:
+    def __init__(
+        self, form: StreamForm, index: int, prompt_token_ids: list[int], echo: Echo | None = None
+    ) -> None:
         dialect = form.dialect
         self._before_choice = _head(form) + b"%d," % index
         self._tail = b'],"usage":null}\n\n' if form.include_usage else b"]}\n\n"
@@ -92,14 +97,17 @@ class ChunkWriter:
         self._dialect = dialect
         self._is_plain = not (form.with_logprobs or form.return_token_ids)
         self._return_ids = form.return_token_ids
-        self._logprobs = _logprobs_writer(form)
+        self._logprobs = _logprobs_writer(form, 0 if echo is None else len(echo.text))
         self._opening = self._first_chunk(form, prompt_token_ids)
+        self._echo = EchoWriter(echo) if echo is not None and form.with_logprobs else None
+        if echo is not None and not form.with_logprobs:
+            self._opening += self._content(TextDelta(echo.text, []))
 
     def chunk(self, delta: TextDelta) -> bytes:
         """The events for a delta: none, one, or more; may be empty."""
         if self._is_plain and delta.finish_reason is None and not self._opening:
             return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
-        return self._opened() + self._content(delta) + self._finish(delta)
+        return self._opened() + self._echoed(delta) + self._content(delta) + self._finish(delta)
 
     def opening(self) -> bytes:
         """The chunk that stands before all content, once; for streams that ping before their first token."""
@@ -122,14 +130,24 @@ class ChunkWriter:
             return choice + self._tail.replace(b"]", b"]" + ids.partition(b',"token_ids"')[0], 1)
         return choice + self._tail
 
+    def _echoed(self, delta: TextDelta) -> bytes:
+        """The part of the echo whose scores the delta brings; or the whole, if it has none."""
+        if self._echo is None or self._echo.is_done:
+            return b""
+        text, logprobs = self._echo.piece(delta.prompt_logprobs)
+        return self._content_with(text, b',"logprobs":' + _encode(logprobs), [])
+
     def _content(self, delta: TextDelta) -> bytes:
         if self._is_plain:
             return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
         if not (delta.text or delta.token_ids):
             return b""
-        shown = self._before_text + _encode(delta.text) + self._dialect.after_text
-        ids = b',"token_ids":' + _encode(delta.token_ids) if self._return_ids else b""
-        return b"".join((shown, self._logprobs(delta), b',"finish_reason":null', ids, b"}", self._tail))
+        return self._content_with(delta.text, self._logprobs(delta), delta.token_ids)
+
+    def _content_with(self, text: str, logprobs: bytes, token_ids: list[int]) -> bytes:
+        shown = self._before_text + _encode(text) + self._dialect.after_text
+        ids = b',"token_ids":' + _encode(token_ids) if self._return_ids else b""
+        return b"".join((shown, logprobs, b',"finish_reason":null', ids, b"}", self._tail))
 
     def _finish(self, delta: TextDelta) -> bytes:
         if delta.finish_reason is None:
@@ -150,14 +168,15 @@ def _head(form: StreamForm) -> bytes:
     return b"data: " + _encode(start)[:-1] + b',"choices":[{"index":'
 
 
-def _logprobs_writer(form: StreamForm) -> Callable[[TextDelta], bytes]:
+def _logprobs_writer(form: StreamForm, offset: int) -> Callable[[TextDelta], bytes]:
+    """`offset`: in the text, of the first token."""
     if not form.with_logprobs:
         return _no_logprobs
     if form.dialect is CHAT:
         return lambda delta: (
             b',"logprobs":' + _encode(chat_logprobs(delta.token_ids, delta.logprobs or [], form.token_bytes))
         )
-    writer = CompletionLogprobsWriter(form.token_bytes)
+    writer = CompletionLogprobsWriter(form.token_bytes, offset)
     return lambda delta: b',"logprobs":' + _encode(writer.write(delta.token_ids, delta.logprobs or []))
 
 

@@ -28,7 +28,7 @@ from penstock.engine.ipc import AbortRequests, AddRequest, CoreGone, Hello, Step
 from penstock.engine.reports import Event, Failed, LogReporter, Recovered
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, WaitTimeoutError
-from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
+from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 
 CONFIG = EngineConfig(model=ModelConfig(model="demo"))
 WELCOME = Welcome(num_blocks=64, block_size=4, max_model_len=64, stages=[])
@@ -146,6 +146,27 @@ def test_r4_requests_go_on_with_another_core(rig: Rig) -> None:
     rig.socket.inbox.append(WELCOME)
     assert client.poll(0.1) == []
     assert rig.socket.sent == [AddRequest(_request("a"), [4, 5]), AddRequest(_request("d"), [])]
+
+
+def test_g8_r4_another_core_hears_of_the_scores_that_have_come_and_they_are_progress(rig: Rig) -> None:
+    client = rig.client()
+    client.add(_request("a"))
+    score = TokenLogprobs(-1.0, 1, [], [])
+    for count in (2, 3):
+        rig.socket.inbox += [
+            _beat(RequestUpdate(request_id="a", prompt_logprobs=[score] * count)),
+            CoreGone(),
+        ]
+        (update,) = client.poll(0.1)
+        assert update.error is None
+        rig.socket.sent.clear()
+        rig.socket.inbox.append(WELCOME)
+        assert client.poll(0.1) == []
+    assert rig.socket.sent == [AddRequest(_request("a"), [], 5)]
+    rig.socket.inbox.append(CoreGone())
+    (update,) = client.poll(0.1)
+    assert update.error is not None
+    assert update.error.code == "quarantined"
 
 
 def test_r4_another_core_is_greeted_until_it_answers(rig: Rig) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fakes import CoreRig, FakeExecutor, oracle_tokens
+from fakes import CoreRig, FakeExecutor, oracle_scores, oracle_tokens
 from penstock.batch import AllocateKV
 from penstock.child_config import CoreConfig, CoreEnds, LinkHandle, Restarts
 from penstock.config import CacheConfig, ParallelConfig, SchedulerConfig
@@ -226,6 +226,15 @@ def test_r4_a_request_goes_on_from_what_another_core_gave_it(served: ServedCore)
     updates = collect(served.client, {"a"})["a"]
     assert ids_of(updates) == expected[4:]
     assert updates[-1].finish_reason == "length"
+
+
+def test_g8_r4_a_request_goes_on_behind_the_scores_that_another_core_gave_it(served: ServedCore) -> None:
+    wanted = request("a", max_tokens=2, prompt_logprobs=1)
+    served.client.send(AddRequest(wanted, output_ids=[], num_scores=1))
+    updates = collect(served.client, {"a"})["a"]
+    scores = [score for update in updates for score in update.prompt_logprobs]
+    assert scores == oracle_scores([5, 6, 7], 1)[1:]
+    assert len(ids_of(updates)) == 2
 
 
 def test_a_stop_lets_the_steps_in_flight_come_back(served: ServedCore) -> None:

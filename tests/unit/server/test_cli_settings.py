@@ -164,7 +164,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-waiting-tokens 30
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
---max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
+--max-prompt-scores 45 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-logit-bias 9 --max-allowed-token-ids 10
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
 --header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
@@ -246,6 +246,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_json_depth": 33,
             "max_messages": 34,
             "max_prompts": 35,
+            "max_prompt_scores": 9,
             "max_logprobs": 5,
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,
@@ -330,6 +331,7 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_json_depth": 0},
         {"max_prompts": 0},
         {"max_logprobs": 21},
+        {"max_prompt_scores": -1},
         {"max_stop_strings": 17},
         {"max_stop_string_bytes": 0},
         {"max_stop_token_ids": -1},
