@@ -254,6 +254,14 @@ class CoreEnds(msgspec.Struct, frozen=True, kw_only=True, tag="core_ends"):
     restarts: Restarts = Restarts()  # up to this epoch
 
 
+class StageShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage is made of: layers `[start_layer, end_layer)`, on this many ranks."""
+
+    start_layer: int
+    end_layer: int
+    num_ranks: int = 1
+
+
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the API process reads from its config pipe. The listening socket comes as `listen_fd`.
 
@@ -274,6 +282,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_waiting_requests: int
     num_stages: int
+    stages: list[StageShape] = []  # of each replica
     has_prefix_cache: bool = False
     heartbeat_limit_s: float = 5.0
     hold_s: float = 0.0

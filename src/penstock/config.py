@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -347,6 +347,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_messages: of a conversation.
         max_prompts: of one completions request.
         max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
+        max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
         max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
         max_allowed_token_ids: no more than what `SamplingParams` takes, which is the default.
     """
@@ -357,6 +358,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_messages: int = 4096
     max_prompts: int = 256
     max_prompt_scores: int = 1 << 19
+    max_event_streams: int = 16
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
@@ -365,7 +367,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_allowed_token_ids: int = MAX_ALLOWED_TOKEN_IDS
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_prompt_bytes", "max_json_depth", "max_messages", "max_prompts"):
+        for name in (
+            "max_body_bytes",
+            "max_prompt_bytes",
+            "max_json_depth",
+            "max_messages",
+            "max_prompts",
+            "max_event_streams",
+        ):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
@@ -421,6 +430,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         admin_keys: for pausing and the like, which nobody may where there is none.
         reuse_port: take the port over from a server that has the same, once everything is ready.
         min_free_bytes: of the host's memory; with less left new requests are answered 503. 0 never.
+        settings: what `/server_info` shows; without secrets.
     """
 
     host: str = "127.0.0.1"
@@ -435,6 +445,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections: ConnectionLimits = ConnectionLimits()
     min_free_bytes: int = 128 << 20
     log_format: Literal["text", "json"] = "text"
+    settings: dict[str, Any] = {}
 
     def __post_init__(self) -> None:
         _at_least("min_free_bytes", self.min_free_bytes, 0)

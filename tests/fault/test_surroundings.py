@@ -66,6 +66,7 @@ WALL_CLOCK = {
     "server/bench/online.py",  # the date of a report
     "tokenizer/chat_template.py",  # today, for templates that ask
     "engine/async_engine.py",  # since when it is ready
+    "server/pipeline_view.py",  # when a view was made
     "engine/launch.py",  # when a store was opened, for `penstock cache`
 }
 

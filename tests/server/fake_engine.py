@@ -26,12 +26,18 @@ SCORED_AT_ONCE = 4
 
 
 class ByteCodec:
-    def encode(self, text: str) -> list[int]:
-        return [BOS, *text.encode()]
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [*([BOS] if add_special_tokens else []), *text.encode()]
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
-        return self.encode(text)
+        return text if add_generation_prompt else text + "."
+
+    def decode(self, token_ids: list[int]) -> str:
+        return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
@@ -111,6 +117,9 @@ class FakeEngine:
 
     def status(self) -> Status:
         return self.state
+
+    def statuses(self) -> list[Status]:
+        return [self.state]
 
 
 class FakeStream:

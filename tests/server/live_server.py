@@ -98,13 +98,15 @@ class LiveServer:
     def request(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> tuple[HTTPResponse, bytes]:
-        """One request on a connection of its own; a body that is not bytes is sent as JSON."""
+        """One request on a connection of its own; a body that is not bytes is sent as JSON. Of a feed, which
+        has no end, the first event is read."""
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         connection = HTTPConnection("127.0.0.1", self.port, timeout=20)
         try:
             connection.request(method, path, raw, headers or {})
             response = connection.getresponse()
-            return response, response.read()
+            is_feed = method == "GET" and response.getheader("content-type", "").startswith("text/event")
+            return response, response.readline() if is_feed else response.read()
         finally:
             connection.close()
 

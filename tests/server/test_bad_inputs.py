@@ -174,10 +174,10 @@ def test_r8_whole_numbers_beyond_64_bits_that_nobody_reads_are_ignored(live: Liv
 class NoBos(ByteCodec):
     """A model without a token to begin with."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return super().encode(text)[1:]
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         return self.encode("".join(message["content"] for message in messages))
 
 

@@ -132,6 +132,7 @@ def test_r8_every_default_is_finite() -> None:
         max_messages=4096,
         max_prompts=256,
         max_prompt_scores=524_288,
+        max_event_streams=16,
         max_logprobs=20,
         max_stop_strings=16,
         max_stop_string_bytes=256,

@@ -262,6 +262,10 @@ class AsyncEngine:
     def status(self) -> EngineStatus:
         return self._health.status()
 
+    def statuses(self) -> list[EngineStatus]:
+        """Its own: it is the only replica."""
+        return [self.status()]
+
     async def trace(self) -> list[StageSpans]:
         """What each stage did in the last seconds. Raises `PenstockError` when there is no core."""
         self._health.require_core()

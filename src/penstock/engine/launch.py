@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.child_config import CoreConfig, RankConfig, StoreConfig
+from penstock.child_config import CoreConfig, RankConfig, StageShape, StoreConfig
 from penstock.config import EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.engine.host import Host, cpus_of_core, cpus_of_ranks, devices_of_ranks, shared_threads
 from penstock.errors import NotEnoughMemoryError, UsageError
@@ -77,6 +77,14 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_stages(self) -> int:
         return self.ranks[-1].num_stages
+
+    @property
+    def stage_shapes(self) -> list[StageShape]:
+        firsts = [rank for rank in self.ranks if rank.tp_rank == 0]
+        return [
+            StageShape(start_layer=rank.start_layer, end_layer=rank.end_layer, num_ranks=rank.tp_size)
+            for rank in firsts
+        ]
 
 
 def resolve(config: EngineConfig, host: Host) -> LaunchPlan:

@@ -88,7 +88,7 @@ class Replicas:
         Raises what `AsyncEngine.add` does.
         """
         ahead = [engine.tokens_ahead for engine in self._engines]
-        has_room = [status.ready and not status.is_full for status in self._statuses()]
+        has_room = [status.ready and not status.is_full for status in self.statuses()]
         refusals: list[PenstockError] = []
         for index in self._router.order(prompt_token_ids, ahead, has_room):
             try:
@@ -102,7 +102,7 @@ class Replicas:
 
     def status(self) -> EngineStatus:
         """Ready if any replica is, and full if all those are; the reason names those that are not ready."""
-        found = self._statuses()
+        found = self.statuses()
         is_ready = any(status.ready for status in found)
         broken = [(index, status) for index, status in enumerate(found) if not status.ready]
         return EngineStatus(
@@ -116,7 +116,8 @@ class Replicas:
             is_full=is_ready and all(status.is_full for status in found if status.ready),
         )
 
-    def _statuses(self) -> list[EngineStatus]:
+    def statuses(self) -> list[EngineStatus]:
+        """Of each replica."""
         return [engine.status() for engine in self._engines]
 
     async def trace(self) -> list[StageSpans]:

@@ -140,6 +140,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
         vocab_size=config.vocab_size,
         created=int(time.time()),
         num_stages=config.num_stages,
+        stages=config.stages,
         sampling_defaults=load_generation_defaults(directory, config.vocab_size),
     )
 

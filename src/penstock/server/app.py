@@ -45,9 +45,20 @@ from penstock.server.openai_types import (
     ChatResponse,
     CompletionRequest,
     CompletionResponse,
+    RenderedPrompt,
 )
+from penstock.server.pipeline_view import PipelineRoute
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import record_of
+from penstock.server.server_info import ServerInfoRoute
+from penstock.server.text_routes import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TextRoute,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+)
 from penstock.server.text_workers import TextWorkers
 
 # The framework's own telemetry stays off: this server reports by /metrics and opens no connection.
@@ -106,8 +117,10 @@ def create_app(
         clock=clock,
     )
     routes = _fastapi(_lifespan(context, workers, on_ready, hold_s))
-    _add_generation_routes(routes, GenerationRoute(model, context, config.limits, workers))
+    route = GenerationRoute(model, context, config.limits, workers)
+    _add_generation_routes(routes, route)
     _add_plain_routes(routes, model, context)
+    _add_views(routes, model, context, config)
     if config.admin_keys:
         _add_admin_routes(routes, AdminRoute(engine))
     openapi.complete(routes, model, config)
@@ -156,21 +169,35 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 
 
 def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
-    chat = ChatRoute(route)
-    completions = CompletionsRoute(route)
+    chat, completions, text = ChatRoute(route), CompletionsRoute(route), TextRoute(route)
+    generates, converts = openapi.generation_route, openapi.text_route
     for path, endpoint, name, described in (
-        (
-            "/v1/chat/completions",
-            chat.create,
-            "create_chat_completion",
-            openapi.generation_route(ChatRequest, ChatResponse),
-        ),
+        ("/v1/chat/completions", chat.create, "create_chat_completion", generates(ChatRequest, ChatResponse)),
         (
             "/v1/completions",
             completions.create,
             "create_completion",
-            openapi.generation_route(CompletionRequest, CompletionResponse),
+            generates(CompletionRequest, CompletionResponse),
         ),
+        (
+            "/v1/chat/completions/render",
+            chat.render,
+            "render_chat_completion",
+            converts(RenderedPrompt, ChatRequest),
+        ),
+        (
+            "/v1/completions/render",
+            completions.render,
+            "render_completion",
+            converts(RenderedPrompt, CompletionRequest, is_list=True),
+        ),
+        (
+            "/tokenize",
+            text.tokenize,
+            "tokenize",
+            converts(TokenizeResponse, TokenizeTextRequest, TokenizeChatRequest),
+        ),
+        ("/detokenize", text.detokenize, "detokenize", converts(DetokenizeResponse, DetokenizeRequest)),
     ):
         routes.add_api_route(
             path,
@@ -179,6 +206,30 @@ def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
             name=name,
             response_class=Response,
             **described,
+        )
+
+
+def _add_views(routes: FastAPI, model: ServedModel, context: GenerationContext, config: ServerConfig) -> None:
+    info = ServerInfoRoute(model, context.engine, config.settings)
+    pipeline = PipelineRoute(
+        model,
+        context.engine,
+        context.lifecycle,
+        max_streams=config.limits.max_event_streams,
+        clock=context.clock,
+    )
+    for path, endpoint, name in (
+        ("/server_info", info.get, "server_info"),
+        ("/debug/pipeline", pipeline.snapshot, "pipeline"),
+        ("/debug/pipeline/events", pipeline.events, "pipeline_events"),
+    ):
+        routes.add_api_route(
+            path,
+            endpoint,
+            methods=["GET"],
+            response_class=Response,
+            name=name,
+            **openapi.plain_route(path),
         )
 
 

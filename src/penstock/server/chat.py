@@ -7,7 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.outputs import TextDelta
-from penstock.server.fields import convert
+from penstock.server.errors import json_response
+from penstock.server.fields import convert, unknown_fields, warning_headers
 from penstock.server.generation import GenerationResponse, Sequence
 from penstock.server.generation_route import Answer, GenerationRoute
 from penstock.server.logprobs import chat_logprobs
@@ -36,13 +37,28 @@ class ChatRoute:
         body = await route.read(request)
         chat = convert(body, ChatRequest)
         route.check_common(chat)
+        return route.respond(request, body, chat, await self._sequences(chat), CHAT, chat_body)
+
+    async def render(self, request: Request) -> Response:
+        """What a chat completion with this body would give the model, as text and ids; nothing runs."""
+        body = await self._route.read(request)
+        chat = convert(body, ChatRequest)
+        self._route.check_common(chat)
+        (sequence,) = await self._sequences(chat)
+        text = await self._route.prompts.chat_text(chat.messages)
+        rendered = self._route.rendered(text, sequence.prompt_token_ids)
+        return json_response(
+            msgspec.json.encode(rendered), headers=warning_headers(unknown_fields(body, ChatRequest))
+        )
+
+    async def _sequences(self, chat: ChatRequest) -> list[Sequence]:
+        route = self._route
         sampling = chat_sampling(chat, route.model, route.limits)
         prompt = await route.prompts.chat(chat.messages)
         fitted = fit_to_context(
             sampling, len(prompt), route.max_model_len, default=None, prompt_field="messages"
         )
-        sequences = [Sequence(prompt_token_ids=prompt, sampling=fitted)]
-        return route.respond(request, body, chat, sequences, CHAT, chat_body)
+        return [Sequence(prompt_token_ids=prompt, sampling=fitted)]
 
 
 def chat_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:

@@ -40,6 +40,9 @@ class LimitSettings:
     max_prompt_scores: Annotated[
         int, _limit("--max-prompt-scores", "log-probabilities of the prompts of a request")
     ] = _REQUEST.max_prompt_scores
+    max_event_streams: Annotated[
+        int, _limit("--max-event-streams", "readers of /debug/pipeline/events at once")
+    ] = _REQUEST.max_event_streams
     max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
         _REQUEST.max_logprobs
     )
@@ -92,6 +95,7 @@ class LimitSettings:
             max_messages=self.max_messages,
             max_prompts=self.max_prompts,
             max_prompt_scores=self.max_prompt_scores,
+            max_event_streams=self.max_event_streams,
             max_logprobs=self.max_logprobs,
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Annotated, TextIO
 
 from cyclopts import Parameter
+from msgspec import structs
 
 from penstock import __version__
 from penstock.config import EngineConfig, ServerConfig
@@ -28,7 +29,7 @@ from penstock.server.cli_settings import (
     FrontSettings,
     ProgramSettings,
 )
-from penstock.server.cli_sources import config_as_toml
+from penstock.server.cli_sources import config_as_toml, shown_settings
 from penstock.server.cli_terminal import Invocation
 
 Run = Callable[[EngineConfig, ServerConfig, Reporter], int]
@@ -70,6 +71,7 @@ def start(
         )
     engine_config = engine.engine_config(model)
     server_config = front.server_config(limits.request_limits(), limits.connection_limits())
+    server_config = structs.replace(server_config, settings=shown_settings((engine, front, limits)))
     if front.log_format == "json":
         return run(engine_config, server_config, JsonReporter(invocation.stdout))
     reporter = ServeReporter(invocation, engine_config, server_config)

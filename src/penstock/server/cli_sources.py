@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from cyclopts import Token
 
@@ -161,6 +162,29 @@ def config_as_toml(parts: Iterable[Any], model: str | None, origins: Mapping[str
             key = item.name.replace("_", "-")
             lines.append(_toml_line(key, getattr(part, item.name), origins.get(key, "default")))
     return "\n".join(lines) + "\n"
+
+
+def shown_settings(parts: Iterable[Any]) -> dict[str, Any]:
+    """Every effective setting by its key, for `/server_info`, which whoever holds an API key may read.
+
+    Of keys and their files it is told whether they are set; of an address, nothing but scheme, host and path.
+    """
+    return {
+        (key := item.name.replace("_", "-")): _shown(key, getattr(part, item.name))
+        for part in parts
+        for item in fields(part)
+    }
+
+
+def _shown(key: str, value: Any) -> Any:
+    if key in SECRET_SETTINGS or key.removesuffix("-file") in SECRET_SETTINGS:
+        return "set" if value else "not set"
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, str) and "://" in value:
+        parts = urlsplit(value)
+        return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    return value
 
 
 def _toml_line(key: str, value: Any, origin: str) -> str:

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from penstock.engine.outputs import TextDelta
 from penstock.server.echo import Echo
-from penstock.server.fields import convert
+from penstock.server.errors import json_response
+from penstock.server.fields import convert, unknown_fields, warning_headers
 from penstock.server.generation import GenerationResponse, Sequence
 from penstock.server.generation_route import Answer, GenerationRoute
 from penstock.server.logprobs import CompletionLogprobsWriter
@@ -37,10 +38,28 @@ class CompletionsRoute:
         body = await route.read(request)
         asked = convert(body, CompletionRequest)
         route.check_common(asked)
+        return route.respond(request, body, asked, await self._sequences(asked), TEXT, completion_body)
+
+    async def render(self, request: Request) -> Response:
+        """What a completion with this body would give the model, for each of its prompts; nothing runs."""
+        body = await self._route.read(request)
+        asked = convert(body, CompletionRequest)
+        self._route.check_common(asked)
+        sequences = await self._sequences(asked)
+        rendered = [
+            self._route.rendered(prompt if isinstance(prompt, str) else None, sequence.prompt_token_ids)
+            for prompt, sequence in zip(prompt_list(asked.prompt), sequences, strict=True)
+        ]
+        return json_response(
+            msgspec.json.encode(rendered), headers=warning_headers(unknown_fields(body, CompletionRequest))
+        )
+
+    async def _sequences(self, asked: CompletionRequest) -> list[Sequence]:
+        route = self._route
         sampling = completion_sampling(asked, route.model, route.limits)
         limit, codec = route.max_model_len, route.model.codec
         all_ids = await route.prompts.completions(asked.prompt)
-        sequences = [
+        return [
             Sequence(
                 prompt_token_ids=token_ids,
                 sampling=fit_to_context(sampling, len(token_ids), limit, default=DEFAULT_COMPLETION_TOKENS),
@@ -48,7 +67,6 @@ class CompletionsRoute:
             )
             for prompt, token_ids in zip(prompt_list(asked.prompt), all_ids, strict=True)
         ]
-        return route.respond(request, body, asked, sequences, TEXT, completion_body)
 
 
 def completion_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:

@@ -6,18 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.batch import StageSpans
+from penstock.child_config import StageShape
 from penstock.engine.outputs import TextDelta
 from penstock.engine.stats import CoreStats
+from penstock.errors import InvalidRequestError
 from penstock.operations import Operation, OperationDone
 from penstock.request import SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.detokenizer import Detokenizer
-from penstock.tokenizer.tokenizer import Tokenizer
+from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer
 
 
 class RequestStream(Protocol):
@@ -68,6 +70,9 @@ class EngineLike(Protocol):
 
     def status(self) -> StatusLike: ...
 
+    def statuses(self) -> Sequence[StatusLike]:
+        """Of each replica."""
+
     async def trace(self) -> list[StageSpans]:
         """What each stage did in the last seconds."""
 
@@ -82,11 +87,17 @@ class EngineLike(Protocol):
 class TextCodec(Protocol):
     """Text to ids and ids to text. Called from worker threads too."""
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with BOS where the model wants one; special tokens in the text are text."""
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
         """Ids of a conversation through the chat template, ready for the answer."""
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The text that the template makes of a conversation."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of a whole sequence, special tokens by their names."""
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one id stands for; empty for ids without text."""
@@ -99,13 +110,24 @@ class ModelCodec:
     """`TextCodec` of a model directory's tokenizer and chat template."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
+        self._tokenizer = tokenizer
         self._template = template
         self.encode = tokenizer.encode
         self.token_bytes = tokenizer.token_bytes
         self.detokenizer = tokenizer.detokenizer
 
-    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
-        return self._template.encode(messages, add_generation_prompt=True)
+    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        return self._template.encode(messages, add_generation_prompt=add_generation_prompt)
+
+    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+
+    def decode(self, token_ids: list[int]) -> str:
+        if isinstance(self._tokenizer, AbsentTokenizer):
+            raise InvalidRequestError(
+                "this model has no tokenizer.json, so ids cannot be turned into text.", param="tokens"
+            )
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,4 +144,5 @@ class ServedModel:
     vocab_size: int
     created: int  # Unix time
     num_stages: int = 1
+    stages: Sequence[StageShape] = ()  # of each replica; empty where it is not known
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.server.openai_types import GenerateRequest, StreamOptions
+from penstock.server.openai_types import StreamOptions
 
-R = TypeVar("R", bound=GenerateRequest)
+R = TypeVar("R", bound=msgspec.Struct)
 
 WARNING_HEADER = "x-penstock-warning"
 MAX_NAMED_FIELDS = 16
@@ -102,11 +102,11 @@ def _invalid(message: str) -> InvalidRequestError:
     return InvalidRequestError(f"{path}: {text}" if path else text, param=param, code=code)
 
 
-def unknown_fields(body: Mapping[str, Any], request_type: type[GenerateRequest]) -> list[str]:
+def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
     """Names in `body` that neither the request type nor `NEUTRAL_VALUES` has."""
     known = request_type.__struct_fields__
     names = [name for name in body if name not in known and name not in NEUTRAL_VALUES]
-    options = body.get("stream_options") or {}
+    options = (body.get("stream_options") or {}) if "stream_options" in known else {}
     nested = [f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__]
     return names + nested
 

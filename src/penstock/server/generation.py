@@ -83,7 +83,7 @@ class GenerationResponse(Response):
         self._work.interrupt(reason)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(_wait_for_disconnect(receive))
+        watcher = asyncio.create_task(wait_for_disconnect(receive))
         watcher.add_done_callback(self._client_left)
         try:
             await self._work.run(self._generate(send))
@@ -287,7 +287,8 @@ def _finish_reason(finishes: list[TextDelta]) -> str:
     return reasons.pop() if len(reasons) == 1 else "mixed"
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

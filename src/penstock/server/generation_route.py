@@ -27,7 +27,7 @@ from penstock.server.generation import (
 from penstock.server.lifecycle import Interruptible
 from penstock.server.limits import ByteLimits, read_json
 from penstock.server.logprobs import prompt_logprobs
-from penstock.server.openai_types import GenerateRequest, PromptLogprobs, Usage
+from penstock.server.openai_types import GenerateRequest, PromptLogprobs, RenderedPrompt, Usage
 from penstock.server.prompts import PromptReader
 from penstock.server.request_record import record_of
 from penstock.server.sse import Dialect, StreamForm
@@ -130,12 +130,7 @@ class GenerationRoute:
 
     def check_common(self, asked: GenerateRequest) -> None:
         """Raise `NotFoundError` for a model that is not served here, before any work on the prompt."""
-        if asked.model and asked.model != self.model.name:
-            raise NotFoundError(
-                f"The model {asked.model[:128]!r} does not exist here; this server has {self.model.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        self.check_model(asked.model)
         if asked.stream_options is not None and not asked.stream:
             raise InvalidRequestError(
                 "stream_options may only be set together with stream: true.", param="stream_options"
@@ -146,6 +141,19 @@ class GenerationRoute:
                 remedy="Leave out stream; a completion streams them with echo and logprobs.",
                 param="prompt_logprobs",
             )
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `NotFoundError` for a name that is not the served model's; none at all is."""
+        if name and name != self.model.name:
+            raise NotFoundError(
+                f"The model {name[:128]!r} does not exist here; this server has {self.model.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def rendered(self, text: str | None, ids: list[int]) -> RenderedPrompt:
+        """What is shown of a prompt that does not run."""
+        return RenderedPrompt(prompt=text, token_ids=ids, count=len(ids), max_model_len=self.max_model_len)
 
     def respond(
         self,

@@ -171,6 +171,19 @@ class CompletionResponse(ResponseHead, frozen=True, kw_only=True):
     usage: Usage
 
 
+class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model would be given. `prompt` is None where the request brought ids.
+
+    The ids are the truth: a special token that a message spells out is text, and looks in `prompt` like one
+    that the template wrote.
+    """
+
+    prompt: str | None
+    token_ids: list[int]
+    count: int
+    max_model_len: int
+
+
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     id: str
     object: str = "model"

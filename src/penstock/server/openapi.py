@@ -19,6 +19,7 @@ from penstock.server.admin import Applied, Flushed, PauseState
 from penstock.server.engine_port import ServedModel
 from penstock.server.errors import ErrorBody
 from penstock.server.health import Health, Version
+from penstock.server.limits import ByteLimits
 from penstock.server.openai_types import (
     ChatRequest,
     ChatResponse,
@@ -26,8 +27,18 @@ from penstock.server.openai_types import (
     CompletionResponse,
     ModelCard,
     ModelList,
+    RenderedPrompt,
 )
+from penstock.server.pipeline_view import PipelineView
 from penstock.server.prompts import ROLES
+from penstock.server.server_info import ServerInfo
+from penstock.server.text_routes import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+)
 
 _TYPES = (
     Applied,
@@ -41,10 +52,19 @@ _TYPES = (
     ModelCard,
     ModelList,
     PauseState,
+    PipelineView,
+    ServerInfo,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    TokenizeResponse,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    RenderedPrompt,
     Version,
 )
 _ANY_ROUTE = (401, 403, 500)
 _GENERATION = (400, 404, 413, 429, 503)
+_TEXT = (400, 404, 413, 429)
 _REASONS = {
     400: "A field, or the body, is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
@@ -84,6 +104,26 @@ def generation_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]
     return {"responses": _answers(ok, _GENERATION), "openapi_extra": {"requestBody": body}}
 
 
+def text_route(
+    answer: type[msgspec.Struct], *requests: type[msgspec.Struct], is_list: bool = False
+) -> dict[str, Any]:
+    """Arguments of `add_api_route` that describe a route from text to ids or back.
+
+    Args:
+        requests: any of these.
+    """
+    shape = {"type": "array", "items": _reference(answer)} if is_list else _reference(answer)
+    bodies = [_reference(request) for request in requests]
+    body = {
+        "required": True,
+        **_content("application/json", bodies[0] if len(bodies) == 1 else {"anyOf": bodies}),
+    }
+    return {
+        "responses": _answers(_content("application/json", shape), _TEXT),
+        "openapi_extra": {"requestBody": body},
+    }
+
+
 def plain_route(path: str) -> dict[str, Any]:
     """Arguments of `add_api_route` that describe a route without a body."""
     if path in OPEN_PATHS:
@@ -91,12 +131,17 @@ def plain_route(path: str) -> dict[str, Any]:
         answers = {200: {"description": "Yes.", **health}, 503: {"description": "No.", **health}}
         return {"responses": _answers({}, ()) | answers}
     shape = _ANSWERS.get(path, _content("application/json", {"type": "object"}))
-    errors: tuple[int, ...] = {"/v1/models/{model_id:path}": (404,), "/debug/trace": (503,)}.get(path, ())
+    errors = _ERRORS.get(path, ())
     if path in ADMIN_PATHS:
         errors = (400, 503)
     return {"responses": _answers(shape, errors)}
 
 
+_ERRORS: Mapping[str, tuple[int, ...]] = {
+    "/v1/models/{model_id:path}": (404,),
+    "/debug/trace": (503,),
+    "/debug/pipeline/events": (429, 503),
+}
 _ANSWERS: Mapping[str, Schema] = {
     "/v1/models": _content("application/json", _reference(ModelList)),
     "/v1/models/{model_id:path}": _content("application/json", _reference(ModelCard)),
@@ -104,6 +149,9 @@ _ANSWERS: Mapping[str, Schema] = {
     "/resume": _content("application/json", _reference(Applied)),
     "/flush_cache": _content("application/json", _reference(Flushed)),
     "/is_paused": _content("application/json", _reference(PauseState)),
+    "/server_info": _content("application/json", _reference(ServerInfo)),
+    "/debug/pipeline": _content("application/json", _reference(PipelineView)),
+    "/debug/pipeline/events": _content("text/event-stream", {"type": "string"}),
     "/version": _content("application/json", _reference(Version)),
     "/metrics": _content("text/plain", {"type": "string"}),
 }
@@ -171,6 +219,15 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
             "messages": {"array": messages},
             "max_completion_tokens": tokens,
             "top_logprobs": logprobs,
+        },
+        "TokenizeChatRequest": {"messages": {"array": messages}},
+        "DetokenizeRequest": {
+            "tokens": {
+                "array": {
+                    "maxItems": ByteLimits.resolve(limits, model.max_model_len).max_prompt,
+                    "items": ids,
+                }
+            }
         },
         "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
         "ContentPart": {"type": {"string": {"enum": ["text"]}}},

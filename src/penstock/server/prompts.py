@@ -12,9 +12,11 @@ from typing import cast
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError
 from penstock.server.engine_port import ServedModel
+from penstock.server.logprobs import token_name
 from penstock.server.openai_types import ChatMessage, ContentPart
 from penstock.server.text_workers import TextWorkers
 
+_TOKEN_BYTES = 4  # of text
 _MESSAGE_BYTES = 64  # of text that take a template about as long as one more message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -49,8 +51,46 @@ class PromptReader:
                 self._refuse_long(size, "prompt")
         return await self._workers.run(sum(sizes), self._all_token_ids, prompts)
 
-    async def chat(self, messages: list[ChatMessage]) -> list[int]:
+    async def chat(self, messages: list[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation."""
+        plain, work = self._conversation(messages)
+        encode = self._model.codec.encode_chat
+        ids = await self._workers.run(work, encode, plain, add_generation_prompt=add_generation_prompt)
+        return _not_empty(ids, "messages")
+
+    async def chat_text(self, messages: list[ChatMessage]) -> str:
+        """The text that the template makes of a conversation."""
+        plain, work = self._conversation(messages)
+        return await self._workers.run(work, self._model.codec.render_chat, plain)
+
+    async def text(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of one text; there may be none."""
+        size = _num_bytes(prompt)
+        self._refuse_long(size, "prompt")
+        encode = self._model.codec.encode
+        return await self._workers.run(size, encode, prompt, add_special_tokens=add_special_tokens)
+
+    async def detokenized(self, tokens: list[int]) -> str:
+        """Text of these ids, of which there may be as many as bytes of text in a prompt."""
+        if len(tokens) > self._max_bytes:
+            raise InvalidRequestError(
+                f"tokens holds {len(tokens)} ids; the limit is {self._max_bytes}.",
+                remedy="Send fewer, or raise --max-prompt-bytes.",
+                param="tokens",
+                code="out_of_range",
+            )
+        self._check_ids(tokens, "tokens")
+        return await self._workers.run(_TOKEN_BYTES * len(tokens), self._model.codec.decode, tokens)
+
+    async def token_names(self, tokens: list[int]) -> list[str]:
+        """What each id stands for, as in log-probabilities."""
+        token_bytes = self._model.codec.token_bytes
+        return await self._workers.run(
+            _TOKEN_BYTES * len(tokens), lambda: [token_name(token_bytes(token)) for token in tokens]
+        )
+
+    def _conversation(self, messages: list[ChatMessage]) -> tuple[list[dict[str, str]], int]:
+        """The messages as a template sees them, and about how many bytes of text they are."""
         if not 1 <= len(messages) <= self._limits.max_messages:
             raise InvalidRequestError(
                 f"messages must hold 1 to {self._limits.max_messages} messages, got {len(messages)}.",
@@ -61,9 +101,7 @@ class PromptReader:
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         size = sum(_num_bytes(message["content"]) + _num_bytes(message.get("name", "")) for message in plain)
         self._refuse_long(size, "messages")
-        work = size + _MESSAGE_BYTES * len(plain)
-        ids = await self._workers.run(work, self._model.codec.encode_chat, plain)
-        return _not_empty(ids, "messages")
+        return plain, size + _MESSAGE_BYTES * len(plain)
 
     def _all_token_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
         return [self._token_ids(one) for one in prompts]
@@ -72,7 +110,7 @@ class PromptReader:
         if isinstance(prompt, str):
             return _not_empty(self._model.codec.encode(prompt), "prompt")
         if len(_not_empty(prompt, "prompt")) <= self._model.max_model_len:  # else refused for its length
-            self._check_ids(prompt)
+            self._check_ids(prompt, "prompt")
         return prompt
 
     def _refuse_long(self, size: int, param: str) -> None:
@@ -85,13 +123,13 @@ class PromptReader:
                 code="context_length_exceeded",
             )
 
-    def _check_ids(self, ids: list[int]) -> None:
-        if min(ids) >= 0 and max(ids) < self._model.vocab_size:
+    def _check_ids(self, ids: list[int], param: str) -> None:
+        if not ids or (min(ids) >= 0 and max(ids) < self._model.vocab_size):
             return
         at, bad = next((i, id_) for i, id_ in enumerate(ids) if not 0 <= id_ < self._model.vocab_size)
         raise InvalidRequestError(
-            f"prompt token id {bad} at position {at} is outside the vocabulary of {self._model.vocab_size}.",
-            param="prompt",
+            f"{param} token id {bad} at position {at} is outside the vocabulary of {self._model.vocab_size}.",
+            param=param,
             code="token_id_out_of_range",
         )
 

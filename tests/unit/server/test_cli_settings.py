@@ -164,7 +164,8 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-waiting-tokens 30
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
---max-prompt-scores 45 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
+--max-prompt-scores 45 --max-event-streams 49
+--max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-logit-bias 9 --max-allowed-token-ids 10
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
 --header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
@@ -230,7 +231,9 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         },
         "seed": 12,
     }
-    assert msgspec.to_builtins(server) == {
+    told = msgspec.to_builtins(server)
+    settings = told.pop("settings")
+    assert told == {
         "host": "::1",
         "port": 21,
         "api_keys": ["k0", "k1", "k2"],
@@ -246,7 +249,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_json_depth": 33,
             "max_messages": 34,
             "max_prompts": 35,
-            "max_prompt_scores": 9,
+            "max_prompt_scores": 45,
+            "max_event_streams": 49,
             "max_logprobs": 5,
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,
@@ -270,13 +274,36 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "log_format": "json",
     }
     assert isinstance(reporter, JsonReporter)
+    assert (settings["port"], settings["kernels"]) == (21, "-attention,-head")
+    assert settings["api-key"] == settings["api-key-file"] == settings["admin-key"] == "set"
+    assert settings["admin-key-file"] == "not set"
+
+
+def test_rule_4_what_a_client_is_shown_holds_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GHSA-r8xv-p3w3-58q4: every setting that can hold a secret does; none of them is shown."""
+    keys = {name: tmp_path / f"{name}-hidden" for name in ("api", "admin")}
+    for name, path in keys.items():
+        path.write_text(f"{name}-from-a-file")
+    words = ["--api-key", "api-1", "--admin-key", "admin-1", "--kv-store"]
+    words += ["redis://user:pass-1@host.example:6379/3?password=pass-2"]
+    files = ["--api-key-file", str(keys["api"]), "--admin-key-file", str(keys["admin"])]
+    recorded, _ = serve(monkeypatch, "m", *words, *files)
+    ((engine, server, _),) = recorded.calls
+    assert "pass-1" in (engine.cache.kv_store or ""), "the engine has it"
+    assert server.settings["kv-store"] == "redis://host.example/3"
+    shown = msgspec.json.encode(server.settings).decode()
+    for secret in ("api-1", "admin-1", "from-a-file", "hidden", "pass-1", "pass-2", "user:"):
+        assert secret not in shown
+    assert {*server.settings} >= {"port", "pipeline-parallel-size", "max-headers", "kv-store-bytes"}
 
 
 def test_defaults_are_those_of_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded, out = serve(monkeypatch, "demo")
     ((engine, server, reporter),) = recorded.calls
     assert engine == EngineConfig(model=engine.model)
-    assert server == ServerConfig()
+    assert msgspec.structs.replace(server, settings={}) == ServerConfig()
     assert isinstance(reporter, ServeReporter)
     assert "model demo" in out
 

@@ -1,0 +1,223 @@
+"""`/debug/pipeline`, its feed, and `/server_info`: what a page or an operator sees of the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fake_engine import FakeEngine, Status, fake_model, stats
+from live_server import LiveServer
+
+from fakes import FakeClock
+from penstock.batch import StageTimes
+from penstock.child_config import Restarts, StageShape
+from penstock.config import Limits, ServerConfig
+from penstock.server.lifecycle import Lifecycle
+from penstock.server.pipeline_view import FRAME_S, PipelineRoute
+from penstock.trace.phases import Phase
+
+SHAPES = [
+    StageShape(start_layer=0, end_layer=5),
+    StageShape(start_layer=5, end_layer=8, num_ranks=2),
+]
+TIMES = StageTimes(
+    stage=1,
+    num_steps=7,
+    wall_ns=4_000_000_000,
+    busy_ns=1_000_000_000,
+    phase_ns=[500_000_000 * (phase is Phase.WAIT_PREV) for phase in Phase],
+    busy_ratio=0.25,
+)
+
+
+class TwoReplicas(FakeEngine):
+    """The first is there; the core of the other has not been heard."""
+
+    def statuses(self) -> list[Status]:
+        return [self.state, Status(ready=False, reason="the engine is loading")]
+
+
+def told() -> Status:
+    return Status(
+        stats=stats(
+            num_running=3,
+            num_waiting=2,
+            inflight=4,
+            step_id=99,
+            epoch=6,
+            free_blocks=60,
+            cached_blocks=11,
+            host_bytes_used=5,
+            store_bytes_read=8,
+            stage_times=[TIMES],
+            restarts=Restarts(stages=[0, 2], core=1),
+        )
+    )
+
+
+def model() -> Any:
+    return fake_model(stages=SHAPES, num_stages=2)
+
+
+@pytest.fixture
+def server() -> Iterator[LiveServer]:
+    with LiveServer(TwoReplicas(state=told()), model=model()) as made:
+        yield made
+
+
+def snapshot(live: LiveServer) -> Any:
+    response, raw = live.request("GET", "/debug/pipeline")
+    assert response.status == 200
+    return json.loads(raw)
+
+
+def test_the_pipeline_as_it_is_now(server: LiveServer) -> None:
+    view = snapshot(server)
+    assert (view["model"], view["draining"]) == ("fake", False)
+    first, second = view["replicas"]
+    counts = {name: first[name] for name in ("running", "waiting", "inflight", "step", "epoch", "ready")}
+    assert counts == {"running": 3, "waiting": 2, "inflight": 4, "step": 99, "epoch": 6, "ready": True}
+    assert (first["core_restarts"], first["paused"]) == (1, 0)
+    assert first["kv"]["l1"]["used_blocks"] == 40
+    assert first["kv"]["l1"]["cached_blocks"] == 11
+    assert first["kv"]["l2"]["bytes_used"] == 5
+    assert first["kv"]["l3"]["bytes_read"] == 8
+    silent, busy = first["stages"]
+    assert (silent["layers"], silent["num_ranks"], silent["num_steps"]) == ([0, 5], 1, 0)
+    assert (busy["layers"], busy["num_ranks"], busy["restarts"]) == ([5, 8], 2, 2)
+    assert (busy["busy_ratio"], busy["wall_s"], busy["busy_s"]) == (0.25, 4.0, 1.0)
+    assert busy["bubble_s"]["wait_prev"] == 0.5
+    assert sum(busy["bubble_s"].values()) == 0.5
+    assert (second["ready"], second["reason"], second["kv"]) == (False, "the engine is loading", None)
+    assert [stage["layers"] for stage in second["stages"]] == [[0, 5], [5, 8]]
+
+
+def route(engine: FakeEngine, lifecycle: Lifecycle, clock: FakeClock, sleep: Any) -> PipelineRoute:
+    return PipelineRoute(
+        model(), engine, lifecycle, max_streams=2, clock=clock, wall_clock=clock, sleep=sleep
+    )
+
+
+def test_frames_come_when_something_changes_and_once_a_second() -> None:
+    engine, lifecycle, clock = FakeEngine(state=told()), Lifecycle(), FakeClock()
+    frames: list[tuple[float, int]] = []
+    begin = clock.now
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == FRAME_S
+        clock.advance(seconds)
+        ticks = round((clock.now - begin) / FRAME_S)
+        if ticks in (3, 4):
+            engine.state = Status(stats=stats(step_id=100 + ticks))
+        if ticks == 30:
+            lifecycle.begin_drain()
+
+    async def send(frame: bytes) -> None:
+        assert frame.startswith(b"data: ")
+        assert frame.endswith(b"\n\n")
+        step = json.loads(frame[6:])["replicas"][0]["step"]
+        frames.append((round(clock.now - begin, 1), step))
+
+    asyncio.run(route(engine, lifecycle, clock, sleep).feed(send))
+    assert frames == [(0.0, 99), (0.3, 103), (0.4, 104), (1.4, 104), (2.4, 104)]
+
+
+def test_who_reads_slowly_gets_the_newest_and_nothing_is_kept_for_him() -> None:
+    engine, lifecycle, clock = FakeEngine(state=told()), Lifecycle(), FakeClock()
+    seen: list[int] = []
+
+    async def sleep(seconds: float) -> None:
+        clock.advance(seconds)
+        engine.state = Status(stats=stats(step_id=engine.state.stats.step_id + 1))  # type: ignore[union-attr]
+
+    async def send(frame: bytes) -> None:
+        seen.append(json.loads(frame[6:])["replicas"][0]["step"])
+        for _ in range(50):  # the socket takes nothing for five seconds
+            await sleep(FRAME_S)
+        if len(seen) == 4:
+            lifecycle.begin_drain()
+
+    asyncio.run(route(engine, lifecycle, clock, sleep).feed(send))
+    assert seen == [99, 150, 201, 252]
+
+
+def read_frame(connection: Any, buffer: bytearray) -> Any:
+    while b"\n\n" not in buffer or b"data: " not in buffer:
+        received = connection.recv(65536)
+        assert received, "the feed has ended"
+        buffer += received
+    start = buffer.index(b"data: ") + 6
+    end = buffer.index(b"\n\n", start)
+    frame = json.loads(bytes(buffer[start:end]))
+    del buffer[: end + 2]
+    return frame
+
+
+def open_feed(live: LiveServer) -> tuple[Any, bytearray]:
+    connection = live.connect()
+    connection.sendall(b"GET /debug/pipeline/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    return connection, bytearray()
+
+
+def test_the_feed_ends_with_its_reader_and_as_many_may_read_as_the_limit_says() -> None:
+    engine = FakeEngine(state=told())
+    config = ServerConfig(drain_s=5.0, limits=Limits(max_event_streams=2))
+    with LiveServer(engine, config=config, model=model()) as live:
+        feeds = [open_feed(live) for _ in range(2)]
+        for connection, buffer in feeds:
+            assert read_frame(connection, buffer)["replicas"][0]["step"] == 99
+        live.call(lambda: setattr(engine, "state", Status(stats=stats(step_id=100))))
+        for connection, buffer in feeds:
+            assert read_frame(connection, buffer)["replicas"][0]["step"] == 100
+        response, raw = live.request("GET", "/debug/pipeline/events")
+        assert response.status == 429
+        assert json.loads(raw)["error"]["code"] == "too_many_streams"
+        feeds[0][0].close()
+        live.wait_for(lambda: len(live.server.server_state.tasks) == 1)
+        connection, buffer = open_feed(live)
+        assert read_frame(connection, buffer)["replicas"][0]["step"] == 100
+        for kept, _ in (feeds[1], (connection, buffer)):
+            kept.close()
+
+
+def test_no_drain_waits_for_the_feed() -> None:
+    with LiveServer(FakeEngine(state=told()), model=model()) as live:
+        connection, buffer = open_feed(live)
+        read_frame(connection, buffer)
+        assert live.app.context.lifecycle.num_running == 0
+        live.stop()
+        while connection.recv(65536):
+            pass
+        live.join()
+        connection.close()
+    assert "ended_early=0" in live.log.getvalue()
+
+
+def test_other_methods_are_refused(live: LiveServer) -> None:
+    for path in ("/debug/pipeline", "/debug/pipeline/events", "/server_info"):
+        for method in ("POST", "HEAD", "DELETE"):
+            response, raw = live.request(method, path)
+            assert response.status == 405
+            assert method == "HEAD" or json.loads(raw)["error"]["code"] == "method_not_allowed"
+
+
+def test_rule_4_server_info_shows_settings_and_no_secret() -> None:
+    config = ServerConfig(
+        api_keys=["key-1"], admin_keys=["admin-1"], settings={"port": 8000, "api-key": "set"}
+    )
+    as_client = {"Authorization": "Bearer key-1"}
+    with LiveServer(TwoReplicas(max_model_len=100), config=config, model=model()) as live:
+        assert live.request("GET", "/server_info")[0].status == 401
+        response, raw = live.request("GET", "/server_info", None, as_client)
+        assert response.status == 200
+        info = json.loads(raw)
+        assert (info["model"], info["max_model_len"], info["num_replicas"]) == ("fake", 100, 2)
+        assert info["settings"] == {"port": 8000, "api-key": "set"}
+        assert [stage["num_ranks"] for stage in info["stages"]] == [1, 2]
+        for path in ("/server_info", "/debug/pipeline"):
+            shown = live.request("GET", path, None, as_client)[1]
+            assert b"key-1" not in shown
+            assert b"admin-1" not in shown
