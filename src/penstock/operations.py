@@ -48,7 +48,24 @@ class FlushCache(msgspec.Struct, frozen=True, tag="flush_cache"):
     store: bool = False
 
 
-Operation = Pause | Resume | FlushCache
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """End requests, whoever's they are and wherever they stand, with an error.
+
+    Attributes:
+        request_ids: each stands for the request of that id, and for all whose ids begin with it and a dash,
+            as those of one HTTP request do. None: all requests that are there.
+    """
+
+    request_ids: list[str] | None = None
+
+    def concerns(self, request_id: str) -> bool:
+        """Whether a request is among them."""
+        return self.request_ids is None or any(
+            request_id == one or request_id.startswith(one + "-") for one in self.request_ids
+        )
+
+
+Operation = Pause | Resume | FlushCache | Abort
 
 
 class OperationDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,9 +73,11 @@ class OperationDone(msgspec.Struct, frozen=True, kw_only=True):
     accepted_step: the first that was planned under it.
     completed_step: planned under it, and through all stages; None when it came to nothing.
     error: why it did.
+    aborted: ids of the requests that an `Abort` has found and ended.
     """
 
     accepted_step: int
     completed_step: int | None = None
     error: ErrorInfo | None = None
     replica: int = 0
+    aborted: list[str] | msgspec.UnsetType = msgspec.UNSET

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from penstock.batch import StageSpans
 from penstock.child_config import Restarts
 from penstock.engine.outputs import OutputAssembler, TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import AbortedError, OverloadedError, PenstockError
-from penstock.operations import Operation, OperationDone
+from penstock.operations import Abort, Operation, OperationDone
 from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.server.engine_port import ServedModel
 
@@ -110,7 +112,8 @@ class FakeEngine:
         self.operations.append((operation, timeout_s))
         if self.failure is not None:
             raise self.failure
-        return [OperationDone(accepted_step=5, completed_step=7)]
+        aborted = [] if isinstance(operation, Abort) else msgspec.UNSET
+        return [OperationDone(accepted_step=5, completed_step=7, aborted=aborted)]
 
     async def trace(self) -> list[StageSpans]:
         return self.spans

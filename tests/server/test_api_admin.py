@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 from fake_engine import FakeEngine, Status, fake_model, stats
-from live_server import LiveServer
+from live_server import LiveServer, events, post_bytes
 
 from penstock.config import ServerConfig
-from penstock.errors import StoreError, UsageError, WaitTimeoutError
-from penstock.operations import FlushCache, Pause, Resume
+from penstock.errors import AbortedError, StoreError, UsageError, WaitTimeoutError
+from penstock.operations import Abort, FlushCache, Pause, Resume
 from penstock.server.access import ADMIN_PATHS, ApiKeys
 from penstock.server.app import create_app
 
@@ -157,3 +157,62 @@ def test_the_description_says_which_key_opens_what(server: LiveServer) -> None:
         assert operation["security"] == [{"key": []}]
         assert {"200", "400", "401", "503"} <= set(operation["responses"])
     assert "Applied" in document["components"]["schemas"]
+
+
+def test_g4_an_abort_names_requests_as_logs_headers_and_answers_do() -> None:
+    """The client's own id and the id of the answer lead to what the engine calls the sequences."""
+    config = ServerConfig(admin_keys=[ADMIN_KEY])
+    with LiveServer(FakeEngine(hold_after=1), config=config) as server:
+        connection = server.connect()
+        named = post_bytes("/v1/completions", {"prompt": ["a", "b"]}, "x-request-id: mine-7\r\n")
+        connection.sendall(named)
+        server.wait_for(lambda: len(server.engine.added) == 2)
+        own = server.engine.added[0][0].removesuffix("-0")
+        for asked, expected in (
+            ("mine-7", {"mine-7", own}),
+            (f"cmpl-{own}", {f"cmpl-{own}", own}),
+            (f"{own}-1", {f"{own}-1"}),
+            ("mine", {"mine"}),
+        ):
+            response, raw = server.request("POST", f"/abort?request_id={asked}", None, AS_ADMIN)
+            assert response.status == 200
+            assert json.loads(raw) == {"replicas": [DONE | {"aborted": []}]}
+            operation, timeout_s = server.engine.operations[-1]
+            assert isinstance(operation, Abort)
+            assert (set(operation.request_ids or ()), timeout_s) == (expected, 60.0)
+        server.request("POST", "/abort?request_id=a&request_id=b&timeout_s=2", None, AS_ADMIN)
+        assert server.engine.operations[-1] == (Abort(["a", "b"]), 2.0)
+        server.request("POST", "/abort?all=true", None, AS_ADMIN)
+        assert server.engine.operations[-1] == (Abort(None), 60.0)
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "",
+        "all=false",
+        "all=true&request_id=a",
+        "request_id=",
+        "request_id=" + "x" * 161,
+        "&".join(["request_id=a"] * 65),
+    ],
+)
+def test_g4_an_abort_without_clear_words_is_refused(server: LiveServer, query: str) -> None:
+    response, raw = server.request("POST", f"/abort?{query}", None, AS_ADMIN)
+    assert response.status == 400
+    assert json.loads(raw)["error"]["param"] == "request_id"
+    assert server.engine.operations == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_g4_whoever_is_aborted_is_told_once_and_not_to_come_again(stream: bool) -> None:
+    """499, which clients do not repeat by themselves; in a stream an error in place of a finish."""
+    failure = AbortedError("an administrator has ended this request.", code="aborted_by_administrator")
+    with LiveServer(FakeEngine(fail_after=2, failure=failure)) as server:
+        response, raw = server.request("POST", "/v1/completions", {"prompt": "abcdef", "stream": stream})
+        assert response.status == (200 if stream else 499)
+        found = events(raw)[-1] if stream else json.loads(raw)
+        assert (found["error"]["type"], found["error"]["code"]) == ("aborted", "aborted_by_administrator")
+        assert b"[DONE]" not in raw
+        assert b'"finish_reason":"' not in raw

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec import UNSET, UnsetType
+
 from penstock.errors import AbortedError, ErrorInfo, UnavailableError
 from penstock.kvcache.cache_flush import CacheFlush
-from penstock.operations import FlushCache, Operation, OperationDone, Pause, PauseMode, Resume
+from penstock.operations import Abort, FlushCache, Operation, OperationDone, Pause, PauseMode, Resume
 from penstock.request import RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
@@ -27,6 +29,7 @@ class _Open:
     operation: Operation
     accepted_step: int
     flush: CacheFlush | None = None
+    aborted: list[str] | UnsetType = UNSET
     proving_step: int | None = None  # the first that was planned when all was quiet
 
 
@@ -59,7 +62,10 @@ class OperationDesk:
             self._give_up_pauses(_OVERTAKEN, but=operation.mode)
             self._scheduler.paused = "wait" if operation.mode == "wait" else "keep"
             if operation.mode == "abort":
-                updates = self._scheduler.fail_all(_ABORTED)
+                updates = self._scheduler.fail_all(_PAUSED)
+        elif isinstance(operation, Abort):
+            updates = self._scheduler.fail_all(_ABORTED, operation.concerns)
+            found.aborted = [update.request_id for update in updates]
         else:
             assert isinstance(operation, Resume)
             self._scheduler.paused = None
@@ -96,7 +102,9 @@ class OperationDesk:
                 found.proving_step = self._next_step
 
     def _is_quiet(self, found: _Open) -> bool:
-        return self._scheduler.is_quiet if found.flush is None else found.flush.is_done()
+        if isinstance(found.operation, Pause):
+            return self._scheduler.is_quiet
+        return found.flush is None or found.flush.is_done()
 
     def _give_up_pauses(self, error: ErrorInfo, but: PauseMode | None = None) -> None:
         """Those that are not complete, except of one mode."""
@@ -109,11 +117,21 @@ class OperationDesk:
         self, found: _Open, *, completed_step: int | None = None, error: ErrorInfo | None = None
     ) -> None:
         self._open.remove(found)
-        done = OperationDone(accepted_step=found.accepted_step, completed_step=completed_step, error=error)
+        done = OperationDone(
+            accepted_step=found.accepted_step,
+            completed_step=completed_step,
+            error=error,
+            aborted=found.aborted,
+        )
         self._done.append((found.ticket, done))
 
 
-_ABORTED = UnavailableError(
+_ABORTED = AbortedError(
+    "an administrator has ended this request.",
+    remedy="Do not send it again.",
+    code="aborted_by_administrator",
+).info()
+_PAUSED = UnavailableError(
     "the engine was paused, and what it had begun was given up.", remedy="Try again later.", code="paused"
 ).info()
 _OVERTAKEN = AbortedError("another pause took the place of this one before it was complete.").info()

@@ -278,9 +278,11 @@ class Scheduler:
                 updates.append(self._accept(request, ids[0], logprobs[index]))
         return updates + [self._end(done) for done in issued.ending if done.phase is not Phase.FINISHED]
 
-    def fail_all(self, error: ErrorInfo) -> list[RequestUpdate]:
-        """End every request with `error`; results of steps in flight for them are dropped if they come."""
-        return [self._fail(request, error) for request in list(self._queues)]
+    def fail_all(
+        self, error: ErrorInfo, concerns: Callable[[str], bool] = lambda _: True
+    ) -> list[RequestUpdate]:
+        """End requests, by their ids, with `error`; results of steps in flight for them are dropped."""
+        return [self._fail(request, error) for request in list(self._queues) if concerns(request.request_id)]
 
     def requeue(self) -> list[RequestUpdate]:
         """The ranks have forgotten all rows and blocks, and no step in flight will return.

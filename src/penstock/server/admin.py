@@ -1,4 +1,4 @@
-"""`/pause`, `/resume`, `/is_paused`, `/flush_cache`: for administrators, there where an admin key is set.
+"""`/pause`, `/resume`, `/flush_cache`, `/abort` and the like: for administrators, where an admin key is set.
 
 An operation is answered when every rank of every replica has it behind it; see `penstock.operations`.
 """
@@ -11,12 +11,24 @@ import msgspec
 from fastapi import Query
 from starlette.responses import Response
 
-from penstock.operations import FlushCache, OperationDone, Pause, PauseMode, Resume
+from penstock.errors import InvalidRequestError
+from penstock.operations import Abort, FlushCache, OperationDone, Pause, PauseMode, Resume
 from penstock.server.engine_port import EngineLike
 from penstock.server.errors import json_response
+from penstock.server.generation import GenerationResponse
+from penstock.server.lifecycle import Lifecycle
+
+MAX_ABORTED = 64  # ids of one abort
+MAX_ID_CHARACTERS = 160
+_ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
 Timeout = Annotated[float, Query(gt=0, le=3600, description="Seconds to wait until it is complete.")]
 Store = Annotated[bool, Query(description="Delete the store's records of this model too.")]
+RequestIds = Annotated[
+    list[str] | None,
+    Query(max_length=MAX_ABORTED, description="Of a request: its x-request-id, or the id of its answer."),
+]
+All = Annotated[bool, Query(alias="all", description="Every request that is there; in place of ids.")]
 DEFAULT_TIMEOUT_S = 60.0
 
 
@@ -33,13 +45,24 @@ class Flushed(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[OperationDone]
 
 
+class Aborted(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of an abort in each replica, with the requests that it has found there."""
+
+    replicas: list[OperationDone]
+
+
 class PauseState(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool
 
 
 class AdminRoute:
-    def __init__(self, engine: EngineLike) -> None:
+    """Args:
+    lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
+    """
+
+    def __init__(self, engine: EngineLike, lifecycle: Lifecycle) -> None:
         self._engine = engine
+        self._lifecycle = lifecycle
 
     async def pause(self, mode: PauseMode = "keep", timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
         """Compute for nobody until resumed. Who has started is kept, or may end, or is aborted with all."""
@@ -58,6 +81,32 @@ class AdminRoute:
         """Let nobody who starts from now on find what was computed before. Who runs goes on undisturbed."""
         done = await self._engine.operate(FlushCache(store), timeout_s)
         return json_response(msgspec.json.encode(Flushed(replicas=done)))
+
+    async def abort(
+        self, request_id: RequestIds = None, every: All = False, timeout_s: Timeout = DEFAULT_TIMEOUT_S
+    ) -> Response:
+        """End requests at once, whoever's they are; clients get the error `aborted_by_administrator`."""
+        if bool(request_id) == every:
+            raise InvalidRequestError(
+                "give request_id, once or several times, or all=true.",
+                param="request_id",
+                code="missing_required_parameter",
+            )
+        names = request_id or []
+        if any(not 1 <= len(name) <= MAX_ID_CHARACTERS for name in names):
+            raise InvalidRequestError(
+                f"a request_id must have 1 to {MAX_ID_CHARACTERS} characters.",
+                param="request_id",
+                code="out_of_range",
+            )
+        done = await self._engine.operate(Abort(None if every else self._meant(names)), timeout_s)
+        return json_response(msgspec.json.encode(Aborted(replicas=done)))
+
+    def _meant(self, names: list[str]) -> list[str]:
+        """What the engine calls the requests that are named so in logs, headers and answers."""
+        meant = {name.removeprefix(prefix) for name in names for prefix in _ANSWER_PREFIXES} | {*names}
+        records = [work.record for work in self._lifecycle.running if isinstance(work, GenerationResponse)]
+        return sorted(meant | {record.unique_id for record in records if record.request_id in meant})
 
     async def _pause(self, operation: Pause | Resume, timeout_s: float) -> Response:
         done = await self._engine.operate(operation, timeout_s)

@@ -122,7 +122,7 @@ def create_app(
     _add_plain_routes(routes, model, context)
     _add_views(routes, model, context, config)
     if config.admin_keys:
-        _add_admin_routes(routes, AdminRoute(engine))
+        _add_admin_routes(routes, AdminRoute(engine, context.lifecycle))
     openapi.complete(routes, model, config)
     gate = Gate(
         routes,
@@ -264,6 +264,7 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
         ("/pause", "POST", admin.pause, "pause"),
         ("/resume", "POST", admin.resume, "resume"),
         ("/flush_cache", "POST", admin.flush_cache, "flush_cache"),
+        ("/abort", "POST", admin.abort, "abort"),
         ("/is_paused", "GET", admin.is_paused, "is_paused"),
     ):
         routes.add_api_route(

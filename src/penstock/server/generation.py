@@ -79,6 +79,10 @@ class GenerationResponse(Response):
         self._work = Interruptible()
         self._is_client_gone = False
 
+    @property
+    def record(self) -> RequestRecord:
+        return self._job.record
+
     def interrupt(self, reason: PenstockError) -> None:
         self._work.interrupt(reason)
 

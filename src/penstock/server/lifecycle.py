@@ -63,6 +63,10 @@ class Lifecycle:
         self.draining_since: float | None = None  # Unix time
 
     @property
+    def running(self) -> frozenset[InterruptibleWork]:
+        return frozenset(self._running)
+
+    @property
     def num_running(self) -> int:
         return len(self._running)
 

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from penstock.config import Limits, ServerConfig
 from penstock.server.access import ADMIN_PATHS, OPEN_PATHS
-from penstock.server.admin import Applied, Flushed, PauseState
+from penstock.server.admin import Aborted, Applied, Flushed, PauseState
 from penstock.server.engine_port import ServedModel
 from penstock.server.errors import ErrorBody
 from penstock.server.health import Health, Version
@@ -41,6 +41,7 @@ from penstock.server.text_routes import (
 )
 
 _TYPES = (
+    Aborted,
     Applied,
     Flushed,
     ChatRequest,
@@ -148,6 +149,7 @@ _ANSWERS: Mapping[str, Schema] = {
     "/pause": _content("application/json", _reference(Applied)),
     "/resume": _content("application/json", _reference(Applied)),
     "/flush_cache": _content("application/json", _reference(Flushed)),
+    "/abort": _content("application/json", _reference(Aborted)),
     "/is_paused": _content("application/json", _reference(PauseState)),
     "/server_info": _content("application/json", _reference(ServerInfo)),
     "/debug/pipeline": _content("application/json", _reference(PipelineView)),

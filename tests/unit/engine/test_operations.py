@@ -10,7 +10,7 @@ from fakes import CoreRig
 from penstock.batch import ScheduledBatch
 from penstock.config import SchedulerConfig
 from penstock.errors import ErrorInfo
-from penstock.operations import Operation, OperationDone, Pause, PauseMode, Resume
+from penstock.operations import Abort, Operation, OperationDone, Pause, PauseMode, Resume
 
 LOST = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
 
@@ -214,3 +214,82 @@ def test_g4_pauses_at_any_moment_change_no_token(seed: int) -> None:
             rig.add(f"r{number}", 3, max_tokens=4, ignore_eos=True)
     rig.operate(Resume())
     assert_exact(rig)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
+@pytest.mark.parametrize(("num_stages", "async_depth"), [(1, 0), (2, 1), (3, 2)])
+def test_g4_an_abort_ends_those_that_it_names_and_nobody_else(
+    num_stages: int, async_depth: int, num_steps: int
+) -> None:
+    """Every rank is delayed: nothing has come back of what is in flight."""
+    rig = busy(num_stages, async_depth, latency=None)
+    rig.step()
+    for _ in range(num_steps):
+        rig.settle()
+    first = rig.core.steps_in_flight[1]
+    rig.operate(Abort(["seeded", "gone"]))
+    ended = rig.updates["seeded"][-1]
+    assert ended.error is not None
+    assert (ended.error.kind, ended.error.code) == ("AbortedError", "aborted_by_administrator")
+    counts = len(rig.updates["seeded"])
+    done = rig.complete()
+    assert done.accepted_step == first <= (done.completed_step or -1)
+    assert done.aborted == ["seeded"]
+    assert not any("seeded" in [new.request_id for new in plan.new_rows] for plan in rig.plans_from(first))
+    rig.run_until_idle()
+    assert len(rig.updates["seeded"]) == counts, "what was in flight for it is dropped"
+    for arrival, name in ((0, "greedy"), (2, "long")):
+        assert rig.result(name) == rig.expected(name, arrival)
+    assert rig.allocator.num_free_blocks == rig.allocator.num_blocks
+
+
+def test_g4_an_abort_of_all_reaches_those_that_wait() -> None:
+    rig = busy(scheduler=SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=16, prefill_chunk=8))
+    rig.step(timeout_s=1.0)
+    rig.operate(Abort())
+    assert sorted(rig.complete().aborted or []) == ["greedy", "long", "seeded"]
+    assert rig.core.is_idle
+    rig.operate(Abort())
+    assert rig.complete().aborted == [], "there is nobody, and that is no error"
+    rig.add("next", 7, max_tokens=5, ignore_eos=True)
+    rig.run_until_idle()
+    assert rig.result("next") == rig.expected("next", 3)
+
+
+def test_g4_an_id_stands_for_all_sequences_of_a_request() -> None:
+    asked = Abort(["a1", "b"])
+    found = [name for name in ("a1-0", "a1-12", "a1", "a", "a11-0", "ba-0", "b-1-2") if asked.concerns(name)]
+    assert found == ["a1-0", "a1-12", "a1", "b-1-2"]
+
+
+def test_g4_a_stage_that_is_lost_only_delays_an_abort() -> None:
+    rig = busy()
+    for _ in range(6):
+        rig.step(timeout_s=1.0)
+    rig.operate(Abort(["long"]))
+    rig.core.lose_epoch(LOST)
+    rig.step()
+    assert rig.finished() == {}
+    lost = rig.core.steps_in_flight[1]
+    rig.rejoin()
+    done = rig.complete()
+    assert (done.completed_step or 0) >= lost, "a plan of the new epoch proves it"
+    assert done.aborted == ["long"]
+    rig.run_until_idle()
+    for arrival, name in enumerate(("greedy", "seeded")):
+        assert rig.result(name) == rig.expected(name, arrival)
+
+
+def test_g4_an_abort_does_not_wait_for_a_pause() -> None:
+    rig = busy(latency=None)
+    rig.step()
+    rig.operate(Pause("wait"))
+    rig.operate(Abort(["long"]))
+    while not (finished := rig.finished()):
+        rig.settle()
+    assert [done.aborted for done in finished.values()] == [["long"]]
+    assert not rig.is_finished("seeded"), "the pause still waits for it"
+    rig.operate(Resume())
+    rig.executor.latency = 0
+    rig.run_until_idle()
+    assert rig.result("greedy") == rig.expected("greedy", 0)
