@@ -65,7 +65,20 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
         )
 
 
-Operation = Pause | Resume | FlushCache | Abort
+MAX_PLAN_INTERVAL_MS = 10_000
+
+
+class SlowDown(msgspec.Struct, frozen=True, tag="slow_down"):
+    """Let plans with work follow one another no faster than this; probes go on.
+
+    Attributes:
+        interval_ms: from one to the next at least, 0 to `MAX_PLAN_INTERVAL_MS`; 0 is full speed again.
+    """
+
+    interval_ms: int = 0
+
+
+Operation = Pause | Resume | FlushCache | Abort | SlowDown
 
 
 class OperationDone(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from live_server import LiveServer, events, post_bytes
 
 from penstock.config import ServerConfig
 from penstock.errors import AbortedError, StoreError, UsageError, WaitTimeoutError
-from penstock.operations import Abort, FlushCache, Pause, Resume
+from penstock.operations import Abort, FlushCache, Pause, Resume, SlowDown
 from penstock.server.access import ADMIN_PATHS, ApiKeys
 from penstock.server.app import create_app
 
@@ -216,3 +216,22 @@ def test_g4_whoever_is_aborted_is_told_once_and_not_to_come_again(stream: bool) 
         assert (found["error"]["type"], found["error"]["code"]) == ("aborted", "aborted_by_administrator")
         assert b"[DONE]" not in raw
         assert b'"finish_reason":"' not in raw
+
+
+def test_g4_a_pace_reaches_the_engine_within_its_bounds(server: LiveServer) -> None:
+    for interval_ms in (0, 1, 10_000):
+        response, raw = server.request("POST", f"/slow_down?interval_ms={interval_ms}", None, AS_ADMIN)
+        assert response.status == 200
+        assert json.loads(raw) == {"interval_ms": interval_ms, "replicas": [DONE]}
+        assert server.engine.operations[-1] == (SlowDown(interval_ms), 60.0)
+    server.engine.operations.clear()
+    for query in ("", "interval_ms=", "interval_ms=-1", "interval_ms=10001", "interval_ms=nan"):
+        response, raw = server.request("POST", f"/slow_down?{query}", None, AS_ADMIN)
+        assert response.status == 400
+        assert json.loads(raw)["error"]["param"] == "interval_ms"
+    assert server.engine.operations == []
+    server.engine.state = Status(stats=stats(plan_interval_ms=250))
+    _, raw = server.request("GET", "/metrics", None, AS_ADMIN)
+    assert b'penstock_plan_interval_seconds{model_name="fake"} 0.25' in raw
+    _, raw = server.request("GET", "/debug/pipeline", None, AS_ADMIN)
+    assert json.loads(raw)["replicas"][0]["plan_interval_ms"] == 250

@@ -1,7 +1,7 @@
 """What one front has asked the core for and not heard the end of: enough to ask the next core the same.
 
-A pause outlives the core that was told of it: whatever core comes after begins with one. Kept by
-`engine.async_engine`, as `engine.live_requests` is for requests.
+A pause, or a slower pace, outlives the core that was told of it: whatever core comes after begins with it.
+Kept by `engine.async_engine`, as `engine.live_requests` is for requests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import itertools
 from dataclasses import dataclass
 
 from penstock.engine.ipc import Operate, Operated
-from penstock.operations import Operation, OperationDone, Pause, Resume
+from penstock.engine.stats import CoreStats
+from penstock.operations import Operation, OperationDone, Pause, Resume, SlowDown
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class AskedOperations:
         self._numbers = itertools.count()
         self._open: dict[int, Asked] = {}
         self._is_paused = False
+        self._interval_ms = 0
 
     def ask(self, operation: Operation) -> Asked:
         """It is to be sent to the core, if there is one."""
@@ -37,25 +39,36 @@ class AskedOperations:
         self._open[number] = asked = Asked(Operate(number, operation), answer)
         return asked
 
-    def note(self, is_paused: bool) -> None:
-        """The core has said how it is; while it is asked to pause or resume, it may not know of it yet."""
-        if not any(isinstance(asked.message.operation, Pause | Resume) for asked in self._open.values()):
-            self._is_paused = is_paused
+    def note(self, stats: CoreStats) -> None:
+        """The core has said how it is; while it is asked to change that, it may not know of it yet."""
+        if not self._is_open(Pause, Resume):
+            self._is_paused = stats.paused
+        if not self._is_open(SlowDown):
+            self._interval_ms = stats.plan_interval_ms
 
     def close(self, message: Operated) -> None:
         """The core has said that one is complete."""
         asked = self._open.pop(message.number, None)
         if asked is None:
             return
-        if message.done.error is None and isinstance(asked.message.operation, Pause | Resume):
-            self._is_paused = isinstance(asked.message.operation, Pause)
+        operation = asked.message.operation
+        if message.done.error is None and isinstance(operation, Pause | Resume):
+            self._is_paused = isinstance(operation, Pause)
+        if message.done.error is None and isinstance(operation, SlowDown):
+            self._interval_ms = operation.interval_ms
         if not asked.answer.done():
             asked.answer.set_result(message.done)
 
     def first(self) -> list[Operate]:
-        """What a new core is to be asked before it hears of any request: to begin paused, if it was."""
-        return [Operate(next(self._numbers), Pause("keep"))] if self._is_paused else []
+        """What a new core is to be asked before it hears of any request: to begin as the last one was."""
+        wanted: list[Operation] = [Pause("keep")] if self._is_paused else []
+        if self._interval_ms:
+            wanted.append(SlowDown(self._interval_ms))
+        return [Operate(next(self._numbers), operation) for operation in wanted]
 
     def again(self) -> list[Operate]:
         """And what when it has heard of all: whatever an operation says of them is true of it then."""
         return [asked.message for asked in self._open.values()]
+
+    def _is_open(self, *kinds: type[Operation]) -> bool:
+        return any(isinstance(asked.message.operation, kinds) for asked in self._open.values())

@@ -347,7 +347,7 @@ class AsyncEngine:
         for message in self._socket.drain():
             if isinstance(message, StepUpdates):
                 self._health.beat(message.stats)
-                self._operations.note(message.stats.paused)
+                self._operations.note(message.stats)
                 self._deliver(message.updates)
             elif isinstance(message, Welcome):
                 self._welcomed(message)

@@ -20,6 +20,7 @@ from penstock.child_config import NO_RESTARTS, Restarts
 from penstock.config import ParallelConfig
 from penstock.engine.calibration import Calibration
 from penstock.engine.operation_desk import OperationDesk
+from penstock.engine.pace import Pace
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, concerned, error_from_info
 from penstock.executor.base import Executor
@@ -73,7 +74,7 @@ class EngineCore:
     ) -> None:
         self._calibration = calibration = calibration or Calibration.none(parallel)
         self._scheduler = scheduler
-        self.operations = OperationDesk(scheduler)  # in force from the next plan on
+        self.operations = OperationDesk(scheduler, Pace(clock))  # in force from the next plan on
         self._executor: Executor | None = executor
         self._recovers = recovers
         self._clock = clock
@@ -220,7 +221,8 @@ class EngineCore:
         """Clock time at which `step` has work even if no event comes; infinite if there is none."""
         expiry = self._scheduler.next_expiry()
         has_pipe = self._failure is None and self._executor is not None
-        due = min(self._due(), self._scheduler.prefixes.next_look()) if has_pipe else math.inf
+        wakeups = self._due(), self._scheduler.prefixes.next_look(), self.operations.pace.next_wakeup()
+        due = min(wakeups) if has_pipe else math.inf
         return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
@@ -231,6 +233,7 @@ class EngineCore:
             last_result_age_s=self._clock() - self._last_result_at,
             stalled_s=self.stalled_s(),
             stall_limit_s=self.stall_limit_s(),
+            plan_interval_ms=self.operations.pace.interval_ms,
             epoch=self._epoch,
             loss=self._loss,
             restarts=self._restarts,
@@ -314,10 +317,13 @@ class EngineCore:
 
     def _fill(self, executor: Executor) -> None:
         while len(self._inflight) < self._scheduler.useful_depth + self._calibration.async_depth:
+            if not self.operations.pace.allows_plan:
+                return
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:
                 self._late = {"starved": True}
                 return
+            self.operations.pace.planned()
             self._submit(plan)
         self._late = {"held": True}
 

@@ -14,9 +14,19 @@ from dataclasses import dataclass
 
 from msgspec import UNSET, UnsetType
 
+from penstock.engine.pace import Pace
 from penstock.errors import AbortedError, ErrorInfo, UnavailableError
 from penstock.kvcache.cache_flush import CacheFlush
-from penstock.operations import Abort, FlushCache, Operation, OperationDone, Pause, PauseMode, Resume
+from penstock.operations import (
+    Abort,
+    FlushCache,
+    Operation,
+    OperationDone,
+    Pause,
+    PauseMode,
+    Resume,
+    SlowDown,
+)
 from penstock.request import RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
@@ -36,10 +46,12 @@ class _Open:
 class OperationDesk:
     """Args:
     scheduler: obeys.
+    pace: of the plans.
     """
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, pace: Pace) -> None:
         self._scheduler = scheduler
+        self.pace = pace
         self._next_step = 0  # as told last: the next one, when no plan is in flight
         self._open: list[_Open] = []
         self._done: list[tuple[Ticket, OperationDone]] = []
@@ -66,6 +78,8 @@ class OperationDesk:
         elif isinstance(operation, Abort):
             updates = self._scheduler.fail_all(_ABORTED, operation.concerns)
             found.aborted = [update.request_id for update in updates]
+        elif isinstance(operation, SlowDown):
+            self.pace.interval_ms = operation.interval_ms
         else:
             assert isinstance(operation, Resume)
             self._scheduler.paused = None

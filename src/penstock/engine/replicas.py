@@ -50,7 +50,7 @@ _SUMS = (
     "store_switched_off",
     "host_bytes_used",
 )
-_WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches")
+_WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches", "plan_interval_ms")
 
 
 class Replicas:

@@ -13,6 +13,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of now, and totals since the start. Rates and histograms are made where they are shown."""
 
     paused: bool = False  # an administrator has asked for it (`penstock.operations`)
+    plan_interval_ms: int = 0  # an administrator has slowed the engine down; 0: not
     num_running: int
     num_waiting: int  # preempted requests included
     num_blocks: int

@@ -12,7 +12,16 @@ from fastapi import Query
 from starlette.responses import Response
 
 from penstock.errors import InvalidRequestError
-from penstock.operations import Abort, FlushCache, OperationDone, Pause, PauseMode, Resume
+from penstock.operations import (
+    MAX_PLAN_INTERVAL_MS,
+    Abort,
+    FlushCache,
+    OperationDone,
+    Pause,
+    PauseMode,
+    Resume,
+    SlowDown,
+)
 from penstock.server.engine_port import EngineLike
 from penstock.server.errors import json_response
 from penstock.server.generation import GenerationResponse
@@ -27,6 +36,9 @@ Store = Annotated[bool, Query(description="Delete the store's records of this mo
 RequestIds = Annotated[
     list[str] | None,
     Query(max_length=MAX_ABORTED, description="Of a request: its x-request-id, or the id of its answer."),
+]
+Interval = Annotated[
+    int, Query(ge=0, le=MAX_PLAN_INTERVAL_MS, description="Milliseconds between two plans; 0: full speed.")
 ]
 All = Annotated[bool, Query(alias="all", description="Every request that is there; in place of ids.")]
 DEFAULT_TIMEOUT_S = 60.0
@@ -48,6 +60,13 @@ class Flushed(msgspec.Struct, frozen=True, kw_only=True):
 class Aborted(msgspec.Struct, frozen=True, kw_only=True):
     """What has become of an abort in each replica, with the requests that it has found there."""
 
+    replicas: list[OperationDone]
+
+
+class Slowed(msgspec.Struct, frozen=True, kw_only=True):
+    """What has become of a change of pace in each replica."""
+
+    interval_ms: int
     replicas: list[OperationDone]
 
 
@@ -101,6 +120,11 @@ class AdminRoute:
             )
         done = await self._engine.operate(Abort(None if every else self._meant(names)), timeout_s)
         return json_response(msgspec.json.encode(Aborted(replicas=done)))
+
+    async def slow_down(self, interval_ms: Interval, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+        """Let plans follow one another no faster than this, for tests of what is slow; 0 ends it."""
+        done = await self._engine.operate(SlowDown(interval_ms), timeout_s)
+        return json_response(msgspec.json.encode(Slowed(interval_ms=interval_ms, replicas=done)))
 
     def _meant(self, names: list[str]) -> list[str]:
         """What the engine calls the requests that are named so in logs, headers and answers."""

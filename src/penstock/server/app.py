@@ -265,6 +265,7 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
         ("/resume", "POST", admin.resume, "resume"),
         ("/flush_cache", "POST", admin.flush_cache, "flush_cache"),
         ("/abort", "POST", admin.abort, "abort"),
+        ("/slow_down", "POST", admin.slow_down, "slow_down"),
         ("/is_paused", "GET", admin.is_paused, "is_paused"),
     ):
         routes.add_api_route(

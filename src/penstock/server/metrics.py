@@ -124,6 +124,11 @@ class Metrics:
             "pipeline_micro_batches", "Parts that decoding requests are split into.", stats.micro_batches
         )
         yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.paused)
+        yield self._gauge(
+            "plan_interval_seconds",
+            "Time between plans that an administrator has asked for at least; 0: full speed.",
+            stats.plan_interval_ms / 1000,
+        )
         yield self._gauge("kv_host_bytes", "Host memory that keeps KV blocks, bytes.", stats.host_bytes_used)
         yield self._gauge(
             "kv_store_switched_off",

@@ -15,7 +15,7 @@ from fastapi import FastAPI
 
 from penstock.config import Limits, ServerConfig
 from penstock.server.access import ADMIN_PATHS, OPEN_PATHS
-from penstock.server.admin import Aborted, Applied, Flushed, PauseState
+from penstock.server.admin import Aborted, Applied, Flushed, PauseState, Slowed
 from penstock.server.engine_port import ServedModel
 from penstock.server.errors import ErrorBody
 from penstock.server.health import Health, Version
@@ -55,6 +55,7 @@ _TYPES = (
     PauseState,
     PipelineView,
     ServerInfo,
+    Slowed,
     TokenizeChatRequest,
     TokenizeTextRequest,
     TokenizeResponse,
@@ -150,6 +151,7 @@ _ANSWERS: Mapping[str, Schema] = {
     "/resume": _content("application/json", _reference(Applied)),
     "/flush_cache": _content("application/json", _reference(Flushed)),
     "/abort": _content("application/json", _reference(Aborted)),
+    "/slow_down": _content("application/json", _reference(Slowed)),
     "/is_paused": _content("application/json", _reference(PauseState)),
     "/server_info": _content("application/json", _reference(ServerInfo)),
     "/debug/pipeline": _content("application/json", _reference(PipelineView)),

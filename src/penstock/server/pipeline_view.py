@@ -87,6 +87,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool
     reason: str
     paused: bool | None = None
+    plan_interval_ms: int | None = None  # as `/slow_down` has it
     epoch: int | None = None
     step: int | None = None  # of the next plan
     inflight: int | None = None  # plans
@@ -230,6 +231,7 @@ def _replica(index: int, status: StatusLike, shapes: Sequence[StageShape]) -> Re
         ready=status.ready,
         reason=status.reason,
         paused=stats.paused,
+        plan_interval_ms=stats.plan_interval_ms,
         epoch=stats.epoch,
         step=stats.step_id,
         inflight=stats.inflight,

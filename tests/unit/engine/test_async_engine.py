@@ -37,7 +37,7 @@ from penstock.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume
+from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume, SlowDown
 from penstock.request import FinishReason, RequestUpdate, SamplingParams
 from penstock.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, PieceTable
 from penstock.tokenizer.tokenizer import AbsentTokenizer
@@ -616,6 +616,36 @@ def test_g4_what_was_answered_holds_for_the_next_core_whatever_else_is_under_way
         first = [] if isinstance(operation, Resume) else [Operate(2, Pause("keep"))]
         assert rig.core.hear(1 + len(first)) == [*first, Operate(0, FlushCache())]
         flushed.cancel()
+
+    with_rig(body)
+
+
+def test_g4_another_core_begins_at_the_pace_that_the_last_one_had() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        asked = asyncio.ensure_future(rig.engine.operate(SlowDown(250), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(0, SlowDown(250))]
+        rig.core.tell(stats=STATS)  # from before it knew
+        rig.core.socket.send(rig.core.client, operated(0))
+        await asked
+        await rig.lose_core()
+        await rig.welcome()
+        assert rig.core.hear() == [Operate(1, SlowDown(250))]
+        both = msgspec.structs.replace(STATS, paused=True, plan_interval_ms=40)
+        rig.core.tell(stats=both)  # as another front has asked for
+        await until(lambda: (rig.engine.status().stats or STATS).plan_interval_ms == 40)
+        await rig.lose_core()
+        await rig.welcome()
+        assert rig.core.hear(2) == [Operate(2, Pause("keep")), Operate(3, SlowDown(40))]
+        ended = asyncio.ensure_future(rig.engine.operate(SlowDown(0), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(4, SlowDown(0))]
+        rig.core.socket.send(rig.core.client, operated(4))
+        await ended
+        await rig.lose_core()
+        await rig.welcome()
+        assert rig.core.hear() == [Operate(5, Pause("keep"))]
 
     with_rig(body)
 
