@@ -347,6 +347,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_messages: of a conversation.
         max_prompts: of one completions request.
         max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
+        max_profile_s, max_profile_bytes: of one profile, which then ends by itself.
+        max_profiles: in the directory for them.
         max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
         max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
         max_allowed_token_ids: no more than what `SamplingParams` takes, which is the default.
@@ -359,6 +361,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_prompts: int = 256
     max_prompt_scores: int = 1 << 19
     max_event_streams: int = 16
+    max_profile_s: float = 60.0
+    max_profile_bytes: int = 256 << 20
+    max_profiles: int = 16
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
@@ -374,11 +379,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             "max_messages",
             "max_prompts",
             "max_event_streams",
+            "max_profiles",
         ):
             value = getattr(self, name)
             if value is not None:
                 _at_least(name, value, 1)
         _at_least("max_prompt_scores", self.max_prompt_scores, 0)
+        _above_zero("max_profile_s", self.max_profile_s)
+        _at_least("max_profile_bytes", self.max_profile_bytes, 1 << 20)
         _between("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         _between("max_stop_strings", self.max_stop_strings, 0, MAX_STOP_STRINGS)
         _between("max_stop_string_bytes", self.max_stop_string_bytes, 1, MAX_STOP_STRING_BYTES)
@@ -430,6 +438,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         admin_keys: for pausing and the like, which nobody may where there is none.
         reuse_port: take the port over from a server that has the same, once everything is ready.
         min_free_bytes: of the host's memory; with less left new requests are answered 503. 0 never.
+        profile_dir: where profiles are written; None refuses them.
         settings: what `/server_info` shows; without secrets.
     """
 
@@ -445,6 +454,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections: ConnectionLimits = ConnectionLimits()
     min_free_bytes: int = 128 << 20
     log_format: Literal["text", "json"] = "text"
+    profile_dir: str | None = None
     settings: dict[str, Any] = {}
 
     def __post_init__(self) -> None:

@@ -78,7 +78,16 @@ class SlowDown(msgspec.Struct, frozen=True, tag="slow_down"):
     interval_ms: int = 0
 
 
-Operation = Pause | Resume | FlushCache | Abort | SlowDown
+class StartProfile(msgspec.Struct, frozen=True, tag="start_profile"):
+    """What ranks do from the first plan under it on belongs to a profile; they report at once after it, so
+    that what was before is told apart."""
+
+
+class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
+    """What ranks do from the first plan under it on does not."""
+
+
+Operation = Pause | Resume | FlushCache | Abort | SlowDown | StartProfile | StopProfile
 
 
 class OperationDone(msgspec.Struct, frozen=True, kw_only=True):

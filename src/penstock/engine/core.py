@@ -336,7 +336,8 @@ class EngineCore:
 
     def _submit(self, plan: ScheduledBatch) -> None:
         assert self._executor is not None
-        plan = msgspec.structs.replace(plan, epoch=self._epoch, **self._late)
+        told = self.operations.wants_times
+        plan = msgspec.structs.replace(plan, epoch=self._epoch, wants_times=told, **self._late)
         self._late = {}
         if self._calibration.costs is not None:
             self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)

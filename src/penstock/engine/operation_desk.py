@@ -26,6 +26,8 @@ from penstock.operations import (
     PauseMode,
     Resume,
     SlowDown,
+    StartProfile,
+    StopProfile,
 )
 from penstock.request import RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
@@ -80,8 +82,7 @@ class OperationDesk:
             found.aborted = [update.request_id for update in updates]
         elif isinstance(operation, SlowDown):
             self.pace.interval_ms = operation.interval_ms
-        else:
-            assert isinstance(operation, Resume)
+        elif isinstance(operation, Resume):
             self._scheduler.paused = None
             self._give_up_pauses(_RESUMED)
         self._open.append(found)
@@ -94,6 +95,11 @@ class OperationDesk:
         """Whether a plan should go out, though without rows, when none is in flight."""
         self._note_quiet()
         return any(found.proving_step is not None for found in self._open)
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether ranks should report where their time goes after the next plan: a profile begins or ends."""
+        return any(isinstance(found.operation, StartProfile | StopProfile) for found in self._open)
 
     def settled(self, step_id: int, next_step: int) -> None:
         """The plan of this step has crossed all stages, and what it brought is known."""

@@ -17,7 +17,12 @@ from penstock.engine.listening import refuse_bad_keys
 from penstock.errors import AuthenticationError, NotFoundError
 from penstock.server.errors import ForbiddenError
 
-ADMIN_PATHS = frozenset({"/pause", "/resume", "/is_paused", "/flush_cache", "/abort", "/slow_down"})
+ADMIN_PATHS = frozenset(
+    {
+        *("/pause", "/resume", "/is_paused", "/flush_cache", "/abort", "/slow_down"),
+        *("/start_profile", "/stop_profile"),
+    }
+)
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/health/generate"})
 
 Headers = Iterable[tuple[bytes, bytes]]

@@ -26,6 +26,7 @@ from penstock.server.engine_port import EngineLike
 from penstock.server.errors import json_response
 from penstock.server.generation import GenerationResponse
 from penstock.server.lifecycle import Lifecycle
+from penstock.server.profiler import Profiler
 
 MAX_ABORTED = 64  # ids of one abort
 MAX_ID_CHARACTERS = 160
@@ -77,11 +78,13 @@ class PauseState(msgspec.Struct, frozen=True, kw_only=True):
 class AdminRoute:
     """Args:
     lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
+    profiler: of the same engine.
     """
 
-    def __init__(self, engine: EngineLike, lifecycle: Lifecycle) -> None:
+    def __init__(self, engine: EngineLike, lifecycle: Lifecycle, profiler: Profiler) -> None:
         self._engine = engine
         self._lifecycle = lifecycle
+        self._profiler = profiler
 
     async def pause(self, mode: PauseMode = "keep", timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
         """Compute for nobody until resumed. Who has started is kept, or may end, or is aborted with all."""
@@ -125,6 +128,14 @@ class AdminRoute:
         """Let plans follow one another no faster than this, for tests of what is slow; 0 ends it."""
         done = await self._engine.operate(SlowDown(interval_ms), timeout_s)
         return json_response(msgspec.json.encode(Slowed(interval_ms=interval_ms, replicas=done)))
+
+    async def start_profile(self, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+        """Record what every stage does, from the same step on. It ends by itself after some time."""
+        return json_response(msgspec.json.encode(await self._profiler.start(timeout_s)))
+
+    async def stop_profile(self, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+        """End the recording at the same step everywhere, and write it as a trace that Perfetto opens."""
+        return json_response(msgspec.json.encode(await self._profiler.stop(timeout_s)))
 
     def _meant(self, names: list[str]) -> list[str]:
         """What the engine calls the requests that are named so in logs, headers and answers."""

@@ -48,6 +48,8 @@ from penstock.server.openai_types import (
     RenderedPrompt,
 )
 from penstock.server.pipeline_view import PipelineRoute
+from penstock.server.profile_folder import ProfileFolder
+from penstock.server.profiler import Profiler
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import record_of
 from penstock.server.server_info import ServerInfoRoute
@@ -122,7 +124,9 @@ def create_app(
     _add_plain_routes(routes, model, context)
     _add_views(routes, model, context, config)
     if config.admin_keys:
-        _add_admin_routes(routes, AdminRoute(engine, context.lifecycle))
+        folder = ProfileFolder(config.profile_dir, config.limits.max_profiles)
+        profiler = Profiler(engine, folder, config.limits, num_stages=model.num_stages, clock=clock)
+        _add_admin_routes(routes, AdminRoute(engine, context.lifecycle, profiler))
     openapi.complete(routes, model, config)
     gate = Gate(
         routes,
@@ -266,6 +270,8 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
         ("/flush_cache", "POST", admin.flush_cache, "flush_cache"),
         ("/abort", "POST", admin.abort, "abort"),
         ("/slow_down", "POST", admin.slow_down, "slow_down"),
+        ("/start_profile", "POST", admin.start_profile, "start_profile"),
+        ("/stop_profile", "POST", admin.stop_profile, "stop_profile"),
         ("/is_paused", "GET", admin.is_paused, "is_paused"),
     ):
         routes.add_api_route(

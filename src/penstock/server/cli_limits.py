@@ -43,6 +43,13 @@ class LimitSettings:
     max_event_streams: Annotated[
         int, _limit("--max-event-streams", "readers of /debug/pipeline/events at once")
     ] = _REQUEST.max_event_streams
+    max_profile_seconds: Annotated[
+        float, _limit("--max-profile-seconds", "after which a profile ends by itself")
+    ] = _REQUEST.max_profile_s
+    max_profile_bytes: Annotated[int, _limit("--max-profile-bytes", "of the file of a profile")] = (
+        _REQUEST.max_profile_bytes
+    )
+    max_profiles: Annotated[int, _limit("--max-profiles", "files in --profile-dir")] = _REQUEST.max_profiles
     max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
         _REQUEST.max_logprobs
     )
@@ -96,6 +103,9 @@ class LimitSettings:
             max_prompts=self.max_prompts,
             max_prompt_scores=self.max_prompt_scores,
             max_event_streams=self.max_event_streams,
+            max_profile_s=self.max_profile_seconds,
+            max_profile_bytes=self.max_profile_bytes,
+            max_profiles=self.max_profiles,
             max_logprobs=self.max_logprobs,
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,

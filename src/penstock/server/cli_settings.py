@@ -339,6 +339,9 @@ class FrontSettings:
     admin_key_file: Annotated[
         Path | None, flag("file of admin keys, one a line", "--admin-key-file", group="server")
     ] = None
+    profile_dir: Annotated[
+        Path | None, flag("directory for what /start_profile records", "--profile-dir", group="server")
+    ] = None
     insecure: Annotated[bool, flag("allow an open address without a key", "--insecure", group="server")] = (
         False
     )
@@ -367,6 +370,7 @@ class FrontSettings:
             limits=limits,
             connections=connections,
             min_free_bytes=self.min_free_bytes,
+            profile_dir=None if self.profile_dir is None else str(self.profile_dir.absolute()),
             log_format=self.log_format,
         )
 
@@ -378,6 +382,10 @@ class FrontSettings:
         if not 0 <= self.drain_seconds < float("inf"):
             raise UsageError(
                 f"drain_seconds is {self.drain_seconds}; it must be at least 0.", param="drain_seconds"
+            )
+        if self.profile_dir is not None and not self.profile_dir.is_dir():
+            raise UsageError(
+                f"--profile-dir {self.profile_dir} is no directory.", param="--profile-dir", remedy="Make it."
             )
         for name, keys in (("--api-key", self.api_key), ("--admin-key", self.admin_key)):
             if any(not key.strip() for key in keys):

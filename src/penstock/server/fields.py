@@ -48,6 +48,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "documents": ([],),
+    "session_id": (),
+    "session_params": (),
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "detokenize": (True,),

@@ -30,6 +30,7 @@ from penstock.server.openai_types import (
     RenderedPrompt,
 )
 from penstock.server.pipeline_view import PipelineView
+from penstock.server.profiler import ProfileStarted, ProfileStopped
 from penstock.server.prompts import ROLES
 from penstock.server.server_info import ServerInfo
 from penstock.server.text_routes import (
@@ -54,6 +55,8 @@ _TYPES = (
     ModelList,
     PauseState,
     PipelineView,
+    ProfileStarted,
+    ProfileStopped,
     ServerInfo,
     Slowed,
     TokenizeChatRequest,
@@ -135,7 +138,7 @@ def plain_route(path: str) -> dict[str, Any]:
     shape = _ANSWERS.get(path, _content("application/json", {"type": "object"}))
     errors = _ERRORS.get(path, ())
     if path in ADMIN_PATHS:
-        errors = (400, 503)
+        errors = (400, 429, 503) if path == "/start_profile" else (400, 503)
     return {"responses": _answers(shape, errors)}
 
 
@@ -152,6 +155,8 @@ _ANSWERS: Mapping[str, Schema] = {
     "/flush_cache": _content("application/json", _reference(Flushed)),
     "/abort": _content("application/json", _reference(Aborted)),
     "/slow_down": _content("application/json", _reference(Slowed)),
+    "/start_profile": _content("application/json", _reference(ProfileStarted)),
+    "/stop_profile": _content("application/json", _reference(ProfileStopped)),
     "/is_paused": _content("application/json", _reference(PauseState)),
     "/server_info": _content("application/json", _reference(ServerInfo)),
     "/debug/pipeline": _content("application/json", _reference(PipelineView)),

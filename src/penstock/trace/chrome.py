@@ -10,7 +10,7 @@ Works on `batch.StageSpans` of any time; `server.debug` serves it, `penstock tra
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from penstock.batch import StageSpans
@@ -63,19 +63,32 @@ def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
 
 def chrome_trace(reports: Sequence[StageSpans]) -> dict[str, Any]:
     """The trace as an object for JSON: a process a stage, with a thread for each of `_TRACKS`."""
-    spans = list(spans_of(reports))
+    return {"traceEvents": [*trace_events(list(spans_of(reports)))], "displayTimeUnit": "ms"}
+
+
+def trace_events(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
+    """The events of a trace one by one, for one that is long.
+
+    Args:
+        spans: can be gone through several times.
+    """
     stages = sorted({span.stage for span in spans})
     texts = _texts(stages)
-    events = [event for stage in stages for event in _names(stage, texts[stage])]
-    events += [_slice(span) for span in spans]
-    events += _arrows(spans)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    for stage in stages:
+        yield from _names(stage, texts[stage])
+    yield from map(_slice, spans)
+    yield from _arrows(spans)
 
 
 def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
     """A line per stage: how much of the time it computed, its bubbles by cause, and its own overhead."""
+    return bubbles_of(spans_of(reports))
+
+
+def bubbles_of(spans: Iterable[Span]) -> list[str]:
+    """That report of these spans."""
     by_stage: dict[Stage, Counter[Phase]] = defaultdict(Counter)
-    for span in spans_of(reports):
+    for span in spans:
         by_stage[span.stage][span.phase] += span.end_ns - span.start_ns
     lines, texts = [], _texts(by_stage)
     for stage, spent in sorted(by_stage.items()):
@@ -125,7 +138,7 @@ def _track(phase: Phase) -> int:
     return _WAIT if phase in BUBBLES else _COMPUTE
 
 
-def _arrows(spans: Sequence[Span]) -> Iterator[dict[str, Any]]:
+def _arrows(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
     """From a stage's last copying in a step (into the link) to the next stage's first (out of it)."""
     first: dict[tuple[Stage, int], Span] = {}
     last: dict[tuple[Stage, int], Span] = {}

@@ -10,7 +10,16 @@ from fakes import CoreRig
 from penstock.batch import ScheduledBatch
 from penstock.config import SchedulerConfig
 from penstock.errors import ErrorInfo
-from penstock.operations import Abort, Operation, OperationDone, Pause, PauseMode, Resume
+from penstock.operations import (
+    Abort,
+    Operation,
+    OperationDone,
+    Pause,
+    PauseMode,
+    Resume,
+    StartProfile,
+    StopProfile,
+)
 
 LOST = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
 
@@ -293,3 +302,34 @@ def test_g4_an_abort_does_not_wait_for_a_pause() -> None:
     rig.executor.latency = 0
     rig.run_until_idle()
     assert rig.result("greedy") == rig.expected("greedy", 0)
+
+
+@pytest.mark.parametrize("num_steps", [0, 5])
+@pytest.mark.parametrize("operation", [StartProfile(), StopProfile()])
+def test_g4_ranks_report_at_the_step_at_which_a_profile_begins_or_ends(
+    operation: Operation, num_steps: int
+) -> None:
+    rig = busy()
+    for _ in range(num_steps):
+        rig.step(timeout_s=1.0)
+    first = rig.core.steps_in_flight[1]
+    rig.operate(operation)
+    done = rig.complete()
+    rig.run_until_idle()
+    told = [plan.step_id for plan in rig.executor.plans if plan.wants_times]
+    assert done.accepted_step == first == told[0], "the same plan tells every rank"
+    assert told == [*range(first, told[-1] + 1)]
+    assert (done.completed_step or 0) <= told[-1] < max(plan.step_id for plan in rig.plans), "and no longer"
+    assert_exact(rig)
+
+
+def test_g4_a_stage_that_is_lost_does_not_lose_the_beginning_of_a_profile() -> None:
+    rig = busy()
+    rig.step(timeout_s=1.0)
+    rig.operate(StartProfile())
+    rig.core.lose_epoch(LOST)
+    lost = rig.core.steps_in_flight[1]
+    rig.rejoin()
+    rig.complete()
+    assert next(plan for plan in rig.executor.plans if plan.wants_times).step_id == lost
+    assert_exact(rig)

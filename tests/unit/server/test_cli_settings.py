@@ -165,6 +165,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-prompt-scores 45 --max-event-streams 49
+--max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-logit-bias 9 --max-allowed-token-ids 10
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
@@ -243,6 +244,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "reuse_port": True,
         "drain_s": 22.0,
         "min_free_bytes": 44,
+        "profile_dir": "/tmp",
         "limits": {
             "max_body_bytes": 31,
             "max_prompt_bytes": 32,
@@ -251,6 +253,9 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_prompts": 35,
             "max_prompt_scores": 45,
             "max_event_streams": 49,
+            "max_profile_s": 50.0,
+            "max_profile_bytes": 1 << 20,
+            "max_profiles": 51,
             "max_logprobs": 5,
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,

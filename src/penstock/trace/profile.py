@@ -1,0 +1,88 @@
+"""What the stages did between two steps, collected from their reports and cut at the same step everywhere.
+
+    reports   |····n-1|n ·····|·······|···m-1|m ····|
+    profile           |n ·················m-1|          from the plan that began it to the one that ended it
+
+Kept small: spans stay as the ranks have sent them until they are written. Used by `server.profiler`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.batch import StageSpans
+from penstock.trace.chrome import Span, spans_of, trace_events
+
+_PIECE_BYTES = 1 << 16
+_END = b"]}"
+
+
+class Profile:
+    """Args:
+    first_steps: of each replica, the first that belongs to it.
+    """
+
+    def __init__(self, first_steps: Mapping[int, int]) -> None:
+        self._first = dict(first_steps)
+        self._end: dict[int, float] = {}  # the first that does not any more
+        self._reports: dict[tuple[int, int, int], StageSpans] = {}  # by replica, stage and time
+        self.num_spans = 0
+
+    def add(self, reports: Iterable[StageSpans]) -> None:
+        """What stages have told; what has been added already counts once."""
+        for report in reports:
+            key = report.replica, report.stage, report.began_ns
+            if key not in self._reports:
+                self._reports[key] = report
+                self.num_spans += len(report.durations_ns)
+
+    def end(self, end_steps: Mapping[int, int]) -> None:
+        """It ends before these steps of the replicas; without, with the last report."""
+        self._end = {replica: float(step) for replica, step in end_steps.items()}
+
+    def is_covered(self, num_stages: int) -> bool:
+        """Whether each stage of the replicas that have an end has reported up to it."""
+        newest: dict[tuple[int, int], int] = {}
+        for (replica, stage, _), report in self._reports.items():
+            told = report.steps[-1][1] if report.steps else -1
+            newest[replica, stage] = max(told, newest.get((replica, stage), -1))
+        return all(
+            newest.get((replica, stage), -1) >= end
+            for replica, end in self._end.items()
+            for stage in range(num_stages)
+        )
+
+    def __iter__(self) -> Iterator[Span]:
+        """Its spans, by stage and time."""
+        ordered = [self._reports[key] for key in sorted(self._reports)]
+        for span in spans_of(ordered):
+            replica = span.stage.replica
+            if self._first.get(replica, 0) <= span.step < self._end.get(replica, math.inf):
+                yield span
+
+
+def encoded_trace(spans: Iterable[Span], about: Mapping[str, Any], max_bytes: int) -> Iterator[bytes]:
+    """A trace as JSON that Perfetto opens, in pieces; events that would make it longer are left out.
+
+    Args:
+        spans: can be gone through several times.
+        about: told beside the events, as `otherData`.
+    """
+    head = b'{"displayTimeUnit":"ms","otherData":' + msgspec.json.encode(about) + b',"traceEvents":['
+    num_bytes = len(head) + len(_END)
+    piece, separator = bytearray(head), b""
+    for event in trace_events(spans):
+        text = separator + msgspec.json.encode(event)
+        if num_bytes + len(text) > max_bytes:
+            break
+        num_bytes += len(text)
+        piece += text
+        separator = b","
+        if len(piece) >= _PIECE_BYTES:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece) + _END
