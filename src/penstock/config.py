@@ -22,6 +22,8 @@ Quantization = Literal["none", "int8", "int4"]
 PinThreads = Literal["auto", "on", "off"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 ModelImpl = Literal["auto", "penstock", "transformers"]
+ToolParser = Literal["auto", "none", "llama3_json", "hermes", "mistral", "mistral_args", "json"]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
 
 Value = TypeVar("Value")
 
@@ -347,6 +349,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_messages: of a conversation.
         max_prompts: of one completions request.
         max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
+        max_tools: that a request names.
+        max_tool_bytes: of all of them, as JSON.
+        max_template_kwargs: variables for the chat template.
         max_profile_s, max_profile_bytes: of one profile, which then ends by itself.
         max_profiles: in the directory for them.
         max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
@@ -364,6 +369,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_profile_s: float = 60.0
     max_profile_bytes: int = 256 << 20
     max_profiles: int = 16
+    max_tools: int = 128
+    max_tool_bytes: int = 256 << 10
+    max_template_kwargs: int = 16
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
@@ -387,6 +395,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         _at_least("max_prompt_scores", self.max_prompt_scores, 0)
         _above_zero("max_profile_s", self.max_profile_s)
         _at_least("max_profile_bytes", self.max_profile_bytes, 1 << 20)
+        for name in ("max_tools", "max_tool_bytes", "max_template_kwargs"):
+            _at_least(name, getattr(self, name), 0)
         _between("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
         _between("max_stop_strings", self.max_stop_strings, 0, MAX_STOP_STRINGS)
         _between("max_stop_string_bytes", self.max_stop_string_bytes, 1, MAX_STOP_STRING_BYTES)
@@ -440,6 +450,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         min_free_bytes: of the host's memory; with less left new requests are answered 503. 0 never.
         profile_dir: where profiles are written; None refuses them.
         settings: what `/server_info` shows; without secrets.
+        tool_parser: how the model calls tools (`tokenizer.tool_formats`); auto: as its chat template shows.
+        reasoning_parser: where it thinks aloud; auto: as its chat template shows.
     """
 
     host: str = "127.0.0.1"
@@ -456,6 +468,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Literal["text", "json"] = "text"
     profile_dir: str | None = None
     settings: dict[str, Any] = {}
+    tool_parser: ToolParser = "auto"
+    reasoning_parser: ReasoningParser = "auto"
 
     def __post_init__(self) -> None:
         _at_least("min_free_bytes", self.min_free_bytes, 0)

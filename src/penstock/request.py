@@ -26,6 +26,26 @@ from penstock.errors import ErrorInfo, InvalidRequestError
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which texts a request may generate; exactly one of the first five is given.
+
+    Attributes:
+        json: a JSON schema, as text.
+        json_object: any JSON object.
+        regex: a regular expression for the whole text, without look-around or back-references.
+        choice: one of these texts.
+        grammar: in Lark's notation, as llguidance reads it.
+        whitespace: JSON may have white space between its parts; without, there is none.
+    """
+
+    json: str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    whitespace: bool = False
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, when to stop, and with whom to share what was computed.
 
@@ -51,9 +71,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         prompt_logprobs: the same of each token of the prompt but the first, under those before it.
         include_stop_str_in_output: leave the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
+        shown_special_tokens: those that stay in it nevertheless, by name: the front reads tool calls by them.
         detokenize: False leaves the text empty.
         cache_salt: the request shares cached keys and values only with those of the same salt.
         priority: what its keys and values are worth to a prefix cache whose policy is `priority`.
+        structured_outputs: which texts may be generated; None allows all.
     """
 
     temperature: float = 1.0
@@ -74,10 +96,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    shown_special_tokens: list[str] = []
     detokenize: bool = True
     cache_salt: str = ""
     priority: int = 0
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def stop_strings(self) -> list[str]:

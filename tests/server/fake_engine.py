@@ -22,6 +22,7 @@ from penstock.errors import AbortedError, OverloadedError, PenstockError
 from penstock.operations import Abort, Operation, OperationDone
 from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.server.engine_port import ServedModel
+from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
 
 BOS, EOS, VOCAB_SIZE = 256, 257, 300
 SCORED_AT_ONCE = 4
@@ -31,10 +32,12 @@ class ByteCodec:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [*([BOS] if add_special_tokens else []), *text.encode()]
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        return self.encode(self.render_chat(messages, add_generation_prompt=add_generation_prompt))
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        return self.encode(self.render_chat(messages, **options))
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
+    def render_chat(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True, **options: Any
+    ) -> str:
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         return text if add_generation_prompt else text + "."
 
@@ -82,6 +85,7 @@ class FakeEngine:
     """Attributes:
     hold_after: tokens after which every stream waits for `release`; None never waits.
     fail_after: tokens after which every stream fails with `failure`.
+    script: what it answers, in place of the prompt.
     """
 
     max_model_len: int = 4096
@@ -89,6 +93,7 @@ class FakeEngine:
     hold_after: int | None = None
     fail_after: int | None = None
     failure: PenstockError | None = None
+    script: str | None = None
     state: Status = field(default_factory=Status)
     added: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
     operations: list[tuple[Operation, float]] = field(default_factory=list)
@@ -182,7 +187,8 @@ class FakeStream:
         return RequestUpdate(request_id=self._request_id, prompt_logprobs=scores)
 
     def _token(self) -> RequestUpdate:
-        token_id = oracle(self._prompt, self._produced)
+        script = self._engine.script
+        token_id = oracle(self._prompt if script is None else list(script.encode()), self._produced)
         self._produced += 1
         sampling = self._sampling
         stopped = (token_id == EOS and not sampling.ignore_eos) or token_id in sampling.stop_token_ids
@@ -218,6 +224,17 @@ def stats(**changes: Any) -> CoreStats:
     )
 
 
+def syntax_of(tools: str, reasoning: str = "none") -> ModelSyntax:
+    """Of a model that calls tools and thinks aloud in these forms; its template knows tools."""
+    return ModelSyntax(
+        tools=next((form for form in TOOL_FORMATS if form.name == tools), None),
+        reasoning=next((form for form in REASONING_FORMATS if form.name == reasoning), None),
+        template_knows_tools=True,
+        template_knows_calls=True,
+        reads=frozenset({"tools", "enable_thinking", "reasoning_effort"}),
+    )
+
+
 def fake_model(**changes: Any) -> ServedModel:
     values: dict[str, Any] = {
         "name": "fake",
@@ -225,5 +242,6 @@ def fake_model(**changes: Any) -> ServedModel:
         "max_model_len": 4096,
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,
+        "syntax": syntax_of("json"),
     }
     return ServedModel(**(values | changes))

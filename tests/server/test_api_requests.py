@@ -132,7 +132,10 @@ def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, A
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             "messages[0].content[0]",
         ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
         ({"messages": USER * 4097}, "messages"),
         ({"messages": USER, "logprobs": 0}, "logprobs"),
         ({"messages": USER, "top_logprobs": 3}, "top_logprobs"),

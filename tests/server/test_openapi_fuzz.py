@@ -156,17 +156,19 @@ def edges(variant: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         beyond += ["a" * (variant["maxLength"] + 1)] if "maxLength" in variant else []
         beyond += [""] if variant.get("minLength") else []
     elif kind == "array":
-        item = example(variant["items"])
-        within += [[item] * variant["maxItems"]] if "maxItems" in variant else []
-        beyond += [[item] * (variant["maxItems"] + 1)] if "maxItems" in variant else []
+        items = [example(variant["items"], index) for index in range(variant.get("maxItems", 0) + 1)]
+        within += [items[:-1]] if "maxItems" in variant else []
+        beyond += [items] if "maxItems" in variant else []
         beyond += [[]] if variant.get("minItems") else []
         beyond += [[value] for value in edges(variant["items"])[1]]
     return within, beyond
 
 
-def example(schema: dict[str, Any]) -> Any:
+def example(schema: dict[str, Any], index: int) -> Any:
     if "$ref" in schema:
-        return {"role": "user", "content": "x"}
+        of = schema["$ref"].rpartition("/")[2]
+        tool = {"type": "function", "function": {"name": f"f{index}"}}
+        return {"ChatMessage": {"role": "user", "content": "x"}, "Tool": tool}[of]
     return schema.get("minimum", "a") if schema.get("type") == "integer" else "a"
 
 

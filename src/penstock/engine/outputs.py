@@ -140,7 +140,9 @@ def output_assembler(
     detokenizer: Detokenizer = NoText()
     if sampling.detokenize:
         detokenizer = tokenizer.detokenizer(
-            prompt_token_ids, skip_special_tokens=sampling.skip_special_tokens
+            prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown=sampling.shown_special_tokens,
         )
     return OutputAssembler(sampling, detokenizer)
 

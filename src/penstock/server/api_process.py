@@ -34,6 +34,7 @@ from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http_protocol import with_limits
 from penstock.tokenizer.chat_template import load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from penstock.tokenizer.tool_formats import model_syntax
 
 BEAT_S = 0.5
 CLOSE_S = 2  # for answers that were ended to reach their clients; less than the supervisor waits
@@ -133,15 +134,22 @@ def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
 def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
     """The model's text side and its sampling defaults, from its directory."""
     directory = Path(config.model_path)
+    template = load_chat_template(directory, tokenizer)
     return ServedModel(
         name=config.model_name,
-        codec=ModelCodec(tokenizer, load_chat_template(directory, tokenizer)),
+        codec=ModelCodec(tokenizer, template),
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
         created=int(time.time()),
         num_stages=config.num_stages,
         stages=config.stages,
         sampling_defaults=load_generation_defaults(directory, config.vocab_size),
+        syntax=model_syntax(
+            template,
+            tokenizer.added_token_ids,
+            tool_parser=config.server.tool_parser,
+            reasoning_parser=config.server.reasoning_parser,
+        ),
     )
 
 

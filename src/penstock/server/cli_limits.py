@@ -50,6 +50,13 @@ class LimitSettings:
         _REQUEST.max_profile_bytes
     )
     max_profiles: Annotated[int, _limit("--max-profiles", "files in --profile-dir")] = _REQUEST.max_profiles
+    max_tools: Annotated[int, _limit("--max-tools", "of a request")] = _REQUEST.max_tools
+    max_tool_bytes: Annotated[int, _limit("--max-tool-bytes", "of all tools of a request, as JSON")] = (
+        _REQUEST.max_tool_bytes
+    )
+    max_template_kwargs: Annotated[
+        int, _limit("--max-template-kwargs", "variables for the chat template")
+    ] = _REQUEST.max_template_kwargs
     max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
         _REQUEST.max_logprobs
     )
@@ -106,6 +113,9 @@ class LimitSettings:
             max_profile_s=self.max_profile_seconds,
             max_profile_bytes=self.max_profile_bytes,
             max_profiles=self.max_profiles,
+            max_tools=self.max_tools,
+            max_tool_bytes=self.max_tool_bytes,
+            max_template_kwargs=self.max_template_kwargs,
             max_logprobs=self.max_logprobs,
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,

@@ -24,10 +24,12 @@ from penstock.config import (
     ParallelConfig,
     PinThreads,
     Quantization,
+    ReasoningParser,
     SchedulerConfig,
     ServerConfig,
     StorePolicy,
     TiedHead,
+    ToolParser,
 )
 from penstock.engine.refused_settings import require_backend
 from penstock.engine.topology import with_topology
@@ -325,6 +327,23 @@ class FrontSettings:
     served_model_name: Annotated[
         str | None, flag("name that clients use", "--served-model-name", group="server")
     ] = None
+    tool_parser: Annotated[
+        ToolParser,
+        flag(
+            "how the model calls tools; auto: as its chat template shows",
+            "--tool-parser",
+            "--tool-call-parser",
+            group="server",
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        flag(
+            "how it thinks aloud; auto: as its chat template shows",
+            "--reasoning-parser",
+            group="server",
+        ),
+    ] = "auto"
     api_key: Annotated[
         tuple[str, ...],
         flag("key that clients must send; prefer --api-key-file", "--api-key", group="server"),
@@ -372,6 +391,8 @@ class FrontSettings:
             min_free_bytes=self.min_free_bytes,
             profile_dir=None if self.profile_dir is None else str(self.profile_dir.absolute()),
             log_format=self.log_format,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
         )
 
     def _check_server(self) -> None:

@@ -20,6 +20,7 @@ from penstock.request import SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.detokenizer import Detokenizer
 from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer
+from penstock.tokenizer.tool_formats import ModelSyntax
 
 
 class RequestStream(Protocol):
@@ -90,11 +91,15 @@ class TextCodec(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with BOS where the model wants one; special tokens in the text are text."""
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation through the chat template, ready for the answer."""
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        """Ids of a conversation through the chat template, ready for the answer.
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The text that the template makes of a conversation."""
+        Args:
+            options: those of `ChatTemplate.encode`, and variables for the template.
+        """
+
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        """The same as text."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Text of a whole sequence, special tokens by their names."""
@@ -116,11 +121,11 @@ class ModelCodec:
         self.token_bytes = tokenizer.token_bytes
         self.detokenizer = tokenizer.detokenizer
 
-    def encode_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        return self._template.encode(messages, add_generation_prompt=add_generation_prompt)
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        return self._template.encode(messages, **options)
 
-    def render_chat(self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+    def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return self._template.render(messages, **options)
 
     def decode(self, token_ids: list[int]) -> str:
         if isinstance(self._tokenizer, AbsentTokenizer):
@@ -135,7 +140,7 @@ class ServedModel:
     """The one model behind this server.
 
     `sampling_defaults`: values of temperature, top_k, top_p, min_p from the model's generation_config, used
-    where a request is silent.
+    where a request is silent. `syntax`: how the model writes reasoning and calls of tools.
     """
 
     name: str
@@ -146,3 +151,4 @@ class ServedModel:
     num_stages: int = 1
     stages: Sequence[StageShape] = ()  # of each replica; empty where it is not known
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    syntax: ModelSyntax = field(default_factory=ModelSyntax)

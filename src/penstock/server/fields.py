@@ -40,6 +40,9 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "guided_grammar": (),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -53,6 +56,12 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "detokenize": (True,),
+}
+
+# What to use in place of fields that will not come.
+_IN_PLACE: Mapping[str, str] = {
+    "functions": "Use tools.",
+    "function_call": "Use tool_choice.",
 }
 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names
@@ -77,7 +86,7 @@ def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
         if not any(_is_same(value, one) for one in neutral):
             raise InvalidRequestError(
                 f"{name} is not supported by this version of Penstock.",
-                remedy=f"Leave it out or set it to {_alternatives(neutral)}.",
+                remedy=_IN_PLACE.get(name, f"Leave it out or set it to {_alternatives(neutral)}."),
                 param=name,
                 code="unsupported_parameter",
             )
@@ -113,11 +122,25 @@ def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) 
     return names + nested
 
 
-def warning_headers(names: Sequence[str]) -> dict[str, str]:
-    """The header that names ignored fields; untrusted characters become `?`, long lists are cut."""
-    if not names:
-        return {}
+def warning_headers(unknown: Sequence[str], unused: Sequence[str] = ()) -> dict[str, str]:
+    """The header that names ignored fields; untrusted characters become `?`, long lists are cut.
+
+    Args:
+        unused: those that have no effect on this model.
+    """
+    parts = [
+        f"{what}: {_listed(names)}"
+        for what, names in (
+            ("ignored unknown field(s)", unknown),
+            ("without effect on this model", unused),
+        )
+        if names
+    ]
+    return {WARNING_HEADER: "; ".join(parts)} if parts else {}
+
+
+def _listed(names: Sequence[str]) -> str:
     shown = [_NOT_IN_HEADERS.sub("?", name[:MAX_FIELD_CHARACTERS]) for name in names[:MAX_NAMED_FIELDS]]
     more = len(names) - len(shown)
     tail = f" and {more} more" if more > 0 else ""
-    return {WARNING_HEADER: f"ignored unknown field(s): {', '.join(shown)}{tail}"}
+    return f"{', '.join(shown)}{tail}"

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -26,8 +27,9 @@ from penstock.server.errors import error_bytes, json_response
 from penstock.server.keep_alive import Clock, KeepAlive
 from penstock.server.lifecycle import Interruptible, Lifecycle
 from penstock.server.memory_guard import MemoryGuard
+from penstock.server.message_stream import MessageWriter, chunk_writer
 from penstock.server.metrics import Metrics
-from penstock.server.openai_types import PromptTokensDetails, Usage
+from penstock.server.openai_types import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import RequestRecord
 from penstock.server.sse import DONE, PING, STREAM_HEADERS, ChunkWriter, StreamForm, error_event, usage_chunk
@@ -201,7 +203,7 @@ class StreamedResponse(GenerationResponse):
         super().__init__(job, context)
         self._form = form
         self._writers = [
-            ChunkWriter(form, index, sequence.prompt_token_ids, sequence.echo)
+            chunk_writer(form, index, sequence.prompt_token_ids, sequence.echo)
             for index, sequence in enumerate(job.sequences)
         ]
         self._is_started = False
@@ -223,10 +225,11 @@ class StreamedResponse(GenerationResponse):
             self._context.keep_alive.leave(self)
             self._is_followed = False
         self._job.record.finish_reason = _finish_reason(finishes)
-        usage = usage_chunk(self._form, self._usage()) if self._form.include_usage else b""
+        counted = with_reasoning_tokens(self._usage(), [writer.reasoning_tokens for writer in self._writers])
+        usage = usage_chunk(self._form, counted) if self._form.include_usage else b""
         await self._write(usage + DONE, more=False)
 
-    async def _follow(self, stream: RequestStream, writer: ChunkWriter) -> TextDelta:
+    async def _follow(self, stream: RequestStream, writer: ChunkWriter | MessageWriter) -> TextDelta:
         """Send one sequence's chunks; its last delta."""
         while True:
             delta = await self._next(stream)
@@ -289,6 +292,14 @@ async def _all_of(works: list[Coroutine[Any, Any, TextDelta]]) -> list[TextDelta
 def _finish_reason(finishes: list[TextDelta]) -> str:
     reasons = {delta.finish_reason or "stop" for delta in finishes}
     return reasons.pop() if len(reasons) == 1 else "mixed"
+
+
+def with_reasoning_tokens(usage: Usage, counts: list[int | None]) -> Usage:
+    """The usage with the tokens of each choice's reasoning, where they could be counted."""
+    known = [count for count in counts if count is not None]
+    if not known:
+        return usage
+    return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(sum(known)))
 
 
 async def wait_for_disconnect(receive: Receive) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.server.generation import (
 from penstock.server.lifecycle import Interruptible
 from penstock.server.limits import ByteLimits, read_json
 from penstock.server.logprobs import prompt_logprobs
+from penstock.server.message_reader import MessageReader, Reading
 from penstock.server.openai_types import GenerateRequest, PromptLogprobs, RenderedPrompt, Usage
 from penstock.server.prompts import PromptReader
 from penstock.server.request_record import record_of
@@ -41,6 +42,10 @@ class Answer:
     form: StreamForm
     sequences: list[Sequence]
     num_prompt_logprobs: int | None = None  # likeliest to tell at each position of a prompt
+
+    def reader(self, index: int) -> MessageReader:
+        """Of the text of one choice."""
+        return (self.form.reading or Reading()).reader(self.form.response_id, index)
 
     def shown_ids(self, index: int, outcome: TextDelta) -> dict[str, list[int]]:
         """The fields that carry ids in a choice, where the client asked for them."""
@@ -163,8 +168,15 @@ class GenerationRoute:
         sequences: list[Sequence],
         dialect: Dialect,
         make_body: BodyMaker,
+        reading: Reading | None = None,
+        unused: Iterable[str] = (),
     ) -> GenerationResponse:
-        """The response that will run these sequences."""
+        """The response that will run these sequences.
+
+        Args:
+            reading: how a chat's answers are read; None: all of their text is content.
+            unused: fields that have no effect on this model.
+        """
         check_scores(
             sequences, self.limits, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
         )
@@ -178,12 +190,13 @@ class GenerationRoute:
             return_token_ids=bool(asked.return_token_ids),
             with_logprobs=sequences[0].sampling.logprobs is not None,
             token_bytes=self.model.codec.token_bytes,
+            reading=reading,
         )
         answer = Answer(form=form, sequences=sequences, num_prompt_logprobs=asked.prompt_logprobs)
         job = GenerationJob(
             sequences=sequences,
             record=record,
-            headers=warning_headers(unknown_fields(body, type(asked))),
+            headers=warning_headers(unknown_fields(body, type(asked)), list(unused)),
             make_body=lambda outcomes, usage: self._workers.run(
                 _scores_bytes(outcomes), make_body, answer, outcomes, usage
             ),

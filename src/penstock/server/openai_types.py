@@ -7,11 +7,13 @@ Chunks of streams are not made of these types: `sse` writes their bytes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from penstock.request import FinishReason
+
+ChatFinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,12 +59,48 @@ class ContentPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[Any] | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
+
+
+class Function(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What may be called. `parameters`: a JSON schema of an object; None: it takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(GenerateRequest, frozen=True, kw_only=True):
@@ -70,6 +108,14 @@ class ChatRequest(GenerateRequest, frozen=True, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    include_reasoning: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, str | int | float | bool | None] | None = None
 
 
 class CompletionRequest(GenerateRequest, frozen=True, kw_only=True):
@@ -82,11 +128,16 @@ class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class TopLogprob(msgspec.Struct, frozen=True):
@@ -124,16 +175,31 @@ class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
 PromptLogprobs = list[dict[int, PromptLogprob] | None]  # the prompt's own id comes first; None of the first
 
 
+class MadeFunctionCall(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    arguments: str
+
+
+class MadeToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    id: str
+    type: str = "function"
+    function: MadeFunctionCall
+
+
 class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
+    """`content` is None where there are calls and no text."""
+
     role: str = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[MadeToolCall] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: int | str | None
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET

@@ -40,6 +40,7 @@ from penstock.server.text_routes import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
+from penstock.tokenizer.tool_calls import NAME
 
 _TYPES = (
     Aborted,
@@ -228,6 +229,8 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
             "messages": {"array": messages},
             "max_completion_tokens": tokens,
             "top_logprobs": logprobs,
+            "tools": {"array": {"maxItems": limits.max_tools}},
+            "chat_template_kwargs": {"object": {"maxProperties": limits.max_template_kwargs}},
         },
         "TokenizeChatRequest": {"messages": {"array": messages}},
         "DetokenizeRequest": {
@@ -238,6 +241,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
                 }
             }
         },
+        "Function": {"name": {"string": {"pattern": f"^{NAME.pattern}$"}}},
         "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
         "ContentPart": {"type": {"string": {"enum": ["text"]}}},
     }

@@ -7,7 +7,10 @@ against the vocabulary.
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Mapping
+from typing import Any, cast
+
+import msgspec
 
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError
@@ -15,6 +18,7 @@ from penstock.server.engine_port import ServedModel
 from penstock.server.logprobs import token_name
 from penstock.server.openai_types import ChatMessage, ContentPart
 from penstock.server.text_workers import TextWorkers
+from penstock.server.tools import NO_TOOLS, ToolUse, with_own_text
 
 _TOKEN_BYTES = 4  # of text
 _MESSAGE_BYTES = 64  # of text that take a template about as long as one more message
@@ -51,17 +55,25 @@ class PromptReader:
                 self._refuse_long(size, "prompt")
         return await self._workers.run(sum(sizes), self._all_token_ids, prompts)
 
-    async def chat(self, messages: list[ChatMessage], *, add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation."""
-        plain, work = self._conversation(messages)
-        encode = self._model.codec.encode_chat
-        ids = await self._workers.run(work, encode, plain, add_generation_prompt=add_generation_prompt)
+    async def chat(
+        self, messages: list[ChatMessage], use: ToolUse = NO_TOOLS, options: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Token ids of a conversation.
+
+        Args:
+            use: tools that the model is told of.
+            options: for the chat template.
+        """
+        plain, extra, work = self._conversation(messages, use, options or {})
+        ids = await self._workers.run(work, self._model.codec.encode_chat, plain, **extra)
         return _not_empty(ids, "messages")
 
-    async def chat_text(self, messages: list[ChatMessage]) -> str:
-        """The text that the template makes of a conversation."""
-        plain, work = self._conversation(messages)
-        return await self._workers.run(work, self._model.codec.render_chat, plain)
+    async def chat_text(
+        self, messages: list[ChatMessage], use: ToolUse = NO_TOOLS, options: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text that the template makes of a conversation; arguments as `chat`."""
+        plain, extra, work = self._conversation(messages, use, options or {})
+        return await self._workers.run(work, self._model.codec.render_chat, plain, **extra)
 
     async def text(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of one text; there may be none."""
@@ -89,8 +101,10 @@ class PromptReader:
             _TOKEN_BYTES * len(tokens), lambda: [token_name(token_bytes(token)) for token in tokens]
         )
 
-    def _conversation(self, messages: list[ChatMessage]) -> tuple[list[dict[str, str]], int]:
-        """The messages as a template sees them, and about how many bytes of text they are."""
+    def _conversation(
+        self, messages: list[ChatMessage], use: ToolUse, options: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
+        """Messages and options as a template takes them, and about how many bytes of text they are."""
         if not 1 <= len(messages) <= self._limits.max_messages:
             raise InvalidRequestError(
                 f"messages must hold 1 to {self._limits.max_messages} messages, got {len(messages)}.",
@@ -99,9 +113,30 @@ class PromptReader:
                 code="out_of_range",
             )
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
-        size = sum(_num_bytes(message["content"]) + _num_bytes(message.get("name", "")) for message in plain)
+        plain, tools = self._for_template(plain, use)
+        extra = tools | dict(options)
+        size = sum(map(_message_bytes, plain)) + (len(msgspec.json.encode(extra)) if extra else 0)
         self._refuse_long(size, "messages")
-        return plain, size + _MESSAGE_BYTES * len(plain)
+        return plain, extra, size + _MESSAGE_BYTES * len(plain)
+
+    def _for_template(
+        self, plain: list[dict[str, Any]], use: ToolUse
+    ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Messages and tools as the model's template takes them, or in a text of ours where it takes none."""
+        syntax = self._model.syntax
+        if syntax.template_knows_tools:
+            return plain, {"tools": use.tools} if use.tools else {}
+        if syntax.tools is not None and syntax.tools.name == "json":
+            return with_own_text(plain, use), {}
+        called = next((i for i, message in enumerate(plain) if message.get("tool_calls")), None)
+        if called is not None and not syntax.template_knows_calls:
+            raise InvalidRequestError(
+                f"messages[{called}] has tool_calls, and the chat template of this model knows no tools.",
+                remedy="Leave them out, or start the server with --tool-parser json.",
+                param=f"messages[{called}].tool_calls",
+                code="unsupported_parameter",
+            )
+        return plain, {}
 
     def _all_token_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
         return [self._token_ids(one) for one in prompts]
@@ -149,23 +184,46 @@ def prompt_list(prompt: Prompt) -> list[str | list[int]]:
     return [cast("list[int]", prompt)] if int in kinds else cast("list[str | list[int]]", prompt)
 
 
-def _plain_message(index: int, message: ChatMessage) -> dict[str, str]:
-    """A message as a template sees it: role and text."""
+def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
+    """A message as a template sees it: role and text, and what else it has."""
     where = f"messages[{index}]"
     if message.role not in ROLES:
         raise InvalidRequestError(
             f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:64]!r}.",
             param=f"{where}.role",
         )
-    for name in ("tool_calls", "function_call"):
-        if getattr(message, name):
+    for name, remedy, is_wrong in (
+        ("function_call", "Use tool_calls.", True),
+        ("tool_calls", "Only messages of the assistant have calls.", message.role != "assistant"),
+    ):
+        if getattr(message, name) and is_wrong:
             raise InvalidRequestError(
-                f"{where}.{name} is not supported by this version of Penstock.",
+                f"{where}.{name} is not supported.",
+                remedy=remedy,
                 param=f"{where}.{name}",
                 code="unsupported_parameter",
             )
-    name_field = {"name": message.name} if message.name is not None else {}
-    return {"role": message.role, "content": _text(message.content, where)} | name_field
+    calls = [msgspec.to_builtins(call) for call in message.tool_calls or []]
+    others = {
+        "name": message.name,
+        "tool_calls": calls or None,
+        "tool_call_id": message.tool_call_id if message.role == "tool" else None,
+        "reasoning_content": message.reasoning_content if message.role == "assistant" else None,
+    }
+    plain = {"role": message.role, "content": _text(message.content, where)}
+    return plain | {name: value for name, value in others.items() if value is not None}
+
+
+def _message_bytes(message: dict[str, Any]) -> int:
+    """Of all its text."""
+    texts = (message["content"], message.get("name", ""), message.get("reasoning_content", ""))
+    calls = message.get("tool_calls")
+    return sum(map(_num_bytes, texts)) + (len(msgspec.json.encode(calls)) if calls else 0)
+
+
+def text_of(message: ChatMessage) -> str:
+    """The text of a message that was taken."""
+    return _text(message.content, "messages")
 
 
 def _text(content: str | list[ContentPart] | None, where: str) -> str:

@@ -1,9 +1,10 @@
 """The bytes of event streams: chunks of chat and text completions, usage, errors, pings, the end.
 
 Grammar of a stream (chat and text alike): for chat one role chunk per choice; the echoed prompt if asked for;
-content chunks; per choice exactly one chunk with a finish_reason; one usage chunk with no choices if asked
-for; `[DONE]`. After a failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`. `: ping`
-may stand anywhere.
+content chunks, in a chat that is read for them also chunks of reasoning and of calls of tools
+(`message_stream`); per choice exactly one chunk with a finish_reason; one usage chunk with no choices if
+asked for; `[DONE]`. After a failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`.
+`: ping` may stand anywhere.
 
 A chunk differs from the one before only in its text, so everything else is encoded once per choice, and a
 token costs one small encoding and a concatenation.
@@ -19,6 +20,7 @@ import msgspec
 from penstock.engine.outputs import TextDelta
 from penstock.server.echo import Echo, EchoWriter
 from penstock.server.logprobs import CompletionLogprobsWriter, TokenBytes, chat_logprobs
+from penstock.server.message_reader import Reading
 from penstock.server.openai_types import Usage
 
 PING = b": ping\n\n"
@@ -29,6 +31,7 @@ STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
+_NO_LOGPROBS = b',"logprobs":null'
 _encode = msgspec.json.Encoder().encode
 
 
@@ -64,7 +67,10 @@ TEXT = Dialect(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamForm:
-    """What all chunks of one response have in common."""
+    """What all chunks of one response have in common.
+
+    `reading`: how a chat's answers are read; None: all of their text is content.
+    """
 
     response_id: str
     created: int
@@ -74,6 +80,7 @@ class StreamForm:
     return_token_ids: bool
     with_logprobs: bool
     token_bytes: TokenBytes
+    reading: Reading | None = None
 
 
 class ChunkWriter:
@@ -107,13 +114,21 @@ class ChunkWriter:
         """The events for a delta: none, one, or more; may be empty."""
         if self._is_plain and delta.finish_reason is None and not self._opening:
             return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
-        return self._opened() + self._echoed(delta) + self._content(delta) + self._finish(delta)
+        reason = delta.finish_reason
+        end = b"" if reason is None else self.finish(delta, reason)
+        return self.opening() + self._echoed(delta) + self._content(delta) + end
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return None  # nobody looks for them
+
+    @property
+    def shows_tokens(self) -> bool:
+        """Whether chunks carry ids or log-probabilities, so that each token must be in one."""
+        return not self._is_plain
 
     def opening(self) -> bytes:
         """The chunk that stands before all content, once; for streams that ping before their first token."""
-        return self._opened()
-
-    def _opened(self) -> bytes:
         opening, self._opening = self._opening, b""
         return opening
 
@@ -135,25 +150,34 @@ class ChunkWriter:
         if self._echo is None or self._echo.is_done:
             return b""
         text, logprobs = self._echo.piece(delta.prompt_logprobs)
-        return self._content_with(text, b',"logprobs":' + _encode(logprobs), [])
+        return self._event(self._body(text), b',"logprobs":' + _encode(logprobs), [])
 
     def _content(self, delta: TextDelta) -> bytes:
         if self._is_plain:
             return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
         if not (delta.text or delta.token_ids):
             return b""
-        return self._content_with(delta.text, self._logprobs(delta), delta.token_ids)
+        return self.event(self._body(delta.text), delta)
 
-    def _content_with(self, text: str, logprobs: bytes, token_ids: list[int]) -> bytes:
-        shown = self._before_text + _encode(text) + self._dialect.after_text
+    def _body(self, text: str) -> bytes:
+        return self._dialect.before_text + _encode(text) + self._dialect.after_text
+
+    def event(self, body: bytes, delta: TextDelta | None) -> bytes:
+        """A chunk with this content, with the log-probabilities and ids of `delta` if they are asked for."""
+        if delta is None:
+            return self._event(body, _NO_LOGPROBS, [])
+        return self._event(body, self._logprobs(delta), delta.token_ids)
+
+    def _event(self, body: bytes, logprobs: bytes, token_ids: list[int]) -> bytes:
         ids = b',"token_ids":' + _encode(token_ids) if self._return_ids else b""
-        return b"".join((shown, logprobs, b',"finish_reason":null', ids, b"}", self._tail))
+        return b"".join(
+            (self._before_choice, body, logprobs, b',"finish_reason":null', ids, b"}", self._tail)
+        )
 
-    def _finish(self, delta: TextDelta) -> bytes:
-        if delta.finish_reason is None:
-            return b""
+    def finish(self, delta: TextDelta, finish_reason: str) -> bytes:
+        """The chunk that ends the choice."""
         ids = b',"token_ids":[]' if self._return_ids else b""
-        reason = b',"logprobs":null,"finish_reason":"%s"' % delta.finish_reason.encode()
+        reason = b',"logprobs":null,"finish_reason":"%s"' % finish_reason.encode()
         stop = b',"stop_reason":' + _encode(delta.stop_reason)
         return b"".join((self._before_choice, self._dialect.no_text, reason, stop, ids, b"}", self._tail))
 
@@ -181,7 +205,7 @@ def _logprobs_writer(form: StreamForm, offset: int) -> Callable[[TextDelta], byt
 
 
 def _no_logprobs(_delta: TextDelta) -> bytes:
-    return b',"logprobs":null'
+    return _NO_LOGPROBS
 
 
 def usage_chunk(form: StreamForm, usage: Usage) -> bytes:

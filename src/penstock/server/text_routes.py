@@ -72,8 +72,8 @@ class TextRoute:
         chat = convert(body, TokenizeChatRequest)
         self._route.check_model(chat.model)
         _refuse(chat.add_special_tokens is True, "add_special_tokens", "with a prompt")
-        ready = chat.add_generation_prompt is not False
-        tokens = await self._route.prompts.chat(chat.messages, add_generation_prompt=ready)
+        options = {"add_generation_prompt": chat.add_generation_prompt is not False}
+        tokens = await self._route.prompts.chat(chat.messages, options=options)
         return await self._tokenized(body, chat, tokens)
 
     async def detokenize(self, request: Request) -> Response:

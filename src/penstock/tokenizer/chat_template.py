@@ -6,7 +6,11 @@ templates for Hugging Face models expect.
 
 Special tokens count only where the *template* wrote them. Each one found in a message is broken by a mark (a
 private-use character that no message holds) before rendering; afterwards the rendered text is cut at the
-special tokens that remain, which are the template's own, and the marks are removed.
+special tokens that remain, which are the template's own, and the marks are removed. The same is done with
+tools and all else that a client may hand to the template.
+
+Templates differ in how they take the arguments of former calls of tools: as an object or as JSON text. Which
+one a template takes is found out by trying (`CallForm`).
 
 Called by `llm` and by the server's chat route.
 """
@@ -17,6 +21,7 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +35,10 @@ FUEL = 5_000_000  # template instructions
 MAX_RENDERED_CHARACTERS = 16 * 2**20
 MAX_FILE_BYTES = 4 * 2**20
 _PRIVATE_USE = range(0xE000, 0xF900)
+_TAG = re.compile(r"\{[{%].*?[%}]\}", re.DOTALL)
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_TEXT_IN_TAG = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
+_VARIABLE = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _GENERATION_TAG = re.compile(r"\{%(-?)\s*(end)?generation\s*(-?)%\}")
 
 Message = Mapping[str, Any]
@@ -39,15 +48,53 @@ class TemplateRefusal(Exception):
     """The template called `raise_exception`."""
 
 
-class ChatTemplate(Protocol):
-    """Turns messages into a prompt. Safe to call from several threads."""
+class CallForm(msgspec.Struct, frozen=True, kw_only=True):
+    """How a template takes former calls of tools.
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+    Attributes:
+        is_text: arguments as JSON text, and not as an object.
+        content: of a message that has calls and no text.
+    """
+
+    is_text: bool = False
+    content: str | None = ""
+
+
+class ChatTemplate(Protocol):
+    """Turns messages into a prompt. Safe to call from several threads.
+
+    Of both methods: `continue_final_message` ends the prompt with the text of the last message, for the
+    answer to go on from there; `extra` are variables for the template, `tools` among them.
+    """
+
+    @property
+    def source(self) -> str:
+        """The template's own text; "" where there is none."""
+        ...
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Variables that it looks at."""
+        ...
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
         """The prompt as text."""
         ...
 
     def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
     ) -> list[int]:
         """The prompt as token ids. Raises `InvalidRequestError` where the template refuses the messages."""
         ...
@@ -56,17 +103,18 @@ class ChatTemplate(Protocol):
 class AbsentChatTemplate:
     """A model without a chat template."""
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> str:
+    source = ""
+    reads: frozenset[str] = frozenset()
+
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
         raise InvalidRequestError(
             "this model has no chat template.",
             remedy="Use completions, or put a chat_template.jinja beside its tokenizer.json.",
             param="messages",
         )
 
-    def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any
-    ) -> list[int]:
-        self.render(messages, add_generation_prompt=add_generation_prompt, **extra)
+    def encode(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        self.render(messages, **options)
         return []
 
 
@@ -75,37 +123,104 @@ class JinjaChatTemplate:
     source: the template.
     special_tokens: names that templates use: `bos_token`, `eos_token`, ...
     tokenizer: encodes the rendered text.
+    tool_source: another template, for requests with tools; "" where there is none.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tokenizer: Tokenizer, tool_source: str = ""
+    ) -> None:
+        self.source = source + tool_source
+        self.reads = _variables(self.source)
         self._special_tokens = dict(special_tokens)
         self._tokenizer = tokenizer
         self._special = special_pattern(tokenizer)
         self._environment = _environment()
         try:
             self._environment.add_template("chat", _without_generation_tags(source))
+            self._environment.add_template("tools", _without_generation_tags(tool_source or source))
         except minijinja.TemplateError as error:
             raise ModelConfigError(f"the chat template cannot be parsed: {_first_line(error)}.") from error
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any) -> str:
-        return self._run([_plain(message) for message in messages], add_generation_prompt, extra)
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
+    ) -> str:
+        plain = [self._plain(message) for message in messages]
+        if continue_final_message:
+            return self._run_to_end(plain, extra, _unused_characters([*plain, extra])[1])
+        return self._run(plain, add_generation_prompt, extra)
 
     def encode(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **extra: Any
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **extra: Any,
     ) -> list[int]:
-        plain = [_plain(message) for message in messages]
-        mark = _unused_character(plain)
-        marked = [self._marked(message, mark) for message in plain]
-        rendered = self._run(marked, add_generation_prompt, extra)
+        plain = [self._plain(message) for message in messages]
+        mark, end = _unused_characters([*plain, extra])
+        marked, marked_extra = self._marked(plain, mark), self._marked(extra, mark)
+        if continue_final_message:
+            rendered = self._run_to_end(marked, marked_extra, end)
+        else:
+            rendered = self._run(marked, add_generation_prompt, marked_extra)
+        rendered = rendered.replace(f"\\u{ord(mark):04x}", mark)  # a template may have escaped it
         if mark not in rendered:
             return self._tokenizer.encode_trusted(rendered, add_special_tokens=False)
         return self._encode_marked(rendered, mark)
+
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The way in which the template shows a call with its arguments as JSON."""
+        for is_text in (True, False):
+            shown = self._try(CallForm(is_text=is_text, content=""))
+            shown_alone = self._try(CallForm(is_text=is_text, content=None))
+            if shown_alone and (
+                not shown or len(shown_alone) < len(shown)
+            ):  # the text of no text is left out
+                return CallForm(is_text=is_text, content=None)
+            if shown:
+                return CallForm(is_text=is_text, content="")
+        return CallForm()
+
+    def _try(self, form: CallForm) -> str:
+        """A conversation with a call in this form; "" where its arguments are not in it."""
+        messages = [_with_call_form(message, form) for message in _TRIAL]
+        try:
+            rendered = self._run(messages, True, {"tools": _TRIAL_TOOLS})
+        except InvalidRequestError:
+            return ""
+        return rendered if _TRIAL_SIGN in rendered else ""
+
+    def _plain(self, message: Message) -> dict[str, Any]:
+        plain = _plain(message)
+        return _with_call_form(plain, self.call_form) if plain.get("tool_calls") else plain
+
+    def _run_to_end(self, messages: list[dict[str, Any]], extra: dict[str, Any], end: str) -> str:
+        """The prompt up to the end of the last message's text, which `end` marks meanwhile."""
+        *others, last = messages or [{}]
+        content = last.get("content")
+        if not isinstance(content, str):
+            raise _not_continued("has no text")
+        # A space behind the mark shows whether the template trims texts; if so, this one is trimmed too.
+        rendered = self._run([*others, last | {"content": f"{content}{end} "}], False, extra)
+        before, found, after = rendered.rpartition(end)
+        if not found:
+            raise _not_continued("is not shown by the chat template as it is")
+        return before if after.startswith(" ") else before.rstrip()
 
     def _run(self, messages: list[dict[str, Any]], add_generation_prompt: bool, extra: dict[str, Any]) -> str:
         variables = {"tools": None, "documents": None} | self._special_tokens | extra
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            rendered = self._environment.render_template("chat", **variables)
+            rendered = self._environment.render_template(
+                "tools" if extra.get("tools") else "chat", **variables
+            )
         except TemplateRefusal as error:
             raise InvalidRequestError(f"the chat template refuses: {error}.", param="messages") from error
         except minijinja.TemplateError as error:
@@ -126,7 +241,7 @@ class JinjaChatTemplate:
                 value = self._special.sub(lambda found: found[0][0] + mark + found[0][1:], value)
             return value
         if isinstance(value, dict):
-            return {key: self._marked(item, mark) for key, item in value.items()}
+            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
         if isinstance(value, list):
             return [self._marked(item, mark) for item in value]
         return value
@@ -163,11 +278,77 @@ def _text_of(part: Any) -> str:
     raise InvalidRequestError(f"content parts must be text, got {kind!r}.", param="messages")
 
 
-def _unused_character(messages: list[dict[str, Any]]) -> str:
-    text = str(messages)
+def _with_call_form(message: Message, form: CallForm) -> dict[str, Any]:
+    """A message with calls as a template takes them."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [_with_arguments(call, form) for call in message["tool_calls"]]
+    return {**message, "content": message.get("content") or form.content, "tool_calls": calls}
+
+
+def _with_arguments(call: Any, form: CallForm) -> Any:
+    """A call whose arguments are an object, or text. What is not JSON stays as it is."""
+    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
+        return call
+    function = dict(call["function"])
+    arguments = function.get("arguments") or {}
+    if form.is_text and not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    elif not form.is_text and isinstance(arguments, str):
+        arguments = _object_in(arguments)
+    return {**call, "function": function | {"arguments": arguments}}
+
+
+def _object_in(text: str) -> Any:
+    try:
+        found = msgspec.json.decode(text.encode("utf-8", "surrogatepass"))
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+_TRIAL_SIGN = '"where": "there"'
+_TRIAL: list[dict[str, Any]] = [
+    {"role": "user", "content": "x"},
+    {
+        "role": "assistant",
+        "tool_calls": [
+            {
+                "id": "a1b2c3d4e",
+                "type": "function",
+                "function": {"name": "go", "arguments": {"where": "there"}},
+            }
+        ],
+    },
+    {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "y"},
+]
+_TRIAL_TOOLS = [
+    {"type": "function", "function": {"name": "go", "parameters": {"type": "object", "properties": {}}}}
+]
+
+
+def _not_continued(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The last message cannot be continued: it {why}.",
+        remedy="Leave continue_final_message out.",
+        param="continue_final_message",
+    )
+
+
+def _variables(source: str) -> frozenset[str]:
+    """Names that stand in the tags of a template, keywords among them."""
+    tags = _TAG.findall(_COMMENT.sub("", source))
+    return frozenset(name for tag in tags for name in _VARIABLE.findall(_TEXT_IN_TAG.sub('""', tag)))
+
+
+def _unused_characters(values: list[Any]) -> tuple[str, str]:
+    """Two private-use characters that stand in none of the values."""
+    text, found = str(values), []
     for code in _PRIVATE_USE:
         if chr(code) not in text and f"\\u{code:04x}" not in text:
-            return chr(code)
+            found.append(chr(code))
+            if len(found) == 2:
+                return found[0], found[1]
     raise InvalidRequestError("the messages use every private-use character.", param="messages")
 
 
@@ -231,24 +412,28 @@ class _TokenizerConfig(msgspec.Struct, frozen=True):
 def load_chat_template(directory: Path, tokenizer: Tokenizer) -> ChatTemplate:
     """The chat template of a model directory; raises `ModelConfigError` when a file of it is bad."""
     config = _read_config(directory / "tokenizer_config.json")
-    source = _read_bounded(directory / "chat_template.jinja").decode(errors="replace") or _source(config)
+    source = _read_bounded(directory / "chat_template.jinja").decode(errors="replace")
+    tool_source = ""
+    if not source:
+        source, tool_source = _sources(config)
     if not source:
         return AbsentChatTemplate()
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     special = {name: _content(getattr(config, name)) for name in names}
-    return JinjaChatTemplate(source, special, tokenizer)
+    return JinjaChatTemplate(source, special, tokenizer, tool_source)
 
 
 def _content(token: str | _SpecialToken | None) -> str:
     return token.content if isinstance(token, _SpecialToken) else token or ""
 
 
-def _source(config: _TokenizerConfig) -> str:
+def _sources(config: _TokenizerConfig) -> tuple[str, str]:
+    """The template, and the one for requests with tools; "" for what there is not."""
     template = config.chat_template
     if isinstance(template, list):
         named = {entry.name: entry.template for entry in template}
-        return named.get("default", "")
-    return template or ""
+        return named.get("default", ""), named.get("tool_use", "")
+    return template or "", ""
 
 
 def _read_config(path: Path) -> _TokenizerConfig:

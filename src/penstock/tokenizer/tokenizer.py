@@ -11,6 +11,7 @@ Called by `tokenizer.chat_template`, `llm`, `engine.async_engine` and the server
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Protocol
@@ -32,6 +33,7 @@ from penstock.tokenizer.detokenizer import (
 )
 
 MAX_TOKENIZER_BYTES = 256 * 2**20
+_NONE: frozenset[int] = frozenset()
 _CONTEXT_TOKENS = 6  # ids of the prompt that a window detokenizer looks at
 
 
@@ -62,6 +64,11 @@ class Tokenizer(Protocol):
     @property
     def special_tokens(self) -> list[str]: ...
 
+    @property
+    def added_token_ids(self) -> dict[str, int]:
+        """Tokens that were added to the vocabulary, special ones and others."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of text that a user wrote; special tokens in it are text.
 
@@ -82,8 +89,14 @@ class Tokenizer(Protocol):
         """Bytes that one token stands for, special ones too (for log-probabilities)."""
         ...
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A detokenizer for the sequence that follows this prompt."""
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> Detokenizer:
+        """A detokenizer for the sequence that follows this prompt.
+
+        Args:
+            shown: special tokens that are not skipped; other names are ignored.
+        """
         ...
 
 
@@ -91,6 +104,7 @@ class AbsentTokenizer:
     """A model directory without `tokenizer.json`: prompts are token ids, texts are empty."""
 
     special_tokens: list[str] = []
+    added_token_ids: dict[str, int] = {}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         raise InvalidRequestError(
@@ -107,7 +121,9 @@ class AbsentTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return b""
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> Detokenizer:
         return NoText()
 
 
@@ -135,6 +151,10 @@ class JsonTokenizer:
     def special_tokens(self) -> list[str]:
         return [token.content for token in self._file.added_tokens if token.special]
 
+    @cached_property
+    def added_token_ids(self) -> dict[str, int]:
+        return {token.content: token.id for token in self._file.added_tokens}
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return _encode(self._untrusted, text, add_special_tokens)
 
@@ -148,8 +168,10 @@ class JsonTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._decoding.token_bytes(token_id)
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        return self._decoding.detokenizer(prompt_token_ids, skip_special_tokens)
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> Detokenizer:
+        return self._decoding.detokenizer(prompt_token_ids, skip_special_tokens, shown)
 
     @cached_property
     def _trusted(self) -> tokenizers.Tokenizer:
@@ -170,20 +192,31 @@ class _Decoding:
         self._errors = "replace" if kinds == ["ByteLevel"] else EACH_BYTE
         self._strip_spaces = _leading_strip(file.decoder)
         self._alphabet = byte_level_alphabet() if kinds == ["ByteLevel"] else {}
-        hidden = frozenset(token.id for token in file.added_tokens if token.special)
+        self._special = {token.content: token.id for token in file.added_tokens if token.special}
         self._all_pieces = PieceTable(self._piece)
-        self._plain_pieces = PieceTable(self._piece, hidden)
+        self._skipping: dict[tuple[str, ...], tuple[frozenset[int], PieceTable]] = {}  # by what is shown
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._all_pieces[token_id]
 
-    def detokenizer(self, prompt: list[int], skip_special: bool) -> Detokenizer:
+    def detokenizer(self, prompt: list[int], skip_special: bool, shown: Sequence[str]) -> Detokenizer:
+        hidden, pieces = self._without_special(tuple(shown)) if skip_special else (_NONE, self._all_pieces)
         if not self._is_byte_join:
-            decode = partial(self._tokenizer.decode, skip_special_tokens=skip_special)
-            return WindowDetokenizer(decode, prompt[-_CONTEXT_TOKENS:])
-        pieces = self._plain_pieces if skip_special else self._all_pieces
+            return WindowDetokenizer(partial(self._decode, hidden=hidden), prompt[-_CONTEXT_TOKENS:])
         at_start = bool(self._strip_spaces) and not any(pieces[token_id] for token_id in prompt)
         return ByteDetokenizer(pieces, self._errors, self._strip_spaces if at_start else 0)
+
+    def _without_special(self, shown: tuple[str, ...]) -> tuple[frozenset[int], PieceTable]:
+        """The ids without text, and the bytes of all; kept, for there are few choices of what is shown."""
+        found = self._skipping.get(shown)
+        if found is None:
+            hidden = frozenset(token_id for name, token_id in self._special.items() if name not in shown)
+            found = self._skipping[shown] = (hidden, PieceTable(self._piece, hidden))
+        return found
+
+    def _decode(self, token_ids: list[int], hidden: frozenset[int]) -> str:
+        kept = [token_id for token_id in token_ids if token_id not in hidden]
+        return str(self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def _piece(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 import pytest
@@ -64,7 +64,9 @@ STATS = CoreStats(
 class ByteTokenizer(AbsentTokenizer):
     """Each byte is a token."""
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> Detokenizer:
         return ByteDetokenizer(PieceTable(lambda token_id: bytes([token_id])))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,9 @@ class ByteTokenizer(AbsentTokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> Detokenizer:
         return ByteDetokenizer(PIECES)
 
 

@@ -1,0 +1,75 @@
+"""The chunks of a choice whose text is read for reasoning and calls of tools.
+
+Beside content there are deltas of `reasoning_content` and of `tool_calls`. The first delta of a call has
+its index, id, type and name, and no arguments; further ones have the index and more of the arguments. Each
+chunk has one kind of delta, and of one call. What a token brought may be several chunks, or none: its
+log-probability and id are in the first, or in one without text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from penstock.engine.outputs import TextDelta
+from penstock.server.echo import Echo
+from penstock.server.message_reader import MessageReader
+from penstock.server.sse import ChunkWriter, StreamForm
+from penstock.tokenizer.tool_calls import Piece
+
+_encode = msgspec.json.Encoder().encode
+
+
+class MessageWriter:
+    """In place of a `ChunkWriter`; same methods."""
+
+    def __init__(self, writer: ChunkWriter, reader: MessageReader) -> None:
+        self._writer = writer
+        self._reader = reader
+        self._num_calls = 0
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return self._reader.reasoning_tokens
+
+    def opening(self) -> bytes:
+        return self._writer.opening()
+
+    def chunk(self, delta: TextDelta) -> bytes:
+        """The events for a delta: none, one, or more; may be empty."""
+        reason = delta.finish_reason
+        self._reader.note_tokens(delta.token_ids)
+        pieces = self._reader.read(delta.text, is_last=reason is not None)
+        bodies = [self._body(piece) for piece in pieces if piece.kind != "broken"]
+        if not bodies and delta.token_ids and self._writer.shows_tokens:
+            bodies = [{"content": ""}]
+        events = [self._writer.opening()]
+        for index, body in enumerate(bodies):
+            shown = b'"delta":' + _encode(body)
+            events.append(self._writer.event(shown, delta if index == 0 else None))
+        if reason is not None:
+            events.append(self._writer.finish(delta, self._reader.finish_reason(reason)))
+        return b"".join(events)
+
+    def _body(self, piece: Piece) -> dict[str, Any]:
+        if piece.kind == "content":
+            return {"content": piece.text}
+        if piece.kind == "reasoning":
+            return {"reasoning_content": piece.text}
+        if piece.kind == "arguments":
+            return {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": piece.text}}]}
+        index, self._num_calls = self._num_calls, self._num_calls + 1
+        function = {"name": piece.text, "arguments": ""}
+        call = {"index": index, "id": self._reader.call_id(index), "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+
+def chunk_writer(
+    form: StreamForm, index: int, prompt_token_ids: list[int], echo: Echo | None = None
+) -> ChunkWriter | MessageWriter:
+    """The writer of one choice's chunks; arguments as `ChunkWriter`."""
+    writer = ChunkWriter(form, index, prompt_token_ids, echo)
+    if form.reading is None:
+        return writer
+    return MessageWriter(writer, form.reading.reader(form.response_id, index))

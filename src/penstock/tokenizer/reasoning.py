@@ -1,0 +1,82 @@
+"""Splits an answer that comes in pieces into what the model thinks aloud and what it says.
+
+Reasoning is the beginning of an answer, up to its closing marker; without that marker all of it is reasoning.
+Line ends beside the markers belong to neither: the templates write them anew. What comes out does not depend
+on how the text was cut. Called by `server.message_reader`, before calls of tools are looked for.
+"""
+
+from __future__ import annotations
+
+from penstock.tokenizer.tool_calls import Piece, partial_marker
+from penstock.tokenizer.tool_formats import ReasoningFormat
+
+_LINE_ENDS = "\r\n"
+
+
+class ReasoningSplitter:
+    """Of one answer.
+
+    Args:
+        form: the model's.
+        is_open: the answer begins inside of the reasoning, since the prompt has opened it.
+    """
+
+    def __init__(self, form: ReasoningFormat, *, is_open: bool) -> None:
+        self._form = form
+        self._state = "opened" if is_open else "start"  # then "reasoning", "closed", "content"
+        self._held = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        """What these characters bring: reasoning, then content."""
+        if self._state == "content":
+            return [Piece("content", text)] if text else []
+        text, self._held = self._held + text, ""
+        pieces: list[Piece] = []
+        if self._state == "start":
+            text = self._opening(text)
+        if self._state == "opened":
+            text = self._stripped(text, "reasoning")
+        if self._state == "reasoning":
+            text = self._reasoning(text, pieces)
+        if self._state == "closed":
+            text = self._stripped(text, "content")
+        if self._state == "content" and text:
+            pieces.append(Piece("content", text))
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        if not held:
+            return []
+        return [Piece("reasoning" if self._state == "reasoning" else "content", held)]
+
+    def _opening(self, text: str) -> str:
+        """What stands behind the opening marker, or all of the text where it does not begin by one."""
+        shown, opening = text.lstrip(), self._form.opening
+        if shown.startswith(opening):
+            self._state = "opened"
+            return shown[len(opening) :]
+        if opening.startswith(shown):  # nothing but white space and its beginning, so far
+            self._held = text
+            return ""
+        self._state = "content"
+        return text
+
+    def _stripped(self, text: str, state: str) -> str:
+        text = text.lstrip(_LINE_ENDS)
+        if text:
+            self._state = state
+        return text
+
+    def _reasoning(self, text: str, pieces: list[Piece]) -> str:
+        before, closing, after = text.partition(self._form.closing)
+        if closing:
+            self._state = "closed"
+            shown = before.rstrip(_LINE_ENDS)
+        else:
+            shown = text[: partial_marker(text, self._form.closing)].rstrip(_LINE_ENDS)
+            self._held = text[len(shown) :]
+        if shown:
+            pieces.append(Piece("reasoning", shown))
+        return after

@@ -1,0 +1,123 @@
+"""A grammar that makes a model call tools in its family's own form: for `tool_choice` and for strict tools.
+
+The text is Lark as llguidance takes it. Markers that are one token of the model are asked for by id, so
+that the model writes what it was trained on; the parser of `tool_calls` reads every text that the grammar
+lets through. Spaces are those of the chat templates (`", "` and `": "`). Called by the server's chat route;
+who compiles the grammar bounds it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.tokenizer.tool_formats import NAME_END, ModelSyntax, ReasoningFormat, ToolFormat
+
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_ANY = "/(?s:.*)/"
+
+
+class CallTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Which calls an answer may have.
+
+    Attributes:
+        schemas: of the arguments of each tool that may be called, by its name; None: it has no parameters.
+        is_forced: there must be a call, and nothing but calls; else text may stand in place of them.
+        is_single: no more than one.
+        thinks: the answer may begin with reasoning; "opened": it does, since the prompt has opened it.
+    """
+
+    schemas: Mapping[str, dict[str, Any] | None]
+    is_forced: bool = True
+    is_single: bool = False
+    thinks: str = "no"
+
+
+def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
+    """The grammar of an answer; `syntax.tools` is not None."""
+    form, ids = syntax.tools, syntax.marker_ids
+    assert form is not None
+    rules = [_start(task, form, ids)]
+    if task.thinks != "no" and syntax.reasoning is not None:
+        rules[0] = rules[0].replace("start:", "answer:", 1)
+        rules.append(_thinking(syntax.reasoning, ids, is_open=task.thinks == "opened"))
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(task.schemas))))
+    for index, (name, schema) in enumerate(task.schemas.items()):
+        rules.append(f"call_{index}: {_call(form, ids, name, index)}")
+        rules.append(f"arguments_{index}: %json {json.dumps(_object_schema(schema))}")
+    return "\n".join(rules) + "\n"
+
+
+def _start(task: CallTask, form: ToolFormat, ids: Mapping[str, int]) -> str:
+    calls = _calls(form, ids, is_single=task.is_single or form.is_single)
+    if task.is_forced:
+        return f"start: {calls}"
+    if form.is_bare:  # what begins like a call is one
+        return f"start: {calls} | OTHER\nOTHER: /(\\s*[^\\s{{\\[](?s:.*))?/"
+    opening = _marker(form.opening, ids)
+    if not opening.startswith("<["):
+        head = f"head[lazy]: /(?s:.*){_in_regex(form.opening)}/"
+        item = _calls(form, ids, is_single=True).replace(opening, "head", 1)
+        return f"start: ({item}){_times(task.is_single)} TEXT\nTEXT: {_ANY}\n{head}"
+    item = _calls(form, ids, is_single=True)
+    return f"start: TEXT ({item} TEXT){_times(task.is_single)}\nTEXT: {_ANY}"
+
+
+def _times(is_single: bool) -> str:
+    return "?" if is_single else "*"
+
+
+def _calls(form: ToolFormat, ids: Mapping[str, int], *, is_single: bool) -> str:
+    """One call, or one and more, with their markers."""
+    if form.is_bare:  # the marker is not needed
+        return "call" if is_single else 'call | "[" call (", " call)* "]"'
+    opening, closing = _marker(form.opening, ids), _marker(form.closing, ids)
+    if form.is_list:
+        more = "" if is_single else ' (", " call)*'
+        return f'{opening} " "? "[" call{more} "]"'
+    padding = _text(form.padding)
+    one = " ".join(part for part in (opening, padding, "call", padding, closing) if part)
+    return one if is_single else " ".join(part for part in (f"{one} (", padding, one, ")*") if part)
+
+
+def _call(form: ToolFormat, ids: Mapping[str, int], name: str, index: int) -> str:
+    if form.is_named:
+        return f"{_text(name)} {_marker(NAME_END, ids)} arguments_{index}"
+    head = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
+    return f'{_text(head)} arguments_{index} "}}"'
+
+
+def _object_schema(schema: dict[str, Any] | None) -> dict[str, Any]:
+    return {"type": "object", **(_NO_PARAMETERS if schema is None else schema), "x-guidance": _SPACING}
+
+
+def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:
+    """The rule `start`: reasoning and the answer behind it."""
+    closing = _marker(form.closing, ids)
+    if closing.startswith("<["):
+        thought = f"thought: {_ANY} {closing}"
+    else:
+        thought = f"thought[lazy]: /(?s:.*){_in_regex(form.closing)}/"
+    begin = "" if is_open or form.is_open else _marker(form.opening, ids) + " "
+    optional = "" if is_open or form.is_open else "?"
+    return f"start: ({begin}thought /\\n*/){optional} answer\n{thought}"
+
+
+def _marker(marker: str, ids: Mapping[str, int]) -> str:
+    """A marker as one token, or as text where it is none; "" for no marker."""
+    if marker in ids:
+        return f"<[{ids[marker]}]>"
+    return _text(marker)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _in_regex(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_<>]", lambda found: "\\" + found[0], text)

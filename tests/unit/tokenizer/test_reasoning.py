@@ -1,0 +1,62 @@
+"""Reasoning and content, however the text comes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from penstock.tokenizer.reasoning import ReasoningSplitter
+from penstock.tokenizer.tool_calls import Piece
+from penstock.tokenizer.tool_formats import REASONING_FORMATS
+
+FORMS = {form.name: form for form in REASONING_FORMATS}
+
+
+def split(form: str, chunks: Sequence[str], *, is_open: bool = False) -> tuple[str, str]:
+    splitter = ReasoningSplitter(FORMS[form], is_open=is_open)
+    pieces: list[Piece] = []
+    for chunk in chunks:
+        pieces += splitter.feed(chunk)
+    pieces += splitter.finish()
+    kinds = [piece.kind for piece in pieces]
+    assert kinds == sorted(kinds, reverse=True), "content before reasoning"
+    assert all(piece.text for piece in pieces)
+    return tuple("".join(p.text for p in pieces if p.kind == kind) for kind in ("reasoning", "content"))  # type: ignore[return-value]
+
+
+CASES = [
+    ("qwen3", "<think>\nLet me see.\n</think>\n\nYes.", False, ("Let me see.", "Yes.")),
+    ("qwen3", "Yes.", False, ("", "Yes.")),
+    ("qwen3", "\n <think>a</think>b", False, ("a", "b")),
+    ("qwen3", "<think>a\n\nb\n", False, ("a\n\nb\n", "")),  # not closed
+    ("qwen3", "<thinking>a", False, ("", "<thinking>a")),
+    ("qwen3", " <thi", False, ("", " <thi")),
+    ("qwen3", "Yes <think>no</think>", False, ("", "Yes <think>no</think>")),
+    ("qwen3", "<think>\n\n</think>\n\nYes.", False, ("", "Yes.")),
+    ("qwen3", "a</th</think>b</think>", True, ("a</th", "b</think>")),
+    ("deepseek_r1", "Hm.\n</think>\n\n1 < 2", True, ("Hm.", "1 < 2")),
+    ("deepseek_r1", "Hm. </thin", True, ("Hm. </thin", "")),
+    ("deepseek_r1", "", True, ("", "")),
+    ("mistral", "[THINK]x[/THINK]y", False, ("x", "y")),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "is_open", "expected"), CASES)
+def test_reasoning_is_split_from_content_at_every_cut(
+    form: str, text: str, is_open: bool, expected: tuple[str, str]
+) -> None:
+    assert split(form, [text], is_open=is_open) == expected
+    assert split(form, list(text), is_open=is_open) == expected
+    for at in range(len(text)):
+        assert split(form, [text[:at], text[at:]], is_open=is_open) == expected
+
+
+def test_reasoning_is_given_as_it_comes() -> None:
+    splitter = ReasoningSplitter(FORMS["qwen3"], is_open=False)
+    assert splitter.feed("<think>\n") == []
+    assert splitter.feed("one ") == [Piece("reasoning", "one ")]
+    assert splitter.feed("two\n") == [Piece("reasoning", "two")]
+    assert splitter.feed("three</") == [Piece("reasoning", "\nthree")]
+    assert splitter.feed("think>\n") == []
+    assert splitter.feed("Yes") == [Piece("content", "Yes")]

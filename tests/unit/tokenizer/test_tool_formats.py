@@ -1,0 +1,96 @@
+"""Which row of the table a model gets, and what its tokenizer must show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import get_args
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.config import ReasoningParser, ToolParser
+from penstock.errors import UsageError
+from penstock.tokenizer.detokenizer import byte_level_alphabet
+from penstock.tokenizer.tokenizer import JsonTokenizer
+from penstock.tokenizer.tokenizer import Tokenizer as OurTokenizer
+from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax, model_syntax
+
+
+@dataclass(frozen=True)
+class Template:
+    source: str
+    reads: frozenset[str] = field(default_factory=lambda: frozenset({"messages", "tools"}))
+
+
+def syntax(source: str, **settings: object) -> ModelSyntax:
+    return model_syntax(Template(source), {"[TOOL_CALLS]": 5, "</think>": 6}, **settings)  # type: ignore[arg-type]
+
+
+def test_settings_name_the_rows_of_the_table() -> None:
+    assert set(get_args(ToolParser)) == {"auto", "none"} | {form.name for form in TOOL_FORMATS}
+    assert set(get_args(ReasoningParser)) == {"auto", "none"} | {form.name for form in REASONING_FORMATS}
+
+
+@pytest.mark.parametrize(
+    ("source", "tools", "reasoning"),
+    [
+        ("{{ 'within <tool_call></tool_call> tags' }}", "hermes", None),
+        ("{{ '<tool_call>' }}{{ '</tool_call>' }}{{ '</think>' }}", "hermes", "qwen3"),
+        ("{{ '<tool_call>\\n<function=' + name }}</tool_call>", None, None),
+        ("{{ '<tool_call>' + name + '<arg_key>' }}</tool_call>", None, None),
+        ("{{ '[TOOL_CALLS][' }}", "mistral", None),
+        ("{{ '[TOOL_CALLS]' + name + '[ARGS]' }}{{ '[THINK]' }}", "mistral_args", "mistral"),
+        ("""{{ '<|start_header_id|>' }}{{ '{"name": f, "parameters": p}' }}""", "llama3_json", None),
+        ("{{ '<|start_header_id|>' }}", None, None),
+        ("{{ messages }}", None, None),
+        ("", None, None),
+    ],
+)
+def test_the_template_shows_how_the_model_writes(
+    source: str, tools: str | None, reasoning: str | None
+) -> None:
+    found = syntax(source)
+    assert (found.tools.name if found.tools else None) == tools
+    assert (found.reasoning.name if found.reasoning else None) == reasoning
+
+
+def test_settings_overrule_the_template() -> None:
+    source = "{{ '<tool_call></tool_call></think>' }}"
+    found = syntax(source, tool_parser="json", reasoning_parser="deepseek_r1")
+    assert found.tools is not None
+    assert found.reasoning is not None
+    assert (found.tools.name, found.reasoning.name) == ("json", "deepseek_r1")
+    off = syntax(source, tool_parser="none", reasoning_parser="none")
+    assert (off.tools, off.reasoning, off.is_tool_parser_off) == (None, None, True)
+    with pytest.raises(UsageError, match="must be auto, none or one of"):
+        syntax(source, tool_parser="cobol")
+
+
+def test_only_markers_of_the_model_are_told_and_those_that_are_tokens() -> None:
+    assert syntax("[TOOL_CALLS]</think>").marker_ids == {"[TOOL_CALLS]": 5, "</think>": 6}
+    assert syntax("<tool_call></tool_call>").marker_ids == {}
+    assert syntax("x").template_knows_calls is False
+    assert syntax("{{ m.tool_calls }}").template_knows_calls
+
+
+def _tokenizer(*, is_byte_level: bool) -> OurTokenizer:
+    made = Tokenizer(models.BPE(vocab=dict(byte_level_alphabet()), merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel() if is_byte_level else decoders.Sequence([decoders.ByteLevel()])
+    if not is_byte_level:
+        made.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Replace("~", "~")])
+    made.add_special_tokens(["<|end|>", "[TOOL_CALLS]"])
+    made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
+    return JsonTokenizer(made.to_str().encode())
+
+
+@pytest.mark.parametrize("is_byte_level", [True, False])
+def test_special_tokens_that_are_shown_are_text_and_others_are_not(is_byte_level: bool) -> None:
+    tokenizer = _tokenizer(is_byte_level=is_byte_level)
+    assert tokenizer.added_token_ids == {"<|end|>": 256, "[TOOL_CALLS]": 257, "<tool_call>": 258}
+    ids = [ord("a"), 257, ord("b"), 258, 256]
+    for shown, text in (((), "ab<tool_call>"), (("[TOOL_CALLS]", "[ARGS]"), "a[TOOL_CALLS]b<tool_call>")):
+        detokenizer = tokenizer.detokenizer([], shown=shown)
+        assert detokenizer.feed(ids) + detokenizer.finish() == text
+    everything = tokenizer.detokenizer([], skip_special_tokens=False, shown=())
+    assert everything.feed(ids) + everything.finish() == "a[TOOL_CALLS]b<tool_call><|end|>"

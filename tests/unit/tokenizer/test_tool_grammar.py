@@ -1,0 +1,193 @@
+"""Grammars of calls, by the library that enforces them: what they let through is what the parser reads."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+from typing import Any
+
+import llguidance
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from penstock.tokenizer.detokenizer import byte_level_alphabet
+from penstock.tokenizer.reasoning import ReasoningSplitter
+from penstock.tokenizer.tool_calls import ToolCallParser
+from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
+from penstock.tokenizer.tool_grammar import CallTask, call_grammar
+
+EOS = "<|end|>"
+MARKERS = ("[TOOL_CALLS]", "[ARGS]", "<tool_call>", "</tool_call>", "<|python_tag|>", "<think>", "</think>")
+SCHEMAS: dict[str, dict[str, Any] | None] = {
+    "look": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"$ref": "#/$defs/days"}},
+        "required": ["city"],
+        "additionalProperties": False,
+        "$defs": {"days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    },
+    "now": None,
+}
+FORMS = {form.name: form for form in TOOL_FORMATS}
+
+
+@cache
+def byte_tokenizer(with_markers: bool) -> Tokenizer:
+    """A token for each byte, and one for each marker."""
+    alphabet = byte_level_alphabet()
+    made = Tokenizer(models.BPE(vocab=dict(alphabet), merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([EOS])
+    if with_markers:
+        made.add_tokens([AddedToken(marker, special="[" in marker, normalized=False) for marker in MARKERS])
+    return made
+
+
+class Model:
+    """A tokenizer and the forms in which a model with it writes."""
+
+    def __init__(self, tools: str, reasoning: str = "none", *, with_markers: bool = True) -> None:
+        self.tokenizer = byte_tokenizer(with_markers)
+        self.inner = llguidance.LLTokenizer(self.tokenizer.to_str(), eos_token=256)
+        added = {token.content: at for at, token in self.tokenizer.get_added_tokens_decoder().items()}
+        self.syntax = ModelSyntax(
+            tools=FORMS[tools],
+            reasoning=next((form for form in REASONING_FORMATS if form.name == reasoning), None),
+            marker_ids={marker: added[marker] for marker in MARKERS if marker in added},
+        )
+
+    def matcher(self, task: CallTask) -> llguidance.LLMatcher:
+        lark = call_grammar(task, self.syntax)
+        matcher = llguidance.LLMatcher(self.inner, llguidance.LLMatcher.grammar_from_lark(lark))
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher
+
+    def accepts(self, task: CallTask, text: str) -> bool:
+        matcher = self.matcher(task)
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        num_taken = matcher.try_consume_tokens(ids)
+        return num_taken == len(ids) and matcher.is_accepting()
+
+    def sample(self, task: CallTask, seed: int) -> str:
+        """A random text of the grammar; it ends where it may, more often than not."""
+        matcher, random_, ids = self.matcher(task), random.Random(seed), []
+        while not matcher.is_stopped() and len(ids) < 600:
+            possible = allowed_ids(matcher)
+            allowed = [i for i in possible if self.likes(i)] or possible
+            end = 256 in allowed and (len(allowed) == 1 or random_.random() < 0.9)
+            chosen = 256 if end else random_.choice([i for i in allowed if i != 256])
+            assert matcher.consume_token(chosen)
+            if chosen == 256:
+                break
+            ids.append(chosen)
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    @staticmethod
+    def likes(token_id: int) -> bool:
+        """Plain text mostly, so that strings end within a reasonable time."""
+        return token_id >= 256 or chr(token_id) in ' abe"{}[]:,0123456789\n<>/_;\\'
+
+
+def allowed_ids(matcher: llguidance.LLMatcher) -> list[int]:
+    mask = matcher.compute_bitmask()
+    return [i for i in range(len(mask) * 8) if mask[i // 8] >> (i % 8) & 1]
+
+
+def task(**changes: Any) -> CallTask:
+    return CallTask(**({"schemas": SCHEMAS} | changes))
+
+
+def written(form: str, *calls: tuple[str, str]) -> str:
+    """Calls as the family writes them."""
+    key = FORMS[form].arguments
+    objects = [f'{{"name": "{name}", "{key}": {arguments}}}' for name, arguments in calls]
+    if form == "hermes":
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+    if form == "mistral":
+        return f"[TOOL_CALLS] [{', '.join(objects)}]"
+    if form == "mistral_args":
+        return "".join(f"[TOOL_CALLS]{name}[ARGS]{arguments}" for name, arguments in calls)
+    return objects[0] if len(objects) == 1 else f"[{', '.join(objects)}]"
+
+
+ONE = ("look", '{"city": "Rome", "days": 3}')
+TWO = ("now", "{}")
+
+
+@pytest.mark.parametrize("with_markers", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_forced_calls_are_those_of_the_tools_and_fit_their_schemas(form: str, with_markers: bool) -> None:
+    model = Model(form, with_markers=with_markers)
+    assert model.accepts(task(), written(form, ONE))
+    assert model.accepts(task(), written(form, TWO))
+    for wrong in (
+        "",
+        "Let me see.",
+        "Let me see. " + written(form, ONE),
+        written(form, ONE) + " done",
+        written(form, ONE)[:-1],
+        written(form, ("look", "{}")),
+        written(form, ("look", '{"city": "Rome", "days": 10}')),
+        written(form, ("look", '{"city": 7}')),
+        written(form, ("now", '{"city": "Rome"}')),
+        written(form, ("other", "{}")),
+    ):
+        assert not model.accepts(task(), wrong), wrong
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_several_calls_where_the_family_and_the_request_have_them(form: str) -> None:
+    model, both = Model(form), written(form, ONE, TWO)
+    assert model.accepts(task(), both) == (not FORMS[form].is_single)
+    assert not model.accepts(task(is_single=True), both)
+    assert model.accepts(task(is_single=True), written(form, TWO))
+    assert not model.accepts(task(schemas={"now": None}), written(form, ONE))
+
+
+@pytest.mark.parametrize("with_markers", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_calls_that_are_not_forced_leave_text_as_it_is(form: str, with_markers: bool) -> None:
+    model = Model(form, with_markers=with_markers)
+    free = task(is_forced=False)
+    for text in ("", "Let me see.\nRome?", written(form, ONE)):
+        assert model.accepts(free, text), text
+    assert not model.accepts(free, written(form, ("look", "{}")))
+    if not FORMS[form].is_bare:
+        assert model.accepts(free, "Let me see. " + written(form, ONE))
+
+
+@pytest.mark.parametrize("with_markers", [True, False])
+@pytest.mark.parametrize("thinks", ["maybe", "opened"])
+def test_reasoning_may_come_before_forced_calls(thinks: str, with_markers: bool) -> None:
+    model = Model("hermes", "qwen3", with_markers=with_markers)
+    thinking, calls = task(thinks=thinks), written("hermes", ONE)
+    thought = 'I look, 1 < 2 {"a"\n</think>\n\n' + calls
+    assert model.accepts(thinking, thought if thinks == "opened" else "<think>\n" + thought)
+    assert model.accepts(thinking, calls) == (thinks == "maybe")
+    assert not model.accepts(thinking, "I look." if thinks == "maybe" else "I look.</think> no")
+    assert not model.accepts(task(), "<think>\n" + thought)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_the_grammar_lets_through_the_parser_reads_as_calls(form: str) -> None:
+    model = Model(form, "qwen3")
+    wanted = task(schemas=SCHEMAS | {"free": {}}, thinks="maybe")
+    num_whole = 0
+    for seed in range(25):
+        text = model.sample(wanted, seed)
+        splitter = ReasoningSplitter(REASONING_FORMATS[1], is_open=False)
+        pieces = splitter.feed(text) + splitter.finish()
+        answer = "".join(piece.text for piece in pieces if piece.kind == "content")
+        parser = ToolCallParser(FORMS[form], frozenset(wanted.schemas))
+        found = parser.feed(answer) + parser.finish()
+        kinds = {piece.kind for piece in found}
+        if kinds == {"call", "arguments"}:
+            num_whole += 1
+            assert parser.num_sound == sum(piece.kind == "call" for piece in found)
+            assert {piece.text for piece in found if piece.kind == "call"} <= set(wanted.schemas)
+            assert all(json.loads(piece.text) is not None for piece in found if piece.kind == "arguments")
+        else:  # it was cut at its longest
+            assert "broken" in kinds or not kinds or "<think>" in text, text
+    assert num_whole >= 8
