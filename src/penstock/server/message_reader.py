@@ -22,8 +22,9 @@ from penstock.server.openai_types import (
     MadeFunctionCall,
     MadeToolCall,
 )
+from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.reasoning import ReasoningSplitter
-from penstock.tokenizer.tool_calls import Piece, ToolCallParser
+from penstock.tokenizer.tool_calls import ToolCallParser
 from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
 
 _LETTERS = string.ascii_letters + string.digits

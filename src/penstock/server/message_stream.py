@@ -16,7 +16,7 @@ from penstock.engine.outputs import TextDelta
 from penstock.server.echo import Echo
 from penstock.server.message_reader import MessageReader
 from penstock.server.sse import ChunkWriter, StreamForm
-from penstock.tokenizer.tool_calls import Piece
+from penstock.tokenizer.pieces import Piece
 
 _encode = msgspec.json.Encoder().encode
 

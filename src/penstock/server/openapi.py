@@ -40,7 +40,7 @@ from penstock.server.text_routes import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from penstock.tokenizer.tool_calls import NAME
+from penstock.tokenizer.call_reader import NAME
 
 _TYPES = (
     Aborted,

@@ -17,7 +17,7 @@ import msgspec
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError
 from penstock.server.openai_types import ChatRequest, NamedTool, Tool
-from penstock.tokenizer.tool_calls import NAME
+from penstock.tokenizer.call_reader import NAME
 from penstock.tokenizer.tool_formats import ModelSyntax
 from penstock.tokenizer.tool_grammar import CallTask, call_grammar
 

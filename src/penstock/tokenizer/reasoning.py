@@ -7,7 +7,7 @@ on how the text was cut. Called by `server.message_reader`, before calls of tool
 
 from __future__ import annotations
 
-from penstock.tokenizer.tool_calls import Piece, partial_marker
+from penstock.tokenizer.pieces import Piece, partial_marker
 from penstock.tokenizer.tool_formats import ReasoningFormat
 
 _LINE_ENDS = "\r\n"

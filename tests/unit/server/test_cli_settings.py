@@ -171,6 +171,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
 --header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
 --min-free-bytes 44
+--max-tools 9 --max-tool-bytes 50 --max-template-kwargs 0 --tool-parser hermes --reasoning-parser qwen3
 """
 
 
@@ -256,6 +257,9 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_profile_s": 50.0,
             "max_profile_bytes": 1 << 20,
             "max_profiles": 51,
+            "max_tools": 9,
+            "max_tool_bytes": 50,
+            "max_template_kwargs": 0,
             "max_logprobs": 5,
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,
@@ -277,6 +281,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_pipelined": 16,
         },
         "log_format": "json",
+        "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
     }
     assert isinstance(reporter, JsonReporter)
     assert (settings["port"], settings["kernels"]) == (21, "-attention,-head")
@@ -325,6 +331,7 @@ def test_names_of_kernels_may_look_like_flags(tmp_path: Path) -> None:
 def test_choices_are_checked_where_they_are_typed() -> None:
     assert "int5" in refused("--quantization", "int5")
     assert "maybe" in refused("--pin-threads", "maybe")
+    assert "pythonic" in refused("--tool-parser", "pythonic")
     assert "PENSTOCK_QUANTIZATION" in refused(PENSTOCK_QUANTIZATION="int5")
 
 
@@ -362,6 +369,9 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_body_bytes": 0},
         {"max_json_depth": 0},
         {"max_prompts": 0},
+        {"max_tools": -1},
+        {"max_tool_bytes": -1},
+        {"max_template_kwargs": -1},
         {"max_logprobs": 21},
         {"max_prompt_scores": -1},
         {"max_stop_strings": 17},

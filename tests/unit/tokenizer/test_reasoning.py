@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from penstock.tokenizer.pieces import Piece
 from penstock.tokenizer.reasoning import ReasoningSplitter
-from penstock.tokenizer.tool_calls import Piece
 from penstock.tokenizer.tool_formats import REASONING_FORMATS
 
 FORMS = {form.name: form for form in REASONING_FORMATS}

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.tokenizer.tool_calls import Piece, ToolCallParser
+from penstock.tokenizer.call_reader import CallReader
+from penstock.tokenizer.pieces import Piece
+from penstock.tokenizer.tool_calls import ToolCallParser
 from penstock.tokenizer.tool_formats import TOOL_FORMATS
 
 FORMS = {form.name: form for form in TOOL_FORMATS}
@@ -282,7 +284,7 @@ def test_long_hostile_text_takes_time_in_proportion() -> None:
 class CountingParser(ToolCallParser):
     num_read = 0
 
-    def _read(self, text: str) -> str:
-        rest = super()._read(text)
+    def _read(self, reader: CallReader, text: str) -> str:
+        rest = super()._read(reader, text)
         self.num_read += len(text) - len(rest)
         return rest

@@ -1,0 +1,292 @@
+"""Reads one call of a tool, or several that stand together, character by character.
+
+The grammar is written as generators: each begins at the character in `_char` and yields when it has taken
+it, to get the next one there; it ends at the first character that is not its own. What a call is, is
+`tool_calls`' matter, which makes a reader for each place where one may begin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator, Set
+
+import msgspec
+
+from penstock.tokenizer.pieces import PieceList
+from penstock.tokenizer.tool_formats import CALL_ID, NAME_END, ToolFormat
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+SPACES = " \t\r\n"
+_SEPARATORS = ";,"  # between calls without markers
+_MAX_NAME = 64
+_ARGUMENTS = ("arguments", "parameters")
+_BESIDE = ("id", "type")  # keys that some models write into a call
+
+_Reading = Generator[None, None, None]
+
+
+class _NotACall(Exception):
+    """What was read since the last call is content."""
+
+
+class CallReader:
+    """Args:
+        form: of the model's calls.
+        names: tools of the request.
+        pieces: where the calls go.
+        before: what was read already: a marker, and white space before it.
+        is_marked: there is a marker.
+
+    Attributes:
+        num_calls: that were read to their end.
+        num_sound: of those, with arguments that are a JSON object.
+        is_done: the calls have ended.
+        ends_in_text: what was taken for the next call was none.
+    """
+
+    def __init__(
+        self, form: ToolFormat, names: Set[str], pieces: PieceList, before: str, *, is_marked: bool
+    ) -> None:
+        self.num_calls = 0
+        self.num_sound = 0
+        self.is_done = False
+        self.ends_in_text = False
+        self._form = form
+        self._names = names
+        self._pieces = pieces
+        self._is_marked = is_marked
+        self._char = ""
+        self._raw = list(before)  # what was read since the last whole call, `_char` included
+        self._arguments_at: int | None = None  # those of a call that has begun: where they begin in `_raw`
+        self._num_given = 0  # characters of them
+        self._reading = self._calls()
+
+    def read(self, text: str) -> str:
+        """Read on; the text from the first character on that is no part of calls."""
+        reading, raw = self._reading, self._raw
+        for index, character in enumerate(text):
+            self._char = character
+            raw.append(character)
+            try:
+                next(reading)
+            except StopIteration:
+                self.is_done = True
+                return text[index:]
+            except _NotACall:
+                self._pieces.give("content", "".join(raw[:-1]))
+                self.is_done = self.ends_in_text = True
+                return text[index:]
+        self._give_arguments()
+        return ""
+
+    def finish(self) -> None:
+        """No more text comes: what was read of a call that is not whole is content, or broken."""
+        raw = "".join(self._raw)
+        if self._arguments_at is not None:
+            self._pieces.give("broken", raw)
+        elif not self.num_calls or raw.strip(SPACES + _SEPARATORS + "]"):
+            self._pieces.give("content", raw)
+
+    def _calls(self) -> _Reading:
+        yield from self._spaces()
+        if self._char == "[" and not self._form.is_named:
+            yield from self._list()
+        elif self._char == "{":
+            yield from self._object()
+            yield from self._more_objects()
+        elif self._is_marked and self._form.has_short_ids:
+            yield from self._named()
+        else:
+            raise _NotACall
+
+    def _list(self) -> _Reading:
+        while True:
+            yield  # the bracket, or the comma
+            yield from self._spaces()
+            yield from self._object()
+            yield from self._spaces()
+            if self._char != ",":
+                break
+        if self._char == "]":
+            yield
+
+    def _more_objects(self) -> _Reading:
+        """Further ones, where a call needs no marker."""
+        while self._form.is_bare:
+            yield from self._spaces()
+            is_separated = self._char in _SEPARATORS
+            if is_separated:
+                yield
+                yield from self._spaces()
+            if self._char == "{":
+                yield from self._object()
+            elif is_separated:
+                raise _NotACall  # it is a part of the text
+            else:
+                return
+
+    def _object(self) -> _Reading:
+        """A call as an object, its keys in any order."""
+        self._expect("{")
+        name, arguments = "", "{}"
+        while True:
+            yield  # the bracket, or the comma
+            key = yield from self._key()
+            if key == "name":
+                name = self._checked((yield from self._string()))
+            elif key in _ARGUMENTS and name and self._char == "{":
+                yield from self._streamed(name)
+                yield from self._end_of_object()
+                return
+            elif key in _ARGUMENTS:
+                arguments = yield from self._value()
+            elif key in _BESIDE:
+                yield from self._string()
+            else:
+                raise _NotACall
+            yield from self._spaces()
+            if self._char != ",":
+                break
+        self._expect("}")
+        self._pieces.give("call", self._checked(name))
+        self._pieces.give("arguments", arguments)
+        self._note_end(is_sound=True)
+        yield
+
+    def _end_of_object(self) -> _Reading:
+        """What stands behind the arguments; a bracket that is missing is forgiven."""
+        yield from self._spaces()
+        while self._char == ",":
+            yield
+            yield from self._key()
+            yield from self._string()
+            yield from self._spaces()
+        if self._char == "}":
+            self._raw.clear()
+            yield
+
+    def _named(self) -> _Reading:
+        name = ""
+        while self._char not in "[{" + SPACES and len(name) <= _MAX_NAME:
+            name += self._char
+            yield
+        yield from self._spaces()
+        if self._char == "[":
+            yield
+            if self._char == CALL_ID[1]:
+                yield from self._literal(CALL_ID[1:])
+                while self._char != "[":
+                    yield
+                yield
+            yield from self._literal(NAME_END[1:])
+            yield from self._spaces()
+        self._expect("{")
+        yield from self._streamed(self._checked(name))
+
+    def _checked(self, name: str) -> str:
+        if NAME.fullmatch(name) and (self._is_marked or name in self._names):
+            return name
+        raise _NotACall
+
+    def _streamed(self, name: str) -> _Reading:
+        """The arguments, from their first bracket to their last, as they come."""
+        self._pieces.give("call", name)
+        self._arguments_at, self._num_given = len(self._raw) - 1, 0
+        yield from self._balanced()
+        arguments = "".join(self._raw[self._arguments_at :])
+        self._give_arguments()
+        self._arguments_at = None
+        is_sound = is_json_object(arguments)
+        if not is_sound:
+            self._pieces.give("broken", "".join(self._raw))
+        self._note_end(is_sound=is_sound)
+        yield
+
+    def _note_end(self, *, is_sound: bool) -> None:
+        """What was read so far is a call: none of it will be content."""
+        self.num_calls += 1
+        self.num_sound += is_sound
+        self._raw.clear()
+
+    def _give_arguments(self) -> None:
+        if self._arguments_at is not None:
+            begun = self._raw[self._arguments_at + self._num_given :]
+            self._pieces.give("arguments", "".join(begun))
+            self._num_given += len(begun)
+
+    # --- words ----------------------------------------------------------------------------------------
+
+    def _expect(self, character: str) -> None:
+        if self._char != character:
+            raise _NotACall
+
+    def _spaces(self) -> _Reading:
+        while self._char in SPACES:
+            yield
+
+    def _literal(self, word: str) -> _Reading:
+        for character in word:
+            self._expect(character)
+            yield
+
+    def _key(self) -> Generator[None, None, str]:
+        """A key with its colon, and the white space around them."""
+        yield from self._spaces()
+        key = yield from self._string()
+        yield from self._spaces()
+        yield from self._literal(":")
+        yield from self._spaces()
+        return key
+
+    def _string(self) -> Generator[None, None, str]:
+        self._expect('"')
+        start, escaped = len(self._raw) - 1, False
+        yield
+        while escaped or self._char != '"':
+            escaped = self._char == "\\" and not escaped
+            yield
+        text = "".join(self._raw[start:])
+        yield
+        try:
+            return msgspec.json.decode(text.encode(), type=str)
+        except (msgspec.DecodeError, UnicodeError):
+            raise _NotACall from None
+
+    def _value(self) -> Generator[None, None, str]:
+        """Arguments that are not given as they come: before the name, or in a string that holds them."""
+        if self._char == '"':
+            text = yield from self._string()
+        else:
+            self._expect("{")
+            start = len(self._raw) - 1
+            yield from self._balanced()
+            text = "".join(self._raw[start:])
+            yield
+        if is_json_object(text):
+            return text
+        raise _NotACall
+
+    def _balanced(self) -> _Reading:
+        """From a bracket to the one that closes it; that one is still to be read."""
+        depth, in_string, escaped = 0, False, False
+        while True:
+            character = self._char
+            if in_string:
+                in_string = escaped or character != '"'
+                escaped = character == "\\" and not escaped
+            elif character == '"':
+                in_string = True
+            elif character in "{[":
+                depth += 1
+            elif character in "}]":
+                depth -= 1
+                if not depth:
+                    return
+            yield
+
+
+def is_json_object(text: str) -> bool:
+    try:
+        return isinstance(msgspec.json.decode(text.encode()), dict)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
