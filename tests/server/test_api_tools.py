@@ -174,7 +174,7 @@ def test_the_openai_client_reads_calls_whole_streamed_and_by_its_own_helper() ->
 @pytest.mark.parametrize(
     ("max_tokens", "shown", "reason"),
     [
-        (4096 - 7, 'So: <tool_call>{"name": "look", "arguments": {"city": tru}', "stop"),  # it is no JSON
+        (4096 - 7, 'So: <tool_call>{"name": "look", "arguments": {"city": yes}', "stop"),  # it is no JSON
         (52, 'So: <tool_call>{"name": "look", "arguments": {"city"', "length"),
         (40, 'So: <tool_call>{"name": "look", "argumen', "length"),
     ],
@@ -183,7 +183,7 @@ def test_a_call_that_is_not_sound_is_content_where_it_still_can_be(
     max_tokens: int, shown: str, reason: str
 ) -> None:
     """Arguments that were streamed cannot be taken back; the end then says that there is no call to make."""
-    with serving('So: <tool_call>{"name": "look", "arguments": {"city": tru}}</tool_call>') as live:
+    with serving('So: <tool_call>{"name": "look", "arguments": {"city": yes}}</tool_call>') as live:
         (choice,) = ask(live, max_tokens=max_tokens)["choices"]
         assert choice["message"] == {"role": "assistant", "content": shown}
         assert choice["finish_reason"] == reason

@@ -31,7 +31,7 @@ CASES = [
     ("qwen3", "\n <think>a</think>b", False, ("a", "b")),
     ("qwen3", "<think>a\n\nb\n", False, ("a\n\nb\n", "")),  # not closed
     ("qwen3", "<thinking>a", False, ("", "<thinking>a")),
-    ("qwen3", " <thi", False, ("", " <thi")),
+    ("qwen3", " <thin", False, ("", " <thin")),
     ("qwen3", "Yes <think>no</think>", False, ("", "Yes <think>no</think>")),
     ("qwen3", "<think>\n\n</think>\n\nYes.", False, ("", "Yes.")),
     ("qwen3", "a</th</think>b</think>", True, ("a</th", "b</think>")),

@@ -127,7 +127,7 @@ NO_CALLS = [
     ("hermes", '<tool_call>{"name": "look", "arguments": 7}</tool_call>'),
     ("hermes", '<tool_call>{"name": "look", "arguments": "seven"}</tool_call>'),
     ("hermes", '<tool_call>{"name": "look", "why": "x", "arguments": {}}</tool_call>'),
-    ("hermes", '<tool_call>{"nam\ne": "look"}</tool_call>'),
+    ("hermes", '<tool_call>{"na\nme": "look"}</tool_call>'),
     ("hermes", "<tool_call>[]</tool_call>"),
     ("hermes", '{"name": "look", "arguments": {}}'),
     ("mistral", "[TOOL_CALLS]"),
@@ -148,7 +148,7 @@ NO_CALLS = [
 
 BROKEN = [
     ("hermes", '<tool_call>{"name": "look", "arguments": {"a": "b'),
-    ("hermes", '<tool_call>{"name": "look", "arguments": {"a": tru}'),
+    ("hermes", '<tool_call>{"name": "look", "arguments": {"a": yes}'),
     ("mistral_args", "[TOOL_CALLS]look[ARGS]{'a': 1}"),
     ("json", ' {"name": "look", "arguments": {'),
 ]
