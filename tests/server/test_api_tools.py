@@ -508,11 +508,16 @@ def test_reasoning_tokens_are_counted_where_one_token_ends_the_reasoning() -> No
     syntax = syntax_of("hermes", "qwen3")
     end = ord("!")  # in place of the marker's own token
     model = fake_model(syntax=ModelSyntax(reasoning=syntax.reasoning, marker_ids={"</think>": end}))
-    with LiveServer(FakeEngine(script="<think>abc!</think>yes"), model=model) as live:
-        usage = ask(live, tools=None)["usage"]
-        assert usage["completion_tokens_details"] == {"reasoning_tokens": len("<think>abc!")}
-        *_, last, _done = stream(live, tools=None, stream_options={"include_usage": True})
-        assert last["usage"] == usage
+    for script, fields, counted in (
+        ("<think>abc!</think>yes!", {}, "<think>abc!"),
+        ("<think>abc!</think>yes!", {"max_tokens": 9}, "<think>ab"),
+        ("yes!", {}, ""),
+    ):
+        with LiveServer(FakeEngine(script=script), model=model) as live:
+            usage = ask(live, tools=None, **fields)["usage"]
+            assert usage["completion_tokens_details"] == {"reasoning_tokens": len(counted)}
+            *_, last, _done = stream(live, tools=None, stream_options={"include_usage": True}, **fields)
+            assert last["usage"] == usage
     with serving(THOUGHT, reasoning="qwen3") as live:
         assert "completion_tokens_details" not in ask(live, tools=None)["usage"]
 

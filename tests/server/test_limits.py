@@ -218,12 +218,14 @@ def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value
         ("prompt_embeds", "AAAA"),
         ("suffix", "b"),
         ("bad_words", ["a"]),
-        ("tools", [{"type": "function"}]),
+        ("tools", [{"type": "function", "function": {"name": "x"}}] * 2),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
         ("structured_outputs", {"grammar": "root ::= root"}),
         ("guided_regex", "(a+)+$"),
         ("chat_template", "{{ 1 }}"),
-        ("chat_template_kwargs", {"x": 1}),
+        ("chat_template_kwargs", {"messages": 1}),
+        ("presence_penalty", 2.1),
+        ("repetition_penalty", 0.0),
     ],
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT])

@@ -32,6 +32,10 @@ _SHORT_ID, _LONG_ID = 9, 24
 
 
 class _Splitter(Protocol):
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def is_thinking(self) -> bool: ...
     def feed(self, text: str) -> list[Piece]: ...
     def finish(self) -> list[Piece]: ...
 
@@ -40,6 +44,8 @@ class _AllContent:
     """In place of a parser, where there is nothing to look for."""
 
     num_sound = 0
+    is_closed = False
+    is_thinking = False
 
     def feed(self, text: str) -> list[Piece]:
         return [Piece("content", text)] if text else []
@@ -89,20 +95,24 @@ class MessageReader:
             self._calls = ToolCallParser(reading.tools, reading.names)
         self._num_calls = 0
         self._num_tokens = 0
-        self._num_reasoning = 0
+        self._tokens_to_end: int | None = None  # of the reasoning
 
     @property
     def reasoning_tokens(self) -> int | None:
         """Tokens up to the end of the reasoning, markers included; None where they cannot be counted."""
-        return None if self._reading.reasoning_end is None else self._num_reasoning
+        if self._reading.reasoning_end is None:
+            return None
+        if self._splitter.is_closed:
+            return self._tokens_to_end
+        return self._num_tokens if self._splitter.is_thinking else 0
 
     def note_tokens(self, token_ids: Sequence[int]) -> None:
         """Count these among the answer's."""
         end = self._reading.reasoning_end
         if end is None:
             return
-        if not self._num_reasoning and end in token_ids:
-            self._num_reasoning = self._num_tokens + token_ids.index(end) + 1
+        if self._tokens_to_end is None and end in token_ids:
+            self._tokens_to_end = self._num_tokens + token_ids.index(end) + 1
         self._num_tokens += len(token_ids)
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:

@@ -199,6 +199,10 @@ class JinjaChatTemplate:
 
     def _plain(self, message: Message) -> dict[str, Any]:
         plain = _plain(message)
+        if plain.get("role") == "developer" and "developer" not in self.source:
+            plain["role"] = (
+                "system"  # which is what it was called; templates leave out roles that they do not know
+            )
         return _with_call_form(plain, self.call_form) if plain.get("tool_calls") else plain
 
     def _run_to_end(self, messages: list[dict[str, Any]], extra: dict[str, Any], end: str) -> str:

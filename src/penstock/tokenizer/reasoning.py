@@ -25,6 +25,17 @@ class ReasoningSplitter:
         self._form = form
         self._state = "opened" if is_open else "start"  # then "reasoning", "closed", "content"
         self._held = ""
+        self._is_closed = False
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there was reasoning, and it has ended."""
+        return self._is_closed
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes now is reasoning."""
+        return self._state in ("opened", "reasoning")
 
     def feed(self, text: str) -> list[Piece]:
         """What these characters bring: reasoning, then content."""
@@ -72,7 +83,7 @@ class ReasoningSplitter:
     def _reasoning(self, text: str, pieces: list[Piece]) -> str:
         before, closing, after = text.partition(self._form.closing)
         if closing:
-            self._state = "closed"
+            self._state, self._is_closed = "closed", True
             shown = before.rstrip(_LINE_ENDS)
         else:
             shown = text[: partial_marker(text, self._form.closing)].rstrip(_LINE_ENDS)

@@ -187,6 +187,12 @@ def test_a_template_tells_which_variables_it_reads() -> None:
     assert "tools" not in template("{# tools #}{{ messages[0].tools }}{{ 'tools' }}").reads
 
 
+def test_a_developer_is_the_system_to_templates_that_know_only_that() -> None:
+    messages = [{"role": "developer", "content": "a"}]
+    assert template("{{ messages[0].role }}").render(messages) == "system"
+    assert template("{{ messages[0].role }}{# developer #}").render(messages) == "developer"
+
+
 def test_variables_reach_the_template() -> None:
     messages = [{"role": "user", "content": "x"}]
     for thinking in (True, False):
