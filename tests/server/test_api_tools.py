@@ -321,7 +321,7 @@ def test_wrong_fields_are_named(narrow: LiveServer, fields: dict[str, Any], para
 
 
 def test_deprecated_functions_are_refused_with_what_to_use(live: LiveServer) -> None:
-    for field, remedy in (("functions", "Use tools."), ("function_call", "Use tool_choice.")):
+    for field, remedy in (("functions", "use tools."), ("function_call", "use tool_choice.")):
         _, answer = live.post(CHAT, {"messages": USER, field: [{"name": "x"}]})
         assert remedy in answer["error"]["message"]
 

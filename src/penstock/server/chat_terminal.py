@@ -25,7 +25,14 @@ class AnswerEnd:
     tokens: int | None
 
 
-AnswerStream = Generator[str, None, AnswerEnd]
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """A piece of what the model thinks before it answers; it is shown, and no part of the conversation."""
+
+    text: str
+
+
+AnswerStream = Generator[str | Thought, None, AnswerEnd]
 Ask = Callable[[Sequence[Message]], AnswerStream]
 
 
@@ -91,12 +98,18 @@ class ChatTerminal:
 def show_answer(stream: AnswerStream, invocation: Invocation) -> str:
     """Print an answer as it comes; returns its text. Ctrl-C ends the stream and keeps what has come."""
     pieces: list[str] = []
+    was_thought = False
     with contextlib.closing(stream):
         try:
             while True:
                 piece = next(stream)
-                pieces.append(piece)
-                invocation.stdout.write(printable(piece))
+                if isinstance(piece, Thought):
+                    shown = invocation.style.paint(printable(piece.text), "dim")
+                else:
+                    pieces.append(piece)
+                    shown = "\n\n" * was_thought + printable(piece)
+                was_thought = isinstance(piece, Thought)
+                invocation.stdout.write(shown)
                 invocation.stdout.flush()
         except StopIteration as stopped:
             end: AnswerEnd = stopped.value

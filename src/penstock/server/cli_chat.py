@@ -14,7 +14,14 @@ from cyclopts import Parameter
 
 from penstock.errors import UsageError
 from penstock.server.bench.http_stream import Target
-from penstock.server.chat_terminal import AnswerEnd, AnswerStream, ChatTerminal, Message, show_answer
+from penstock.server.chat_terminal import (
+    AnswerEnd,
+    AnswerStream,
+    ChatTerminal,
+    Message,
+    Thought,
+    show_answer,
+)
 from penstock.server.cli_http import first_key, served_model, stream_json
 from penstock.server.cli_settings import SERVED_ENV, flag
 from penstock.server.cli_terminal import Invocation
@@ -152,6 +159,8 @@ def read_answer(events: Iterator[Mapping[str, Any]], text_of: Any) -> AnswerStre
             tokens = (event.get("usage") or {}).get("completion_tokens", tokens)
             for choice in event.get("choices") or []:
                 reason = choice.get("finish_reason") or reason
+                if thought := (choice.get("delta") or {}).get("reasoning_content"):
+                    yield Thought(str(thought))
                 text = text_of(choice)
                 if text:
                     yield text

@@ -60,8 +60,8 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 # What to use in place of fields that will not come.
 _IN_PLACE: Mapping[str, str] = {
-    "functions": "Use tools.",
-    "function_call": "Use tool_choice.",
+    "functions": "Leave it out and use tools.",
+    "function_call": "Leave it out and use tool_choice.",
 }
 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names

@@ -286,3 +286,12 @@ def test_an_answer_ends_with_its_reason_and_count() -> None:
     with pytest.raises(StopIteration) as stopped:
         next(stream)
     assert stopped.value.value == AnswerEnd(finish_reason="length", tokens=2)
+
+
+def test_what_the_model_thinks_is_shown_but_no_part_of_the_conversation() -> None:
+    deltas = [{"reasoning_content": "hm"}, {"reasoning_content": "!"}, {"content": "Yes"}, {"content": "."}]
+    events = [{"choices": [{"delta": delta}]} for delta in deltas]
+    made = invocation()
+    stream = read_answer(iter(events), lambda choice: choice["delta"].get("content") or "")
+    assert show_answer(stream, made) == "Yes."
+    assert text_of(made) == "hm!\n\nYes.\n"
