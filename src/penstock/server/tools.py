@@ -16,10 +16,10 @@ import msgspec
 
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError
-from penstock.server.openai_types import ChatRequest, NamedTool, Tool
+from penstock.server.openai_types import ChatRequest, Function, NamedTool, Tool
 from penstock.tokenizer.call_reader import NAME
 from penstock.tokenizer.tool_formats import ModelSyntax
-from penstock.tokenizer.tool_grammar import CallTask, call_grammar
+from penstock.tokenizer.tool_grammar import CallTask, Thinks, call_grammar
 
 _OWN_TEXT = """You can call these functions:
 {tools}
@@ -83,35 +83,38 @@ def tool_use(asked: ChatRequest, syntax: ModelSyntax, limits: Limits) -> ToolUse
 
 def _check_tools(tools: Sequence[Tool], limits: Limits) -> None:
     size = len(msgspec.json.encode(tools))
-    for what, value, most in (
-        ("The number of tools", len(tools), limits.max_tools),
-        ("The size of all tools in bytes", size, limits.max_tool_bytes),
+    for what, value, most, flag in (
+        ("The number of tools", len(tools), limits.max_tools, "--max-tools"),
+        ("The size of all tools in bytes", size, limits.max_tool_bytes, "--max-tool-bytes"),
     ):
         if value > most:
             raise _refused(
                 f"{what} is {value}; this server allows {most}.",
                 "tools",
-                f"Name fewer, or raise --max-tool{'s' if most == limits.max_tools else '-bytes'}.",
+                f"Name fewer, or raise {flag}.",
                 code="out_of_range",
             )
     for index, tool in enumerate(tools):
-        where, function = f"tools[{index}].function", tool.function
-        if not NAME.fullmatch(function.name):
-            raise _refused(
-                f"{where}.name is {function.name[:80]!r}.",
-                f"{where}.name",
-                "Use 1 to 64 letters, digits, _ and - of ASCII.",
-            )
-        kind = (function.parameters or {}).get("type", "object")
-        if kind != "object":
-            raise _refused(
-                f"{where}.parameters has the type {str(kind)[:32]!r}.",
-                f"{where}.parameters",
-                "Arguments are an object: give a JSON schema of type object.",
-            )
-    ((name, times),) = Counter(tool.function.name for tool in tools).most_common(1)
+        _check_function(tool.function, f"tools[{index}].function")
+    name, times = Counter(tool.function.name for tool in tools).most_common(1)[0]
     if times > 1:
         raise _refused(f"{times} tools have the name {name!r}.", "tools", "Give each a name of its own.")
+
+
+def _check_function(function: Function, where: str) -> None:
+    if not NAME.fullmatch(function.name):
+        raise _refused(
+            f"{where}.name is {function.name[:80]!r}.",
+            f"{where}.name",
+            "Use 1 to 64 letters, digits, _ and - of ASCII.",
+        )
+    kind = (function.parameters or {}).get("type", "object")
+    if kind != "object":
+        raise _refused(
+            f"{where}.parameters has the type {str(kind)[:32]!r}.",
+            f"{where}.parameters",
+            "Arguments are an object: give a JSON schema of type object.",
+        )
 
 
 def _check_model(kind: str, syntax: ModelSyntax) -> None:
@@ -152,7 +155,7 @@ def grammar_of(use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> str | Non
         schemas = {use.named: schemas[use.named]}
     elif use.choice == "auto":
         schemas = {name: schema if name in use.strict else {} for name, schema in schemas.items()}
-    thinks = "no" if syntax.reasoning is None else "opened" if is_open else "maybe"
+    thinks: Thinks = "no" if syntax.reasoning is None else "opened" if is_open else "maybe"
     task = CallTask(
         schemas=schemas,
         is_forced=use.choice != "auto",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,8 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANY = "/(?s:.*)/"
 
+Thinks = Literal["no", "maybe", "opened"]
+
 
 class CallTask(msgspec.Struct, frozen=True, kw_only=True):
     """Which calls an answer may have.
@@ -29,13 +31,13 @@ class CallTask(msgspec.Struct, frozen=True, kw_only=True):
         schemas: of the arguments of each tool that may be called, by its name; None: it has no parameters.
         is_forced: there must be a call, and nothing but calls; else text may stand in place of them.
         is_single: no more than one.
-        thinks: the answer may begin with reasoning; "opened": it does, since the prompt has opened it.
+        thinks: whether the answer begins with reasoning; "opened": it does, the prompt has opened it.
     """
 
     schemas: Mapping[str, dict[str, Any] | None]
     is_forced: bool = True
     is_single: bool = False
-    thinks: str = "no"
+    thinks: Thinks = "no"
 
 
 def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
