@@ -15,6 +15,7 @@ from live_server import LiveServer, events, post_bytes
 from fakes import FakeClock
 from penstock.batch import StageSpans, StageTimes
 from penstock.config import ServerConfig
+from penstock.engine.stats import CoreStats
 from penstock.errors import UnavailableError
 from penstock.server import health
 from penstock.server.lifecycle import Interruptible
@@ -124,6 +125,41 @@ def test_r5_d9_a_probe_is_a_token_that_comes_out_of_the_pipe() -> None:
         assert _probe(live) == (503, "not_ready")
         assert len(live.engine.added) == 2
         assert not live.engine.alive
+
+
+def test_g6_a_busy_engine_is_not_probed_with_a_request_of_its_own() -> None:
+    engine = FakeEngine(state=Status(stats=stats(num_running=3, generated_tokens=70)))
+    with LiveServer(engine) as live, live.connect() as connection:
+        connection.sendall(b"GET /health/generate HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        live.wait_for(lambda: len(live.server.server_state.tasks) == 1)
+        live.call(lambda: setattr(engine, "state", Status(stats=stats(num_running=3, generated_tokens=71))))
+        assert connection.recv(12) == b"HTTP/1.1 200"
+        assert engine.added == []
+
+
+@pytest.mark.parametrize("later", [stats(num_running=3, generated_tokens=70), stats(), None])
+def test_g6_one_that_yields_nothing_is_probed_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, later: CoreStats | None
+) -> None:
+    """It is busy with long prompts, or its requests have ended meanwhile."""
+    monkeypatch.setattr(health, "LOOK_S", 0.0)
+    engine = FakeEngine(state=Status(stats=stats(num_running=3, generated_tokens=70)))
+    looks = iter([engine.state] * 3)
+
+    def status() -> Status:
+        return next(looks, Status(stats=later))
+
+    monkeypatch.setattr(engine, "status", status)
+    with LiveServer(engine) as live:
+        assert _probe(live) == (200, "ready")
+        assert len(engine.added) == 1
+
+
+def test_g4_an_engine_that_was_slowed_down_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PROBE_LIMIT_S", 0.0)
+    engine = FakeEngine(state=Status(stats=stats(plan_interval_ms=10_000)))
+    with LiveServer(engine) as live:
+        assert _probe(live) == (200, "ready")
 
 
 def test_r5_d9_probes_at_the_same_time_share_one_request_and_have_a_deadline(

@@ -24,7 +24,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from penstock.config import Limits
+from penstock.config import Limits, ServerConfig
+from penstock.server.access import ADMIN_PATHS
 
 CHECKS = [
     not_a_server_error,
@@ -51,12 +52,14 @@ PLAIN = (
 )
 
 
-def fuzz(live: LiveServer, mode: GenerationMode, path: str, num_examples: int) -> Counter[int]:
+def fuzz(live: LiveServer, mode: GenerationMode, path: str, num_examples: int, key: str = "") -> Counter[int]:
     """Send examples of one operation; how often each status came."""
     schema = schemathesis.openapi.from_url(live.url + "/openapi.json")
     (operation,) = [found.ok() for found in schema.get_all_operations() if found.ok().path == path]
     statuses: Counter[int] = Counter()
     with requests.Session() as session:
+        if key:
+            session.headers["authorization"] = f"Bearer {key}"
 
         @settings(
             max_examples=num_examples,
@@ -114,6 +117,14 @@ def test_r8_text_routes_answer_as_our_document_says(live: LiveServer, path: str)
 def test_r8_routes_without_bodies_answer_as_our_document_says(live: LiveServer, path: str) -> None:
     statuses = fuzz(live, GenerationMode.POSITIVE, path, 10)
     assert set(statuses) <= {200, 404}
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+def test_r8_admin_routes_answer_as_our_document_says(path: str) -> None:
+    with LiveServer(config=ServerConfig(admin_keys=["an-admin"])) as live:
+        statuses = fuzz(live, GenerationMode.POSITIVE, path, 15, "an-admin")
+        assert set(statuses) <= {200, 400}
+        assert statuses[200] or path.endswith("_profile"), "which need a directory"
 
 
 def test_the_one_model_is_answered_as_our_document_says(live: LiveServer) -> None:
