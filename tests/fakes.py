@@ -34,6 +34,7 @@ from penstock.batch import (
 )
 from penstock.config import EvictionPolicy, ParallelConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
+from penstock.engine.siblings import with_siblings
 from penstock.errors import StageLostError
 from penstock.executor.base import KVPlan
 from penstock.kvcache.allocator import BlockAllocator
@@ -533,18 +534,17 @@ class CoreRig:
         self.requests: dict[str, GenerationRequest] = {}
         self.updates: dict[str, list[RequestUpdate]] = {}
 
-    def add(self, request_id: str, prompt: Sequence[int] | int, **sampling: Any) -> None:
-        """Queue a request; a number as prompt makes one of that length, different for each request."""
+    def add(self, request_id: str, prompt: Sequence[int] | int, *, n: int = 1, **sampling: Any) -> None:
+        """Queue a request, and n - 1 that follow it: `/1` and so on behind its name. A number as prompt makes
+        one of that length, different for each request."""
         if isinstance(prompt, int):
             prompt = [(7 * len(self.requests) + 3 * index) % VOCAB_SIZE for index in range(prompt)]
-        request = GenerationRequest(
-            request_id=request_id,
-            prompt_token_ids=list(prompt),
-            sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
-        )
+        params = SamplingParams(**{"temperature": 0.0, "n": n, **sampling})
+        request = with_siblings(request_id, list(prompt), params)
         self.core.add_request(request)
-        self.requests[request_id] = request
-        self.updates[request_id] = []
+        for one in request.alone():
+            self.requests[one.request_id] = one
+            self.updates[one.request_id] = []
         self.core.check_invariants()
 
     def abort(self, request_id: str) -> bool:

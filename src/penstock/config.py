@@ -34,6 +34,7 @@ MAX_STOP_STRING_BYTES = 256
 MAX_CACHE_SALT_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_N = 128
 MAX_ALLOWED_TOKEN_IDS = 1024
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
@@ -355,8 +356,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_profile_s, max_profile_bytes: of one profile, which then ends by itself.
         max_profiles: in the directory for them.
         max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
+        max_choices: of one request: prompts times `n`.
         max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
-        max_allowed_token_ids: no more than what `SamplingParams` takes, which is the default.
+        max_allowed_token_ids, max_n: no more than what `SamplingParams` takes, which is the default.
     """
 
     max_body_bytes: int | None = None
@@ -372,12 +374,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_tools: int = 128
     max_tool_bytes: int = 256 << 10
     max_template_kwargs: int = 16
+    max_choices: int = 256
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
     max_stop_token_ids: int = MAX_STOP_TOKEN_IDS
     max_logit_bias: int = MAX_LOGIT_BIAS
     max_allowed_token_ids: int = MAX_ALLOWED_TOKEN_IDS
+    max_n: int = MAX_N
 
     def __post_init__(self) -> None:
         for name in (
@@ -386,6 +390,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             "max_json_depth",
             "max_messages",
             "max_prompts",
+            "max_choices",
             "max_event_streams",
             "max_profiles",
         ):
@@ -401,6 +406,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         _between("max_stop_strings", self.max_stop_strings, 0, MAX_STOP_STRINGS)
         _between("max_stop_string_bytes", self.max_stop_string_bytes, 1, MAX_STOP_STRING_BYTES)
         _between("max_stop_token_ids", self.max_stop_token_ids, 0, MAX_STOP_TOKEN_IDS)
+        _between("max_n", self.max_n, 1, MAX_N)
         _between("max_logit_bias", self.max_logit_bias, 0, MAX_LOGIT_BIAS)
         _between("max_allowed_token_ids", self.max_allowed_token_ids, 0, MAX_ALLOWED_TOKEN_IDS)
 

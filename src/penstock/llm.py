@@ -55,6 +55,7 @@ from penstock.engine.outputs import (
 from penstock.engine.refused_settings import refuse_if_known, refuse_replicas, require_backend
 from penstock.engine.reports import LogReporter
 from penstock.engine.request_check import RequestLimits
+from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
 from penstock.engine.topology import with_topology
 from penstock.errors import InvalidRequestError, UsageError, error_from_info
@@ -314,27 +315,30 @@ class LLM:
     ) -> list[RequestOutput]:
         for (_, token_ids), params in zip(prompts, sampling, strict=True):
             self._limits.check(token_ids, params)
-        names = [str(next(self._numbers)) for _ in prompts]
-        pending = {
-            name: _Pending(name, text, token_ids, params, self._tokenizer)
-            for name, (text, token_ids), params in zip(names, prompts, sampling, strict=True)
-        }
-        requests = list(pending.values())
+        requests = [
+            with_siblings(str(next(self._numbers)), token_ids, params)
+            for (_, token_ids), params in zip(prompts, sampling, strict=True)
+        ]
+        groups = [[_Pending(one, self._tokenizer) for one in request.alone()] for request in requests]
+        pending = {entry.request.request_id: entry for group in groups for entry in group}
         try:
-            self._collect(pending, _progress_bar(len(requests)) if use_tqdm else _NoProgress())
+            for request in requests:
+                self._client.add(request)
+            self._collect(pending, _progress_bar(len(pending)) if use_tqdm else _NoProgress())
         finally:
             if pending:  # an error or an interrupt: let nothing run on
                 self._client.abort(list(pending))
-        return [request.output(self._tokenizer) for request in requests]
+        return [
+            _request_output(group, text, self._tokenizer)
+            for group, (text, _) in zip(groups, prompts, strict=True)
+        ]
 
     def _collect(self, pending: dict[str, _Pending], progress: _NoProgress) -> None:
-        """Send all requests and wait until none is pending."""
-        for entry in pending.values():
-            self._client.add(entry.request)
+        """Wait until none is pending."""
         with progress:
             while pending:
                 for update in self._client.poll(POLL_S):
-                    entry = pending.get(update.request_id)  # type: ignore[assignment]
+                    entry = pending.get(update.request_id)
                     if entry is not None and entry.take(update):
                         del pending[update.request_id]
                         if entry.must_abort:
@@ -343,46 +347,43 @@ class LLM:
 
 
 class _Pending:
-    """One request on its way, and what has come of it."""
+    """One sequence on its way, and what has come of it."""
 
-    def __init__(
-        self,
-        name: str,
-        text: str | None,
-        token_ids: list[int],
-        sampling: SamplingParams,
-        tokenizer: Tokenizer,
-    ) -> None:
-        self.request = GenerationRequest(request_id=name, prompt_token_ids=token_ids, sampling=sampling)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self.request = request
         self.must_abort = False  # ended by a stop string, which the core does not know
-        self._text = text
-        self._assembler: OutputAssembler = output_assembler(tokenizer, token_ids, sampling)
-        self._deltas: list[TextDelta] = []
-        self._num_cached_tokens = 0
+        self._assembler: OutputAssembler = output_assembler(
+            tokenizer, request.prompt_token_ids, request.sampling
+        )
+        self.deltas: list[TextDelta] = []
+        self.num_cached_tokens = 0
 
     def take(self, update: RequestUpdate) -> bool:
         """Whether the request has ended. Raises its error."""
         if update.error is not None:
             raise error_from_info(update.error)
-        self._num_cached_tokens = max(self._num_cached_tokens, update.num_cached_tokens)
+        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         delta = self._assembler.append(update)
-        self._deltas.append(delta)
+        self.deltas.append(delta)
         self.must_abort = delta.finish_reason is not None and update.finish_reason is None
         return delta.finish_reason is not None
 
-    def output(self, tokenizer: Tokenizer) -> RequestOutput:
-        scores, token_ids = None, self.request.prompt_token_ids
-        if self.request.sampling.prompt_logprobs is not None:
-            scores = prompt_logprobs(token_ids, merge_deltas(self._deltas).prompt_logprobs, tokenizer)
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt=self._text,
-            prompt_token_ids=token_ids,
-            outputs=[completion_output(self._deltas, tokenizer)],
-            finished=True,
-            num_cached_tokens=self._num_cached_tokens,
-            prompt_logprobs=scores,
-        )
+
+def _request_output(group: Sequence[_Pending], text: str | None, tokenizer: Tokenizer) -> RequestOutput:
+    """The result of a prompt, from all its sequences."""
+    first = group[0]
+    scores, token_ids = None, first.request.prompt_token_ids
+    if first.request.sampling.prompt_logprobs is not None:
+        scores = prompt_logprobs(token_ids, merge_deltas(first.deltas).prompt_logprobs, tokenizer)
+    return RequestOutput(
+        request_id=first.request.request_id,
+        prompt=text,
+        prompt_token_ids=token_ids,
+        outputs=[completion_output(entry.deltas, tokenizer, index) for index, entry in enumerate(group)],
+        finished=True,
+        num_cached_tokens=first.num_cached_tokens,
+        prompt_logprobs=scores,
+    )
 
 
 class _NoProgress:

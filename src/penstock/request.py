@@ -17,6 +17,7 @@ from penstock.config import (
     MAX_CACHE_SALT_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
+    MAX_N,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -50,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose tokens, when to stop, and with whom to share what was computed.
 
     Attributes:
+        n: sequences to generate, which share the prompt (`engine.siblings`).
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches p.
@@ -78,6 +80,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         structured_outputs: which texts may be generated; None allows all.
     """
 
+    n: int = 1
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -109,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def validate(self, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the first field that is out of range."""
+        _check_range("n", self.n, 1, MAX_N)
         _check_range("temperature", self.temperature, 0.0, 2.0)
         _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
         _check_range("min_p", self.min_p, 0.0, 1.0)
@@ -169,12 +173,43 @@ def _check_range(
     )
 
 
+class Follower(msgspec.Struct, frozen=True, array_like=True):
+    """Another sequence of the same prompt, which differs from the first in its seed alone."""
+
+    request_id: str
+    seed: int | None
+
+
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. Validated by the front before it is sent to the core."""
+    """One sequence to generate, or several of one prompt. Validated by the front before the core gets it.
+
+    Attributes:
+        followers: further sequences; all are taken, or none.
+        follows: the request whose followers this one was among, in a request of its own.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
     sampling: SamplingParams
+    followers: list[Follower] = []
+    follows: str = ""
+
+    def alone(self) -> list[GenerationRequest]:
+        """Each sequence as a request of its own, in the order of the choices."""
+        if not self.followers:
+            return [self]
+        replace = msgspec.structs.replace
+        others = [
+            replace(
+                self,
+                request_id=follower.request_id,
+                sampling=replace(self.sampling, seed=follower.seed),
+                followers=[],
+                follows=self.request_id,
+            )
+            for follower in self.followers
+        ]
+        return [replace(self, followers=[]), *others]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

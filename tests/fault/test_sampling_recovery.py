@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from disturbed import NUM_TOKENS, Server, Stream, named
+from disturbed import Server, Stream, named
 
+NUM_TOKENS = 300
 PENALTIES: list[dict[str, Any]] = [
     {"prompt": "ROMEO:", "temperature": 0, "repetition_penalty": 1.2},
     {
@@ -23,7 +26,7 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 def ids(server: Server) -> list[Stream]:
-    return [Stream(server, request) for request in PENALTIES]
+    return [Stream(server, request | {"max_tokens": NUM_TOKENS}) for request in PENALTIES]
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +45,30 @@ def test_d6_r4_penalised_streams_go_on_with_the_same_tokens(server: Server, vict
     for tokens, stream in zip(found, streams, strict=True):
         tokens.extend(stream)
     assert found == golden
+
+
+def choices(server: Server, victim: str = "") -> list[list[int]]:
+    """Ids of each of three choices; the victim is killed when some have come."""
+    body = {"model": "demo", "prompt": "ROMEO:\n" * 30, "n": 3, "seed": 4, "max_tokens": NUM_TOKENS}
+    body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
+    found: list[list[int]] = [[], [], []]
+    asked = urllib.request.Request(
+        server.url + "/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(asked, timeout=60) as lines:
+        for line in lines:
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                found[choice["index"]] += choice.get("token_ids") or []
+            if victim and sum(map(len, found)) >= 60:
+                named(server, victim).kill()
+                victim = ""
+    return found
+
+
+@pytest.mark.parametrize("victim", ["penstock stage 1 tp 0", "penstock core"])
+def test_r4_choices_of_one_prompt_go_on_with_the_same_tokens(server: Server, victim: str) -> None:
+    golden = choices(server)
+    assert [len(ids) for ids in golden] == [NUM_TOKENS] * 3
+    assert len({tuple(ids) for ids in golden}) == 3
+    assert choices(server, victim) == golden

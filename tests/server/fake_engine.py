@@ -17,6 +17,7 @@ import msgspec
 from penstock.batch import StageSpans
 from penstock.child_config import Restarts
 from penstock.engine.outputs import OutputAssembler, TextDelta
+from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
 from penstock.errors import AbortedError, OverloadedError, PenstockError
 from penstock.operations import Abort, Operation, OperationDone
@@ -89,7 +90,7 @@ class FakeEngine:
     """
 
     max_model_len: int = 4096
-    max_alive: int = 64
+    max_alive: int = 256
     hold_after: int | None = None
     fail_after: int | None = None
     failure: PenstockError | None = None
@@ -112,6 +113,17 @@ class FakeEngine:
         self.alive.add(request_id)
         self.added.append((request_id, prompt_token_ids, sampling))
         return FakeStream(self, request_id, prompt_token_ids, sampling)
+
+    def add_all(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> list[FakeStream]:
+        request = with_siblings(request_id, prompt_token_ids, sampling)
+        if len(self.alive) + sampling.n > self.max_alive:
+            raise OverloadedError(f"{len(self.alive)} requests are running or waiting, which is the limit.")
+        streams = [self.add(one.request_id, prompt_token_ids, one.sampling) for one in request.alone()]
+        for follower in streams[1:]:
+            follower.prompt_tokens = follower.cached_tokens = 0
+        return streams
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         self.operations.append((operation, timeout_s))

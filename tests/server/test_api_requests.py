@@ -90,6 +90,9 @@ def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[lis
         ({"prompt": "a", "stop": "x" * 257}, "stop"),
         ({"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}, "stop_token_ids"),
         ({"prompt": "a", "stop_token_ids": [1] * 65}, "stop_token_ids"),
+        ({"prompt": "a", "n": 0}, "n"),
+        ({"prompt": "a", "n": 129}, "n"),
+        ({"prompt": "a", "n": True}, "n"),
         ({"prompt": "a", "presence_penalty": -2.1}, "presence_penalty"),
         ({"prompt": "a", "presence_penalty": "much"}, "presence_penalty"),
         ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty"),
@@ -149,8 +152,6 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
 
 
 UNSUPPORTED = [
-    ("n", 2, 1),
-    ("n", True, 1),
     ("best_of", 3, 1),
     ("bad_words", ["x"], []),
     ("response_format", {"type": "json_object"}, {"type": "text"}),

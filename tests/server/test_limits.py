@@ -49,6 +49,8 @@ SMALL = Limits(
     max_stop_token_ids=3,
     max_logit_bias=2,
     max_allowed_token_ids=3,
+    max_n=2,
+    max_choices=3,
 )
 
 
@@ -76,6 +78,7 @@ SETTABLE = [
     (TEXT, "stop", ["a", "b"], ["a", "b", "c"], "allows 2"),
     (TEXT, "stop", "ééé", "éééa", "allows 6"),
     (TEXT, "stop_token_ids", [1, 2, 3], [1, 2, 3, 4], "allows 3"),
+    (CHAT, "n", 2, 3, "allows 2"),
     (CHAT, "logit_bias", {"1": 1, "2": 1}, {"1": 1, "2": 1, "3": 1}, "allows 2"),
     (TEXT, "allowed_token_ids", [1, 2, 3], [1, 2, 3, 4], "allows 3"),
 ]
@@ -93,6 +96,13 @@ def test_r8_limits_can_be_set(
     assert told in answer["error"]["message"]
     assert answer["error"]["code"] in ("out_of_range", "context_length_exceeded")
     assert len(small.engine.added) == before
+
+
+def test_r8_choices_are_bounded_together(small: LiveServer) -> None:
+    assert small.post(TEXT, {"prompt": ["a"], "n": 2})[0] == 200
+    status, answer = small.post(TEXT, {"prompt": ["a", "b"], "n": 2})
+    assert (status, answer["error"]["param"]) == (400, "n")
+    assert "together 4 choices; this server allows 3" in answer["error"]["message"]
 
 
 def test_r8_top_logprobs_have_the_same_bound(small: LiveServer) -> None:
@@ -142,6 +152,8 @@ def test_r8_every_default_is_finite() -> None:
         max_stop_token_ids=64,
         max_logit_bias=1024,
         max_allowed_token_ids=1024,
+        max_n=128,
+        max_choices=256,
     )
     assert ByteLimits.resolve(Limits(), 1000) == ByteLimits(max_body=2 * 2**20 + 8000, max_prompt=16_000)
     connections = ConnectionLimits()
@@ -162,6 +174,7 @@ def test_r8_every_default_is_finite() -> None:
         ("logprobs", [0, 20]),
         ("stop", [["x"] * 16, "x" * 256]),
         ("stop_token_ids", [[0, VOCAB_SIZE - 1], [1] * 64]),
+        ("n", [1, 128]),
         ("presence_penalty", [-2, 2]),
         ("frequency_penalty", [-2, 2]),
         ("repetition_penalty", [1e-300, 2]),
@@ -189,6 +202,9 @@ def test_r8_the_edges_of_ranges_are_within(wide: LiveServer, field: str, values:
         ("top_k", -2),
         ("min_p", -0.1),
         ("logprobs", -1),
+        ("n", 0),
+        ("n", 129),
+        ("n", 10**6),
         ("presence_penalty", 2.0000001),
         ("frequency_penalty", -2.0000001),
         ("repetition_penalty", 0.0),
@@ -212,7 +228,6 @@ def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("n", 2),
         ("best_of", 2),
         ("use_beam_search", True),
         ("prompt_embeds", "AAAA"),

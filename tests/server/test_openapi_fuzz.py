@@ -172,6 +172,11 @@ def edges(variant: dict[str, Any]) -> tuple[list[Any], list[Any]]:
         beyond += [items] if "maxItems" in variant else []
         beyond += [[]] if variant.get("minItems") else []
         beyond += [[value] for value in edges(variant["items"])[1]]
+    elif kind == "object" and "maxProperties" in variant:
+        of_values = edges(variant["additionalProperties"])
+        within += [{"0": value} for value in of_values[0]]
+        beyond += [{"0": value} for value in of_values[1]]
+        beyond += [{str(number): 0 for number in range(variant["maxProperties"] + 1)}]
     return within, beyond
 
 

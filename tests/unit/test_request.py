@@ -81,6 +81,8 @@ def test_values_in_range_are_accepted(accepted: dict[str, Any]) -> None:
         ({"stop_token_ids": [1] * 65}, "stop_token_ids", "number of stop_token_ids"),
         ({"stop_token_ids": [VOCAB]}, "stop_token_ids", "a stop token id must be between 0 and 99, got 100"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "got -1"),
+        ({"n": 0}, "n", "n must be between 1 and 128, got 0."),
+        ({"n": 10**6}, "n", "n must be between 1 and 128, got 1000000."),
         ({"presence_penalty": 2.1}, "presence_penalty", "between -2.0 and 2.0, got 2.1"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty", "got nan"),
         ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0.0 and at most 2.0, got 0.0"),

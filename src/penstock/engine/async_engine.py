@@ -39,6 +39,7 @@ from penstock.engine.live_requests import LiveRequests
 from penstock.engine.outputs import OutputAssembler, TextDelta, merge_deltas, output_assembler
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.routing import DECODE_TOKENS
+from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
 from penstock.errors import (
     AbortedError,
@@ -102,7 +103,12 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestStream:
-    """One sequence in the engine. Made by `AsyncEngine.add`; one reader at a time."""
+    """One sequence in the engine. Made by `AsyncEngine.add_all`; one reader at a time.
+
+    Attributes:
+        prompt_tokens: of its prompt; 0 where the prompt is that of a sequence before, and is counted there.
+        cached_tokens: of these, that were found in a cache.
+    """
 
     def __init__(
         self, request_id: str, prompt_tokens: int, assembler: OutputAssembler, abort: Callable[[str], None]
@@ -156,7 +162,7 @@ class RequestStream:
             return True
         if update.queue_seconds is not None:
             self.queue_seconds = update.queue_seconds
-            self.cached_tokens = update.num_cached_tokens
+            self.cached_tokens = min(update.num_cached_tokens, self.prompt_tokens)
         delta = self._assembler.append(update)
         self._deltas.append(delta)
         if delta.finish_reason is not None:
@@ -232,7 +238,14 @@ class AsyncEngine:
         return prompts + DECODE_TOKENS * len(self._streams)
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
-        """Start a sequence.
+        """Start one sequence; as `add_all`."""
+        (stream,) = self.add_all(request_id, prompt_token_ids, sampling)
+        return stream
+
+    def add_all(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> list[RequestStream]:
+        """Start `sampling.n` sequences of a prompt, all or none; the first counts the prompt's tokens.
 
         Raises:
             InvalidRequestError: the request is out of bounds; names the field.
@@ -240,7 +253,7 @@ class AsyncEngine:
             UnavailableError: the core is not there yet, or another one is to come.
         """
         self._health.require_core()
-        if len(self._streams) >= self._max_alive:
+        if sampling.n <= self._max_alive < len(self._streams) + sampling.n:  # more than that the core refuses
             raise OverloadedError(
                 f"{len(self._streams)} requests are running or waiting, which is the limit.",
                 remedy="Try again later.",
@@ -249,15 +262,18 @@ class AsyncEngine:
             raise InvalidRequestError(f"request id {request_id!r} is in use.", param="request_id")
         self._limits.check(prompt_token_ids, sampling)
         self._limits.check_length(prompt_token_ids, sampling)
-        assembler = output_assembler(self._tokenizer, prompt_token_ids, sampling)
-        stream = RequestStream(request_id, len(prompt_token_ids), assembler, self._abort)
-        self._streams[request_id] = stream
-        request = GenerationRequest(
-            request_id=request_id, prompt_token_ids=prompt_token_ids, sampling=sampling
-        )
+        request = with_siblings(request_id, prompt_token_ids, sampling)
+        streams = [self._stream(one) for one in request.alone()]
+        self._streams |= {stream.request_id: stream for stream in streams}
         self._live.add(request)
         self._send(AddRequest(request))
-        return stream
+        return streams
+
+    def _stream(self, request: GenerationRequest) -> RequestStream:
+        prompt = request.prompt_token_ids
+        assembler = output_assembler(self._tokenizer, prompt, request.sampling)
+        num_counted = 0 if request.follows else len(prompt)
+        return RequestStream(request.request_id, num_counted, assembler, self._abort)
 
     def status(self) -> EngineStatus:
         return self._health.status()

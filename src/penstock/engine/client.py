@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from penstock.config import EngineConfig
-from penstock.engine.core_process import build_core, prove_stages, refusal
+from penstock.engine.core_process import build_core, prove_stages, refusals
 from penstock.engine.ipc import (
     AWAY_S,
     SILENCE_S,
@@ -59,7 +59,7 @@ class EngineClient(Protocol):
         ...
 
     def add(self, request: GenerationRequest) -> None:
-        """Queue a request. A refusal comes as its only update, with `finish_reason` "error"."""
+        """Queue a request. A refusal is the only update of each sequence, with `finish_reason` "error"."""
         ...
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -103,7 +103,7 @@ class InprocessClient:
         try:
             self._core.add_request(request)
         except PenstockError as error:
-            self._refused.append(refusal(request, error))
+            self._refused += refusals(request, error)
 
     def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -124,9 +124,12 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
     )
 
 
-def refusal(request: GenerationRequest, error: PenstockError) -> RequestUpdate:
-    """The only update of a request that the core has not taken."""
-    return RequestUpdate(request_id=request.request_id, finish_reason="error", error=error.info())
+def refusals(request: GenerationRequest, error: PenstockError) -> list[RequestUpdate]:
+    """The only update of each sequence of a request that the core has not taken."""
+    info = error.info()
+    return [
+        RequestUpdate(request_id=one.request_id, finish_reason="error", error=info) for one in request.alone()
+    ]
 
 
 def prove_stages(core: EngineCore) -> None:
@@ -312,9 +315,9 @@ class CoreServer:
     def _add(self, client: bytes, message: AddRequest) -> None:
         try:
             self._core.add_request(message.request, message.output_ids, message.num_scores)
-            self._owners[message.request.request_id] = client
+            self._owners |= {one.request_id: client for one in message.request.alone()}
         except PenstockError as error:
-            self._send(client, StepUpdates([refusal(message.request, error)], self._core.stats()))
+            self._send(client, StepUpdates(refusals(message.request, error), self._core.stats()))
 
     def _send_updates(self, updates: list[RequestUpdate]) -> None:
         by_client: dict[bytes, list[RequestUpdate]] = {}

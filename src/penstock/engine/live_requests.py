@@ -41,8 +41,9 @@ class LiveRequests:
         return list(self._live)
 
     def add(self, request: GenerationRequest, *, is_sent: bool = True) -> None:
-        """It has been sent to the core, or waits for another one."""
-        self._live[request.request_id] = _Live(request, is_sent=is_sent)
+        """It has been sent to the core, or waits for another one, which is asked for each sequence alone."""
+        for one in request.alone():
+            self._live[one.request_id] = _Live(one, is_sent=is_sent)
 
     def note(self, update: RequestUpdate) -> None:
         """Tokens or scores have come, or the end."""

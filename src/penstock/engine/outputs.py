@@ -199,8 +199,8 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
-def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer) -> CompletionOutput:
-    """The whole sequence of a finished request."""
+def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer, index: int = 0) -> CompletionOutput:
+    """The whole sequence of a finished request, which is choice `index` of its prompt."""
     whole = merge_deltas(deltas)
     logprobs, cumulative = None, None
     if whole.logprobs is not None:
@@ -208,6 +208,7 @@ def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer) -> Comp
         logprobs = [position_logprobs(token_id, entry, tokenizer) for token_id, entry in pairs]
         cumulative = sum(entry.logprob for entry in whole.logprobs)
     return CompletionOutput(
+        index=index,
         text=whole.text,
         token_ids=whole.token_ids,
         logprobs=logprobs,

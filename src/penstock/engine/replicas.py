@@ -82,22 +82,30 @@ class Replicas:
         return min(engine.max_model_len for engine in self._engines)
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
-        """Start a sequence in the replica that will come to it first; where this front knows that one to be
-        full or away, in the next best. What a core refuses later is final: its queue has filled meanwhile.
+        """Start one sequence; as `add_all`."""
+        (stream,) = self.add_all(request_id, prompt_token_ids, sampling)
+        return stream
 
-        Raises what `AsyncEngine.add` does.
+    def add_all(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> list[RequestStream]:
+        """Start `sampling.n` sequences in the replica that will come to them first; where this front knows
+        that one to be full or away, in the next best. What a core refuses later is final: its queue has
+        filled meanwhile.
+
+        Raises what `AsyncEngine.add_all` does.
         """
         ahead = [engine.tokens_ahead for engine in self._engines]
         has_room = [status.ready and not status.is_full for status in self.statuses()]
         refusals: list[PenstockError] = []
         for index in self._router.order(prompt_token_ids, ahead, has_room):
             try:
-                stream = self._engines[index].add(request_id, prompt_token_ids, sampling)
+                streams = self._engines[index].add_all(request_id, prompt_token_ids, sampling)
             except (OverloadedError, UnavailableError) as error:
                 refusals.append(error)
                 continue
             self._router.routed(prompt_token_ids, index)
-            return stream
+            return streams
         raise refusals[0]
 
     def status(self) -> EngineStatus:

@@ -51,11 +51,64 @@ class Admission:
         self.max_len = min(max_model_len, allocator.capacity_tokens + 1)
         self._max_model_len = max_model_len
 
-    def refuse_overload(self, queues: RequestQueues, num_tokens: int) -> None:
-        """Raise `OverloadedError` when no request of that many prompt tokens may come to wait."""
+    def accept(
+        self,
+        request: GenerationRequest,
+        queues: RequestQueues,
+        now: float,
+        output_ids: Sequence[int] | None = None,
+        num_scores: int = 0,
+    ) -> list[RequestState]:
+        """The states of a request and of those that follow it; all may come to wait, or none.
+
+        Args:
+            output_ids, num_scores: as in `Scheduler.add`.
+
+        Raises:
+            InvalidRequestError: as `receive` does; or an id is in use.
+            OverloadedError: as `refuse_overload` does.
+        """
+        asked = request.alone()
+        for one in asked:
+            if one.request_id in queues:
+                raise InvalidRequestError(
+                    f"request id {one.request_id!r} is in use.", param="request_id", code="duplicate_id"
+                )
+        self._refuse_too_many(len(asked))
+        if output_ids is None:
+            prompt_len = len(request.prompt_token_ids)
+            own = prompt_len - self._num_shared(request)
+            self.refuse_overload(queues, prompt_len + own * len(request.followers), len(asked))
+        first, *others = (self.receive(one, now, output_ids or (), num_scores) for one in asked)
+        first.leader = queues.get(request.follows)
+        for other in others:
+            other.leader = first
+        for state in (first, *others):
+            state.num_shared = 0 if state.leader is None else self._num_shared(request)
+        return [first, *others]
+
+    def _num_shared(self, request: GenerationRequest) -> int:
+        """Tokens of the prompt that are found by whoever follows another: whole blocks before the last token,
+        unless all tokens are scored and so computed."""
+        if self._allocator.pool.cache is None or request.sampling.prompt_logprobs is not None:
+            return 0
+        return (len(request.prompt_token_ids) - 1) // self._allocator.block_size * self._allocator.block_size
+
+    def _refuse_too_many(self, num_requests: int) -> None:
+        most = self._config.max_num_seqs + self._config.max_waiting_requests
+        if num_requests > most:
+            raise InvalidRequestError(
+                f"n is {num_requests}; {most} sequences run and wait here at most.",
+                remedy="Ask for fewer, or raise --max-waiting-requests.",
+                param="n",
+                code="out_of_range",
+            )
+
+    def refuse_overload(self, queues: RequestQueues, num_tokens: int, num_requests: int = 1) -> None:
+        """Raise `OverloadedError` unless so many requests with so many prompt tokens in all may wait."""
         limit = self._config.max_waiting_requests
         free_rows = self._config.max_num_seqs - len(queues.running)  # for those about to start
-        if len(queues.waiting) >= limit + free_rows:
+        if len(queues.waiting) + num_requests > limit + free_rows:
             raise OverloadedError(
                 f"{limit} requests wait already, which is the limit.",
                 remedy="Try again later, or raise --max-waiting-requests.",

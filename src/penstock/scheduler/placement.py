@@ -170,6 +170,8 @@ class Placement:
             coming = self._prefixes.on_the_way(head, len(found))
             if self._prefixes.must_wait(head) and not coming:
                 return
+            if self._prefixes.must_follow(head, len(found)):
+                return
             beginning = [*found, *coming]
             if not self._admission.may_start(head, len(self._queues.running), beginning):
                 return

@@ -21,7 +21,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
 from penstock.kvcache.storage_tier import Loaded, StorageTier, TierTotals
-from penstock.scheduler.queues import RequestQueues, RequestState
+from penstock.scheduler.queues import Phase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import ResidencyLedger
 
 NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are named
@@ -54,14 +54,26 @@ class PrefixReuse:
         self._unproven: RequestState | None = None  # who has begun before his blocks were there
 
     def enter(self, request: RequestState) -> None:
-        """It has come to wait: what the pool has not may be in the store."""
-        if self._tier is not None and self._may_use_store:
+        """It has come to wait: what the pool has not may be in the store. Whoever follows another finds what
+        that one has loaded."""
+        if self._tier is not None and self._may_use_store and not _is_led(request):
             names = self._wanted(request)
             self._tier.fetch(request.arrival, names, len(self._allocator.find(names)))
 
     def must_wait(self, request: RequestState) -> bool:
         """Whether more of its beginning is on its way from the store."""
         return self._tier is not None and self._tier.must_wait(request.arrival)
+
+    def must_follow(self, request: RequestState, num_found: int) -> bool:
+        """Whether more of its beginning is being computed for the request that it follows.
+
+        Args:
+            num_found: blocks that it could begin with now.
+        """
+        leader = request.leader
+        if leader is None or leader.phase is not Phase.RUNNING:
+            return False
+        return max(num_found, leader.num_named) < request.num_shared // self._block_size
 
     def leave(self, request: RequestState) -> None:
         """It has gone."""
@@ -259,3 +271,8 @@ class PrefixReuse:
             end = count * self._block_size
             known += block_hashes(parent, request.token_ids[start:end], self._block_size)
         return known
+
+
+def _is_led(request: RequestState) -> bool:
+    """Whether it follows one that lives."""
+    return request.leader is not None and request.leader.phase is not Phase.FINISHED

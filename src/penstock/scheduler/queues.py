@@ -59,6 +59,8 @@ class RequestState:
         num_void: of the pending samples, the oldest that come from what had not come.
         num_cached_tokens: those of its prompt that were found when it first started.
         priority: what its blocks are worth to the cache.
+        leader: the request that has the same prompt, and computes it first.
+        num_shared: tokens of the prompt that it will find when that one has.
     """
 
     request_id: str
@@ -86,6 +88,8 @@ class RequestState:
     num_void: int = 0
     num_cached_tokens: int = 0
     priority: int = 0
+    leader: RequestState | None = field(default=None, repr=False)
+    num_shared: int = 0
 
     @property
     def num_outputs(self) -> int:
@@ -109,13 +113,24 @@ class RequestState:
         return max(1, min(len(self.token_ids), self.max_len - 1))
 
     @property
+    def backlog_tokens(self) -> int:
+        """Tokens that it will have to prefill when it starts, as far as that is known."""
+        return len(self.token_ids) - self.num_shared
+
+    @property
     def is_prefilling(self) -> bool:
         return self.num_scheduled < self.prefill_len
 
     @property
     def has_started(self) -> bool:
-        """Whether it has had a row, here or in another core."""
-        return self.queue_seconds is not None or self.progress > 0
+        """Whether it has had a row, here or in another core, or the one that it follows has one or has got
+        anything: they begin as one."""
+        if self.queue_seconds is not None or self.progress > 0:
+            return True
+        leader = self.leader
+        return leader is not None and (
+            leader.phase in (Phase.RUNNING, Phase.PREEMPTED) or leader.progress > 0
+        )
 
     @property
     def wants_decode(self) -> bool:
@@ -158,7 +173,7 @@ class RequestQueues:
     def add(self, request: RequestState) -> None:
         self._by_id[request.request_id] = request
         self.waiting.append(request)
-        self.backlog_tokens += len(request.token_ids)
+        self.backlog_tokens += request.backlog_tokens
 
     def head(self) -> RequestState | None:
         """The next request to admit."""
@@ -169,7 +184,7 @@ class RequestQueues:
     def admit_head(self, row: int) -> RequestState:
         """Move the head to `running`, to prefill the tokens that it has."""
         request = self.preempted.popleft() if self.preempted else self.waiting.popleft()
-        self.backlog_tokens -= len(request.token_ids)
+        self.backlog_tokens -= request.backlog_tokens
         request.phase = Phase.RUNNING
         request.row = row
         request.prefill_len = request.num_to_prefill
@@ -183,7 +198,7 @@ class RequestQueues:
         request.row = NO_ROW
         request.num_scheduled = request.prefill_len = request.num_named = request.num_unproven = 0
         self.preempted.appendleft(request)
-        self.backlog_tokens += len(request.token_ids)
+        self.backlog_tokens += request.backlog_tokens
         return request
 
     def note_token(self, request: RequestState, token_id: int) -> None:
@@ -199,7 +214,7 @@ class RequestQueues:
         else:
             queue = self.waiting if request.phase is Phase.WAITING else self.preempted
             queue.remove(request)
-            self.backlog_tokens -= len(request.token_ids)
+            self.backlog_tokens -= request.backlog_tokens
         request.phase = Phase.FINISHED
         request.row = NO_ROW
         del self._by_id[request.request_id]
@@ -209,7 +224,8 @@ class RequestQueues:
         arrivals = [request.arrival for request in line]
         assert arrivals == sorted(set(arrivals)), f"requests are out of order: {arrivals}"
         assert line == list(self._by_id.values()), "a live request is in no queue, or in two"
-        assert self.backlog_tokens == sum(len(r.token_ids) for r in line if r.phase is not Phase.RUNNING)
+        waiting = [request for request in line if request.phase is not Phase.RUNNING]
+        assert self.backlog_tokens == sum(request.backlog_tokens for request in waiting)
         for queue, phase in (
             (self.running, Phase.RUNNING),
             (self.preempted, Phase.PREEMPTED),

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.batch import Outcome, ScheduledBatch, StepResult, StoreUse
 from penstock.config import SchedulerConfig
-from penstock.errors import ErrorInfo, InvalidRequestError, UnavailableError
+from penstock.errors import ErrorInfo, UnavailableError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.storage_tier import StorageTier
 from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
@@ -167,7 +167,7 @@ class Scheduler:
     def add(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
-        """Queue a request.
+        """Queue a request, and those that follow it.
 
         Args:
             output_ids, num_scores: what another core gave it, for one that was admitted there: it goes on
@@ -177,15 +177,9 @@ class Scheduler:
             InvalidRequestError: it can never come to its end here, or its id is in use.
             OverloadedError: as many requests, or tokens, wait already as may.
         """
-        if request.request_id in self._queues:
-            raise InvalidRequestError(
-                f"request id {request.request_id!r} is in use.", param="request_id", code="duplicate_id"
-            )
-        if output_ids is None:
-            self._admission.refuse_overload(self._queues, len(request.prompt_token_ids))
-        state = self._admission.receive(request, self._clock(), output_ids or (), num_scores)
-        self._queues.add(state)
-        self.prefixes.enter(state)
+        for state in self._admission.accept(request, self._queues, self._clock(), output_ids, num_scores):
+            self._queues.add(state)
+            self.prefixes.enter(state)
 
     def abort(self, request_id: str) -> bool:
         """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.

@@ -25,7 +25,7 @@ from penstock.server.openai_types import (
     ChatResponse,
     Usage,
 )
-from penstock.server.sampling import chat_sampling, fit_to_context
+from penstock.server.sampling import chat_sampling, check_choices, fit_to_context
 from penstock.server.sse import CHAT
 from penstock.server.tools import ToolUse, grammar_of, tool_use
 
@@ -45,6 +45,7 @@ class ChatRoute:
         route.check_common(chat)
         model = route.model
         sampling = chat_sampling(chat, model, route.limits)
+        check_choices(sampling, 1, route.limits)
         use, options, unused = self._beside_messages(chat)
         prompt = await route.prompts.chat(chat.messages, use, options)
         is_open = opens_reasoning(chat, prompt, model)

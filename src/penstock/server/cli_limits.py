@@ -57,6 +57,10 @@ class LimitSettings:
     max_template_kwargs: Annotated[
         int, _limit("--max-template-kwargs", "variables for the chat template")
     ] = _REQUEST.max_template_kwargs
+    max_choices: Annotated[int, _limit("--max-choices", "of a request: prompts times n")] = (
+        _REQUEST.max_choices
+    )
+    max_n: Annotated[int, _limit("--max-n", "sequences for each prompt")] = _REQUEST.max_n
     max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
         _REQUEST.max_logprobs
     )
@@ -116,6 +120,8 @@ class LimitSettings:
             max_tools=self.max_tools,
             max_tool_bytes=self.max_tool_bytes,
             max_template_kwargs=self.max_template_kwargs,
+            max_choices=self.max_choices,
+            max_n=self.max_n,
             max_logprobs=self.max_logprobs,
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,

@@ -21,7 +21,12 @@ from penstock.server.openai_types import (
     Usage,
 )
 from penstock.server.prompts import prompt_list
-from penstock.server.sampling import DEFAULT_COMPLETION_TOKENS, completion_sampling, fit_to_context
+from penstock.server.sampling import (
+    DEFAULT_COMPLETION_TOKENS,
+    check_choices,
+    completion_sampling,
+    fit_to_context,
+)
 from penstock.server.sse import TEXT
 
 
@@ -30,7 +35,7 @@ class CompletionsRoute:
         self._route = route
 
     async def create(self, request: Request) -> Response:
-        """Continue each prompt, streamed or as a whole; choice i belongs to prompt i."""
+        """Continue each prompt, streamed or as a whole; choice i belongs to prompt i // n."""
         return await self._route.accept(request, self._prepare)
 
     async def _prepare(self, request: Request) -> GenerationResponse:
@@ -55,10 +60,12 @@ class CompletionsRoute:
         )
 
     async def _sequences(self, asked: CompletionRequest) -> list[Sequence]:
+        """One for each prompt."""
         route = self._route
         sampling = completion_sampling(asked, route.model, route.limits)
         limit, codec = route.max_model_len, route.model.codec
         all_ids = await route.prompts.completions(asked.prompt)
+        check_choices(sampling, len(all_ids), route.limits)
         return [
             Sequence(
                 prompt_token_ids=token_ids,
@@ -83,7 +90,7 @@ def completion_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> 
 
 
 def _choice(answer: Answer, index: int, outcome: TextDelta) -> CompletionChoice:
-    echo = answer.sequences[index].echo
+    echo = answer.choices[index].echo
     return CompletionChoice(
         index=index,
         text=outcome.text if echo is None else echo.text + outcome.text,

@@ -69,6 +69,11 @@ class EngineLike(Protocol):
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
         """Start one sequence. Raises `OverloadedError` when the queue is full."""
 
+    def add_all(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> Sequence[RequestStream]:
+        """Start `sampling.n` sequences of a prompt, all or none; the first counts the prompt's tokens."""
+
     def status(self) -> StatusLike: ...
 
     def statuses(self) -> Sequence[StatusLike]:

@@ -23,7 +23,6 @@ MAX_FIELD_CHARACTERS = 64
 
 # Known fields without support yet, and the values under which they ask for nothing (null always does).
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
-    "n": (1,),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),

@@ -10,7 +10,7 @@ lifecycle, so that no time passes between its acceptance and its count; the resp
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,11 +37,16 @@ from penstock.server.sse import DONE, PING, STREAM_HEADERS, ChunkWriter, StreamF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """One prompt and how to go on from it."""
+    """One prompt and how to go on from it, `sampling.n` times."""
 
     prompt_token_ids: list[int]
     sampling: SamplingParams
     echo: Echo | None = None  # at the beginning of its text
+
+
+def choices_of(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Choice i belongs to entry i: `n` for each, one after the other."""
+    return [sequence for sequence in sequences for _ in range(sequence.sampling.n)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +120,9 @@ class GenerationResponse(Response):
     def _add_sequences(self) -> None:
         record = self._job.record
         for index, sequence in enumerate(self._job.sequences):
-            stream = self._context.engine.add(
+            self._streams += self._context.engine.add_all(
                 f"{record.unique_id}-{index}", sequence.prompt_token_ids, sequence.sampling
             )
-            self._streams.append(stream)
         record.prompt_tokens = sum(len(one.prompt_token_ids) for one in self._job.sequences)
 
     async def _next(self, stream: RequestStream) -> TextDelta:
@@ -204,7 +208,7 @@ class StreamedResponse(GenerationResponse):
         self._form = form
         self._writers = [
             chunk_writer(form, index, sequence.prompt_token_ids, sequence.echo)
-            for index, sequence in enumerate(job.sequences)
+            for index, sequence in enumerate(choices_of(job.sequences))
         ]
         self._is_started = False
         self._is_followed = False

@@ -22,6 +22,7 @@ from penstock.server.generation import (
     Sequence,
     StreamedResponse,
     WholeResponse,
+    choices_of,
     require_ready,
 )
 from penstock.server.lifecycle import Interruptible
@@ -40,7 +41,7 @@ class Answer:
     """What the chunks or the body of one answer are made of."""
 
     form: StreamForm
-    sequences: list[Sequence]
+    choices: list[Sequence]  # what each goes on from
     num_prompt_logprobs: int | None = None  # likeliest to tell at each position of a prompt
 
     def reader(self, index: int) -> MessageReader:
@@ -51,14 +52,14 @@ class Answer:
         """The fields that carry ids in a choice, where the client asked for them."""
         if not self.form.return_token_ids:
             return {}
-        prompt = self.sequences[index].prompt_token_ids
+        prompt = self.choices[index].prompt_token_ids
         return {"prompt_token_ids": prompt, "token_ids": outcome.token_ids}
 
     def prompt_logprobs(self, index: int, outcome: TextDelta) -> PromptLogprobs | msgspec.UnsetType:
         """Of the prompt of a choice, where the client asked for them."""
         if self.num_prompt_logprobs is None:
             return msgspec.UNSET
-        prompt = self.sequences[index].prompt_token_ids
+        prompt = self.choices[index].prompt_token_ids
         count, token_bytes = self.num_prompt_logprobs, self.form.token_bytes
         return prompt_logprobs(prompt, outcome.prompt_logprobs, count, token_bytes)
 
@@ -70,7 +71,7 @@ def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
     """Raise `InvalidRequestError` where more numbers of all prompts are wanted than one answer may have."""
     wanted = sum(
         len(one.prompt_token_ids) * (1 + one.sampling.prompt_logprobs)
-        for one in sequences
+        for one in choices_of(sequences)
         if one.sampling.prompt_logprobs is not None
     )
     if wanted > limits.max_prompt_scores:
@@ -192,7 +193,7 @@ class GenerationRoute:
             token_bytes=self.model.codec.token_bytes,
             reading=reading,
         )
-        answer = Answer(form=form, sequences=sequences, num_prompt_logprobs=asked.prompt_logprobs)
+        answer = Answer(form=form, choices=choices_of(sequences), num_prompt_logprobs=asked.prompt_logprobs)
         job = GenerationJob(
             sequences=sequences,
             record=record,

@@ -26,6 +26,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    n: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None

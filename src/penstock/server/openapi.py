@@ -202,6 +202,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
     logprobs = {"integer": {"minimum": 0, "maximum": limits.max_logprobs}}
     tokens = {"integer": {"minimum": 0, "maximum": model.max_model_len}}
     common: dict[str, dict[str, Schema]] = {
+        "n": {"integer": {"minimum": 1, "maximum": limits.max_n}},
         "temperature": {"number": {"minimum": 0, "maximum": 2}},
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
         "min_p": {"number": {"minimum": 0, "maximum": 1}},

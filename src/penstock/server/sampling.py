@@ -40,6 +40,7 @@ def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
     stops = sampling.stop_strings
     longest = max((len(text.encode()) for text in stops), default=0)
     for param, what, value, most in (
+        ("n", "n", sampling.n, limits.max_n),
         ("logprobs", "logprobs", sampling.logprobs or 0, limits.max_logprobs),
         ("prompt_logprobs", "prompt_logprobs", sampling.prompt_logprobs or 0, limits.max_logprobs),
         ("stop", "the number of stop strings", len(stops), limits.max_stop_strings),
@@ -71,6 +72,18 @@ def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
                 code="out_of_range",
             )
     return sampling
+
+
+def check_choices(sampling: SamplingParams, num_prompts: int, limits: Limits) -> None:
+    """Raise `InvalidRequestError` for more choices than one request may have."""
+    if sampling.n * num_prompts > limits.max_choices:
+        raise InvalidRequestError(
+            f"n is {sampling.n} and there are {num_prompts} prompts, together {sampling.n * num_prompts} "
+            f"choices; this server allows {limits.max_choices}.",
+            remedy="Send them in several requests.",
+            param="n",
+            code="out_of_range",
+        )
 
 
 def _validated(

@@ -59,11 +59,11 @@ class OneEngine:
             ready=self.is_ready, stage=stage, reason=reason, since=5.0, stats=stats, is_full=self.is_full
         )
 
-    def add(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> Any:
+    def add_all(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> list[Any]:
         if self.refusal is not None:
             raise self.refusal
         self.asked.append(request_id)
-        return self
+        return [self] * sampling.n
 
     async def trace(self) -> list[StageSpans]:
         if self.refusal is not None:
@@ -90,6 +90,12 @@ def test_i4_a_request_goes_to_one_replica_by_its_work() -> None:
     assert both.add("a", [1, 2], GREEDY) is idle
     assert (busy.asked, idle.asked) == ([], ["a"])
     assert both.max_model_len == 100
+
+
+def test_i4_all_sequences_of_a_prompt_go_to_one_replica() -> None:
+    idle, other = OneEngine(), OneEngine(ahead=1)
+    assert replicas(other, idle).add_all("a", [1, 2], SamplingParams(n=3)) == [idle] * 3
+    assert (idle.asked, other.asked) == (["a"], [])
 
 
 @pytest.mark.parametrize("refusal", [OverloadedError("full"), UnavailableError("away")])

@@ -164,7 +164,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-waiting-tokens 30
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
---max-prompt-scores 45 --max-event-streams 49
+--max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
 --max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-logit-bias 9 --max-allowed-token-ids 10
@@ -260,12 +260,14 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_tools": 9,
             "max_tool_bytes": 50,
             "max_template_kwargs": 0,
+            "max_choices": 11,
             "max_logprobs": 5,
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,
             "max_stop_token_ids": 8,
             "max_logit_bias": 9,
             "max_allowed_token_ids": 10,
+            "max_n": 12,
         },
         "connections": {
             "max_connections": 23,
@@ -377,6 +379,9 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_stop_strings": 17},
         {"max_stop_string_bytes": 0},
         {"max_stop_token_ids": -1},
+        {"max_choices": 0},
+        {"max_n": 0},
+        {"max_n": 129},
         {"max_logit_bias": 1025},
         {"max_allowed_token_ids": 1025},
     ],
