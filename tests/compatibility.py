@@ -8,6 +8,7 @@ What a cell promises is decided here by a rule (`promise`); the test runs the pa
 from __future__ import annotations
 
 import itertools
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
@@ -23,6 +24,8 @@ from penstock.config import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.host import Host
 from penstock.engine.launch import resolve_replicas
 from penstock.errors import PenstockError
+from penstock.models.registry import resolve_model_directory
+from penstock.request import StructuredOutputs
 from small_engines import findable, run, small_engine, wait_until_stored
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
@@ -42,6 +45,8 @@ HOST = Host(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
 
 MODEL_SETTINGS = ("dtype", "quantization", "model_impl")
 EQUAL, RUNS = "=", "~"
+SCHEMA = StructuredOutputs(json='{"type":"array","items":{"enum":["ay","no"]},"minItems":2,"maxItems":4}')
+CONSTRAINED = SamplingParams(temperature=1.0, seed=7, max_tokens=48, structured_outputs=SCHEMA)
 
 
 @dataclass(frozen=True)
@@ -89,6 +94,11 @@ def mixtral(directory: Path) -> object:
     return make_checkpoint(directory, family="mixtral", num_local_experts=5, layers=3, vocab_size=150, seed=3)
 
 
+def embedded(directory: Path) -> object:
+    """The embedded model, which has a tokenizer."""
+    return shutil.copytree(resolve_model_directory("demo"), directory, dirs_exist_ok=True)
+
+
 FEATURES = {
     "float32": Feature(plain),
     "bfloat16": Feature(plain, {"dtype": "bfloat16"}, is_rounded=True),
@@ -99,6 +109,7 @@ FEATURES = {
     "prompts found in a store that one rank has written": Feature(plain, is_stored=True),
     "sampling with a seed, log-probabilities": Feature(plain, sampling=SEEDED),
     "penalties, a bias, allowed ids": Feature(plain, sampling=CHANGED),
+    "structured output": Feature(embedded, sampling=CONSTRAINED),
     "`--quantization int8`": Feature(wide, {"quantization": "int8"}, is_rounded=True),
     "`--quantization int4`": Feature(wide, {"quantization": "int4"}, is_rounded=True),
     "GPTQ checkpoint, groups of 128": Feature(gptq, is_rounded=True),

@@ -310,6 +310,7 @@ class FakeExecutor:
         self.events: list[tuple[str, int]] = []  # ("submit" | "result", step id), as they happened
         self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
         self.fail_scores: dict[int, list[int]] = {}  # step -> indices of scored rows that come back failed
+        self.unmet = ""  # why, if it was not for their logits
         self.lost: StageLostError | None = None
         self.lose_at: int | None = None  # the step at whose submission a stage dies
         self.stored: dict[bytes, list[tuple[int, int]]] = {}  # what the ranks' parts of the store hold
@@ -452,6 +453,7 @@ class FakeExecutor:
                 [] if index in self.fail_scores.get(plan.step_id, []) else scores
                 for index, scores in enumerate(self.replica.scores)
             ],
+            unmet=dict.fromkeys(failed, self.unmet) if self.unmet else {},
         )
 
 

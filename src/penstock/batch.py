@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from penstock.errors import ErrorInfo, ProtocolError
-from penstock.request import TokenLogprobs
+from penstock.request import StructuredOutputs, TokenLogprobs
 
 MADE_UP = "calibration-"  # ids of rows that no client has asked for begin so
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
@@ -46,6 +46,7 @@ class RowSampling(msgspec.Struct, frozen=True, array_like=True):
     num_logprobs: int  # -1 = none
     changes: LogitChanges | None = None  # None: the logits stay as they are
     num_prompt_logprobs: int = -1  # likeliest ids told of each scored prompt token; -1 = none is scored
+    structured: StructuredOutputs | None = None  # which texts may be sampled; has been found to be usable
 
 
 GREEDY = RowSampling(
@@ -150,7 +151,8 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     token_ids: list[list[int]] = []
     num_rejected: list[int] = []
     logprobs: list[list[TokenLogprobs] | None] = []
-    failed: list[int] = []  # indices into the lists above whose logits were NaN or infinite
+    failed: list[int] = []  # indices into the lists above where nothing could be sampled
+    unmet: dict[int, str] = {}  # of these: why no id was allowed; of the others the logits were not finite
     scores: list[list[TokenLogprobs]] = []  # of each token; of none where a logit was NaN or infinite
 
 

@@ -411,6 +411,39 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         _between("max_allowed_token_ids", self.max_allowed_token_ids, 0, MAX_ALLOWED_TOKEN_IDS)
 
 
+class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of structured output, of one request and of the work that all of them make before they run.
+
+    Attributes:
+        max_schema_bytes: of a JSON schema, regular expression or grammar, or of all choices together.
+        max_schema_depth: schemas within schemas.
+        max_enum_items: of all `enum`s of a schema together, or choices.
+        max_pattern_bytes: of one pattern in a schema.
+        max_repeats: minItems, maxItems, minLength and their like in a schema.
+        max_compiling: that are built at the same time; each takes a thread.
+        max_compile_waiting: that wait to be built; one more is answered 429.
+        compile_timeout_s: what takes longer to build is answered 400.
+        grammar_cache_bytes: of what is known of grammars that were asked for lately.
+    """
+
+    max_schema_bytes: int = 64 << 10
+    max_schema_depth: int = 32
+    max_enum_items: int = 4096
+    max_pattern_bytes: int = 512
+    max_repeats: int = 10_000
+    max_compiling: int = 2
+    max_compile_waiting: int = 64
+    compile_timeout_s: float = 1.0
+    grammar_cache_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name, value in msgspec.structs.asdict(self).items():
+            if name == "compile_timeout_s":
+                _above_zero(name, value)
+            else:
+                _at_least(name, value, 0 if name == "grammar_cache_bytes" else 1)
+
+
 class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of connections, and of one of them; times in seconds.
 
@@ -470,6 +503,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0
     limits: Limits = Limits()
     connections: ConnectionLimits = ConnectionLimits()
+    grammars: GrammarLimits = GrammarLimits()
     min_free_bytes: int = 128 << 20
     log_format: Literal["text", "json"] = "text"
     profile_dir: str | None = None

@@ -23,6 +23,7 @@
         ├── OverloadedError        HTTP 429, with Retry-After
         ├── UnavailableError       HTTP 503, with Retry-After
         ├── AbortedError           HTTP 499: the client or the operator ended it
+        ├── ConstraintError        HTTP 400: nothing that the request allows can come next
         ├── NumericalError         HTTP 500: NaN or infinity in the row's logits
         └── QuarantinedError       HTTP 500: stages are lost when it runs
 
@@ -225,6 +226,14 @@ class AbortedError(RequestError):
     http_status = 499
     error_type = "aborted"
     default_code = "aborted"
+
+
+class ConstraintError(RequestError):
+    """No id is left to be sampled for this row: its grammar and its other constraints exclude each other."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+    default_code = "constraint_unmet"
 
 
 class NumericalError(RequestError):

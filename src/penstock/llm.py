@@ -29,6 +29,7 @@ from penstock.config import (
     DType,
     EngineConfig,
     EvictionPolicy,
+    GrammarLimits,
     ModelConfig,
     ModelImpl,
     ParallelConfig,
@@ -60,6 +61,7 @@ from penstock.engine.stats import CoreStats
 from penstock.engine.topology import with_topology
 from penstock.errors import InvalidRequestError, UsageError, error_from_info
 from penstock.executor.base import Executor
+from penstock.grammar.proving import GrammarModel, GrammarProver
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -203,7 +205,9 @@ class LLM:
             max_model_len=self._client.max_model_len, vocab_size=plan.spec.vocab_size
         )
         self._numbers = itertools.count()
-        self._finalizer = weakref.finalize(self, self._client.close)  # at exit too
+        model = GrammarModel(directory=directory, eos_token_ids=plan.spec.eos_token_ids)
+        self._grammars = GrammarProver(model, GrammarLimits())
+        self._finalizer = weakref.finalize(self, _close, self._client, self._grammars)  # at exit too
 
     def generate(
         self,
@@ -315,6 +319,8 @@ class LLM:
     ) -> list[RequestOutput]:
         for (_, token_ids), params in zip(prompts, sampling, strict=True):
             self._limits.check(token_ids, params)
+            if params.structured_outputs is not None:
+                self._grammars.prove_now(params.structured_outputs)
         requests = [
             with_siblings(str(next(self._numbers)), token_ids, params)
             for (_, token_ids), params in zip(prompts, sampling, strict=True)
@@ -425,6 +431,11 @@ class _RichProgress(_NoProgress):
 
 def _progress_bar(total: int) -> _NoProgress:
     return _RichProgress(total)
+
+
+def _close(client: EngineClient, grammars: GrammarProver) -> None:
+    grammars.close()
+    client.close()
 
 
 def default_sampling(defaults: Mapping[str, float]) -> SamplingParams:

@@ -46,6 +46,18 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     grammar: str | None = None
     whitespace: bool = False
 
+    def validate(self) -> None:
+        """Raise `InvalidRequestError` unless one thing is asked for, and one that can be met."""
+        given = [name for name in self.__struct_fields__[:5] if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = f"{' and '.join(given)} are given" if given else "none is given"
+            raise InvalidRequestError(
+                f"structured_outputs takes one of json, json_object, regex, choice and grammar; {found}.",
+                param="structured_outputs",
+            )
+        if self.choice == []:
+            raise InvalidRequestError("structured_outputs.choice is empty.", param="structured_outputs")
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens, when to stop, and with whom to share what was computed.
@@ -132,6 +144,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("cache_salt", salt_bytes, 0, MAX_CACHE_SALT_BYTES, what="length of cache_salt in bytes")
         self._validate_stops(vocab_size)
         self._validate_logit_changes(vocab_size)
+        if self.structured_outputs is not None:
+            self.structured_outputs.validate()
+            self._validate_end()
 
     def _validate_logit_changes(self, vocab_size: int) -> None:
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
@@ -159,6 +174,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("stop_token_ids", count, 0, MAX_STOP_TOKEN_IDS, what="number of stop_token_ids")
         for token_id in self.stop_token_ids:
             _check_range("stop_token_ids", token_id, 0, vocab_size - 1, what="a stop token id")
+
+    def _validate_end(self) -> None:
+        """A grammar says where its text ends; nothing else may say that it must go on."""
+        for param, asked in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+            if asked:
+                raise InvalidRequestError(
+                    f"{param} is {asked}, together with structured output, whose grammar says when it ends.",
+                    remedy=f"Leave {param} out; ask for a longer text in the schema (minLength, minItems).",
+                    param=param,
+                    code="invalid_combination",
+                )
 
 
 def _check_range(

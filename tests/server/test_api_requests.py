@@ -154,7 +154,6 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
 UNSUPPORTED = [
     ("best_of", 3, 1),
     ("bad_words", ["x"], []),
-    ("response_format", {"type": "json_object"}, {"type": "text"}),
     ("tools", [{"type": "function"}], []),
     ("tool_choice", "required", "none"),
     ("suffix", "end", ""),

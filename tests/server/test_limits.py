@@ -234,8 +234,6 @@ def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value
         ("suffix", "b"),
         ("bad_words", ["a"]),
         ("functions", [{"name": "x"}]),
-        ("response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}),
-        ("structured_outputs", {"grammar": "root ::= root"}),
         ("guided_regex", "(a+)+$"),
         ("chat_template", "{{ 1 }}"),
         ("documents", [{"text": "x"}]),

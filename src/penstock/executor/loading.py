@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -39,9 +40,13 @@ from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.memory import host_available_bytes
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
+from penstock.sample.grammar_rows import GrammarRows, NoGrammars
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
 from penstock.weights.quantized_formats import QuantizedCheckpoint
+
+if TYPE_CHECKING:
+    from penstock.grammar.matcher import Vocabulary
 
 _NO_KERNELS = "none for transformers' layers: plain torch, which is slower"
 
@@ -157,7 +162,9 @@ def build_transformers(config: RankConfig, spec: ModelSpec, checkpoint: Checkpoi
     )
 
 
-def build_runner(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> ModelRunner:
+def build_runner(
+    config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV], grammars: NoGrammars | None = None
+) -> ModelRunner:
     """The runner over a model and its KV storage."""
     model = loaded.model
     model.record(kv, config.max_num_batched_tokens)
@@ -169,7 +176,23 @@ def build_runner(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) ->
         max_blocks_per_row=rows.max_blocks_per_row,
         device=device_of(config),
     )
-    return ModelRunner(model, kv, rows, buffers, loaded.spec.vocab_size)
+    return ModelRunner(model, kv, rows, buffers, loaded.spec.vocab_size, grammars)
+
+
+def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
+    """What obeys the grammars of requests, on a rank that samples."""
+    if not config.is_last:
+        return NoGrammars()
+
+    def open_vocabulary() -> Vocabulary:
+        from penstock.grammar.matcher import load_vocabulary  # here: most requests have no grammar
+
+        return load_vocabulary(Path(config.model_path), spec.eos_token_ids)
+
+    grammars = GrammarRows(spec.vocab_size, open_vocabulary, timeout_s=config.wait_timeout_s)
+    if not config.are_threads:
+        grammars.open()  # else the first request with a grammar would hold up all others
+    return grammars
 
 
 def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> KVTransfer | None:

@@ -40,6 +40,7 @@ from penstock.executor.loading import (
     available_bytes,
     build_runner,
     dtype_of,
+    grammar_rows,
     kv_transfer,
     load_rank,
     transfers_head,
@@ -222,6 +223,8 @@ class Rank:
 
     def close(self) -> None:
         """It ends."""
+        if self._runner is not None:
+            self._runner.close()
         if self._transfer is not None:
             self._transfer.close()
 
@@ -232,7 +235,8 @@ class Rank:
                 self._config.faults, "rank.allocate", self._config.stage, loaded.storage.allocate
             )
             kv = allocate(num_blocks)
-            self._runner = build_runner(self._config, loaded, kv)
+            grammars = grammar_rows(self._config, loaded.spec)
+            self._runner = build_runner(self._config, loaded, kv, grammars)
             self._transfer = kv_transfer(self._config, loaded, kv)
             self._num_blocks = num_blocks
         if num_blocks != self._num_blocks:

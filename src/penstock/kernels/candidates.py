@@ -16,6 +16,10 @@ from torch import Tensor
 
 NO_ID = -1  # of a candidate that is missing
 
+# [256, 8] what eight bits of a mask add to the logits of their ids; faster than to test the bits one by one
+_OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_OF_OCTET = np.where(_OF_OCTET, np.float32(0), np.float32(-np.inf))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogitCurve:
@@ -151,10 +155,9 @@ def constrained(logits: Tensor, request: HeadRequest, rows: NDArray[np.int64]) -
             old = logits[index]
             logits = logits.index_put(index, torch.where(old > 0, old / scales, old * scales) + added)
     if request.allowed is not None:
-        words = torch.from_numpy(request.allowed[rows]).to(logits.device)
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        is_allowed = (words[:, ids // 32] >> (ids % 32).int()) & 1
-        logits = logits.masked_fill(is_allowed == 0, -torch.inf)
+        octets = np.ascontiguousarray(request.allowed[rows], dtype="<i4").view(np.uint8)
+        masked = np.take(_OF_OCTET, octets, axis=0).reshape(len(rows), -1)[:, : logits.shape[1]]
+        logits = torch.from_numpy(masked).to(logits.device).add_(logits)
     return logits
 
 

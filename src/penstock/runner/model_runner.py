@@ -8,6 +8,7 @@ between two calls except the row table's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
 from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch
 from penstock.runner.request_rows import RequestRows
+from penstock.sample.grammar_rows import NoGrammars
 from penstock.sample.logit_changes import TokenHistory
 from penstock.sample.prompt_scores import ScoredRows, score
 from penstock.sample.sampler import Sampler
@@ -36,10 +38,17 @@ class ModelRunner:
         rows: the row table; the owner of the token returns writes to it too.
         buffers: input buffers, as deep as the pipe.
         vocab_size: of the model.
+        grammars: of the rows, where this rank samples.
     """
 
     def __init__(
-        self, model: SupportsPP, kv: Sequence[AnyKV], rows: RequestRows, buffers: BufferPool, vocab_size: int
+        self,
+        model: SupportsPP,
+        kv: Sequence[AnyKV],
+        rows: RequestRows,
+        buffers: BufferPool,
+        vocab_size: int,
+        grammars: NoGrammars | None = None,
     ) -> None:
         self.rows = rows
         self._model = model
@@ -48,16 +57,25 @@ class ModelRunner:
         history = TokenHistory(token_ids=rows.token_ids, prompt_len=rows.prompt_len)
         self._sampling = SamplingRows(history, vocab_size)
         self._sampler = Sampler()
+        self._grammars = grammars or NoGrammars()
 
     def reset(self) -> None:
         """Forget all requests; what the KV storage holds is nobody's then."""
         self.rows.reset()
+        self._grammars.reset()
+
+    def close(self) -> None:
+        """The rank ends."""
+        self._grammars.close()
 
     def admit(self, plan: ScheduledBatch) -> None:
         """Apply the plan's freed and new rows."""
         self.rows.apply(plan)
+        for row in plan.freed_rows:
+            self._grammars.free(row)
         for new_row in plan.new_rows:
             self._sampling.add(new_row.row, new_row.sampling)
+            self._grammars.add(new_row)
 
     def begin(self, plan: ScheduledBatch) -> ForwardBatch:
         """Inputs of a plan that was admitted; the samples that it consumes may be to come."""
@@ -82,9 +100,15 @@ class ModelRunner:
         plan = batch.plan
         if not len(batch.sampled):
             return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest)
-        params = self._sampling.batch(batch.sampled.rows, batch.output_index)
-        found = self._model.compute_candidates(tensors, batch.sample_indices, params.head)
+        rows = batch.sampled.rows
+        params = self._sampling.batch(rows, batch.output_index)
+        head = self._grammars.constrained(params.head, rows)
+        if head is not params.head:
+            params = replace(params, head=head)
+        found = self._model.compute_candidates(tensors, batch.sample_indices, head)
         drawn = self._sampler.sample(found, params, batch.output_index)
+        self._grammars.accept(rows, drawn.token_ids)
+        is_finite = found.candidates.is_finite
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,
@@ -93,6 +117,9 @@ class ModelRunner:
             num_rejected=[0] * len(drawn.token_ids),
             logprobs=[None if entry is None else [entry] for entry in drawn.logprobs],
             failed=drawn.failed,
+            unmet={
+                index: self._grammars.reason(int(rows[index])) for index in drawn.failed if is_finite[index]
+            },
         )
         self.rows.post_update(plan.step_id, batch.sampled, result.token_ids, result.num_rejected)
         return result

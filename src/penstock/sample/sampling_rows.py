@@ -10,7 +10,6 @@ so do log-probabilities, which change nothing about how the token is chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.batch import RowSampling
 from penstock.kernels.candidates import HeadRequest, SparseBias
-from penstock.sample.allowed_ids import AllowedIds, MaskSource, combined
+from penstock.sample.allowed_ids import AllowedIds
 from penstock.sample.logit_changes import LogitChangesOfRows, TokenHistory
 
 MAX_CANDIDATES = 128  # rows with a larger top_k draw from whole logits
@@ -54,12 +53,9 @@ class SamplingRows:
     Args:
         history: of the same rows.
         vocab_size: of the model.
-        mask_sources: that bind rows beside the requests' own lists.
     """
 
-    def __init__(
-        self, history: TokenHistory, vocab_size: int, mask_sources: Sequence[MaskSource] = ()
-    ) -> None:
+    def __init__(self, history: TokenHistory, vocab_size: int) -> None:
         num_rows = len(history.prompt_len)
         self._temperature = np.zeros(num_rows)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
@@ -73,7 +69,6 @@ class SamplingRows:
         self._has_changes = np.zeros(num_rows, dtype=np.bool_)
         self._changes = LogitChangesOfRows(num_rows, history)
         self._allowed = AllowedIds(vocab_size)
-        self._mask_sources = [self._allowed, *mask_sources]
         self._num_prompt_logprobs = [-1] * num_rows
         self._kept: tuple[bytes, SamplingBatch] | None = None  # of the newest rows: often the next step's
 
@@ -110,7 +105,7 @@ class SamplingRows:
         if self._kept is None or self._kept[0] != key:
             self._kept = (key, self._gather(rows))
         batch = self._kept[1]
-        allowed = combined(self._mask_sources, rows)
+        allowed = self._allowed.masks(rows)
         is_early = output_index < batch.min_tokens
         is_biased = batch.has_changes or (batch.has_min_tokens and bool(is_early.any()))
         if allowed is None and not is_biased:

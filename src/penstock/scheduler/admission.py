@@ -200,6 +200,7 @@ class Admission:
             num_logprobs=-1 if sampling.logprobs is None else sampling.logprobs,
             changes=_logit_changes(sampling),
             num_prompt_logprobs=-1 if sampling.prompt_logprobs is None else sampling.prompt_logprobs,
+            structured=sampling.structured_outputs,
         )
 
 

@@ -40,6 +40,7 @@ from penstock.scheduler.updates import (
     failed,
     numerical_error,
     quarantined,
+    row_error,
     scores_came,
     token_came,
 )
@@ -262,12 +263,12 @@ class Scheduler:
             if request.num_void:
                 request.num_void -= 1
                 continue
-            if index in result.failed:
+            if index in result.failed and index not in result.unmet:
                 self.prefixes.distrust(request)
             if request.phase is Phase.FINISHED:
                 continue
             if index in result.failed:
-                updates.append(self._fail(request, numerical_error(request, plan.step_id)))
+                updates.append(self._fail(request, row_error(request, plan.step_id, result.unmet.get(index))))
             else:
                 updates.append(self._accept(request, ids[0], logprobs[index]))
         return updates + [self._end(done) for done in issued.ending if done.phase is not Phase.FINISHED]

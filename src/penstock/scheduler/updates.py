@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.errors import ErrorInfo, NumericalError, QuarantinedError
+from penstock.errors import ConstraintError, ErrorInfo, NumericalError, QuarantinedError
 from penstock.request import FinishReason, RequestUpdate, TokenLogprobs
 from penstock.scheduler.queues import RequestState
 
@@ -57,6 +57,18 @@ def quarantined(request: RequestState) -> ErrorInfo:
     return QuarantinedError(
         f"a stage was lost twice while request {request.request_id} was in it, at {_place(request)}; it is "
         "not tried again."
+    ).info()
+
+
+def row_error(request: RequestState, step_id: int, unmet: str | None) -> ErrorInfo:
+    """Why a row has no token; `unmet`: the logits were good, and this left none of them."""
+    if unmet is None:
+        return numerical_error(request, step_id)
+    return ConstraintError(
+        f"no token is allowed as {_place(request)} of request {request.request_id} (step {step_id}): "
+        f"{unmet}.",
+        remedy="Loosen the grammar, or the other constraints on tokens.",
+        param="structured_outputs" if request.sampling.structured is not None else None,
     ).info()
 
 

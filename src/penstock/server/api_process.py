@@ -28,6 +28,7 @@ from penstock.engine import listening
 from penstock.engine.async_engine import AsyncEngine, EngineInfo
 from penstock.engine.replicas import Replicas
 from penstock.executor.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
+from penstock.grammar.proving import GrammarModel
 from penstock.models.registry import load_generation_defaults
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
@@ -150,6 +151,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
             tool_parser=config.server.tool_parser,
             reasoning_parser=config.server.reasoning_parser,
         ),
+        grammar_model=GrammarModel(directory=directory, eos_token_ids=tuple(config.eos_token_ids)),
     )
 
 

@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from penstock import __version__
 from penstock.config import ServerConfig
 from penstock.errors import PenstockError
+from penstock.grammar.proving import GrammarProver
 from penstock.server import openapi
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
 from penstock.server.admin import AdminRoute
@@ -118,8 +119,9 @@ def create_app(
         log=log,
         clock=clock,
     )
-    routes = _fastapi(_lifespan(context, workers, on_ready, hold_s))
-    route = GenerationRoute(model, context, config.limits, workers)
+    grammars = GrammarProver(model.grammar_model, config.grammars)
+    routes = _fastapi(_lifespan(context, workers, grammars, on_ready, hold_s))
+    route = GenerationRoute(model, context, config.limits, workers, grammars)
     _add_generation_routes(routes, route)
     _add_plain_routes(routes, model, context)
     _add_views(routes, model, context, config)
@@ -285,7 +287,11 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
 
 
 def _lifespan(
-    context: GenerationContext, workers: TextWorkers, on_ready: Callable[[], None], hold_s: float
+    context: GenerationContext,
+    workers: TextWorkers,
+    grammars: GrammarProver,
+    on_ready: Callable[[], None],
+    hold_s: float,
 ) -> Callable[[Any], Any]:
     @contextlib.asynccontextmanager
     async def lifespan(_app: Any) -> AsyncIterator[None]:
@@ -299,6 +305,7 @@ def _lifespan(
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             workers.close()
+            grammars.close()
 
     return lifespan
 

@@ -27,6 +27,7 @@ from penstock.server.openai_types import (
 )
 from penstock.server.sampling import chat_sampling, check_choices, fit_to_context
 from penstock.server.sse import CHAT
+from penstock.server.structured import structured_field
 from penstock.server.tools import ToolUse, grammar_of, tool_use
 
 
@@ -51,7 +52,9 @@ class ChatRoute:
         is_open = opens_reasoning(chat, prompt, model)
         reading = reading_of(chat, use, model.syntax, is_open=is_open)
         grammar = grammar_of(use, model.syntax, is_open=is_open)
-        sequence = self._sequence(prompt, _for_reading(sampling, reading, model, grammar))
+        sampling = _for_reading(sampling, reading, model, grammar)
+        await route.prove(sampling, structured_field(chat) if grammar is None else "tools")
+        sequence = self._sequence(prompt, sampling)
         return route.respond(request, body, chat, [sequence], CHAT, chat_body, reading=reading, unused=unused)
 
     async def render(self, request: Request) -> Response:
@@ -89,7 +92,9 @@ def _for_reading(
         changes["shown_special_tokens"] = markers
     if grammar is not None:
         changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
-    return msgspec.structs.replace(sampling, **changes)
+    changed = msgspec.structs.replace(sampling, **changes)
+    changed.validate(model.vocab_size)
+    return changed
 
 
 def chat_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:

@@ -11,10 +11,10 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.config import ConnectionLimits, Limits
+from penstock.config import ConnectionLimits, GrammarLimits, Limits
 from penstock.server.cli_settings import flag
 
-_REQUEST, _CONNECTION = Limits(), ConnectionLimits()
+_REQUEST, _CONNECTION, _GRAMMAR = Limits(), ConnectionLimits(), GrammarLimits()
 
 
 def _limit(name: str, help_text: str) -> Parameter:
@@ -78,6 +78,34 @@ class LimitSettings:
         _REQUEST.max_allowed_token_ids
     )
 
+    max_schema_bytes: Annotated[int, _limit("--max-schema-bytes", "of a schema, regex or grammar")] = (
+        _GRAMMAR.max_schema_bytes
+    )
+    max_schema_depth: Annotated[int, _limit("--max-schema-depth", "schemas within schemas")] = (
+        _GRAMMAR.max_schema_depth
+    )
+    max_enum_items: Annotated[int, _limit("--max-enum-items", "of a schema, or choices")] = (
+        _GRAMMAR.max_enum_items
+    )
+    max_pattern_bytes: Annotated[int, _limit("--max-pattern-bytes", "of a pattern in a schema")] = (
+        _GRAMMAR.max_pattern_bytes
+    )
+    max_repeats: Annotated[int, _limit("--max-repeats", "maxItems and the like in a schema")] = (
+        _GRAMMAR.max_repeats
+    )
+    max_compiling: Annotated[int, _limit("--max-compiling", "grammars built at the same time")] = (
+        _GRAMMAR.max_compiling
+    )
+    max_compile_waiting: Annotated[int, _limit("--max-compile-waiting", "grammars that wait for it")] = (
+        _GRAMMAR.max_compile_waiting
+    )
+    compile_timeout: Annotated[float, _limit("--compile-timeout", "seconds to build a grammar")] = (
+        _GRAMMAR.compile_timeout_s
+    )
+    grammar_cache_bytes: Annotated[int, _limit("--grammar-cache-bytes", "of what is known of grammars")] = (
+        _GRAMMAR.grammar_cache_bytes
+    )
+
     max_connections: Annotated[int, _limit("--max-connections", "open connections")] = (
         _CONNECTION.max_connections
     )
@@ -128,6 +156,20 @@ class LimitSettings:
             max_stop_token_ids=self.max_stop_token_ids,
             max_logit_bias=self.max_logit_bias,
             max_allowed_token_ids=self.max_allowed_token_ids,
+        )
+
+    def grammar_limits(self) -> GrammarLimits:
+        """For structured output. Raises `UsageError` naming a setting that is out of range."""
+        return GrammarLimits(
+            max_schema_bytes=self.max_schema_bytes,
+            max_schema_depth=self.max_schema_depth,
+            max_enum_items=self.max_enum_items,
+            max_pattern_bytes=self.max_pattern_bytes,
+            max_repeats=self.max_repeats,
+            max_compiling=self.max_compiling,
+            max_compile_waiting=self.max_compile_waiting,
+            compile_timeout_s=self.compile_timeout,
+            grammar_cache_bytes=self.grammar_cache_bytes,
         )
 
     def connection_limits(self) -> ConnectionLimits:

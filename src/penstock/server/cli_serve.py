@@ -70,7 +70,9 @@ def start(
             "no model is given.", remedy="Use `penstock serve MODEL`; `penstock serve demo` needs no files."
         )
     engine_config = engine.engine_config(model)
-    server_config = front.server_config(limits.request_limits(), limits.connection_limits())
+    server_config = front.server_config(
+        limits.request_limits(), limits.connection_limits(), limits.grammar_limits()
+    )
     server_config = structs.replace(server_config, settings=shown_settings((engine, front, limits)))
     if front.log_format == "json":
         return run(engine_config, server_config, JsonReporter(invocation.stdout))

@@ -18,6 +18,7 @@ from penstock.config import (
     DType,
     EngineConfig,
     EvictionPolicy,
+    GrammarLimits,
     Limits,
     ModelConfig,
     ModelImpl,
@@ -374,7 +375,9 @@ class FrontSettings:
         int, flag("of the host's memory; with less left, a 503", "--min-free-bytes", group="limits")
     ] = ServerConfig().min_free_bytes
 
-    def server_config(self, limits: Limits, connections: ConnectionLimits) -> ServerConfig:
+    def server_config(
+        self, limits: Limits, connections: ConnectionLimits, grammars: GrammarLimits
+    ) -> ServerConfig:
         """For the HTTP front, with the keys read. Raises `UsageError`."""
         self._check_server()
         return ServerConfig(
@@ -388,6 +391,7 @@ class FrontSettings:
             drain_s=self.drain_seconds,
             limits=limits,
             connections=connections,
+            grammars=grammars,
             min_free_bytes=self.min_free_bytes,
             profile_dir=None if self.profile_dir is None else str(self.profile_dir.absolute()),
             log_format=self.log_format,

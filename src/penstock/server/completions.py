@@ -28,6 +28,7 @@ from penstock.server.sampling import (
     fit_to_context,
 )
 from penstock.server.sse import TEXT
+from penstock.server.structured import structured_field
 
 
 class CompletionsRoute:
@@ -43,7 +44,9 @@ class CompletionsRoute:
         body = await route.read(request)
         asked = convert(body, CompletionRequest)
         route.check_common(asked)
-        return route.respond(request, body, asked, await self._sequences(asked), TEXT, completion_body)
+        sequences = await self._sequences(asked)
+        await route.prove(sequences[0].sampling, structured_field(asked))
+        return route.respond(request, body, asked, sequences, TEXT, completion_body)
 
     async def render(self, request: Request) -> Response:
         """What a completion with this body would give the model, for each of its prompts; nothing runs."""

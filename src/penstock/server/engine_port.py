@@ -15,6 +15,7 @@ from penstock.child_config import StageShape
 from penstock.engine.outputs import TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError
+from penstock.grammar.proving import GrammarModel
 from penstock.operations import Operation, OperationDone
 from penstock.request import SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
@@ -145,7 +146,8 @@ class ServedModel:
     """The one model behind this server.
 
     `sampling_defaults`: values of temperature, top_k, top_p, min_p from the model's generation_config, used
-    where a request is silent. `syntax`: how the model writes reasoning and calls of tools.
+    where a request is silent. `syntax`: how the model writes reasoning and calls of tools. `grammar_model`:
+    None: of a model without structured output.
     """
 
     name: str
@@ -157,3 +159,4 @@ class ServedModel:
     stages: Sequence[StageShape] = ()  # of each replica; empty where it is not known
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     syntax: ModelSyntax = field(default_factory=ModelSyntax)
+    grammar_model: GrammarModel | None = None

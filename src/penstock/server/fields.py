@@ -31,8 +31,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "suffix": ("",),
     "prompt_embeds": (),
     "truncate_prompt_tokens": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "guided_json": (),
     "guided_regex": (),
     "guided_choice": (),
@@ -57,10 +55,13 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "detokenize": (True,),
 }
 
-# What to use in place of fields that will not come.
+# What to use in place of fields that will not come, or have another name now.
 _IN_PLACE: Mapping[str, str] = {
     "functions": "Leave it out and use tools.",
     "function_call": "Leave it out and use tool_choice.",
+} | {
+    f"guided_{kind}": f'Leave it out and use structured_outputs: {{"{kind}": ...}}.'
+    for kind in ("json", "regex", "choice", "grammar")
 }
 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names

@@ -13,6 +13,8 @@ from starlette.requests import Request
 from penstock.config import Limits
 from penstock.engine.outputs import TextDelta
 from penstock.errors import InvalidRequestError, NotFoundError
+from penstock.grammar.proving import GrammarProver
+from penstock.request import SamplingParams
 from penstock.server.engine_port import ServedModel
 from penstock.server.fields import unknown_fields, warning_headers
 from penstock.server.generation import (
@@ -98,7 +100,12 @@ class GenerationRoute:
     """Collaborators of both routes and the steps that they share; one for the server."""
 
     def __init__(
-        self, model: ServedModel, context: GenerationContext, limits: Limits, workers: TextWorkers
+        self,
+        model: ServedModel,
+        context: GenerationContext,
+        limits: Limits,
+        workers: TextWorkers,
+        grammars: GrammarProver,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -106,6 +113,7 @@ class GenerationRoute:
         self.prompts = PromptReader(model, limits, self._bytes.max_prompt, workers)
         self._context = context
         self._workers = workers
+        self._grammars = grammars
 
     @property
     def max_model_len(self) -> int:
@@ -133,6 +141,24 @@ class GenerationRoute:
     async def read(self, request: Request) -> dict[str, Any]:
         """The body of an accepted request."""
         return await read_json(request, self._bytes.max_body, self.limits.max_json_depth, self._workers)
+
+    async def prove(self, sampling: SamplingParams, param: str = "structured_outputs") -> None:
+        """Return if the structured output that is asked for can be had.
+
+        Args:
+            param: the field by which it was asked for.
+
+        Raises:
+            InvalidRequestError: it cannot; names the field.
+            OverloadedError: too many grammars are being built.
+        """
+        if sampling.structured_outputs is None:
+            return
+        try:
+            await self._grammars.prove(sampling.structured_outputs)
+        except InvalidRequestError as error:
+            error.param = param
+            raise
 
     def check_common(self, asked: GenerateRequest) -> None:
         """Raise `NotFoundError` for a model that is not served here, before any work on the prompt."""

@@ -20,6 +20,31 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool | None = None
 
 
+class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """`strict` changes nothing: a schema is always kept to."""
+
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputFields(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The meaning is that of `request.StructuredOutputs`; a schema may be an object or text."""
+
+    json: dict[str, Any] | str | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    whitespace: bool | None = None
+
+
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Fields that both routes share. The meaning of the sampling fields is `SamplingParams`'s."""
 
@@ -48,6 +73,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputFields | None = None
     user: str | None = None
 
     @property

@@ -11,6 +11,7 @@ from penstock.errors import InvalidRequestError
 from penstock.request import SamplingParams
 from penstock.server.engine_port import ServedModel
 from penstock.server.openai_types import ChatRequest, CompletionRequest, GenerateRequest
+from penstock.server.structured import structured_outputs
 
 DEFAULT_COMPLETION_TOKENS = 16
 _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p")
@@ -100,6 +101,7 @@ def _validated(
         if name in _FROM_MODEL and name not in given
     }
     fields: dict[str, Any] = silent | given | {"max_tokens": max_tokens, "logprobs": logprobs}
+    fields["structured_outputs"] = structured_outputs(request)
     sampling = SamplingParams(**fields)
     sampling.validate(model.vocab_size)
     return sampling

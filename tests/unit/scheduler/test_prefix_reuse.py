@@ -136,6 +136,16 @@ def test_r7_numbers_that_are_no_good_are_not_found_again() -> None:
     assert run(one, "b", [1] * 9) == 0
 
 
+def test_numbers_that_only_no_constraint_liked_are_found_again() -> None:
+    one = rig()
+    one.add("a", [1] * 9, max_tokens=8, ignore_eos=True)
+    one.executor.fail_rows[2] = [0]
+    one.executor.unmet = "its constraints leave none"
+    one.run_until_idle()
+    assert one.updates["a"][-1].finish_reason == "error"
+    assert run(one, "b", [1] * 9) == 8
+
+
 def test_r4_nothing_is_found_that_a_lost_stage_had() -> None:
     one = rig(num_stages=2, recovers=True)
     run(one, "a", [1] * 9)

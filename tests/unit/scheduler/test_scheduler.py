@@ -319,6 +319,21 @@ def test_a_row_of_nan_logits_ends_its_own_request_only() -> None:
     assert rig.result("c") == rig.expected("c", 2)
 
 
+def test_r10_a_row_whose_constraints_leave_no_token_ends_with_the_reason() -> None:
+    rig = CoreRig(eos_token_ids=())
+    for name in ("a", "bad"):
+        rig.add(name, 3, max_tokens=5)
+    rig.executor.fail_rows = {2: [1]}
+    rig.executor.unmet = "its pattern grows too large"
+    rig.run_until_idle()
+    error = rig.updates["bad"][-1].error
+    assert error is not None
+    assert (error.kind, error.code, error.param) == ("ConstraintError", "constraint_unmet", None)
+    assert "output token 2 of request bad (step 2): its pattern grows too large." in error.message
+    assert len(rig.tokens("bad")) == 2
+    assert rig.result("a") == rig.expected("a", 0)
+
+
 # Abort (rows D13, DR7)
 
 

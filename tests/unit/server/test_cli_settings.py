@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config import ConnectionLimits, EngineConfig, Limits, ServerConfig
+from penstock.config import ConnectionLimits, EngineConfig, GrammarLimits, Limits, ServerConfig
 from penstock.engine.reports import Reporter
 from penstock.errors import UsageError
 from penstock.server import cli_serve
@@ -168,6 +168,8 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-logit-bias 9 --max-allowed-token-ids 10
+--max-schema-bytes 51 --max-schema-depth 52 --max-enum-items 53 --max-pattern-bytes 54 --max-repeats 55
+--max-compiling 3 --max-compile-waiting 56 --compile-timeout 57 --grammar-cache-bytes 58
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
 --header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
 --min-free-bytes 44
@@ -282,6 +284,17 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_discarded_bytes": 64 << 20,
             "max_pipelined": 16,
         },
+        "grammars": {
+            "max_schema_bytes": 51,
+            "max_schema_depth": 52,
+            "max_enum_items": 53,
+            "max_pattern_bytes": 54,
+            "max_repeats": 55,
+            "max_compiling": 3,
+            "max_compile_waiting": 56,
+            "compile_timeout_s": 57.0,
+            "grammar_cache_bytes": 58,
+        },
         "log_format": "json",
         "tool_parser": "hermes",
         "reasoning_parser": "qwen3",
@@ -357,7 +370,7 @@ def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bad", [{"port": -1}, {"drain_seconds": float("nan")}, {"api_key": (" ",)}])
 def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        FrontSettings(**bad).server_config(Limits(), ConnectionLimits())
+        FrontSettings(**bad).server_config(Limits(), ConnectionLimits(), GrammarLimits())
 
 
 @pytest.mark.parametrize(
@@ -384,12 +397,15 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_n": 129},
         {"max_logit_bias": 1025},
         {"max_allowed_token_ids": 1025},
+        {"max_schema_bytes": 0},
+        {"max_compiling": 0},
+        {"compile_timeout": math.inf},
     ],
 )
 def test_bad_limits_are_refused_and_named(bad: dict[str, Any]) -> None:
     settings = LimitSettings(**bad)
     with pytest.raises(UsageError, match="must be") as raised:
-        (settings.request_limits(), settings.connection_limits())
+        (settings.request_limits(), settings.connection_limits(), settings.grammar_limits())
     assert raised.value.code == "out_of_range"
     (flag,) = bad
     assert (raised.value.param or "").removesuffix("_s") == flag.removesuffix("_s")

@@ -1,0 +1,21 @@
+"""What passes between `grammar.proving` and the process in which it has grammars tried: frames over pipes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+
+LENGTH_BYTES = 4
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """`error`: why a grammar, or any grammar, cannot be used; None: it can."""
+
+    error: ErrorInfo | None = None
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """A length of four bytes, and the message."""
+    content = msgspec.msgpack.encode(message)
+    return len(content).to_bytes(LENGTH_BYTES, "little") + content

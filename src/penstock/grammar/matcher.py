@@ -1,0 +1,167 @@
+"""Which tokens may come next where a text must follow a grammar: llguidance behind two small classes.
+
+The only module that imports llguidance. The front builds matchers to see whether a grammar can be used
+(`grammar.proving`), the last stage to obey it (`sample.grammar_rows`); both by the same limits, which count
+work and not time, so that what is found out in one process holds in the other, whoever is faster.
+
+A matcher is a function of its grammar and the tokens that it was given: one that is built anew and gets the
+same tokens allows the same ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from penstock.errors import InvalidRequestError
+from penstock.request import StructuredOutputs
+
+WORD_BITS = 32
+MAX_TOKENIZER_BYTES = 256 << 20
+_QUIET = 0  # nothing of a request goes to standard error
+
+# Work of one mask and of a build, and states that a lexer may have (1 to 2 kB each), by llguidance's counts.
+_LIMITS = LLParserLimits(
+    max_items_in_row=2_000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=16_384,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+_STOPS = {
+    "NoExtension": "no text satisfies it",
+    "NoExtensionBias": "no text satisfies it",
+    "ParserTooComplex": "it is too complex: too many ways to read the text",
+    "LexerTooComplex": "it is too complex: a pattern in it grows too large",
+}
+_COMPACT = {"whitespace_flexible": False}
+# At most this much in one place: a model must not be able to go on with white space alone.
+_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{1,32}"}
+
+
+class Vocabulary:
+    """The texts of a model's tokens, and which of them end a sequence.
+
+    Args:
+        tokenizer: content of `tokenizer.json`.
+        eos_token_ids: of the model; all that the tokenizer has may end a text that is complete.
+
+    Raises:
+        InvalidRequestError: no text of ours can be said of these tokens, or the model never ends a text.
+    """
+
+    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
+        if not eos_token_ids:
+            raise _unusable("it has no end-of-sequence id, so that a text could not end")
+        ends = list(eos_token_ids)
+        try:
+            inner = _opened(tokenizer, ends)
+        except Exception as error:  # the library raises bare kinds
+            raise _unusable(_reason(str(error))) from error
+        self.inner = inner
+        self.ends = frozenset(ends)
+        self.num_words = -(-inner.vocab_size // WORD_BITS)  # of a mask
+
+
+def _opened(tokenizer: str, ends: list[int]) -> LLTokenizer:
+    """A model may name an end that its tokenizer does not have: texts end by those that it has."""
+    known = sorted(ends)
+    while True:
+        try:
+            return LLTokenizer(tokenizer, eos_token=known)
+        except ValueError:
+            if len(known) == 1:
+                raise
+            known.pop()
+
+
+def load_vocabulary(directory: Path, eos_token_ids: Sequence[int]) -> Vocabulary:
+    """Of a model directory. Raises `InvalidRequestError` where structured output cannot be had."""
+    path = directory / "tokenizer.json"
+    if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_BYTES:
+        raise _unusable("it has no tokenizer.json")
+    return Vocabulary(path.read_text(encoding="utf-8"), eos_token_ids)
+
+
+class Matcher:
+    """A grammar, and how much of a text has been said. Belongs to one thread at a time.
+
+    Args:
+        structured: says which texts there are.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, structured: StructuredOutputs) -> None:
+        self._inner = LLMatcher(vocabulary.inner, _grammar(structured), log_level=_QUIET, limits=_LIMITS)
+
+    def copy(self) -> Matcher:
+        """Another one of the same state, which costs less than to build it. The two share what they find out
+        of the grammar's patterns, and the limit of how much that may be."""
+        other = object.__new__(Matcher)
+        other._inner = self._inner.deep_copy()
+        return other
+
+    @property
+    def error(self) -> str:
+        """Why nothing can be said of what may come next; empty while all is well."""
+        return _reason(self._inner.get_error()) if self._inner.is_error() else ""
+
+    def accept(self, token_ids: Iterable[int]) -> None:
+        """These have been sampled. What comes behind the end of a text is taken for an error."""
+        self._inner.consume_tokens(list(token_ids))
+
+    def fill(self, address: int, num_bytes: int) -> None:
+        """Write the mask of what may come next: bit i of word w allows id 32 w + i. Once there is an `error`,
+        it means nothing.
+
+        Args:
+            address: of `Vocabulary.num_words` words of 32 bits, which are `num_bytes` bytes.
+        """
+        self._inner.unsafe_compute_mask_ptr(address, num_bytes)
+
+    def mask(self) -> bytes:
+        """The same, as a value."""
+        mask: bytes = self._inner.compute_bitmask()
+        return mask
+
+
+def _grammar(structured: StructuredOutputs) -> str:
+    """As llguidance reads it."""
+    if structured.json is not None:
+        return _json_grammar(structured.json, structured.whitespace)
+    if structured.json_object:
+        return _json_grammar('{"type":"object"}', structured.whitespace)
+    if structured.regex is not None:
+        return str(LLMatcher.grammar_from_regex(structured.regex))
+    if structured.choice is not None:
+        alternatives = [msgspec.json.encode(text).decode() for text in structured.choice]
+        return str(LLMatcher.grammar_from_lark("start: " + " | ".join(alternatives)))
+    return str(LLMatcher.grammar_from_lark(structured.grammar or ""))
+
+
+def _json_grammar(schema: str, whitespace: bool) -> str:
+    options = _SPACED if whitespace else _COMPACT
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))  # type: ignore[arg-type]
+
+
+def _reason(text: str) -> str:
+    """What the library says of an error, without traces and places in grammars that it has made itself."""
+    lines = [line.strip() for line in text.strip().splitlines()] or [""]
+    first = _PLACE.sub("", lines[0]).rstrip(" .:")
+    found = next((line for line in lines[1:] if line.startswith("error: ")), "")  # of a regular expression
+    return _STOPS.get(first, f"{first}: {found.removeprefix('error: ')}" if found else first)
+
+
+def _unusable(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"this model cannot give structured output: {why}.",
+        remedy="Leave response_format and structured_outputs out.",
+        param="structured_outputs",
+        code="unsupported_by_model",
+    )

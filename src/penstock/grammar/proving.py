@@ -1,0 +1,318 @@
+"""Finds out whether structured output can be had as a request wants it, before the request is sent anywhere.
+
+Used by the fronts (`server.generation_route`, `llm`). To prove a grammar is to build what the last stage will
+build, by the same limits of work, and to make its first mask, in another process that may fail
+(`grammar.proving_process`). The processes are started when they are first needed, and anew when one has
+ended. A thread each waits for them; what came of it is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from penstock.config import GrammarLimits
+from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError, error_from_info
+from penstock.grammar.frames import LENGTH_BYTES, Answer, framed
+from penstock.grammar.schema_bounds import check_bounds
+from penstock.request import StructuredOutputs
+
+OPEN_S = 30.0  # for a process to start and read the vocabulary
+TURN_S = 10.0  # for a free place, of which each is held for `REAL_SECONDS` times the limit at most
+REAL_SECONDS = 4  # for one of CPU time, on a machine that has other work
+_MAX_ANSWER_BYTES = 1 << 20
+_ENTRY_BYTES = 256  # of an entry of the cache, beside its key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GrammarModel:
+    """Whose vocabulary it is about."""
+
+    directory: Path
+    eos_token_ids: tuple[int, ...]
+
+
+class ProvingProcess(Protocol):
+    """Where grammars are tried; one at a time."""
+
+    def open(self) -> ErrorInfo | None:
+        """Why this model cannot have structured output, once that is known; None: it can."""
+        ...
+
+    def ask(self, structured: StructuredOutputs) -> ErrorInfo | None:
+        """Why it cannot be used; None: it can. Raises `ProcessEndedError`."""
+        ...
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        ...
+
+
+class ProcessEndedError(Exception):
+    """It has ended, or had to be, before it gave an answer."""
+
+    def __init__(self, *, is_late: bool) -> None:
+        super().__init__("too late" if is_late else "ended")
+        self.is_late = is_late
+
+
+class ChildProcess:
+    """A `ProvingProcess` that is one.
+
+    Args:
+        seconds: of CPU time for each grammar.
+    """
+
+    def __init__(self, model: GrammarModel, seconds: float) -> None:
+        eos = [str(token_id) for token_id in model.eos_token_ids]
+        options = ["--directory", str(model.directory), "--seconds", str(seconds), "--eos", *eos]
+        self._seconds = seconds
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "penstock.grammar.proving_process", *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's interrupt is for the server, which drains
+        )
+
+    def open(self) -> ErrorInfo | None:
+        return self._answer(OPEN_S)
+
+    def ask(self, structured: StructuredOutputs) -> ErrorInfo | None:
+        stdin = self._process.stdin
+        assert stdin is not None
+        try:
+            stdin.write(framed(structured))
+            stdin.flush()
+        except OSError:
+            raise ProcessEndedError(is_late=False) from None
+        return self._answer(REAL_SECONDS * self._seconds)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+
+    def _answer(self, seconds: float) -> ErrorInfo | None:
+        deadline = time.monotonic() + seconds
+        length = int.from_bytes(self._read(LENGTH_BYTES, deadline), "little")
+        if length > _MAX_ANSWER_BYTES:
+            raise ProcessEndedError(is_late=False)
+        return msgspec.msgpack.decode(self._read(length, deadline), type=Answer).error
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        stdout = self._process.stdout
+        assert stdout is not None
+        found = b""
+        while len(found) < size:
+            ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
+            piece = stdout.read1(size - len(found)) if ready else b""  # type: ignore[attr-defined]
+            if not piece:
+                raise ProcessEndedError(is_late=not ready or self._was_late())
+            found += piece
+        return found
+
+    def _was_late(self) -> bool:
+        """Whether the system has ended it when its time was over."""
+        return self._process.wait() == -signal.SIGPROF
+
+
+class _Proof:
+    """Of one grammar, under way. Several requests may wait for it."""
+
+    def __init__(self) -> None:
+        self.started: Future[None] = Future()
+        self.error: Future[ErrorInfo | None] = Future()
+
+
+class GrammarProver:
+    """Proves grammars for one model. Any thread may ask.
+
+    Args:
+        model: None: of a kind that cannot have structured output.
+        limits: of what a request may bring, and of the work.
+        make_process: starts a process for this model.
+    """
+
+    def __init__(
+        self,
+        model: GrammarModel | None,
+        limits: GrammarLimits,
+        make_process: Callable[[GrammarModel, float], ProvingProcess] = ChildProcess,
+    ) -> None:
+        self._model = model
+        self._limits = limits
+        self._make_process = make_process
+        self._pool = ThreadPoolExecutor(limits.max_compiling, thread_name_prefix="grammar")
+        self._lock = threading.Lock()  # of all below
+        self._idle: list[ProvingProcess] = []
+        self._is_closed = False
+        self._under_way: dict[bytes, _Proof] = {}
+        self._known = _Known(limits.grammar_cache_bytes)
+
+    async def prove(self, structured: StructuredOutputs) -> None:
+        """Return if it can be used.
+
+        Raises:
+            InvalidRequestError: it is too large, wrong, unsatisfiable or not supported, or takes too long.
+            OverloadedError: too many wait.
+        """
+        proof = self._begin(structured)
+        if proof is not None:
+            try:
+                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(proof.started)), TURN_S + OPEN_S)
+            except TimeoutError:
+                raise _busy() from None
+            _raise(await asyncio.shield(asyncio.wrap_future(proof.error)))
+
+    def prove_now(self, structured: StructuredOutputs) -> None:
+        """The same, for who has no event loop."""
+        proof = self._begin(structured)
+        if proof is not None:
+            try:
+                proof.started.result(TURN_S + OPEN_S)
+            except FutureTimeoutError:
+                raise _busy() from None
+            _raise(proof.error.result())
+
+    def close(self) -> None:
+        """End the processes; who waits still gets an answer."""
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for process in idle:
+            process.close()
+        self._pool.shutdown(wait=False)
+
+    def _begin(self, structured: StructuredOutputs) -> _Proof | None:
+        """The proof to wait for; None if it is known to be usable. Raises what is known to be wrong."""
+        if self._model is None:
+            raise InvalidRequestError(
+                "this model cannot give structured output: it has no tokenizer.json.",
+                param="structured_outputs",
+                code="unsupported_by_model",
+            )
+        check_bounds(structured, self._limits)
+        key = msgspec.msgpack.encode(structured)
+        with self._lock:
+            if key in self._known:
+                _raise(self._known.get(key))
+                return None
+            proof = self._under_way.get(key)
+            if proof is None:
+                self._refuse_overload()
+                proof = self._under_way[key] = _Proof()
+                self._pool.submit(self._run, key, structured, proof, self._model)
+            return proof
+
+    def _refuse_overload(self) -> None:
+        if len(self._under_way) >= self._limits.max_compiling + self._limits.max_compile_waiting:
+            raise _busy()
+
+    def _run(self, key: bytes, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> None:
+        """In a thread: have it proved."""
+        is_certain = True
+        try:
+            error = self._asked(structured, proof, model)
+        except ProcessEndedError as ended:
+            error = self._too_much(is_late=ended.is_late)
+            is_certain = not ended.is_late  # what was slow under load may be tried again
+        except Exception as other:  # the process could not be started
+            error = ErrorInfo(kind="UnavailableError", message=f"no process to build grammars in: {other}.")
+            is_certain = False
+        with self._lock:
+            del self._under_way[key]
+            if is_certain:
+                self._known.put(key, error)
+        if not proof.started.done():
+            proof.started.set_result(None)
+        proof.error.set_result(error)
+
+    def _asked(self, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> ErrorInfo | None:
+        """The answer of a process, which is kept for the next if it lives."""
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("it was closed")
+            process = self._idle.pop() if self._idle else None
+        is_new = process is None
+        process = process or self._make_process(model, self._limits.compile_timeout_s)
+        is_good = False
+        try:
+            error = process.open() if is_new else None
+            is_good = error is None
+            if is_good:
+                proof.started.set_result(None)
+                is_good = False  # until it has answered
+                error = process.ask(structured)
+                is_good = True
+        finally:
+            self._give_back(process, is_good)
+        return error
+
+    def _give_back(self, process: ProvingProcess, is_good: bool) -> None:
+        with self._lock:
+            is_kept = is_good and not self._is_closed
+            if is_kept:
+                self._idle.append(process)
+        if not is_kept:
+            process.close()
+
+    def _too_much(self, *, is_late: bool) -> ErrorInfo:
+        seconds = self._limits.compile_timeout_s
+        what = f"takes more than {seconds:g} s to build" if is_late else "takes too much memory to build"
+        return InvalidRequestError(
+            f"structured output: the grammar {what}.",
+            remedy="Make it smaller: fewer alternatives and patterns, smaller numbers, less nesting.",
+            param="structured_outputs",
+            code="grammar_too_complex",
+        ).info()
+
+
+class _Known:
+    """What is known of grammars; the longest unused is forgotten when it takes too much room."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._errors: OrderedDict[bytes, ErrorInfo | None] = OrderedDict()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._errors
+
+    def get(self, key: bytes) -> ErrorInfo | None:
+        self._errors.move_to_end(key)
+        return self._errors[key]
+
+    def put(self, key: bytes, error: ErrorInfo | None) -> None:
+        self._errors[key] = error
+        self._num_bytes += len(key) + _ENTRY_BYTES
+        while self._num_bytes > self._max_bytes:
+            oldest, _ = self._errors.popitem(last=False)
+            self._num_bytes -= len(oldest) + _ENTRY_BYTES
+
+
+def _raise(error: ErrorInfo | None) -> None:
+    if error is not None:
+        raise error_from_info(error)
+
+
+def _busy() -> OverloadedError:
+    return OverloadedError("too many grammars are being built or wait for it.", remedy="Try again later.")

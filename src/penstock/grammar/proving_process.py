@@ -1,0 +1,111 @@
+"""The process in which grammars of requests are tried: `python -m penstock.grammar.proving_process`.
+
+Some small schemas take the library minutes or gigabytes, and its own limits do not see it. Here that harms
+nobody: this process has a limit of CPU time for each grammar and one of memory, by which the system ends it,
+and whoever has asked (`grammar.proving`) takes its end for an answer.
+
+Frames on standard input and output are a length of four bytes and a message; the first one out says whether
+the model can have structured output at all. Ends with its input, or with its parent.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import re
+import resource
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from penstock.errors import InvalidRequestError
+from penstock.grammar.frames import LENGTH_BYTES, Answer, framed
+from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
+from penstock.request import StructuredOutputs
+
+# Less than what threads of the ranks have: what fits here fits there.
+_STACK_BYTES = 2 << 20
+_MEMORY_BYTES = 1 << 30  # beside what the vocabulary takes
+_PR_SET_PDEATHSIG = 1
+_UNSUPPORTED = re.compile(r"^(Unimplemented keys|Unknown format)|not supported")
+
+
+def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> Answer:
+    """Of what the last stage would do first with this grammar."""
+    try:
+        matcher = Matcher(vocabulary, structured)
+        mask = matcher.mask()
+    except Exception as error:  # a panic of the library ends the process
+        return _invalid(str(error))
+    if matcher.error:
+        return _invalid(matcher.error)
+    return Answer() if any(mask) else _invalid("no text satisfies it")
+
+
+def _invalid(why: str) -> Answer:
+    return Answer(
+        InvalidRequestError(
+            f"structured output: {why}.",
+            remedy="See what is supported in docs/structured-output.md.",
+            param="structured_outputs",
+            code="unsupported_schema" if _UNSUPPORTED.search(why) else "invalid_grammar",
+        ).info()
+    )
+
+
+def _write(stream: BinaryIO, answer: Answer) -> None:
+    stream.write(framed(answer))
+    stream.flush()
+
+
+def _read(stream: BinaryIO) -> StructuredOutputs | None:
+    """None at the end of the input."""
+    head = stream.read(LENGTH_BYTES)
+    content = stream.read(int.from_bytes(head, "little"))
+    return msgspec.msgpack.decode(content, type=StructuredOutputs) if len(head) == LENGTH_BYTES else None
+
+
+def _limit_memory() -> None:
+    """To a little more than there is now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _serve(directory: Path, eos_token_ids: list[int], seconds: float) -> None:
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    try:
+        vocabulary = load_vocabulary(directory, eos_token_ids)
+    except InvalidRequestError as error:
+        _write(sink, Answer(error.info()))
+        return
+    _limit_memory()
+    _write(sink, Answer())
+    while (asked := _read(source)) is not None:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # at its end the system ends the process
+        answer = tried(vocabulary, asked)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _write(sink, answer)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--eos", type=int, nargs="*", default=[])
+    parser.add_argument("--seconds", type=float, required=True)
+    options = parser.parse_args(arguments)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_serve, args=(options.directory, options.eos, options.seconds))
+    thread.start()
+    thread.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

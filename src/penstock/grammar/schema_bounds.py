@@ -1,0 +1,210 @@
+"""What a request's schema, pattern, choice or grammar may be at most, checked before anything is built of it.
+
+A JSON schema is read keyword by keyword: what the grammar would silently leave unobeyed is refused by name,
+and so are references out of the document and numbers that would unfold to huge grammars. Whether the rest can
+be obeyed is found out by building it (`grammar.proving`). Pure; opens nothing, runs no pattern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote
+
+import msgspec
+
+from penstock.config import GrammarLimits
+from penstock.errors import InvalidRequestError
+from penstock.request import StructuredOutputs
+
+# Constraints of one draft or another that llguidance reads over without a word.
+_IGNORED = frozenset({"additionalItems", "disallow", "divisibleBy", "extends", "x-guidance"})
+_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ALTERNATIVES = ("anyOf", "oneOf", "allOf", "prefixItems")
+_NESTED = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+
+
+def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
+    """Raise `InvalidRequestError` for what is too large, cannot be read or would not be obeyed."""
+    for text in _texts(structured):
+        try:
+            size = len(text.encode())
+        except UnicodeEncodeError:
+            raise _refused("it is not valid Unicode text (it may hold a lone surrogate)") from None
+        _at_most("its length in bytes", size, limits.max_schema_bytes, "--max-schema-bytes")
+    if structured.choice is not None:
+        _at_most("the number of choices", len(structured.choice), limits.max_enum_items, "--max-enum-items")
+        size = sum(len(text.encode()) for text in structured.choice)
+        _at_most("the length of all choices in bytes", size, limits.max_schema_bytes, "--max-schema-bytes")
+    if structured.json is not None:
+        document = _document(structured.json, limits)
+        _Reader(limits, document).read_all()
+
+
+def _texts(structured: StructuredOutputs) -> Iterator[str]:
+    for text in (structured.json, structured.regex, structured.grammar):
+        if text is not None:
+            yield text
+    yield from structured.choice or ()
+
+
+def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
+    if _brackets(text) > 2 * limits.max_schema_depth + 2:  # of schemas and of the maps between them
+        raise _too_deep(limits)
+    try:
+        document = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _refused(f"the schema is not JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise _refused("the schema is no JSON object")
+    return document
+
+
+def _brackets(text: str) -> int:
+    """At least as many as stand within one another; those in strings count too."""
+    depth = deepest = 0
+    for character in text:
+        if character in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]}":
+            depth = max(0, depth - 1)
+    return deepest
+
+
+@dataclass(slots=True)
+class _Reader:
+    """Goes through one document, and to wherever its references lead, once each."""
+
+    limits: GrammarLimits
+    document: dict[str, Any]
+    num_enum_items: int = 0
+    found: list[Any] = field(default_factory=list)  # that references lead to, and are to be read yet
+    seen: set[int] = field(default_factory=set)  # identities of schemas
+
+    def read_all(self) -> None:
+        self.found.append(self.document)
+        while self.found:
+            self._read(self.found.pop(), 1)
+
+    def _read(self, schema: Any, depth: int) -> None:
+        if depth > self.limits.max_schema_depth:
+            raise _too_deep(self.limits)
+        if isinstance(schema, bool) or id(schema) in self.seen:
+            return
+        if not isinstance(schema, dict):
+            raise _refused(f"a schema is an object or true or false, found {_kind(schema)}")
+        self.seen.add(id(schema))
+        self._check_keywords(schema)
+        for nested in _nested(schema):
+            self._read(nested, depth + 1)
+
+    def _check_keywords(self, schema: dict[str, Any]) -> None:
+        limits = self.limits
+        for keyword in _IGNORED & schema.keys():
+            raise _unsupported(keyword, "it is not supported")
+        if isinstance(schema.get("items"), list):
+            raise _unsupported("items", "a list of schemas is not supported here; write prefixItems")
+        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            if isinstance(schema.get(keyword), bool):
+                raise _unsupported(keyword, "it is a number, which takes the place of minimum or maximum")
+        for keyword in ("$ref", "$id"):
+            self._check_reference(keyword, schema.get(keyword))
+        for keyword in _COUNTS:
+            count = schema.get(keyword, 0)
+            if isinstance(count, bool) or not isinstance(count, int | float):
+                raise _unsupported(keyword, f"it is a number, not {_kind(count)}")
+            _at_most(keyword, count, limits.max_repeats, "--max-repeats")
+        for pattern in _patterns(schema):
+            size = len(pattern.encode("utf-8", "replace"))
+            _at_most(
+                "the length of a pattern in bytes", size, limits.max_pattern_bytes, "--max-pattern-bytes"
+            )
+        if isinstance(schema.get("enum"), list):
+            self.num_enum_items += len(schema["enum"])
+            _at_most(
+                "the number of enum values", self.num_enum_items, limits.max_enum_items, "--max-enum-items"
+            )
+
+    def _check_reference(self, keyword: str, target: Any) -> None:
+        if target is None:
+            return
+        if not isinstance(target, str):
+            raise _unsupported(keyword, f"it is a text, not {_kind(target)}")
+        if keyword == "$ref":
+            self.found.append(self._resolved(target))
+
+    def _resolved(self, pointer: str) -> Any:
+        """What a JSON pointer (RFC 6901, as a fragment) leads to."""
+        if pointer != "#" and not pointer.startswith("#/"):
+            raise _unsupported("$ref", f"only #/... within the document is followed, not {pointer[:128]!r}")
+        value: Any = self.document
+        for step in unquote(pointer[2:]).split("/") if len(pointer) > 1 else ():
+            name = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(value, dict) and name in value:
+                value = value[name]
+            elif isinstance(value, list) and name.isdecimal() and int(name[:9]) < len(value):
+                value = value[int(name[:9])]
+            else:
+                raise _unsupported("$ref", f"nothing is at {pointer[:128]!r}")
+        return value
+
+
+def _nested(schema: dict[str, Any]) -> Iterator[Any]:
+    for keyword in _BY_NAME:
+        if isinstance(schema.get(keyword), dict):
+            yield from schema[keyword].values()
+    for keyword in _ALTERNATIVES:
+        if isinstance(schema.get(keyword), list):
+            yield from schema[keyword]
+    for keyword in _NESTED:
+        if keyword in schema:
+            yield schema[keyword]
+
+
+def _patterns(schema: dict[str, Any]) -> Iterator[str]:
+    if isinstance(schema.get("pattern"), str):
+        yield schema["pattern"]
+    if isinstance(schema.get("patternProperties"), dict):
+        yield from schema["patternProperties"]
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _at_most(what: str, value: float, limit: int, flag: str) -> None:
+    if value > limit:
+        raise InvalidRequestError(
+            f"structured output: {what} is {value}; the limit is {limit}.",
+            remedy=f"Ask for less, or raise {flag}.",
+            param="structured_outputs",
+            code="out_of_range",
+        )
+
+
+def _too_deep(limits: GrammarLimits) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured output: schemas stand within one another more than {limits.max_schema_depth} deep.",
+        remedy="Make it flatter, or raise --max-schema-depth.",
+        param="structured_outputs",
+        code="out_of_range",
+    )
+
+
+def _unsupported(keyword: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured output: the schema has {keyword}: {why}.",
+        remedy=f"Leave {keyword} out, and check for it yourself.",
+        param="structured_outputs",
+        code="unsupported_schema",
+    )
+
+
+def _refused(why: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"structured output: {why}.", param="structured_outputs", code="invalid_schema"
+    )
