@@ -4,10 +4,11 @@
     penstock serve demo --pp 2 --dtype float32 --port 8000
     python benchmarks/lm_eval_loglikelihood.py MODEL --text FILE [--url http://127.0.0.1:8000] [--items 40]
 
-Makes two tasks of a text: choose the line that follows (multiple choice among four), and the log-likelihood of
-whole passages (rolling). Runs them with the harness's `local-completions`, which sends token ids of context and
-continuation with `echo` and `logprobs`, and works out the same from the checkpoint with `transformers` in
-float32. Ends with code 1 if any log-likelihood differs by more than `--tolerance`. Needs no network.
+Makes two tasks of a text: choose the line that follows (multiple choice among four), and the log-likelihood
+of whole passages (rolling). Runs them with the harness's `local-completions`, which sends token ids of
+context and continuation with `echo` and `logprobs`, and works out the same from the checkpoint with
+`transformers` in float32. Ends with code 1 if any log-likelihood differs by more than `--tolerance`. Needs no
+network.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from penstock import LLM, SamplingParams
 from penstock.config import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.host import Host
 from penstock.engine.launch import resolve_replicas
+from penstock.engine.outputs import RequestOutput
 from penstock.errors import PenstockError
 from penstock.models.registry import resolve_model_directory
 from penstock.request import StructuredOutputs
@@ -41,6 +42,7 @@ CHANGED = SamplingParams(
     ignore_eos=True,
 )
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, logprobs=2)
+SCORED = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
 HOST = Host(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
 
 MODEL_SETTINGS = ("dtype", "quantization", "model_impl")
@@ -110,6 +112,7 @@ FEATURES = {
     "sampling with a seed, log-probabilities": Feature(plain, sampling=SEEDED),
     "penalties, a bias, allowed ids": Feature(plain, sampling=CHANGED),
     "structured output": Feature(embedded, sampling=CONSTRAINED),
+    "scored prompts, in chunks of 4": Feature(plain, {"prefill_chunk": 4}, sampling=SCORED),
     "`--quantization int8`": Feature(wide, {"quantization": "int8"}, is_rounded=True),
     "`--quantization int4`": Feature(wide, {"quantization": "int4"}, is_rounded=True),
     "GPTQ checkpoint, groups of 128": Feature(gptq, is_rounded=True),
@@ -163,7 +166,12 @@ def tokens(feature: Feature, model: Path, layout: Mapping[str, Any]) -> list[lis
     with LLM(str(model), distributed_executor_backend="inprocess", num_blocks=64, **settings) as llm:
         runs = [llm.generate(PROMPTS, feature.sampling) for _ in range(1 + feature.is_warm)]
         assert not feature.is_warm or all(output.num_cached_tokens for output in runs[-1])
-        return [output.outputs[0].token_ids for output in runs[-1]]
+        return [output.outputs[0].token_ids + likeliest(output) for output in runs[-1]]
+
+
+def likeliest(output: RequestOutput) -> list[int]:
+    """Of each token of a prompt that was scored."""
+    return [token_id for entry in output.prompt_logprobs or [] for token_id in entry or ()]
 
 
 def tokens_from_store(model: Path, settings: Mapping[str, Any], layout: Mapping[str, Any]) -> list[list[int]]:
