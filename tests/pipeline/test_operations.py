@@ -175,7 +175,9 @@ def test_g4_all_can_be_aborted_while_a_rank_is_late(server: Operated) -> None:
     assert [*Stream(server, REQUESTS[0] | {"max_tokens": 16})] == server.golden[0][:16]
 
 
-@pytest.mark.parametrize("how", ["", pytest.param("late", marks=pytest.mark.soak), "killed", "core"])
+@pytest.mark.parametrize(
+    "how", ["", "killed", *(pytest.param(how, marks=pytest.mark.soak) for how in ("late", "core"))]
+)
 def test_g4_a_profile_has_the_same_steps_of_every_stage(server: Operated, how: str) -> None:
     before = server.num_recoveries
     load = Load(server, num_tokens=600)
@@ -203,3 +205,32 @@ def test_g4_a_profile_has_the_same_steps_of_every_stage(server: Operated, how: s
         for stage in (0, 1):
             assert steps.get(1000 * replica + stage, set()) == wanted
     assert any(steps.values())
+
+
+def test_the_pipeline_and_its_texts_are_seen_as_they_are(server: Operated) -> None:
+    asked = urllib.request.Request(
+        server.url + "/tokenize",
+        json.dumps({"prompt": "Once upon a time"}).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(asked, timeout=60) as answer:
+        tokens = json.load(answer)["tokens"]
+    by_ids = {"prompt": tokens, "temperature": 0, "max_tokens": 40}
+    assert [*Stream(server, by_ids)] == server.golden[0][:40], "the ids are those that the text runs with"
+    view = json.loads(server.get("/debug/pipeline"))
+    assert [replica["ready"] for replica in view["replicas"]] == [True] * server.replicas
+    for replica in view["replicas"]:
+        first, second = (stage["layers"] for stage in replica["stages"])
+        assert first[0] == 0
+        assert first[1] == second[0] < second[1]
+    assert sum(replica["generated_tokens"] for replica in view["replicas"]) >= 40
+    assert any(stage["bubble_s"]["no_work"] for stage in view["replicas"][0]["stages"])
+    with urllib.request.urlopen(server.url + "/debug/pipeline/events", timeout=60) as feed:
+        frames = [json.loads(line[6:]) for line in (feed.readline() for _ in range(4)) if line.strip()]
+    assert len(frames) == 2
+    assert frames[0]["time"] < frames[1]["time"]
+    info = json.loads(server.get("/server_info"))
+    assert info["num_replicas"] == server.replicas
+    assert info["settings"]["pipeline-parallel-size"] == 2
+    assert info["settings"]["admin-key"] == "set"
+    assert ADMIN_KEY not in json.dumps(info)

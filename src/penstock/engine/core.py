@@ -318,6 +318,7 @@ class EngineCore:
     def _fill(self, executor: Executor) -> None:
         while len(self._inflight) < self._scheduler.useful_depth + self._calibration.async_depth:
             if not self.operations.pace.allows_plan:
+                self._late = {}  # ranks wait for a plan
                 return
             plan = self._scheduler.schedule(self._inflight.next_step)
             if plan is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
@@ -12,11 +13,13 @@ from penstock.config import SchedulerConfig
 from penstock.errors import ErrorInfo
 from penstock.operations import (
     Abort,
+    FlushCache,
     Operation,
     OperationDone,
     Pause,
     PauseMode,
     Resume,
+    SlowDown,
     StartProfile,
     StopProfile,
 )
@@ -333,3 +336,52 @@ def test_g4_a_stage_that_is_lost_does_not_lose_the_beginning_of_a_profile() -> N
     rig.complete()
     assert next(plan for plan in rig.executor.plans if plan.wants_times).step_id == lost
     assert_exact(rig)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_d18_operations_of_all_kinds_at_any_moment_change_no_token(seed: int) -> None:
+    """With stages lost in between; every operation ends, proved by a plan that was made under it."""
+    chance = random.Random(seed)
+    rig = busy(chance.choice([1, 2, 3]), chance.choice([0, 1, 2]), num_blocks=chance.choice([12, 64]))
+    kinds: list[Callable[[], Operation]] = [
+        lambda: Abort([chance.choice(list(rig.requests))]),
+        lambda: SlowDown(chance.choice([0, 1, 300])),
+        StartProfile,
+        StopProfile,
+        FlushCache,
+        lambda: Pause(chance.choice(["keep", "wait"])),
+        Resume,
+    ]
+    finished: dict[int, OperationDone] = {}
+    num_asked = 0
+    for number in range(60):
+        rig.clock.advance(chance.choice([0.0, 0.1, 0.4]))
+        rig.step(timeout_s=chance.choice([0.0, 1.0]))
+        what = chance.random()
+        if what < 0.4:
+            rig.operate(chance.choice(kinds)())
+            num_asked += 1
+        elif what < 0.47:
+            rig.core.lose_epoch(LOST)
+            rig.rejoin()
+        elif what < 0.57:
+            rig.add(f"r{number}", 3, max_tokens=4, ignore_eos=True)
+        finished |= rig.finished()
+    for operation in (Resume(), SlowDown(0)):
+        rig.operate(operation)
+    rig.run_until_idle()
+    for _ in range(5):
+        rig.step(timeout_s=1.0)
+    finished |= rig.finished()
+    assert len(finished) == num_asked + 2
+    aborted = {name for done in finished.values() for name in done.aborted or ()}
+    for done in finished.values():
+        assert done.error is not None or (done.completed_step or -1) >= done.accepted_step
+    for arrival, name in enumerate(rig.requests):
+        if name in aborted:
+            assert (rig.updates[name][-1].error or LOST).code == "aborted_by_administrator"
+            assert rig.expected(name, arrival)[0][: len(rig.tokens(name))] == rig.tokens(name)
+        elif rig.finish_reason(name) != "error":  # in the pipe at two losses, with no token between
+            assert rig.result(name) == rig.expected(name, arrival)
+    assert sum(rig.finish_reason(name) == "error" for name in rig.requests) < len(rig.requests)
+    assert not rig.core.operations.wants_times

@@ -84,6 +84,20 @@ def test_g4_plans_keep_their_distance_and_nothing_else_is_late(num_stages: int, 
     assert [done.error for done in rig.finished()] == [None]
 
 
+def test_g4_a_plan_that_was_held_back_says_that_the_core_was_late() -> None:
+    """Neither did nobody want to run, nor was the pipe full: ranks count it as waiting for the core."""
+    rig = SlowRig()
+    add_two(rig)
+    rig.tick()
+    num_planned = len(rig.plans)
+    rig.core.operations.pace.interval_ms = 500  # without a plan that proves it, which would take the blame
+    while not rig.core.is_idle:
+        rig.tick()
+    paced = rig.plans[num_planned:]
+    assert len(paced) > 2
+    assert not any(plan.starved or plan.held for plan in paced)
+
+
 def test_g4_full_speed_comes_back_at_once() -> None:
     rig = SlowRig()
     rig.operate(SlowDown(10_000))
