@@ -200,7 +200,7 @@ def test_r8_what_cannot_be_had_is_refused_before_anything_runs() -> None:
             assert (raised.value.code, raised.value.param) == (code, "structured_outputs")
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.soak)])
 def test_r4_d12_texts_go_on_valid_and_the_same_when_a_stage_is_lost(
     made: list[Schema], expected: list[CompletionOutput], stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
