@@ -1,4 +1,4 @@
-"""Structured output from a running server of two stages: the real client, lost processes, endless grammars."""
+"""Structured output from a running server of two stages: the real client, and processes that are lost."""
 
 from __future__ import annotations
 
