@@ -20,6 +20,8 @@ from penstock.engine.outputs import OutputAssembler, TextDelta
 from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
 from penstock.errors import AbortedError, OverloadedError, PenstockError
+from penstock.grammar.proving import GrammarModel
+from penstock.models.registry import resolve_model_directory
 from penstock.operations import Abort, Operation, OperationDone
 from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.server.engine_port import ServedModel
@@ -245,6 +247,10 @@ def syntax_of(tools: str, reasoning: str = "none") -> ModelSyntax:
         template_knows_calls=True,
         reads=frozenset({"tools", "enable_thinking", "reasoning_effort"}),
     )
+
+
+# Whose tokenizer proves grammars; that its ids are others than the fake's matters to nobody.
+DEMO = GrammarModel(directory=resolve_model_directory("demo"), eos_token_ids=(1,))
 
 
 def fake_model(**changes: Any) -> ServedModel:

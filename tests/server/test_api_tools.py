@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import ByteCodec, FakeEngine, fake_model, syntax_of
+from fake_engine import DEMO, ByteCodec, FakeEngine, fake_model, syntax_of
 from live_server import LiveServer, events
 
 from penstock.config import Limits
@@ -51,7 +51,9 @@ class SeenCodec(ByteCodec):
 
 
 def serving(answer: str, tools: str = "hermes", reasoning: str = "none", **changes: Any) -> LiveServer:
-    model = fake_model(syntax=syntax_of(tools, reasoning), **{"codec": SeenCodec()} | changes)
+    model = fake_model(
+        syntax=syntax_of(tools, reasoning), **{"codec": SeenCodec(), "grammar_model": DEMO} | changes
+    )
     return LiveServer(FakeEngine(script=answer), model=model)
 
 

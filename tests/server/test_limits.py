@@ -237,8 +237,6 @@ def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value
         ("guided_regex", "(a+)+$"),
         ("chat_template", "{{ 1 }}"),
         ("documents", [{"text": "x"}]),
-        ("presence_penalty", 2.1),
-        ("repetition_penalty", 0.0),
     ],
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT])

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, fake_model
+from fake_engine import DEMO, FakeEngine, fake_model
 from live_server import LiveServer
 
 from penstock.config import GrammarLimits, ServerConfig
 from penstock.errors import ConstraintError
-from penstock.grammar.proving import GrammarModel
-from penstock.models.registry import resolve_model_directory
 from penstock.request import StructuredOutputs
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -22,7 +20,6 @@ SCHEMA = {
     "properties": {"b": {"type": "integer"}, "a": {"enum": [1, None]}},
     "required": ["b"],
 }
-DEMO = GrammarModel(directory=resolve_model_directory("demo"), eos_token_ids=(1,))
 
 
 @pytest.fixture(scope="module")
