@@ -32,6 +32,7 @@ from small_engines import findable, run, small_engine, wait_until_stored
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(3)]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+CHOICES = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
 CHANGED = SamplingParams(
     temperature=0.0,
     repetition_penalty=1.5,
@@ -113,6 +114,7 @@ FEATURES = {
     "penalties, a bias, allowed ids": Feature(plain, sampling=CHANGED),
     "structured output": Feature(embedded, sampling=CONSTRAINED),
     "scored prompts, in chunks of 4": Feature(plain, {"prefill_chunk": 4}, sampling=SCORED),
+    "three choices of each prompt": Feature(plain, {"block_size": 4}, sampling=CHOICES),
     "`--quantization int8`": Feature(wide, {"quantization": "int8"}, is_rounded=True),
     "`--quantization int4`": Feature(wide, {"quantization": "int4"}, is_rounded=True),
     "GPTQ checkpoint, groups of 128": Feature(gptq, is_rounded=True),
@@ -166,7 +168,8 @@ def tokens(feature: Feature, model: Path, layout: Mapping[str, Any]) -> list[lis
     with LLM(str(model), distributed_executor_backend="inprocess", num_blocks=64, **settings) as llm:
         runs = [llm.generate(PROMPTS, feature.sampling) for _ in range(1 + feature.is_warm)]
         assert not feature.is_warm or all(output.num_cached_tokens for output in runs[-1])
-        return [output.outputs[0].token_ids + likeliest(output) for output in runs[-1]]
+        chosen = [one.token_ids for output in runs[-1] for one in output.outputs]
+        return chosen + [likeliest(output) for output in runs[-1]]
 
 
 def likeliest(output: RequestOutput) -> list[int]:

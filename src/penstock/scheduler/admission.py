@@ -105,7 +105,7 @@ class Admission:
             )
 
     def refuse_overload(self, queues: RequestQueues, num_tokens: int, num_requests: int = 1) -> None:
-        """Raise `OverloadedError` unless so many requests with so many prompt tokens in all may wait."""
+        """Raise `OverloadedError` unless so many requests, of so many tokens in all, may wait."""
         limit = self._config.max_waiting_requests
         free_rows = self._config.max_num_seqs - len(queues.running)  # for those about to start
         if len(queues.waiting) + num_requests > limit + free_rows:

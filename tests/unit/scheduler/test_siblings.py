@@ -152,6 +152,16 @@ def test_a_lost_stage_changes_no_token(after: int, num_stages: int) -> None:
     assert all(computed(one, name) < 18 + 18 for name in names(3)[1:]), "nor is the prompt computed by each"
 
 
+def test_a_leader_whose_numbers_are_no_good_leaves_nothing_to_the_others() -> None:
+    one = rig()
+    one.executor.fail_rows = {step: [0] for step in range(5)}  # the prompt takes plans 1 to 4, behind a probe
+    one.add("r", PROMPT, n=3, **SEEDED)
+    one.run_until_idle()
+    assert one.finish_reason("r") == "error"
+    assert_exact(one, names(3)[1:])
+    assert computed(one, "r/1") == 18, "it begins with none of the blocks"
+
+
 def test_a_leader_that_is_preempted_is_waited_for_again() -> None:
     """Two rows fill the pool; the followers are many."""
     one = rig(num_blocks=10, scheduler={"max_num_seqs": 4})
