@@ -44,7 +44,8 @@ class CostLearner:
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
         """A plan is on its way. `alone`: only one stage at a time computes for it."""
-        if not plan.rows or plan.awaited:  # what waits for the store says nothing
+        # What waits for the store, or scores prompts, says nothing of other plans.
+        if not plan.rows or plan.awaited or plan.scored:
             return
         self._shapes[plan.step_id] = StepShape.of(plan), alone
         if len(self._shapes) > _MAX_SHAPES:

@@ -41,13 +41,12 @@ class StepShape(NamedTuple):
 
     tokens: int
     attended: int  # sum over the tokens of the positions that each attends to
-    samples: int  # tokens whose logits are computed: sampled rows, and scored tokens of prompts
+    samples: int
 
     @classmethod
     def of(cls, plan: ScheduledBatch) -> StepShape:
         attended = sum(map(attended_by, plan.start_positions, plan.num_tokens))
-        scored = sum(tokens.count for tokens in plan.scored)
-        return cls(plan.total_tokens, attended, plan.need_sampled.count(True) + scored)
+        return cls(plan.total_tokens, attended, plan.need_sampled.count(True))
 
 
 def attended_by(start: int, num_tokens: int) -> int:

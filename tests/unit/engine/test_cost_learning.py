@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from penstock.batch import ScheduledBatch, StageSpans
+from penstock.batch import ScheduledBatch, ScoredTokens, StageSpans
 from penstock.engine.cost_learning import CostLearner, step_times
 from penstock.scheduler.cost_model import CostModel
 from penstock.trace.phases import Phase
@@ -71,6 +72,14 @@ def test_reports_teach_the_model_once_and_only_of_plans_that_were_submitted() ->
         costs.learn([first, slower])
     (cost,) = costs.model.costs() or []
     assert cost.read == pytest.approx(0.022), "one slower step, counted once"
+
+
+def test_steps_that_score_prompts_or_wait_for_the_store_say_nothing_of_others() -> None:
+    costs = CostLearner(CostModel(1))
+    costs.submitted(msgspec.structs.replace(decode(4, 2), scored=[ScoredTokens(0, 8, 1)]), alone=False)
+    costs.submitted(msgspec.structs.replace(decode(5, 2), awaited=[3]), alone=False)
+    costs.learn([report(0, 1, (4, 2, LAST), (5, 2, LAST))])
+    assert costs.model.costs() is None
 
 
 def test_steps_alone_and_shared_are_kept_apart() -> None:
