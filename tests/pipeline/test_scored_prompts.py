@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import make_checkpoint
 from families import FAMILIES
 from hf_reference import MODELS, RandomModel, reference_logits
 from penstock import LLM, SamplingParams
@@ -81,6 +82,23 @@ def test_g8_scores_of_other_families_equal_transformers(name: str, tmp_path: Pat
     FAMILIES[name].make(tmp_path)
     prompts = PROMPTS[2:3]
     assert_as_transformers(tmp_path, prompts, score(tmp_path, prompts, pipeline_parallel_size=2))
+
+
+def test_g8_scores_by_transformers_own_layers_equal_transformers(tmp_path: Path) -> None:
+    MODELS[1].make(tmp_path)
+    settings = {"pipeline_parallel_size": 2, "model_impl": "transformers", "prefill_chunk": 7}
+    assert_as_transformers(tmp_path, PROMPTS, score(tmp_path, PROMPTS, **settings))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_g8_scores_of_quantised_weights_are_the_same_bits_for_stages_and_chunks(
+    quantization: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 128}
+    make_checkpoint(tmp_path, layers=3, vocab_size=150, seed=3, **sizes)
+    expected = score(tmp_path, PROMPTS, quantization=quantization)
+    layout = {"pipeline_parallel_size": 3, "prefill_chunk": 5, "async_depth": 1}
+    assert score(tmp_path, PROMPTS, quantization=quantization, **layout) == expected
 
 
 def test_g8_scores_of_the_demo_model_equal_transformers() -> None:

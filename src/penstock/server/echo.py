@@ -41,8 +41,9 @@ class Echo:
         prompt: as the client gave it.
         """
         skips = sampling.skip_special_tokens
-        text = prompt if isinstance(prompt, str) else ""
-        if not isinstance(prompt, str):
+        if isinstance(prompt, str):
+            text, skips = prompt, True  # the tokenizer's own are not in it
+        else:
             detokenizer = codec.detokenizer([], skip_special_tokens=skips)
             text = detokenizer.feed(token_ids) + detokenizer.finish()
         return cls(
