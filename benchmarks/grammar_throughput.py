@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1, help="of each stage")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory, engine(options, Path(directory)) as llm:
         rates: dict[str, list[tuple[float, float]]] = {"without": [], "with a grammar": []}
@@ -80,6 +81,7 @@ def engine(options: argparse.Namespace, directory: Path) -> LLM:
         max_num_seqs=options.batch,
         max_model_len=512,
         async_depth=1,
+        threads_per_rank=options.threads,
         distributed_executor_backend="inprocess",
         enable_prefix_caching=False,
     )

@@ -247,22 +247,40 @@ class GrammarProver:
         proof.error.set_result(error)
 
     def _asked(self, structured: StructuredOutputs, proof: _Proof, model: GrammarModel) -> ErrorInfo | None:
-        """The answer of a process, which is kept for the next if it lives."""
+        """The answer of a process. One that had ended since its last answer says nothing of this grammar."""
+        process = self._idle_process()
+        if process is not None:
+            proof.started.set_result(None)
+            try:
+                return self._answer_of(process, structured)
+            except ProcessEndedError as ended:
+                if ended.is_late:
+                    raise
+        process = self._make_process(model, self._limits.compile_timeout_s)
+        try:
+            error = process.open()
+        except ProcessEndedError:
+            process.close()
+            raise RuntimeError("it ended while it read the vocabulary") from None
+        if error is not None:
+            process.close()
+            return error
+        if not proof.started.done():
+            proof.started.set_result(None)
+        return self._answer_of(process, structured)
+
+    def _idle_process(self) -> ProvingProcess | None:
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("it was closed")
-            process = self._idle.pop() if self._idle else None
-        is_new = process is None
-        process = process or self._make_process(model, self._limits.compile_timeout_s)
+            return self._idle.pop() if self._idle else None
+
+    def _answer_of(self, process: ProvingProcess, structured: StructuredOutputs) -> ErrorInfo | None:
+        """What it says; it is kept for the next grammar if it lives."""
         is_good = False
         try:
-            error = process.open() if is_new else None
-            is_good = error is None
-            if is_good:
-                proof.started.set_result(None)
-                is_good = False  # until it has answered
-                error = process.ask(structured)
-                is_good = True
+            error = process.ask(structured)
+            is_good = True
         finally:
             self._give_back(process, is_good)
         return error

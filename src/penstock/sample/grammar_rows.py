@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # else every rank of every stage would load the library
     from penstock.grammar.matcher import Matcher, Vocabulary
 
 WORD_BITS = 32
-KEPT_GRAMMARS = 32  # whose matchers are copied
+KEPT_GRAMMARS = 8  # whose matchers are copied
 NOTHING_LEFT = "its constraints leave none"
 
 

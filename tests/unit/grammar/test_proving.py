@@ -28,18 +28,21 @@ class FakeProcess:
     def __init__(self, hold: threading.Event | None = None) -> None:
         self.asked: list[str] = []
         self.is_closed = False
+        self.is_gone = False
+        self.opens = True
         self._hold = hold
-        self.opening: ErrorInfo | None = None
 
     def open(self) -> ErrorInfo | None:
-        return self.opening
+        if not self.opens:
+            raise ProcessEndedError(is_late=False)
+        return None
 
     def ask(self, structured: StructuredOutputs) -> ErrorInfo | None:
         assert structured.regex is not None
         self.asked.append(structured.regex)
         if self._hold is not None:
             assert self._hold.wait(30)
-        if structured.regex in ("late", "crash"):
+        if self.is_gone or structured.regex in ("late", "crash"):
             raise ProcessEndedError(is_late=structured.regex == "late")
         return BAD if structured.regex == "bad" else None
 
@@ -52,11 +55,13 @@ class Fakes:
 
     def __init__(self, limits: GrammarLimits = DEFAULTS, hold: threading.Event | None = None) -> None:
         self.started: list[FakeProcess] = []
+        self.opens = True
         self._hold = hold
         self.prover = GrammarProver(DEMO, limits, self._make)
 
     def _make(self, model: GrammarModel, seconds: float) -> FakeProcess:
         self.started.append(FakeProcess(self._hold))
+        self.started[-1].opens = self.opens
         return self.started[-1]
 
     def prove(self, regex: str) -> None:
@@ -97,6 +102,26 @@ def test_a_process_that_ends_is_replaced_and_only_what_crashes_is_remembered() -
     fakes.prove("a")
     assert [process.asked for process in fakes.started] == [["late"], ["late"], ["crash"], ["a"]]
     assert [process.is_closed for process in fakes.started] == [True, True, True, False]
+    fakes.prover.close()
+
+
+def test_a_process_that_ended_while_it_was_idle_says_nothing_of_the_next_grammar() -> None:
+    fakes = Fakes()
+    fakes.prove("a")
+    fakes.started[0].is_gone = True
+    fakes.prove("b")
+    assert [process.asked for process in fakes.started] == [["a", "b"], ["b"]]
+    assert [process.is_closed for process in fakes.started] == [True, False]
+    fakes.prover.close()
+
+
+def test_a_process_that_never_opens_is_an_error_of_the_server() -> None:
+    fakes = Fakes()
+    fakes.opens = False
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="vocabulary"):
+            fakes.prove("a")
+    assert [process.is_closed for process in fakes.started] == [True, True]
     fakes.prover.close()
 
 
