@@ -168,3 +168,18 @@ def test_end_of_sequence_is_not_in_the_text_but_counted(client: openai.OpenAI) -
     )
     assert answer.choices[0].text == "hi"
     assert answer.choices[0].token_ids == [*b"hi", EOS]  # type: ignore[attr-defined]
+
+
+def test_g8_penalties_bias_and_several_choices_are_taken(client: openai.OpenAI, live: LiveServer) -> None:
+    common = {"presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"65": -100}, "n": 2}
+    more = {"repetition_penalty": 1.25, "allowed_token_ids": [66, 67]}
+    chat = client.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=3, extra_body=more, **common
+    )
+    text = client.completions.create(model="fake", prompt="hi", max_tokens=2, extra_body=more, **common)
+    assert [(choice.index, choice.message.content) for choice in chat.choices] == [(0, "use"), (1, "use")]
+    assert [(choice.index, choice.text) for choice in text.choices] == [(0, "hi"), (1, "hi")]
+    for _, _, sampling in live.engine.added[-4:]:
+        assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
+        assert (sampling.repetition_penalty, sampling.allowed_token_ids) == (1.25, [66, 67])
+        assert sampling.logit_bias == {65: -100.0}
