@@ -151,7 +151,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _validate_logit_changes(self, vocab_size: int) -> None:
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 2.0, low_open=True)
+        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 10.0, low_open=True)
         _check_range(
             "logit_bias", len(self.logit_bias), 0, MAX_LOGIT_BIAS, what="number of logit_bias entries"
         )

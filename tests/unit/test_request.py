@@ -44,7 +44,7 @@ VOCAB = 100
         {"stop": "x" * MAX_STOP_STRING_BYTES},
         {"stop_token_ids": [0, VOCAB - 1]},
         {"stop_token_ids": [3] * 64},
-        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 2.0},
+        {"presence_penalty": -2.0, "frequency_penalty": 2.0, "repetition_penalty": 10.0},
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}},
         {"allowed_token_ids": [0, VOCAB - 1]},
         {"allowed_token_ids": [3] * 1024},
@@ -85,7 +85,7 @@ def test_values_in_range_are_accepted(accepted: dict[str, Any]) -> None:
         ({"n": 10**6}, "n", "n must be between 1 and 128, got 1000000."),
         ({"presence_penalty": 2.1}, "presence_penalty", "between -2.0 and 2.0, got 2.1"),
         ({"frequency_penalty": float("nan")}, "frequency_penalty", "got nan"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0.0 and at most 2.0, got 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty", "above 0.0 and at most 10.0, got 0.0"),
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias", "a token id of logit_bias must be between 0 and 99"),
         ({"logit_bias": {1: float("-inf")}}, "logit_bias", "a value of logit_bias must be between -100.0"),
         (

@@ -209,7 +209,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "top_k": {"integer": {"minimum": -1, "maximum": model.vocab_size}},
         "presence_penalty": {"number": {"minimum": -2, "maximum": 2}},
         "frequency_penalty": {"number": {"minimum": -2, "maximum": 2}},
-        "repetition_penalty": {"number": {"exclusiveMinimum": 0, "maximum": 2}},
+        "repetition_penalty": {"number": {"exclusiveMinimum": 0, "maximum": 10}},
         "logit_bias": {"object": _bias(limits)},
         "allowed_token_ids": {
             "array": {"minItems": 1, "maxItems": limits.max_allowed_token_ids, "items": ids}
