@@ -97,7 +97,7 @@ def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[lis
         ({"prompt": "a", "presence_penalty": "much"}, "presence_penalty"),
         ({"prompt": "a", "frequency_penalty": 2.1}, "frequency_penalty"),
         ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": "a", "repetition_penalty": 2.1}, "repetition_penalty"),
+        ({"prompt": "a", "repetition_penalty": 10.1}, "repetition_penalty"),
         ({"prompt": "a", "logit_bias": {"5": 100.1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {str(VOCAB_SIZE): 1}}, "logit_bias"),
         ({"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias"),
