@@ -4,10 +4,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.llm import LLM
-    from penstock.request import SamplingParams
+    from penstock.request import SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from penstock.request import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from penstock.request import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(f"module 'penstock' has no attribute {name!r}")

@@ -191,7 +191,7 @@ def test_a_model_without_a_tokenizer_has_no_structured_output(tmp_path: Path) ->
 @pytest.fixture(scope="module")
 def prover() -> Iterator[GrammarProver]:
     """Over real processes."""
-    prover = GrammarProver(DEMO, GrammarLimits(compile_timeout_s=0.3, max_compiling=1))
+    prover = GrammarProver(DEMO, GrammarLimits(max_compiling=1))
     yield prover
     prover.close()
 
