@@ -8,6 +8,7 @@ token anywhere changes the sampled ids, and a test that compares them with `orac
 from __future__ import annotations
 
 import math
+import struct
 import zlib
 from collections import deque
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
-from penstock.config import EvictionPolicy, ParallelConfig, SchedulerConfig
+from penstock.config import EvictionPolicy, ParallelConfig, Pooling, SchedulerConfig
 from penstock.engine.core import EngineCore
 from penstock.engine.siblings import with_siblings
 from penstock.errors import StageLostError
@@ -105,6 +106,12 @@ def oracle_tokens(
             return output, "length"
 
 
+def pooled_vector(context: Sequence[int], pooling: str) -> bytes:
+    """In the place of a vector: one number that depends on every token and position, and on the pooling."""
+    text = f"{pooling}:" + ",".join(map(str, context))
+    return struct.pack("<f", zlib.crc32(text.encode()) % 4093)
+
+
 SPOILT = -1  # in place of a token
 
 
@@ -115,6 +122,7 @@ class ReplicaRow:
     prompt_len: int
     token_ids: list[int]
     sampling: RowSampling
+    pooling: str | None = None
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
 
@@ -148,6 +156,7 @@ class RankReplica:
         self.generations: dict[int, int] = {}
         self.slots: dict[int, tuple[int, int]] = {}  # slot -> (position, token id)
         self.returns: dict[int, dict[int, tuple[int, int]]] = {}  # step -> row -> (generation, token id)
+        self.pooled: list[bytes] = []  # vectors of the step that was run last
         self.log = DecisionLog(epoch, first_step)
         self.scores: list[list[TokenLogprobs]] = []  # of the newest step
         self.residency = Residency(block_size)
@@ -165,6 +174,7 @@ class RankReplica:
         self._consume(plan)
         sampled = [self._run_row(plan, index) for index in range(len(plan.rows))]
         self._check_blocks()
+        self.pooled = [self._vector(self.rows[row]) for row in plan.pooled]
         kept = [(row, token) for row, token in zip(plan.rows, sampled, strict=True) if token is not None]
         self.returns[plan.step_id] = {row: (self.rows[row].generation, token) for row, token in kept}
         self.scores = [self._score(plan, scored) for scored in plan.scored]
@@ -201,7 +211,7 @@ class RankReplica:
             assert new.generation == self.generations.get(new.row, -1) + 1, "generations grow by one"
         self.generations[new.row] = new.generation
         self.rows[new.row] = ReplicaRow(
-            new.generation, new.request_id, new.prompt_len, list(new.token_ids), new.sampling
+            new.generation, new.request_id, new.prompt_len, list(new.token_ids), new.sampling, new.pooling
         )
 
     def _consume(self, plan: ScheduledBatch) -> None:
@@ -217,6 +227,7 @@ class RankReplica:
         state = self.rows[plan.rows[index]]
         start, count = plan.start_positions[index], plan.num_tokens[index]
         assert count >= 1
+        assert state.pooling is None or start == state.num_computed, "all tokens of a pooled row are run"
         if not state.num_computed:  # what it starts behind was found in a cache; `_sample` sees whether it is
             state.num_computed = start
         assert start == state.num_computed, "positions are run once, in order"
@@ -231,6 +242,10 @@ class RankReplica:
             self._write(state, position, state.token_ids[position] if follows else SPOILT)
         state.num_computed += count
         reaches_all = state.num_computed == len(state.token_ids)
+        if state.pooling is not None:
+            assert not plan.need_sampled[index]
+            assert (plan.rows[index] in plan.pooled) == reaches_all, "pooled once all tokens have run"
+            return None
         if not plan.need_sampled[index] and len(state.token_ids) == 1:
             return None  # of a request that wants no token the last one is run only if it is the first
         assert plan.need_sampled[index] == reaches_all, "sampled if and only if all known tokens have run"
@@ -247,6 +262,12 @@ class RankReplica:
         assert is_whole, "KV is somebody else's"
         assert SPOILT not in context, "it was computed behind blocks that had not come"
         return next_token(context, state.sampling, len(context) - state.prompt_len)
+
+    def _vector(self, state: ReplicaRow) -> bytes:
+        assert state.pooling is not None
+        stored = [self.slots[self._slot(state, position)] for position in range(state.num_computed)]
+        assert stored == list(enumerate(state.token_ids)), "KV is somebody else's"
+        return pooled_vector(state.token_ids, state.pooling)
 
     def _slot(self, state: ReplicaRow, position: int) -> int:
         block, offset = divmod(position, self.block_size)
@@ -311,6 +332,7 @@ class FakeExecutor:
         self.fail_rows: dict[int, list[int]] = {}  # step -> indices of sampled rows that come back failed
         self.fail_scores: dict[int, list[int]] = {}  # step -> indices of scored rows that come back failed
         self.unmet = ""  # why, if it was not for their logits
+        self.fail_pooled: set[int] = set()  # rows whose vectors are not finite
         self.lost: StageLostError | None = None
         self.lose_at: int | None = None  # the step at whose submission a stage dies
         self.stored: dict[bytes, list[tuple[int, int]]] = {}  # what the ranks' parts of the store hold
@@ -454,6 +476,10 @@ class FakeExecutor:
                 for index, scores in enumerate(self.replica.scores)
             ],
             unmet=dict.fromkeys(failed, self.unmet) if self.unmet else {},
+            pooled=[
+                b"" if row in self.fail_pooled else vector
+                for row, vector in zip(plan.pooled, self.replica.pooled, strict=True)
+            ],
         )
 
 
@@ -549,6 +575,16 @@ class CoreRig:
             self.updates[one.request_id] = []
         self.core.check_invariants()
 
+    def embed(self, request_id: str, prompt: Sequence[int] | int, pooling: Pooling = "mean") -> None:
+        """Queue a request for a vector; a number as for `add`."""
+        if isinstance(prompt, int):
+            prompt = [(7 * len(self.requests) + 3 * index) % VOCAB_SIZE for index in range(prompt)]
+        request = GenerationRequest(request_id=request_id, prompt_token_ids=list(prompt), pooling=pooling)
+        self.core.add_request(request)
+        self.requests[request_id] = request
+        self.updates[request_id] = []
+        self.core.check_invariants()
+
     def abort(self, request_id: str) -> bool:
         found = self.core.abort(request_id)
         self.core.check_invariants()
@@ -615,6 +651,17 @@ class CoreRig:
 
     def result(self, request_id: str) -> tuple[list[int], str | None]:
         return self.tokens(request_id), self.finish_reason(request_id)
+
+    def vector(self, request_id: str) -> bytes:
+        """Of a finished request; the only update it had."""
+        (update,) = self.updates[request_id]
+        assert update.finish_reason == "stop"
+        return update.vector
+
+    def expected_vector(self, request_id: str) -> bytes:
+        request = self.requests[request_id]
+        assert request.pooling is not None
+        return pooled_vector(request.prompt_token_ids, request.pooling)
 
     @property
     def num_dropped(self) -> int:

@@ -106,6 +106,9 @@ class ArithmeticModel:
         logits[torch.arange(len(indices)), (tensors["hidden_states"][indices, 1].long() + 1) % VOCAB] = 1.0
         return logits
 
+    def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
+        return tensors["hidden_states"][indices]
+
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:

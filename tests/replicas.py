@@ -58,6 +58,7 @@ class Rank:
     answers: list[tuple[int, bool]] = field(default_factory=list)  # carried out and not told
     sampled: dict[int, list[int]] = field(default_factory=dict)  # by step
     scored: dict[int, list[list[TokenLogprobs]]] = field(default_factory=dict)  # by step
+    pooled: dict[int, list[bytes]] = field(default_factory=dict)  # by step
 
     @property
     def next_step(self) -> int:
@@ -77,6 +78,7 @@ class Rank:
             self.copy(self.copies.index(order))
         self.sampled[plan.step_id] = self.replica.run(plan)
         self.scored[plan.step_id] = self.replica.scores
+        self.pooled[plan.step_id] = self.replica.pooled
         assert self.replica.residency.recomputed() == self.replica.residency.digest
         return plan
 
@@ -305,6 +307,7 @@ class ReplicaPipe:
                     num_rejected=[0] * len(ids),
                     logprobs=[None] * len(ids),
                     scores=self._output.scored[plan.step_id],
+                    pooled=self._output.pooled[plan.step_id],
                 )
             )
         return results

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from penstock.config import Pooling
 from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import StructuredOutputs, TokenLogprobs
 
@@ -63,6 +64,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int  # of the original prompt: sampling positions count from here
     token_ids: list[int]  # all known tokens: prompt, then what was generated before a preemption
     sampling: RowSampling
+    pooling: Pooling | None = None  # its prompt is pooled so on the last stage, and no token is sampled
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -105,6 +107,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     new_blocks: list[list[int]] = []  # [num_rows] block ids to append to the row's block table
     need_sampled: list[bool] = []  # [num_rows] True where this step's last token yields a sampled id
     token_from: list[int] = []  # [num_rows] step whose sampled id this row consumes as input, or KNOWN
+    pooled: list[int] = []  # rows whose vector is whole with this step, in plan order
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
@@ -143,7 +146,7 @@ class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
 
 class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_defaults=True):
     """What the last stage sampled, for the core. Lists run over the plan's sampled rows, in plan order; those
-    of scores over its `scored`."""
+    of scores over its `scored`, `pooled` over its pooled rows."""
 
     step_id: int
     epoch: int = 0
@@ -154,6 +157,7 @@ class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_d
     failed: list[int] = []  # indices into the lists above where nothing could be sampled
     unmet: dict[int, str] = {}  # of these: why no id was allowed; of the others the logits were not finite
     scores: list[list[TokenLogprobs]] = []  # of each token; of none where a logit was NaN or infinite
+    pooled: list[bytes] = []  # float32 [hidden_size] each; empty: not finite
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):

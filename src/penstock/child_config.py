@@ -15,6 +15,7 @@ from penstock.config import (
     CacheConfig,
     ModelImpl,
     ParallelConfig,
+    Pooling,
     Quantization,
     SchedulerConfig,
     ServerConfig,
@@ -268,6 +269,8 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
         has_prefix_cache: whether each replica keeps what it has computed.
+        hidden_size: numbers of a token's hidden state, and of a whole vector.
+        pooling: as in `ModelConfig`.
     """
 
     server: ServerConfig
@@ -286,3 +289,5 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_prefix_cache: bool = False
     heartbeat_limit_s: float = 5.0
     hold_s: float = 0.0
+    hidden_size: int = 0
+    pooling: Pooling = "last"

@@ -24,6 +24,7 @@ EvictionPolicy = Literal["lru", "lfu", "priority"]
 ModelImpl = Literal["auto", "penstock", "transformers"]
 ToolParser = Literal["auto", "none", "llama3_json", "hermes", "mistral", "mistral_args", "json"]
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
+Pooling = Literal["last", "mean", "cls"]
 
 Value = TypeVar("Value")
 
@@ -83,6 +84,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             groups. For a checkpoint that is quantised already, only "none" or the format that it has.
         model_impl: whose layers run: "penstock" ours, "transformers" those of the extra `penstock[hf]`;
             "auto" takes ours where there are any.
+        pooling: what an embedding is made of where a request does not say: the hidden state of the "last"
+            token, the "mean" over all, or "cls", that of the first.
     """
 
     model: str
@@ -90,6 +93,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
     quantization: Quantization = "none"
     model_impl: ModelImpl = "auto"
+    pooling: Pooling = "last"
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -350,6 +354,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_messages: of a conversation.
         max_prompts: of one completions request.
         max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
+        max_embedding_inputs, max_embedding_tokens: of one embeddings request, all inputs together.
         max_tools: that a request names.
         max_tool_bytes: of all of them, as JSON.
         max_template_kwargs: variables for the chat template.
@@ -375,6 +380,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_tool_bytes: int = 256 << 10
     max_template_kwargs: int = 16
     max_choices: int = 256
+    max_embedding_inputs: int = 2048
+    max_embedding_tokens: int = 300_000
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
@@ -393,6 +400,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             "max_choices",
             "max_event_streams",
             "max_profiles",
+            "max_embedding_inputs",
+            "max_embedding_tokens",
         ):
             value = getattr(self, name)
             if value is not None:

@@ -1,7 +1,8 @@
 """What a client asks for and what it gets back, as plain values.
 
-`SamplingParams` and `GenerationRequest` travel from the front (`LLM`, the API process) to the engine core;
-`RequestUpdate` travels back once per step. Field names are vLLM's where the meaning is the same.
+`SamplingParams` or `PoolingParams` say what is wanted. A `GenerationRequest` travels from the front (`LLM`,
+`AsyncLLM`, the API process) to the engine core; `RequestUpdate` travels back once per step. Field names are
+vLLM's where the meaning is the same.
 Does not hold scheduling state (`scheduler.queues`) nor text (`engine.outputs`).
 """
 
@@ -21,6 +22,7 @@ from penstock.config import (
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    Pooling,
 )
 from penstock.errors import ErrorInfo, InvalidRequestError
 
@@ -199,6 +201,58 @@ def _check_range(
     )
 
 
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the hidden states of a prompt, after the final norm, become one vector.
+
+    Attributes:
+        pooling: the state of the `last` token, the `mean` over all tokens, or `cls`: that of the first; None
+            takes what the engine was started with.
+        normalize: divide by the Euclidean length (of what is left after a cut).
+        dimensions: keep the first so many numbers only, for models that were trained for it
+            (`VectorShape`); None keeps all.
+    """
+
+    pooling: Pooling | None = None
+    normalize: bool = True
+    dimensions: int | None = None
+
+
+class VectorShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What vectors a model can give.
+
+    Attributes:
+        size: numbers of a whole vector.
+        cuts: other lengths to which it may be cut; those that the model was trained for.
+        any_cut: it may be cut to any length.
+    """
+
+    size: int
+    cuts: tuple[int, ...] = ()
+    any_cut: bool = False
+
+    def check(self, dimensions: int | None) -> None:
+        """Raise `InvalidRequestError` for a length that no vector of this model can have."""
+        if dimensions is None or dimensions == self.size or dimensions in self.cuts:
+            return
+        if self.any_cut and 1 <= dimensions <= self.size:
+            return
+        if self.any_cut:
+            allowed = f"it may be between 1 and {self.size}"
+        elif self.cuts:
+            allowed = f"it may be one of {', '.join(map(str, sorted({*self.cuts, self.size})))}"
+        else:
+            allowed = (
+                f"this model gives {self.size} numbers and was not trained to have them cut "
+                "(config.json has no matryoshka_dimensions)"
+            )
+        raise InvalidRequestError(
+            f"dimensions is {dimensions}; {allowed}.",
+            remedy="Leave dimensions out.",
+            param="dimensions",
+            code="out_of_range" if self.any_cut or self.cuts else "unsupported_parameter",
+        )
+
+
 class Follower(msgspec.Struct, frozen=True, array_like=True):
     """Another sequence of the same prompt, which differs from the first in its seed alone."""
 
@@ -206,17 +260,20 @@ class Follower(msgspec.Struct, frozen=True, array_like=True):
     seed: int | None
 
 
-class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate, or several of one prompt. Validated by the front before the core gets it.
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to generate, or several of one prompt, or a prompt to make a vector of. Validated by the
+    front before the core gets it.
 
     Attributes:
+        pooling: the prompt is pooled so, and nothing is generated; `sampling` says nothing then.
         followers: further sequences; all are taken, or none.
         follows: the request whose followers this one was among, in a request of its own.
     """
 
     request_id: str
     prompt_token_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingParams = SamplingParams()
+    pooling: Pooling | None = None
     followers: list[Follower] = []
     follows: str = ""
 
@@ -265,3 +322,4 @@ class RequestUpdate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     queue_seconds: float | None = None  # set on the first update: time spent waiting
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] = []  # of the next tokens of the prompt; the first is its second
+    vector: bytes = b""  # of a pooled request, with its finish: float32 [hidden_size], as computed

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,11 +20,12 @@ from penstock.child_config import Restarts
 from penstock.engine.outputs import OutputAssembler, TextDelta
 from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
+from penstock.engine.vectors import VectorAssembler
 from penstock.errors import AbortedError, OverloadedError, PenstockError
 from penstock.grammar.proving import GrammarModel
 from penstock.models.registry import resolve_model_directory
 from penstock.operations import Abort, Operation, OperationDone
-from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.request import PoolingParams, RequestUpdate, SamplingParams, TokenLogprobs, VectorShape
 from penstock.server.engine_port import ServedModel
 from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
 
@@ -99,6 +101,7 @@ class FakeEngine:
     script: str | None = None
     state: Status = field(default_factory=Status)
     added: list[tuple[str, list[int], SamplingParams]] = field(default_factory=list)
+    embedded: list[tuple[str, list[int], PoolingParams]] = field(default_factory=list)
     operations: list[tuple[Operation, float]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     alive: set[str] = field(default_factory=set)
@@ -126,6 +129,12 @@ class FakeEngine:
         for follower in streams[1:]:
             follower.prompt_tokens = follower.cached_tokens = 0
         return streams
+
+    def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> FakeVectorStream:
+        stream = self.add(request_id, prompt_token_ids, SamplingParams(max_tokens=1))
+        self.embedded.append((request_id, prompt_token_ids, params))
+        self.added.pop()
+        return FakeVectorStream(stream, prompt_token_ids, params)
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         self.operations.append((operation, timeout_s))
@@ -221,6 +230,39 @@ def fake_score(token_id: int, place: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(-float(place), 4, [(token_id + 7 + i) % 256 for i in range(count)], [-0.125] * count)
 
 
+class FakeVectorStream:
+    """Held, failed and cancelled as the stream of one token is."""
+
+    def __init__(self, stream: FakeStream, prompt: list[int], params: PoolingParams) -> None:
+        self.prompt_tokens, self.completion_tokens, self.cached_tokens = len(prompt), 0, 0
+        self.queue_seconds = 0.25
+        self.cancel = stream.cancel
+        self._stream, self._prompt, self._params = stream, prompt, params
+
+    async def next(self) -> TextDelta:
+        await self._stream.next()
+        update = RequestUpdate(
+            request_id="",
+            finish_reason="stop",
+            vector=fake_vector(self._prompt, self._params.pooling or "last"),
+        )
+        return VectorAssembler(self._params).append(update)
+
+
+VECTOR_SIZE = 4
+
+
+def fake_vector(prompt: Sequence[int], pooling: str) -> bytes:
+    """What the stages would give: it depends on all ids, their order, and the pooling."""
+    numbers = [
+        sum(prompt),
+        len(prompt),
+        prompt[0] - 2 * prompt[-1],
+        {"last": 1, "mean": 2, "cls": 3}[pooling],
+    ]
+    return struct.pack("<4f", *numbers)
+
+
 def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
     """The chosen token is the second likeliest."""
     top = [(token_id + 1) % 256, token_id, *range(count)][:count]
@@ -261,5 +303,6 @@ def fake_model(**changes: Any) -> ServedModel:
         "vocab_size": VOCAB_SIZE,
         "created": 1_700_000_000,
         "syntax": syntax_of("json"),
+        "vector": VectorShape(size=VECTOR_SIZE, cuts=(2,)),
     }
     return ServedModel(**(values | changes))

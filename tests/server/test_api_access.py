@@ -66,7 +66,7 @@ def test_loopback_names() -> None:
     ("method", "path", "status"),
     [
         ("GET", "/", 404),
-        ("GET", "/v1/embeddings", 404),
+        ("GET", "/v1/rerank", 404),
         ("GET", "/docs", 404),
         ("GET", "/v1/chat/completions", 405),
         ("POST", "/v1/models", 405),

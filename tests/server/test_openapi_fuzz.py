@@ -34,7 +34,7 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-GENERATING = ("/v1/chat/completions", "/v1/completions")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 TEXT = ("/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render")
 FEEDS = ("/debug/pipeline/events",)  # without an end: `test_pipeline_view`
 PLAIN = (
@@ -97,10 +97,10 @@ def test_r8_good_requests_of_our_document_are_answered_as_it_says(live: LiveServ
 
 @pytest.mark.parametrize("path", GENERATING)
 def test_r8_bad_requests_of_our_document_are_refused(live: LiveServer, path: str) -> None:
-    before = len(live.engine.added)
+    before = len(live.engine.added) + len(live.engine.embedded)
     statuses = fuzz(live, GenerationMode.NEGATIVE, path, 60)
     assert set(statuses) <= {400, 404}  # a model that is not here is named before other faults
-    assert len(live.engine.added) == before
+    assert len(live.engine.added) + len(live.engine.embedded) == before
 
 
 @pytest.mark.parametrize("path", TEXT)
@@ -143,11 +143,13 @@ BASES: dict[str, dict[str, Any]] = {
     "CompletionRequest": {"prompt": "a"},
     "TokenizeChatRequest": {},
     "DetokenizeRequest": {},
+    "EmbeddingRequest": {"input": "a"},
 }
 BOUNDED = [
     ("/v1/chat/completions", "ChatRequest", 20),
     ("/v1/chat/completions/render", "ChatRequest", 4),
     ("/v1/completions", "CompletionRequest", 20),
+    ("/v1/embeddings", "EmbeddingRequest", 0),
     ("/tokenize", "TokenizeChatRequest", 1),
     ("/detokenize", "DetokenizeRequest", 2),
 ]

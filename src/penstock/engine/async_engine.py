@@ -17,6 +17,7 @@ import msgspec
 
 from penstock.batch import StageSpans
 from penstock.child_config import ApiProcessConfig
+from penstock.config import Pooling
 from penstock.engine.asked_operations import AskedOperations
 from penstock.engine.ipc import (
     AWAY_S,
@@ -36,11 +37,12 @@ from penstock.engine.ipc import (
     silence_limit_s,
 )
 from penstock.engine.live_requests import LiveRequests
-from penstock.engine.outputs import OutputAssembler, TextDelta, merge_deltas, output_assembler
+from penstock.engine.outputs import Assembler, TextDelta, merge_deltas, output_assembler
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.routing import DECODE_TOKENS
 from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
+from penstock.engine.vectors import VectorAssembler
 from penstock.errors import (
     AbortedError,
     ErrorInfo,
@@ -52,7 +54,13 @@ from penstock.errors import (
     error_from_info,
 )
 from penstock.operations import Operation, OperationDone
-from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
+from penstock.request import (
+    GenerationRequest,
+    PoolingParams,
+    RequestUpdate,
+    SamplingParams,
+    VectorShape,
+)
 from penstock.tokenizer.tokenizer import Tokenizer
 
 
@@ -60,6 +68,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What this front must know of the engine beforehand.
 
     Attributes:
+        vector: what vectors the model gives.
+        pooling: of what, where a request does not say.
         max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
         stale_after_s: without a word from the core for this long (heartbeats included) it is not ready.
         silence_limit_s: after it, its streams end.
@@ -67,16 +77,20 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_model_len: int
     vocab_size: int
+    vector: VectorShape = VectorShape(size=0)
+    pooling: Pooling = "last"
     max_num_seqs: int = 64
     max_waiting_requests: int = 1024
     stale_after_s: float = 5.0
     silence_limit_s: float = SILENCE_S
 
     @classmethod
-    def from_config(cls, config: ApiProcessConfig) -> EngineInfo:
+    def from_config(cls, config: ApiProcessConfig, vector: VectorShape) -> EngineInfo:
         return cls(
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
+            vector=vector,
+            pooling=config.pooling,
             max_num_seqs=config.max_num_seqs,
             max_waiting_requests=config.max_waiting_requests,
             silence_limit_s=silence_limit_s(config.heartbeat_limit_s),
@@ -103,7 +117,8 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestStream:
-    """One sequence in the engine. Made by `AsyncEngine.add_all`; one reader at a time.
+    """One sequence, or one vector, in the engine. Made by `AsyncEngine.add_all` or `embed`; one reader at a
+    time.
 
     Attributes:
         prompt_tokens: of its prompt; 0 where the prompt is that of a sequence before, and is counted there.
@@ -111,7 +126,7 @@ class RequestStream:
     """
 
     def __init__(
-        self, request_id: str, prompt_tokens: int, assembler: OutputAssembler, abort: Callable[[str], None]
+        self, request_id: str, prompt_tokens: int, assembler: Assembler, abort: Callable[[str], None]
     ) -> None:
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -202,7 +217,10 @@ class AsyncEngine:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._tokenizer = tokenizer
-        self._limits = RequestLimits(max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        self._limits = RequestLimits(
+            max_model_len=info.max_model_len, vocab_size=info.vocab_size, vector=info.vector
+        )
+        self._pooling = info.pooling
         self._max_alive = info.max_num_seqs + info.max_waiting_requests
         self._streams: dict[str, RequestStream] = {}
         self._live = LiveRequests()
@@ -252,28 +270,52 @@ class AsyncEngine:
             OverloadedError: too many requests are alive.
             UnavailableError: the core is not there yet, or another one is to come.
         """
+        request = with_siblings(request_id, prompt_token_ids, sampling)
+        self._require_room(request)
+        self._limits.check(prompt_token_ids, sampling)
+        self._limits.check_length(prompt_token_ids, sampling)
+        return self._start(
+            request, lambda one: output_assembler(self._tokenizer, prompt_token_ids, one.sampling)
+        )
+
+    def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
+        """Have a prompt pooled; the stream has one delta, with the vector. Raises what `add_all` does."""
+        request = GenerationRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            pooling=params.pooling or self._pooling,
+        )
+        self._require_room(request)
+        self._limits.check_pooled(prompt_token_ids, params)
+        (stream,) = self._start(request, lambda _: VectorAssembler(params))
+        return stream
+
+    def _require_room(self, request: GenerationRequest) -> None:
         self._health.require_core()
-        if sampling.n <= self._max_alive < len(self._streams) + sampling.n:  # more than that the core refuses
+        count = 1 + len(request.followers)
+        if count <= self._max_alive < len(self._streams) + count:  # more than that the core refuses
             raise OverloadedError(
                 f"{len(self._streams)} requests are running or waiting, which is the limit.",
                 remedy="Try again later.",
             )
-        if request_id in self._streams:
-            raise InvalidRequestError(f"request id {request_id!r} is in use.", param="request_id")
-        self._limits.check(prompt_token_ids, sampling)
-        self._limits.check_length(prompt_token_ids, sampling)
-        request = with_siblings(request_id, prompt_token_ids, sampling)
-        streams = [self._stream(one) for one in request.alone()]
+        in_use = {
+            request.request_id,
+            *(other.request_id for other in request.followers),
+        } & self._streams.keys()
+        if in_use:
+            raise InvalidRequestError(f"request id {min(in_use)!r} is in use.", param="request_id")
+
+    def _start(
+        self, request: GenerationRequest, make: Callable[[GenerationRequest], Assembler]
+    ) -> list[RequestStream]:
+        streams = []
+        for one in request.alone():
+            num_counted = 0 if one.follows else len(one.prompt_token_ids)
+            streams.append(RequestStream(one.request_id, num_counted, make(one), self._abort))
         self._streams |= {stream.request_id: stream for stream in streams}
         self._live.add(request)
         self._send(AddRequest(request))
         return streams
-
-    def _stream(self, request: GenerationRequest) -> RequestStream:
-        prompt = request.prompt_token_ids
-        assembler = output_assembler(self._tokenizer, prompt, request.sampling)
-        num_counted = 0 if request.follows else len(prompt)
-        return RequestStream(request.request_id, num_counted, assembler, self._abort)
 
     def status(self) -> EngineStatus:
         return self._health.status()
@@ -330,6 +372,10 @@ class AsyncEngine:
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         self.check_core()
         self._timer = loop.call_later(HEARTBEAT_S, self._watch, loop)
+
+    def lose(self, error: PenstockError) -> None:
+        """Nobody will start another core: streams that are open end with the error."""
+        self._fail_all(error.info())
 
     def close(self) -> None:
         """Leave the core; streams that are open end with an error."""

@@ -29,7 +29,6 @@ from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
 PROBE_INTERVAL_S = 1.0
-LEARN_INTERVAL_S = 1.0
 STALL_BASE_S = 5.0
 STALL_PER_TOKEN_S = 0.05
 
@@ -264,7 +263,8 @@ class EngineCore:
         self._check_progress()
         updates += self._scheduler.expire()
         self._fill(executor)
-        self._learn(executor)
+        if self._calibration.costs is not None:
+            self._calibration.costs.follow(self._clock(), executor.spans)
         if len(self._inflight) == 0 and (self._clock() >= self._due() or self.operations.wants_plan):
             self._submit(self._scheduler.probe(self._inflight.next_step))
 
@@ -328,13 +328,6 @@ class EngineCore:
             self._submit(plan)
         self._late = {"held": True}
 
-    def _learn(self, executor: Executor) -> None:
-        """Let the cost model follow what the stages report, about as often as they do."""
-        costs = self._calibration.costs
-        if costs is not None and self._clock() >= costs.next_at:
-            costs.next_at = self._clock() + LEARN_INTERVAL_S
-            costs.learn(executor.spans())
-
     def _submit(self, plan: ScheduledBatch) -> None:
         assert self._executor is not None
         told = self.operations.wants_times
@@ -350,8 +343,8 @@ class EngineCore:
 def _check_result(
     result: StepResult, inflight: InflightQueue[StepInFlight], epoch: int, concerned_by: Callable[[], str]
 ) -> None:
-    """Results come in step order, one list entry per sampled row, and a score for each token that the plan
-    names, or none of those of a row; anything else is not ours.
+    """Results come in step order, one list entry per sampled or pooled row, and a score for each token that
+    the plan names, or none of those of a row; anything else is not ours.
 
     Args:
         concerned_by: says whose the oldest step in flight is.
@@ -377,5 +370,11 @@ def _check_result(
         raise ProtocolError(
             f"the result of step {result.step_id}: expected scores of {scored} tokens, found {scores}."
             f"{concerned_by()}",
+            stage=stage,
+        )
+    if len(result.pooled) != len(step.plan.pooled):
+        raise ProtocolError(
+            f"the result of step {result.step_id} has {len(result.pooled)} vectors, the plan pools "
+            f"{len(step.plan.pooled)} rows.{concerned_by()}",
             stage=stage,
         )

@@ -1,14 +1,14 @@
 """From the reports of the stages to the costs of plans.
 
 `engine.calibration` and `engine.core` tell which plans they submit, and hand over what the stages report;
-`scheduler.cost_model` learns. Knows no clock and no executor.
+`scheduler.cost_model` learns. Knows no executor.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.batch import ScheduledBatch, StageSpans
@@ -16,6 +16,7 @@ from penstock.scheduler.cost_model import CostModel, StepSample, StepShape
 from penstock.trace.phases import Phase
 
 OVERHEAD = (Phase.TAKE, Phase.COMM, Phase.PUT)
+LEARN_INTERVAL_S = 1.0
 _MAX_SHAPES = 4096  # of steps that nobody has reported yet
 _MAX_SAMPLES = 128  # of one report: a tiny model makes thousands of steps a second
 
@@ -38,7 +39,7 @@ class CostLearner:
 
     def __init__(self, model: CostModel) -> None:
         self.model = model
-        self.next_at = -math.inf  # clock seconds, for who learns now and then
+        self._next_at = -math.inf  # clock seconds at which `follow` learns again
         self._shapes: dict[int, tuple[StepShape, bool]] = {}  # by step id, the oldest first
         self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
 
@@ -50,6 +51,12 @@ class CostLearner:
         self._shapes[plan.step_id] = StepShape.of(plan), alone
         if len(self._shapes) > _MAX_SHAPES:
             del self._shapes[next(iter(self._shapes))]
+
+    def follow(self, now: float, reports: Callable[[], Sequence[StageSpans]]) -> None:
+        """Learn from what is reported, about as often as stages do; `now`: clock seconds."""
+        if now >= self._next_at:
+            self._next_at = now + LEARN_INTERVAL_S
+            self.learn(reports())
 
     def learn(self, reports: Sequence[StageSpans]) -> None:
         """Take in what stages have reported; reports that are known already are passed over."""

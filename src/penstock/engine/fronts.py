@@ -89,6 +89,8 @@ class HttpFront:
             has_prefix_cache=plan.core.cache.enable_prefix_caching,
             heartbeat_limit_s=plan.core.parallel.heartbeat_limit_s,
             hold_s=self._hold_s,
+            hidden_size=plan.spec.hidden_size,
+            pooling=self._engine.model.pooling,
         )
         self._hold_s = max(HOLD_S, self._hold_s)
         inherit = [config.listen_fd, *(client.handle_fd for client in clients)]

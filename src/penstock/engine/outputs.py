@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import msgspec
 
@@ -33,6 +34,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
         finish_reason: set on the last delta.
         stop_reason: the stop string or stop id that ended the request; None for an end-of-sequence id.
         prompt_logprobs: of the next tokens of the prompt, from its second on; they come before all else.
+        vector: of a pooled request, float32, finished (`engine.vectors`).
     """
 
     text: str
@@ -41,6 +43,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: StopReason = None
     prompt_logprobs: list[TokenLogprobs] = []
+    vector: bytes = b""
 
 
 def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
@@ -57,6 +60,20 @@ def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
         last.stop_reason,
         [entry for delta in deltas for entry in delta.prompt_logprobs],
     )
+
+
+class Assembler(Protocol):
+    """Makes what a client gets of what the core says: text (`OutputAssembler`) or a vector
+    (`engine.vectors`)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated, up to the stop."""
+        ...
+
+    def append(self, update: RequestUpdate) -> TextDelta:
+        """The delta of an update that is no error."""
+        ...
 
 
 class OutputAssembler:
@@ -215,6 +232,37 @@ def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer, index: 
         cumulative_logprob=cumulative,
         finish_reason=whole.finish_reason,
         stop_reason=whole.stop_reason,
+    )
+
+
+def request_output(
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    sequences: Sequence[TextDelta],
+    tokenizer: Tokenizer,
+    *,
+    scored: bool,
+    num_cached_tokens: int,
+) -> RequestOutput:
+    """The result of a prompt, as far as it has come.
+
+    Args:
+        sequences: all that has come of each of its choices.
+        scored: log-probabilities of the prompt were asked for; None as long as some are missing.
+    """
+    scores = sequences[0].prompt_logprobs
+    is_complete = len(scores) == len(prompt_token_ids) - 1
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        outputs=[completion_output([one], tokenizer, index) for index, one in enumerate(sequences)],
+        finished=all(one.finish_reason is not None for one in sequences),
+        num_cached_tokens=num_cached_tokens,
+        prompt_logprobs=prompt_logprobs(prompt_token_ids, scores, tokenizer)
+        if scored and is_complete
+        else None,
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -19,7 +20,9 @@ from penstock.engine.routing import Router
 from penstock.engine.stats import CoreStats
 from penstock.errors import OverloadedError, PenstockError, UnavailableError
 from penstock.operations import Operation, OperationDone
-from penstock.request import SamplingParams
+from penstock.request import PoolingParams, SamplingParams
+
+Started = TypeVar("Started")
 
 _TOTALS = (
     "num_preemptions",
@@ -95,17 +98,24 @@ class Replicas:
 
         Raises what `AsyncEngine.add_all` does.
         """
+        return self._start(prompt_token_ids, lambda one: one.add_all(request_id, prompt_token_ids, sampling))
+
+    def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
+        """Have a prompt pooled in the replica that will come to it first; else as `add_all`."""
+        return self._start(prompt_token_ids, lambda one: one.embed(request_id, prompt_token_ids, params))
+
+    def _start(self, prompt_token_ids: list[int], start: Callable[[AsyncEngine], Started]) -> Started:
         ahead = [engine.tokens_ahead for engine in self._engines]
         has_room = [status.ready and not status.is_full for status in self.statuses()]
         refusals: list[PenstockError] = []
         for index in self._router.order(prompt_token_ids, ahead, has_room):
             try:
-                streams = self._engines[index].add_all(request_id, prompt_token_ids, sampling)
+                started = start(self._engines[index])
             except (OverloadedError, UnavailableError) as error:
                 refusals.append(error)
                 continue
             self._router.routed(prompt_token_ids, index)
-            return streams
+            return started
         raise refusals[0]
 
     def status(self) -> EngineStatus:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.request import SamplingParams
+from penstock.request import PoolingParams, SamplingParams, VectorShape
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -14,15 +14,24 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_model_len: longest prompt + output in tokens.
         vocab_size: ids are below this.
+        vector: what vectors it gives.
     """
 
     max_model_len: int
     vocab_size: int
+    vector: VectorShape = VectorShape(size=0)
 
     def check(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
         """Raise `InvalidRequestError` naming the field, the value and the bound."""
         sampling.validate(self.vocab_size)
-        self._check_prompt(prompt_token_ids, least=0 if sampling.max_tokens == 0 else 1)
+        self._check_ids(prompt_token_ids)
+        self._check_prompt_length(len(prompt_token_ids), room=0 if sampling.max_tokens == 0 else 1)
+
+    def check_pooled(self, prompt_token_ids: list[int], params: PoolingParams) -> None:
+        """The same for a prompt that is to become a vector: nothing needs to follow it."""
+        self.vector.check(params.dimensions)
+        self._check_ids(prompt_token_ids)
+        self._check_prompt_length(len(prompt_token_ids), room=0)
 
     def check_length(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
         """Refuse what could not generate all of its `max_tokens`, or else all of its `min_tokens`."""
@@ -39,8 +48,14 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
             code="context_length_exceeded",
         )
 
-    def _check_prompt(self, token_ids: list[int], least: int) -> None:
-        """`least`: tokens of output that there must be room for."""
+    def shortened(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
+        """A default `max_tokens`, which nobody has asked for, fits behind any prompt."""
+        room = self.max_model_len - num_prompt_tokens
+        if sampling.max_tokens is None or sampling.max_tokens <= room:
+            return sampling
+        return msgspec.structs.replace(sampling, max_tokens=max(1, room))
+
+    def _check_ids(self, token_ids: list[int]) -> None:
         if not token_ids:
             raise InvalidRequestError("the prompt is empty.", param="prompt", code="empty_prompt")
         low, high = min(token_ids), max(token_ids)
@@ -51,9 +66,14 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
                 param="prompt",
                 code="out_of_range",
             )
-        if len(token_ids) + least > self.max_model_len:
+
+    def _check_prompt_length(self, num_tokens: int, *, room: int) -> None:
+        """Args:
+        room: tokens that must fit behind the prompt.
+        """
+        if num_tokens + room > self.max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; the limit for prompt and output together is "
+                f"the prompt has {num_tokens} tokens; the limit for prompt and output together is "
                 f"{self.max_model_len}.",
                 remedy="Shorten the prompt, or raise --max-model-len where the model allows it.",
                 param="prompt",

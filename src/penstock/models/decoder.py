@@ -334,16 +334,17 @@ class Decoder(nn.Module):
         Args:
             tensors: what `forward` has returned for it.
         """
-        return self._head.logits(self._last_hidden(tensors, indices))
+        return self._head.logits(self.final_states(tensors, indices))
 
     def compute_candidates(
         self, tensors: IntermediateTensors, indices: Tensor, request: HeadRequest
     ) -> HeadOutput:
         """What sampling wants to know of the logits after the tokens `indices` ([num_rows] int64)."""
-        return self._head.candidates(self._last_hidden(tensors, indices), request)
+        return self._head.candidates(self.final_states(tensors, indices), request)
 
-    def _last_hidden(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
-        """The final norm of some tokens; may overwrite `tensors`, which nobody needs any more."""
+    def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
+        """The final norm of some tokens of the newest step ([num_selected] int64, rising). What `tensors`
+        have of these may be written over, so that no token may be asked for twice."""
         hidden_states, residual = tensors["hidden_states"], tensors["residual"]
         if self._recorded is not None:
             assert self._recorded.is_newest(hidden_states), "only of what forward has returned last"

@@ -43,6 +43,14 @@ class SupportsPP(Protocol):
         """Run the own layers. `before_layer` is called before each, if it is there."""
         ...
 
+    def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
+        """Hidden states after the final norm of the tokens `indices` ([n] int64, rising): [n, hidden].
+
+        Each token of a step is asked for once, here or for its logits; the next call may write over the
+        result.
+        """
+        ...
+
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor: ...
 
     def compute_candidates(

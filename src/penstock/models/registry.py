@@ -29,6 +29,7 @@ from penstock.models.qwen import qwen2_spec, qwen3_spec
 from penstock.models.qwen_moe import qwen2_moe_spec, qwen3_moe_spec
 from penstock.models.spec import ModelSpec
 from penstock.models.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
+from penstock.request import VectorShape
 
 DEMO_MODEL = "demo"
 GENERATION_FILE = "generation_config.json"
@@ -127,6 +128,20 @@ def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, floa
     """
     path = directory / GENERATION_FILE
     return _generation_defaults(read_config(path), vocab_size) if path.exists() else {}
+
+
+def load_vector_shape(directory: Path, hidden_size: int) -> VectorShape:
+    """What vectors a model gives: whole ones, and those of the lengths that it says it was trained for.
+
+    `matryoshka_dimensions` lists lengths; `is_matryoshka` alone means any (arXiv 2205.13147).
+
+    Raises:
+        ModelConfigError: `config.json` is unreadable, or one of these fields bad.
+    """
+    fields = read_config(directory / "config.json")
+    cuts = tuple(fields.integer_list("matryoshka_dimensions", 1, hidden_size))
+    is_trained = fields.flag("is_matryoshka", False)
+    return VectorShape(size=hidden_size, cuts=cuts, any_cut=is_trained and not cuts)
 
 
 def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, float]:

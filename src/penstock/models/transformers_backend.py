@@ -226,9 +226,13 @@ class TransformersModel(nn.Module):
         assert running.given is not None
         return _intermediate(running.given[0])
 
+    def final_states(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
+        """What the model gives its head of the tokens `indices` ([n] int64): [n, hidden]."""
+        return tensors[_OUTPUT].index_select(0, indices)
+
     def compute_logits(self, tensors: IntermediateTensors, indices: Tensor) -> Tensor:
         """Logits after the tokens `indices` ([num_rows] int64) of a step: [num_rows, vocab] float32."""
-        rows = tensors[_OUTPUT].index_select(0, indices)[None]
+        rows = self.final_states(tensors, indices)[None]
         logits: Tensor = self._head[0](inputs_embeds=rows, use_cache=False).logits[0]
         return logits.float()
 

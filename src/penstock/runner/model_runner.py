@@ -1,4 +1,4 @@
-"""Runs the model of one rank: plan in, tensors through, samples out.
+"""Runs the model of one rank: plan in, tensors through, samples and vectors out.
 
 `pipeline.stage` calls `begin` and `complete`, `pipeline.ports` and the stage call `embed`, `forward` and
 `sample`. Owns nothing but its collaborators; knows neither neighbours nor messages, and keeps no state
@@ -12,6 +12,8 @@ from dataclasses import replace
 
 import msgspec
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.attention.metadata import AnyKV
@@ -24,6 +26,7 @@ from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_ba
 from penstock.runner.request_rows import RequestRows
 from penstock.sample.grammar_rows import NoGrammars
 from penstock.sample.logit_changes import TokenHistory
+from penstock.sample.pooling import PoolingRows
 from penstock.sample.prompt_scores import ScoredRows, score
 from penstock.sample.sampler import Sampler
 from penstock.sample.sampling_rows import SamplingRows
@@ -58,11 +61,13 @@ class ModelRunner:
         self._sampling = SamplingRows(history, vocab_size)
         self._sampler = Sampler()
         self._grammars = grammars or NoGrammars()
+        self._pooling = PoolingRows()
 
     def reset(self) -> None:
         """Forget all requests; what the KV storage holds is nobody's then."""
         self.rows.reset()
         self._grammars.reset()
+        self._pooling.reset()
 
     def close(self) -> None:
         """The rank ends."""
@@ -73,6 +78,7 @@ class ModelRunner:
         self.rows.apply(plan)
         for row in plan.freed_rows:
             self._grammars.free(row)
+        self._pooling.apply(plan)
         for new_row in plan.new_rows:
             self._sampling.add(new_row.row, new_row.sampling)
             self._grammars.add(new_row)
@@ -96,10 +102,12 @@ class ModelRunner:
         return self._model.forward(tensors, batch.positions, self._kv, batch.metadata, before_layer)
 
     def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
-        """Sample the plan's need-sampled rows and write the ids to the row table. Last stage only."""
+        """Sample the plan's need-sampled rows and write the ids to the row table; gather of the rows that are
+        pooled. Last stage only."""
         plan = batch.plan
+        pooled = self._pooling.step(plan, lambda indices: self._final_states(tensors, indices))
         if not len(batch.sampled):
-            return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest)
+            return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, pooled=pooled)
         rows = batch.sampled.rows
         params = self._sampling.batch(rows, batch.output_index)
         head = self._grammars.constrained(params.head, rows)
@@ -120,6 +128,7 @@ class ModelRunner:
             unmet={
                 index: self._grammars.reason(int(rows[index])) for index in drawn.failed if is_finite[index]
             },
+            pooled=pooled,
         )
         self.rows.post_update(plan.step_id, batch.sampled, result.token_ids, result.num_rejected)
         return result
@@ -147,3 +156,9 @@ class ModelRunner:
             token_ids=self.rows.token_ids[row, scored.first : end],
             num_top=self._sampling.num_prompt_logprobs(row),
         )
+
+    def _final_states(self, tensors: IntermediateTensors, indices: NDArray[np.int64]) -> NDArray[np.float32]:
+        """[len(indices), hidden] on the host, until the next call."""
+        at = torch.from_numpy(indices).to(tensors["hidden_states"].device)
+        states: NDArray[np.float32] = self._model.final_states(tensors, at).float().cpu().numpy()
+        return states

@@ -16,6 +16,7 @@ from penstock.errors import InvalidRequestError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import root_hash
 from penstock.request import GenerationRequest, SamplingParams
+from penstock.scheduler.pooled import check_pooled_length
 from penstock.scheduler.queues import RequestQueues, RequestState
 
 POOLS_IN_QUEUE = 8  # as many tokens as fill the KV pool so often may wait
@@ -132,16 +133,20 @@ class Admission:
             InvalidRequestError: it could never come to its end: the prompt is empty or too long.
         """
         prompt_len = len(request.prompt_token_ids)
-        self._check_lengths(prompt_len, request.sampling)
+        if request.pooling is None:
+            self._check_lengths(prompt_len, request.sampling)
+            max_len = self._longest(prompt_len, request.sampling)
+        else:
+            check_pooled_length(prompt_len, self._max_model_len, self._allocator.capacity_tokens)
+            max_len = prompt_len
         arrival = self._num_arrivals
         self._num_arrivals += 1
-        wanted = request.sampling.max_tokens
         return RequestState(
             request_id=request.request_id,
             arrival=arrival,
             arrival_time=now,
             prompt_len=prompt_len,
-            max_len=self.max_len if wanted is None else min(self.max_len, prompt_len + wanted),
+            max_len=max_len,
             stop_ids=self._stop_ids(request.sampling),
             sampling=self._row_sampling(request.sampling, arrival),
             token_ids=[*request.prompt_token_ids, *output_ids],
@@ -149,6 +154,7 @@ class Admission:
             priority=request.sampling.priority,
             num_scores_planned=num_scores,
             num_scores=num_scores,
+            pooling=request.pooling,
         )
 
     def may_start(self, request: RequestState, num_running: int, found: Sequence[int] = ()) -> bool:
@@ -156,6 +162,11 @@ class Admission:
         if request.num_pending:
             return False  # preempted; its last tokens are still under way
         return self._allocator.has_room(request.num_to_prefill, found, num_running)
+
+    def _longest(self, prompt_len: int, sampling: SamplingParams) -> int:
+        """Tokens, prompt and output, at which it ends."""
+        wanted = sampling.max_tokens
+        return self.max_len if wanted is None else min(self.max_len, prompt_len + wanted)
 
     def _check_lengths(self, prompt_len: int, sampling: SamplingParams) -> None:
         if prompt_len == 0:

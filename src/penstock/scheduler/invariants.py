@@ -31,6 +31,6 @@ def _check_running(request: RequestState, held_tokens: int) -> None:
     assert request.phase is Phase.RUNNING
     assert request.num_scheduled <= held_tokens, f"{request} runs beyond its blocks"
     if not request.is_prefilling:
-        # The newest token has no KV yet, or never will.
-        planned = max(1, len(request.token_ids) + request.num_pending - 1)
+        # The newest token has no KV yet, or never will; unless its hidden state is wanted.
+        planned = max(1, len(request.token_ids) + request.num_pending - (request.pooling is None))
         assert request.num_scheduled == planned, f"{request}: the two clocks disagree"

@@ -204,6 +204,7 @@ class Placement:
                 prompt_len=request.prompt_len,
                 token_ids=list(request.token_ids),
                 sampling=request.sampling,
+                pooling=request.pooling,
             )
         )
         draft.add_chunk(request, num_tokens, [*found, *coming, *blocks])

@@ -78,6 +78,7 @@ class PlanDraft:
             new_blocks=self.new_blocks,
             need_sampled=self.need_sampled,
             token_from=self.token_from,
+            pooled=[request.row for request in self.ending if request.pooling is not None],
             consume_through=consume_through,
             freed_rows=freed_rows,
             new_rows=self.new_rows,

@@ -98,13 +98,13 @@ class PrefixReuse:
                 self._tier.found(found, request.block_hashes[: len(found)])
         request.num_named, request.num_unproven = len(found), len(coming or ())
         request.num_scheduled = (request.num_named + request.num_unproven) * self._block_size
-        if self._is_on:
+        if self._is_on and request.pooling is None:
             self.num_queried += len(request.token_ids)
             self.num_found += request.num_scheduled
 
     def note(self, request: RequestState) -> None:
         """A plan for it was issued, or a token of it has become known: whole blocks are findable now."""
-        if not self._is_on or request.num_unproven:
+        if not self._is_on or request.num_unproven or request.pooling is not None:
             return
         whole = min(request.num_scheduled, len(request.token_ids)) // self._block_size
         if whole > request.num_named:
@@ -256,8 +256,8 @@ class PrefixReuse:
 
     def _wanted(self, request: RequestState) -> list[bytes]:
         """Names of all blocks that it could begin with: all whole ones before the last token that it must
-        run; none while tokens of its prompt are to be scored."""
-        if request.wants_scores:
+        run; none while tokens of its prompt are to be scored, or the hidden states of all are wanted."""
+        if request.wants_scores or request.pooling is not None:
             return []
         most = (request.num_to_prefill - 1) // self._block_size
         return self._hashes(request, most)[:most]

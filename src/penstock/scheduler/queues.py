@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.batch import RowSampling
+from penstock.config import Pooling
 
 NO_ROW = -1
 NO_STEP = -1
@@ -61,6 +62,7 @@ class RequestState:
         priority: what its blocks are worth to the cache.
         leader: the request that has the same prompt, and computes it first.
         num_shared: tokens of the prompt that it will find when that one has.
+        pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class RequestState:
     priority: int = 0
     leader: RequestState | None = field(default=None, repr=False)
     num_shared: int = 0
+    pooling: Pooling | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -109,8 +112,9 @@ class RequestState:
     @property
     def num_to_prefill(self) -> int:
         """Tokens to run when it starts, or starts again: all that it has; but not the last that it may have,
-        since nothing follows from that. At least one, so that there is a step that ends it."""
-        return max(1, min(len(self.token_ids), self.max_len - 1))
+        since nothing follows from that, unless its hidden state is wanted. At least one, so that there is a
+        step that ends it."""
+        return max(1, min(len(self.token_ids), self.max_len - (self.pooling is None)))
 
     @property
     def backlog_tokens(self) -> int:

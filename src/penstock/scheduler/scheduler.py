@@ -28,6 +28,7 @@ from penstock.scheduler.invariants import check_consistency
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_draft import PlanDraft
+from penstock.scheduler.pooled import returned_vectors, vector_error
 from penstock.scheduler.preemption import preempt_youngest, release
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.prompt_scores import returned_scores
@@ -271,7 +272,8 @@ class Scheduler:
                 updates.append(self._fail(request, row_error(request, plan.step_id, result.unmet.get(index))))
             else:
                 updates.append(self._accept(request, ids[0], logprobs[index]))
-        return updates + [self._end(done) for done in issued.ending if done.phase is not Phase.FINISHED]
+        updates += [self._end(done, vector) for done, vector in returned_vectors(issued.ending, result)]
+        return updates
 
     def fail_all(
         self, error: ErrorInfo, concerns: Callable[[str], bool] = lambda _: True
@@ -361,10 +363,12 @@ class Scheduler:
                 updates.append(self._fail(request, numerical_error(request, result.step_id)))
         return updates
 
-    def _end(self, request: RequestState) -> RequestUpdate:
+    def _end(self, request: RequestState, vector: bytes) -> RequestUpdate:
+        if request.pooling is not None and not vector:
+            return self._fail(request, vector_error(request, self._returned_step))
         self._totals.prompt_tokens += request.prompt_len
         self._remove(request)
-        return ended_without_tokens(request)
+        return ended_without_tokens(request, vector)
 
     def _fail(self, request: RequestState, error: ErrorInfo) -> RequestUpdate:
         self._remove(request)

@@ -33,12 +33,13 @@ def scores_came(request: RequestState, scores: list[TokenLogprobs]) -> RequestUp
     )
 
 
-def ended_without_tokens(request: RequestState) -> RequestUpdate:
-    """Its prompt is computed, and no token was wanted."""
+def ended_without_tokens(request: RequestState, vector: bytes) -> RequestUpdate:
+    """Its prompt is computed, and no token was wanted; `vector`: that of a pooled request."""
     return RequestUpdate(
         request_id=request.request_id,
         logprobs=None if request.sampling.num_logprobs < 0 else [],
-        finish_reason="length",
+        finish_reason="stop" if vector else "length",
+        vector=vector,
         queue_seconds=request.queue_seconds,
         num_cached_tokens=request.num_cached_tokens,
     )

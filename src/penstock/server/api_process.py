@@ -29,7 +29,7 @@ from penstock.engine.async_engine import AsyncEngine, EngineInfo
 from penstock.engine.replicas import Replicas
 from penstock.executor.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
 from penstock.grammar.proving import GrammarModel
-from penstock.models.registry import load_generation_defaults
+from penstock.models.registry import load_generation_defaults, load_vector_shape
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http_protocol import with_limits
@@ -152,6 +152,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
             reasoning_parser=config.server.reasoning_parser,
         ),
         grammar_model=GrammarModel(directory=directory, eos_token_ids=tuple(config.eos_token_ids)),
+        vector=load_vector_shape(directory, config.hidden_size),
     )
 
 
@@ -179,10 +180,10 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     """Serve on the inherited socket until told to stop."""
     beating = asyncio.create_task(_keep_beating(pulse))
     tokenizer = load_tokenizer(Path(config.model_path))
-    info = EngineInfo.from_config(config)
+    model = served_model(config, tokenizer)
+    info = EngineInfo.from_config(config, model.vector)
     engines = [AsyncEngine(address, tokenizer, info) for address in config.client_addresses]
     engine = engines[0] if len(engines) == 1 else Replicas(engines, has_prefix_cache=config.has_prefix_cache)
-    model = served_model(config, tokenizer)
     listener = socket.socket(fileno=config.listen_fd)
     ready = _Both(lambda: status.write(Ready()))
     app = create_app(engine, config.server, model, on_ready=ready.note, hold_s=config.hold_s)

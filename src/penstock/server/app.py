@@ -30,6 +30,7 @@ from penstock.server.admin import AdminRoute
 from penstock.server.chat import ChatRoute
 from penstock.server.completions import CompletionsRoute
 from penstock.server.debug import DebugRoute
+from penstock.server.embeddings import EmbeddingsRoute
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.errors import answer_http_exception, answer_validation_error, error_response
 from penstock.server.gate import Gate
@@ -46,6 +47,8 @@ from penstock.server.openai_types import (
     ChatResponse,
     CompletionRequest,
     CompletionResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
     RenderedPrompt,
 )
 from penstock.server.pipeline_view import PipelineRoute
@@ -123,6 +126,7 @@ def create_app(
     routes = _fastapi(_lifespan(context, workers, grammars, on_ready, hold_s))
     route = GenerationRoute(model, context, config.limits, workers, grammars)
     _add_generation_routes(routes, route)
+    _add_embeddings_route(routes, EmbeddingsRoute(route, context, workers))
     _add_plain_routes(routes, model, context)
     _add_views(routes, model, context, config)
     if config.admin_keys:
@@ -237,6 +241,17 @@ def _add_views(routes: FastAPI, model: ServedModel, context: GenerationContext, 
             name=name,
             **openapi.plain_route(path),
         )
+
+
+def _add_embeddings_route(routes: FastAPI, embeddings: EmbeddingsRoute) -> None:
+    routes.add_api_route(
+        "/v1/embeddings",
+        embeddings.create,
+        methods=["POST"],
+        name="create_embedding",
+        response_class=Response,
+        **openapi.whole_route(EmbeddingRequest, EmbeddingResponse),
+    )
 
 
 def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationContext) -> None:

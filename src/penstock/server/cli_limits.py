@@ -61,6 +61,12 @@ class LimitSettings:
         _REQUEST.max_choices
     )
     max_n: Annotated[int, _limit("--max-n", "sequences for each prompt")] = _REQUEST.max_n
+    max_embedding_inputs: Annotated[int, _limit("--max-embedding-inputs", "of one embeddings request")] = (
+        _REQUEST.max_embedding_inputs
+    )
+    max_embedding_tokens: Annotated[int, _limit("--max-embedding-tokens", "of all its inputs together")] = (
+        _REQUEST.max_embedding_tokens
+    )
     max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
         _REQUEST.max_logprobs
     )
@@ -150,6 +156,8 @@ class LimitSettings:
             max_template_kwargs=self.max_template_kwargs,
             max_choices=self.max_choices,
             max_n=self.max_n,
+            max_embedding_inputs=self.max_embedding_inputs,
+            max_embedding_tokens=self.max_embedding_tokens,
             max_logprobs=self.max_logprobs,
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,

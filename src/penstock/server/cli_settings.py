@@ -24,6 +24,7 @@ from penstock.config import (
     ModelImpl,
     ParallelConfig,
     PinThreads,
+    Pooling,
     Quantization,
     ReasoningParser,
     SchedulerConfig,
@@ -82,6 +83,9 @@ class EngineSettings:
     model_impl: Annotated[
         ModelImpl, flag("whose layers run: penstock, transformers, auto", "--model-impl", group="model")
     ] = "auto"
+    pooling: Annotated[
+        Pooling, flag("token states that embeddings are made of: last, mean, cls", "--pooling", group="model")
+    ] = "last"
     seed: Annotated[int, flag("of requests without a seed", "--seed", group="model")] = 0
 
     pipeline_parallel_size: Annotated[
@@ -263,6 +267,7 @@ class EngineSettings:
                 max_model_len=self.max_model_len,
                 quantization=self.quantization,
                 model_impl=self.model_impl,
+                pooling=self.pooling,
             ),
             parallel=self._parallel_config(),
             cache=CacheConfig(

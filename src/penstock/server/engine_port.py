@@ -17,7 +17,7 @@ from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError
 from penstock.grammar.proving import GrammarModel
 from penstock.operations import Operation, OperationDone
-from penstock.request import SamplingParams
+from penstock.request import PoolingParams, SamplingParams, VectorShape
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.detokenizer import Detokenizer
 from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer
@@ -74,6 +74,9 @@ class EngineLike(Protocol):
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> Sequence[RequestStream]:
         """Start `sampling.n` sequences of a prompt, all or none; the first counts the prompt's tokens."""
+
+    def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
+        """Have a prompt pooled; the stream has one delta, with the vector."""
 
     def status(self) -> StatusLike: ...
 
@@ -147,7 +150,7 @@ class ServedModel:
 
     `sampling_defaults`: values of temperature, top_k, top_p, min_p from the model's generation_config, used
     where a request is silent. `syntax`: how the model writes reasoning and calls of tools. `grammar_model`:
-    None: of a model without structured output.
+    None: of a model without structured output. `vector`: what vectors the model gives.
     """
 
     name: str
@@ -160,3 +163,4 @@ class ServedModel:
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     syntax: ModelSyntax = field(default_factory=ModelSyntax)
     grammar_model: GrammarModel | None = None
+    vector: VectorShape = field(default_factory=lambda: VectorShape(size=0))

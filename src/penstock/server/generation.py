@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -34,13 +34,15 @@ from penstock.server.request_log import RequestLog
 from penstock.server.request_record import RequestRecord
 from penstock.server.sse import DONE, PING, STREAM_HEADERS, ChunkWriter, StreamForm, error_event, usage_chunk
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
     """One prompt and how to go on from it, `sampling.n` times."""
 
     prompt_token_ids: list[int]
-    sampling: SamplingParams
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     echo: Echo | None = None  # at the beginning of its text
 
 
@@ -180,7 +182,7 @@ class WholeResponse(GenerationResponse):
 
     async def _generate(self, send: Send) -> None:
         self._add_sequences()
-        outcomes = await _all_of([self._collect(stream) for stream in self._streams])
+        outcomes = await all_of([self._collect(stream) for stream in self._streams])
         self._job.record.finish_reason = _finish_reason(outcomes)
         body = await self._job.make_body(outcomes, self._usage())
         response = json_response(body, headers=self._job.headers)
@@ -224,7 +226,7 @@ class StreamedResponse(GenerationResponse):
         self._is_followed = True
         try:
             pairs = zip(self._streams, self._writers, strict=True)
-            finishes = await _all_of([self._follow(stream, writer) for stream, writer in pairs])
+            finishes = await all_of([self._follow(stream, writer) for stream, writer in pairs])
         finally:
             self._context.keep_alive.leave(self)
             self._is_followed = False
@@ -281,7 +283,7 @@ class StreamedResponse(GenerationResponse):
         await self._write(error_event(body), more=False)
 
 
-async def _all_of(works: list[Coroutine[Any, Any, TextDelta]]) -> list[TextDelta]:
+async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of the coroutines, in order. One alone runs in this task; the first failure ends the others."""
     if len(works) == 1:
         return [await works[0]]

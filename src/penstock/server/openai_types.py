@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.config import Pooling
 from penstock.request import FinishReason
 
 ChatFinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
@@ -152,6 +153,19 @@ class CompletionRequest(GenerateRequest, frozen=True, kw_only=True):
     echo: bool | None = None
 
 
+class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`pooling` and `normalize` are not OpenAI's; their meaning, and that of `dimensions`, is
+    `PoolingParams`'s."""
+
+    input: str | list[str | int | list[int]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    user: str | None = None
+
+
 class PromptTokensDetails(msgspec.Struct, frozen=True):
     cached_tokens: int
 
@@ -166,6 +180,26 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
+
+
+class EmbeddingUsage(msgspec.Struct, frozen=True, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embedding(msgspec.Struct, frozen=True, kw_only=True):
+    """`embedding` is base64 of float32, lowest byte first, where that was asked for."""
+
+    object: str = "embedding"
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingResponse(msgspec.Struct, frozen=True, kw_only=True):
+    object: str = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
 
 
 class TopLogprob(msgspec.Struct, frozen=True):

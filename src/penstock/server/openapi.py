@@ -14,6 +14,7 @@ import msgspec
 from fastapi import FastAPI
 
 from penstock.config import Limits, ServerConfig
+from penstock.request import VectorShape
 from penstock.server.access import ADMIN_PATHS, OPEN_PATHS
 from penstock.server.admin import Aborted, Applied, Flushed, PauseState, Slowed
 from penstock.server.engine_port import ServedModel
@@ -25,6 +26,8 @@ from penstock.server.openai_types import (
     ChatResponse,
     CompletionRequest,
     CompletionResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
     ModelCard,
     ModelList,
     RenderedPrompt,
@@ -50,6 +53,8 @@ _TYPES = (
     ChatResponse,
     CompletionRequest,
     CompletionResponse,
+    EmbeddingRequest,
+    EmbeddingResponse,
     ErrorBody,
     Health,
     ModelCard,
@@ -104,8 +109,14 @@ def _answers(ok: Schema, errors: Iterable[int]) -> dict[int | str, Schema]:
 
 def generation_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
     """Arguments of `add_api_route` that describe a generating route."""
+    described = whole_route(request, answer)
+    described["responses"][200]["content"]["text/event-stream"] = {}
+    return described
+
+
+def whole_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
+    """The same of one that never streams."""
     ok = _content("application/json", _reference(answer))
-    ok["content"]["text/event-stream"] = {}
     body = {"required": True, **_content("application/json", _reference(request))}
     return {"responses": _answers(ok, _GENERATION), "openapi_extra": {"requestBody": body}}
 
@@ -243,6 +254,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
             }
         },
         "Function": {"name": {"string": {"pattern": f"^{NAME.pattern}$"}}},
+        "EmbeddingRequest": {"input": {"array": prompts}, "dimensions": _dimensions(model.vector)},
         "ChatMessage": {"role": {"string": {"enum": list(ROLES)}}},
         "ContentPart": {"type": {"string": {"enum": ["text"]}}},
     }
@@ -252,6 +264,12 @@ def _bias(limits: Limits) -> Schema:
     value = {"type": "number", "minimum": -100, "maximum": 100}
     ids = {"pattern": "^(0|[1-9][0-9]*)$"}
     return {"maxProperties": limits.max_logit_bias, "propertyNames": ids, "additionalProperties": value}
+
+
+def _dimensions(vector: VectorShape) -> dict[str, Schema]:
+    if vector.any_cut:
+        return {"integer": {"minimum": 1, "maximum": vector.size}}
+    return {"integer": {"enum": sorted({vector.size, *vector.cuts})}}
 
 
 def _prompt_item(ids: Schema) -> Schema:

@@ -41,19 +41,35 @@ class PromptReader:
 
     async def completions(self, prompt: Prompt) -> list[list[int]]:
         """Token ids of each prompt of a completions request, in order."""
-        prompts = prompt_list(prompt)
-        if not 1 <= len(prompts) <= self._limits.max_prompts:
+        return await self._all(prompt, "prompt", self._limits.max_prompts)
+
+    async def embeddings(self, inputs: Prompt) -> list[list[int]]:
+        """Token ids of each input of an embeddings request, in order."""
+        found = await self._all(inputs, "input", self._limits.max_embedding_inputs)
+        count, limit = sum(map(len, found)), self._limits.max_embedding_tokens
+        if count > limit:
             raise InvalidRequestError(
-                f"prompt must hold 1 to {self._limits.max_prompts} prompts, got {len(prompts)}.",
+                f"input has {count} tokens in all; this server takes {limit} in one request.",
+                remedy="Send the inputs in several requests.",
+                param="input",
+                code="out_of_range",
+            )
+        return found
+
+    async def _all(self, prompt: Prompt, param: str, most: int) -> list[list[int]]:
+        prompts = prompt_list(prompt, param)
+        if not 1 <= len(prompts) <= most:
+            raise InvalidRequestError(
+                f"{param} must hold 1 to {most} prompts, got {len(prompts)}.",
                 remedy="Send them in several requests." if prompts else "Give a text or token ids.",
-                param="prompt",
+                param=param,
                 code="out_of_range",
             )
         sizes = [_num_bytes(one) if isinstance(one, str) else len(one) for one in prompts]
         for size, one in zip(sizes, prompts, strict=True):
             if isinstance(one, str):
-                self._refuse_long(size, "prompt")
-        return await self._workers.run(sum(sizes), self._all_token_ids, prompts)
+                self._refuse_long(size, param)
+        return await self._workers.run(sum(sizes), self._all_token_ids, prompts, param)
 
     async def chat(
         self, messages: list[ChatMessage], use: ToolUse = NO_TOOLS, options: Mapping[str, Any] | None = None
@@ -138,14 +154,14 @@ class PromptReader:
             )
         return plain, {}
 
-    def _all_token_ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
-        return [self._token_ids(one) for one in prompts]
+    def _all_token_ids(self, prompts: list[str | list[int]], param: str) -> list[list[int]]:
+        return [self._token_ids(one, param) for one in prompts]
 
-    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+    def _token_ids(self, prompt: str | list[int], param: str) -> list[int]:
         if isinstance(prompt, str):
-            return _not_empty(self._model.codec.encode(prompt), "prompt")
-        if len(_not_empty(prompt, "prompt")) <= self._model.max_model_len:  # else refused for its length
-            self._check_ids(prompt, "prompt")
+            return _not_empty(self._model.codec.encode(prompt), param)
+        if len(_not_empty(prompt, param)) <= self._model.max_model_len:  # else refused for its length
+            self._check_ids(prompt, param)
         return prompt
 
     def _refuse_long(self, size: int, param: str) -> None:
@@ -169,16 +185,16 @@ class PromptReader:
         )
 
 
-def prompt_list(prompt: Prompt) -> list[str | list[int]]:
-    """The four forms of `prompt` as a list of texts or of id lists."""
+def prompt_list(prompt: Prompt, param: str = "prompt") -> list[str | list[int]]:
+    """The four forms of `prompt`, or of the field `param`, as a list of texts or of id lists."""
     if isinstance(prompt, str):
         return [prompt]
     kinds = set(map(type, prompt))
     if int in kinds and len(kinds) > 1:
         raise InvalidRequestError(
-            "prompt mixes token ids with texts or lists.",
+            f"{param} mixes token ids with texts or lists.",
             remedy="Give a text, a list of texts, a list of token ids, or a list of lists of token ids.",
-            param="prompt",
+            param=param,
             code="invalid_type",
         )
     return [cast("list[int]", prompt)] if int in kinds else cast("list[str | list[int]]", prompt)

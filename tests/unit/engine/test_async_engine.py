@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import struct
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -38,7 +39,7 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume, SlowDown
-from penstock.request import FinishReason, RequestUpdate, SamplingParams
+from penstock.request import FinishReason, PoolingParams, RequestUpdate, SamplingParams, VectorShape
 from penstock.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, PieceTable
 from penstock.tokenizer.tokenizer import AbsentTokenizer
 
@@ -666,5 +667,81 @@ def test_g4_another_core_hears_of_requests_before_it_is_to_abort_them() -> None:
         assert again == Operate(0, Pause("abort"))
         rig.core.socket.send(rig.core.client, operated(0))
         await asked
+
+    with_rig(body)
+
+
+VECTORS = msgspec.structs.replace(INFO, vector=VectorShape(size=2, cuts=(1,)), pooling="cls")
+
+
+def test_g3_a_pooled_request_ends_with_one_delta_that_has_the_vector() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.engine.embed("v", [1, 2, 3], PoolingParams())
+        raw = rig.engine.embed("raw", [4], PoolingParams(pooling="mean", normalize=False, dimensions=1))
+        first, second = rig.core.hear(2)
+        assert isinstance(first, AddRequest)
+        assert isinstance(second, AddRequest)
+        assert (first.request.pooling, second.request.pooling) == ("cls", "mean")
+        vector = struct.pack("<2f", 3.0, 4.0)
+        rig.core.tell(*(update(name, b"", "stop", vector=vector) for name in ("v", "raw")))
+        delta = await stream.next()
+        assert struct.unpack("<2f", delta.vector) == pytest.approx((0.6, 0.8))
+        assert (delta.text, delta.token_ids, delta.finish_reason) == ("", [], "stop")
+        assert (stream.prompt_tokens, stream.completion_tokens) == (3, 0)
+        assert struct.unpack("<1f", (await raw.next()).vector) == (3.0,)
+
+    with_rig(body, VECTORS)
+
+
+def test_r4_another_core_is_asked_for_the_vector() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.engine.embed("v", [1, 2, 3], PoolingParams(pooling="mean"))
+        (asked,) = rig.core.hear()
+        await rig.lose_core()
+        await rig.welcome()
+        (again,) = rig.core.hear()
+        assert isinstance(asked, AddRequest)
+        assert isinstance(again, AddRequest)
+        assert (again.request, again.output_ids) == (asked.request, [])
+        rig.core.tell(update("v", b"", "stop", vector=struct.pack("<2f", 0.0, 0.0)))
+        assert struct.unpack("<2f", (await stream.next()).vector) == (0.0, 0.0), "without a direction"
+
+    with_rig(body, VECTORS)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "param"),
+    [
+        ([], PoolingParams(), "prompt"),
+        ([256], PoolingParams(), "prompt"),
+        ([1] * 65, PoolingParams(), "prompt"),
+        ([1], PoolingParams(dimensions=3), "dimensions"),
+    ],
+)
+def test_a_vector_that_cannot_be_is_refused_before_it_is_sent(
+    prompt: list[int], params: PoolingParams, param: str
+) -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        with pytest.raises(InvalidRequestError) as raised:
+            rig.engine.embed("bad", prompt, params)
+        assert raised.value.param == param
+        rig.engine.embed("good", [1] * 64, PoolingParams(dimensions=1))
+        (message,) = rig.core.hear()
+        assert isinstance(message, AddRequest)
+        assert message.request.request_id == "good"
+
+    with_rig(body, VECTORS)
+
+
+def test_whoever_knows_that_no_core_will_come_ends_the_streams() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add()
+        rig.engine.lose(UnavailableError("the supervisor of the engine has ended."))
+        with pytest.raises(UnavailableError, match="the supervisor of the engine has ended"):
+            await stream.next()
 
     with_rig(body)

@@ -15,7 +15,7 @@ from penstock.engine.replicas import Replicas, SteadyStats, merged_stats
 from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError, WaitTimeoutError
 from penstock.operations import Operation, OperationDone, Pause
-from penstock.request import SamplingParams
+from penstock.request import PoolingParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
 STATS = CoreStats(
@@ -65,6 +65,10 @@ class OneEngine:
         self.asked.append(request_id)
         return [self] * sampling.n
 
+    def embed(self, request_id: str, prompt: list[int], params: PoolingParams) -> Any:
+        (stream,) = self.add_all(f"vector {request_id}", prompt, GREEDY)
+        return stream
+
     async def trace(self) -> list[StageSpans]:
         if self.refusal is not None:
             raise self.refusal
@@ -96,6 +100,13 @@ def test_i4_all_sequences_of_a_prompt_go_to_one_replica() -> None:
     idle, other = OneEngine(), OneEngine(ahead=1)
     assert replicas(other, idle).add_all("a", [1, 2], SamplingParams(n=3)) == [idle] * 3
     assert (idle.asked, other.asked) == (["a"], [])
+
+
+def test_i4_a_vector_is_made_by_one_replica_and_by_the_next_where_one_refuses() -> None:
+    busy, idle, full = OneEngine(ahead=40), OneEngine(ahead=9), OneEngine(refusal=OverloadedError("full"))
+    three = replicas(busy, idle, full)
+    assert three.embed("a", [1, 2], PoolingParams()) is idle
+    assert (busy.asked, idle.asked) == ([], ["vector a"])
 
 
 @pytest.mark.parametrize("refusal", [OverloadedError("full"), UnavailableError("away")])

@@ -155,7 +155,7 @@ EVERY_FLAG = """
 m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --dp 2 --ep
 --partition 4,1 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
---kernels -attention,-head --pin-threads off --model-impl penstock
+--kernels -attention,-head --pin-threads off --model-impl penstock --pooling cls
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
 --kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
 --kv-host-bytes 47 --kv-write-rate 48 --kv-store-policy write-back
@@ -166,6 +166,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
 --max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
+--max-embedding-inputs 51 --max-embedding-tokens 52
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-logit-bias 9 --max-allowed-token-ids 10
 --max-schema-bytes 51 --max-schema-depth 52 --max-enum-items 53 --max-pattern-bytes 54 --max-repeats 55
@@ -190,6 +191,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_model_len": 11,
             "quantization": "int8",
             "model_impl": "penstock",
+            "pooling": "cls",
         },
         "parallel": {
             "pipeline_parallel_size": 2,
@@ -263,6 +265,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_tool_bytes": 50,
             "max_template_kwargs": 0,
             "max_choices": 11,
+            "max_embedding_inputs": 51,
+            "max_embedding_tokens": 52,
             "max_logprobs": 5,
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,
@@ -387,6 +391,8 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_tools": -1},
         {"max_tool_bytes": -1},
         {"max_template_kwargs": -1},
+        {"max_embedding_inputs": 0},
+        {"max_embedding_tokens": 0},
         {"max_logprobs": 21},
         {"max_prompt_scores": -1},
         {"max_stop_strings": 17},

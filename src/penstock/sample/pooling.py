@@ -1,0 +1,156 @@
+"""From the hidden states of a prompt, after the final norm, to one vector: on the last stage, chunk by chunk.
+
+A small state object of `runner.model_runner`: `apply` with each plan, `step` with the hidden states of each.
+Ranks that share the last stage all pool, the same states; one of them tells the core. Every vector is float32
+[hidden_size]. It is as computed: lengths and cuts are the front's affair (`engine.vectors`).
+
+    last    the state of the last token, as it is
+    cls     the state of the first token, as it is
+    mean    the states of all tokens, added up in float64 one after the other, divided by their number
+
+Sums are taken in the order of the positions whatever the chunks are, so that a vector has the same bits for
+any chunks that give the states the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.batch import ScheduledBatch
+from penstock.config import Pooling
+
+_SLAB = 64  # tokens that are added in one call: [_SLAB + 1, hidden] float64 are kept for it
+
+States = NDArray[np.float32]  # [num_tokens, hidden]
+
+
+class Pool(Protocol):
+    """What is gathered of one prompt."""
+
+    def wanted(self, start: int, count: int, is_last: bool) -> range:
+        """Which tokens of a chunk, from 0: the chunk begins at position `start` and has `count` of them."""
+        ...
+
+    def take(self, states: States) -> None:
+        """Those of the chunk, in order; not kept."""
+        ...
+
+    def vector(self) -> NDArray[np.float32]:
+        """[hidden], once the whole prompt was taken."""
+        ...
+
+
+class _OneToken:
+    """The state of the first or the last token.
+
+    Args:
+        is_first: which.
+    """
+
+    def __init__(self, *, is_first: bool) -> None:
+        self._is_first = is_first
+        self._state: NDArray[np.float32] | None = None
+
+    def wanted(self, start: int, count: int, is_last: bool) -> range:
+        if self._is_first:
+            return range(start == 0)
+        return range(count - is_last, count)
+
+    def take(self, states: States) -> None:
+        (state,) = states
+        self._state = state.copy()
+
+    def vector(self) -> NDArray[np.float32]:
+        assert self._state is not None, "the token has not run in this row"
+        return self._state
+
+
+class _MeanOfTokens:
+    """The mean over all tokens."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._sum: NDArray[np.float64] = np.zeros(0)
+
+    def wanted(self, start: int, count: int, is_last: bool) -> range:
+        assert start == self._num_tokens, "a token is missing, or comes twice"
+        return range(count)
+
+    def take(self, states: States) -> None:
+        if self._num_tokens == 0:
+            self._sum = np.zeros(states.shape[1])
+        for first in range(0, len(states), _SLAB):
+            slab = np.concatenate([self._sum[None], states[first : first + _SLAB]])
+            self._sum = np.add.accumulate(slab)[-1].copy()  # in order, by its definition
+        self._num_tokens += len(states)
+
+    def vector(self) -> NDArray[np.float32]:
+        return (self._sum / self._num_tokens).astype(np.float32)
+
+
+_POOLS: dict[Pooling, Callable[[], Pool]] = {
+    "last": lambda: _OneToken(is_first=False),
+    "cls": lambda: _OneToken(is_first=True),
+    "mean": _MeanOfTokens,
+}
+
+
+class PoolingRows:
+    """The rows of a rank whose requests are pooled. On stages before the last nothing is ever gathered."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Pool] = {}
+
+    def reset(self) -> None:
+        """No row is held."""
+        self._pools.clear()
+
+    def apply(self, plan: ScheduledBatch) -> None:
+        """Freed rows, then new ones; one that enters again begins anew."""
+        for row in plan.freed_rows:
+            self._pools.pop(row, None)
+        for new in plan.new_rows:
+            if new.pooling is not None:
+                self._pools[new.row] = _POOLS[new.pooling]()
+
+    def step(self, plan: ScheduledBatch, states_of: Callable[[NDArray[np.int64]], States]) -> list[bytes]:
+        """Take the plan's tokens of these rows.
+
+        Args:
+            states_of: the hidden states of some tokens of the step ([n] int64, rising), as float32.
+
+        Returns:
+            The vectors that `plan.pooled` names, float32 [hidden] each as bytes; empty where not finite.
+        """
+        if not self._pools:
+            return []
+        wanted, parts = self._wanted(plan)
+        if wanted:
+            states, taken = states_of(np.array(wanted, dtype=np.int64)), 0
+            for pool, count in parts:
+                pool.take(states[taken : taken + count])
+                taken += count
+        return [_encoded(self._pools[row].vector()) for row in plan.pooled]
+
+    def _wanted(self, plan: ScheduledBatch) -> tuple[list[int], list[tuple[Pool, int]]]:
+        """Which tokens of the step, and how many of them are whose."""
+        whole, first = frozenset(plan.pooled), 0
+        tokens: list[int] = []
+        parts: list[tuple[Pool, int]] = []
+        for row, start, count in zip(plan.rows, plan.start_positions, plan.num_tokens, strict=True):
+            pool = self._pools.get(row)
+            if pool is not None:
+                own = pool.wanted(start, count, row in whole)
+                if own:
+                    tokens += range(first + own.start, first + own.stop)
+                    parts.append((pool, len(own)))
+            first += count
+        return tokens, parts
+
+
+def _encoded(vector: NDArray[np.float32]) -> bytes:
+    return vector.astype("<f4").tobytes() if np.isfinite(vector).all() else b""
