@@ -35,9 +35,10 @@ def measure(dtype: str, num_stages: int, num_requests: int, step: int) -> float:
         num_blocks=512,
         distributed_executor_backend="inprocess",
     ) as llm:
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True), use_tqdm=False)
         started = time.perf_counter()
-        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True))
+        greedy = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        llm.generate(prompts, greedy, use_tqdm=False)
         return (time.perf_counter() - started) / NUM_TOKENS * 1e3
 
 

@@ -123,7 +123,7 @@ def generate(llm: LLM, batch: int, num_tokens: int) -> float:
     prompts = [{"prompt_token_ids": random.choices(range(1000, 90000), k=INPUT)} for _ in range(batch)]
     sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
     began = time.perf_counter()
-    llm.generate(prompts, sampling)
+    llm.generate(prompts, sampling, use_tqdm=False)
     return time.perf_counter() - began
 
 

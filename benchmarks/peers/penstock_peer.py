@@ -28,7 +28,7 @@ class Penstock:
 
     def generate(self, prompts: list[list[int]], num_tokens: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
-        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+        outputs = self._llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
 
     def close(self) -> None:

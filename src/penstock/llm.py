@@ -4,82 +4,74 @@
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-The stages are processes of their own (`mp`) or threads of this one (`inprocess`). Tokenising, detokenising
-and stop strings happen here; everything else is the engine's (`engine.client`). What is decided and done at
-start is logged at INFO by the logger `penstock`.
+The stages are processes of their own (`mp`) or threads of this one (`inprocess`). Tokenising is
+`engine.text_side`'s, text and stop strings are `engine.outputs`', waiting is `engine.pending`'s; everything
+else is the engine's (`engine.client`). What is decided and done at start is logged at INFO by the logger
+`penstock`. The same for programs with an event loop is `async_llm`.
 """
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
-
-import msgspec
+from typing import Any, Literal, TypeVar
 
 from penstock.config import (
     Backend,
-    CacheConfig,
     DType,
     EngineConfig,
     EvictionPolicy,
     GrammarLimits,
-    ModelConfig,
     ModelImpl,
-    ParallelConfig,
     PinThreads,
+    Pooling,
     Quantization,
-    SchedulerConfig,
     StorePolicy,
     TiedHead,
 )
-from penstock.engine.auto_partition import settle_partition
+from penstock.engine.arguments import NO_INTER_TOKEN_TARGET_MS, engine_config, refuse_unknown, settled
 from penstock.engine.client import EngineClient, InprocessClient, ProcessClient
-from penstock.engine.host import Host
-from penstock.engine.launch import LaunchPlan, resolve
-from penstock.engine.outputs import (
-    CompletionOutput,
-    OutputAssembler,
-    RequestOutput,
-    TextDelta,
-    completion_output,
-    merge_deltas,
-    output_assembler,
-    prompt_logprobs,
-)
-from penstock.engine.refused_settings import refuse_if_known, refuse_replicas, require_backend
+from penstock.engine.launch import LaunchPlan
+from penstock.engine.outputs import CompletionOutput, RequestOutput, output_assembler
+from penstock.engine.pending import Pending, run_all
+from penstock.engine.progress import progress_of
+from penstock.engine.refused_settings import require_backend
 from penstock.engine.reports import LogReporter
-from penstock.engine.request_check import RequestLimits
 from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
-from penstock.engine.topology import with_topology
-from penstock.errors import InvalidRequestError, UsageError, error_from_info
+from penstock.engine.text_side import (
+    Conversation,
+    PreparedPrompt,
+    Prompt,
+    TextSide,
+    at_place,
+    chat_options,
+    normalised_pooling,
+    normalised_sampling,
+)
+from penstock.engine.vectors import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    VectorAssembler,
+    embedding_output,
+    pooling_output,
+)
+from penstock.errors import InvalidRequestError, UsageError
 from penstock.executor.base import Executor
-from penstock.grammar.proving import GrammarModel, GrammarProver
-from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
-from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
-from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
+from penstock.grammar.proving import GrammarProver
+from penstock.request import GenerationRequest, PoolingParams, SamplingParams
+from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
-Prompt = str | Mapping[str, Any]
 MakeExecutor = Callable[[LaunchPlan], Executor]
-POLL_S = 1.0
-# Here the caller is the queue: it may hold any number, for any time.
-_NO_BOUNDS = {"max_waiting_requests": 1 << 31, "max_waiting_tokens": 1 << 62, "queue_timeout_s": 1e12}
-_PARTS = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "cache": CacheConfig,
-    "scheduler": SchedulerConfig,
-}
-NO_INTER_TOKEN_TARGET_MS = 1e9
+Params = TypeVar("Params", SamplingParams, PoolingParams)
 
 
 class LLM:
@@ -124,6 +116,7 @@ class LLM:
         step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
         tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
         quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
+        pooling: token states that embeddings are made of: the `last`, the `mean` of all, or `cls`: the first.
         model_impl: whose layers run: `penstock`, `transformers` (of the extra `penstock[hf]`), or `auto`:
             ours where there are any.
         kernels: our own CPU kernels: `auto`, `off`, or names switched off such as "-attention,-head".
@@ -174,39 +167,21 @@ class LLM:
         step_timeout_s: float | None = None,
         quantization: Quantization = "none",
         model_impl: ModelImpl = "auto",
+        pooling: Pooling = "last",
         kernels: str = "auto",
         pin_threads: PinThreads = "auto",
         **unknown: Any,
     ) -> None:
         given = {**locals()}
-        _refuse_unknown(unknown)
+        known = inspect.signature(LLM.__init__).parameters
+        refuse_unknown(unknown, [name for name in known if name != "unknown"])
         backend, make_executor = _executor_backend(distributed_executor_backend)
-        given |= _NO_BOUNDS | {"model": str(model), "backend": backend}
-        self._start(_engine_config(given), topology, make_executor)
-
-    def _start(
-        self,
-        config: EngineConfig,
-        topology: str | os.PathLike[str] | None,
-        make_executor: MakeExecutor | None,
-    ) -> None:
-        if topology is not None:
-            parallel = with_topology(config.parallel, topology)
-            config = msgspec.structs.replace(config, parallel=parallel)
-        host = Host.detect()
-        config = settle_partition(config, host, LogReporter())
-        plan = resolve(config, host)
-        directory = Path(plan.model_path)
-        self._tokenizer = load_tokenizer(directory)
-        self._chat_template = load_chat_template(directory, self._tokenizer)
-        self._default_sampling = default_sampling(plan.spec.generation_defaults)
+        config, plan = settled(engine_config(given, backend, topology))
+        self._text = TextSide.of(plan, config.model.pooling)
         self._client = _make_client(config, plan, make_executor)
-        self._limits = RequestLimits(
-            max_model_len=self._client.max_model_len, vocab_size=plan.spec.vocab_size
-        )
+        self._limits = self._text.limits(self._client.max_model_len)
         self._numbers = itertools.count()
-        model = GrammarModel(directory=directory, eos_token_ids=plan.spec.eos_token_ids)
-        self._grammars = GrammarProver(model, GrammarLimits())
+        self._grammars = GrammarProver(self._text.grammar_model, GrammarLimits())
         self._finalizer = weakref.finalize(self, _close, self._client, self._grammars)  # at exit too
 
     def generate(
@@ -214,7 +189,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; results are in the order of the prompts.
 
@@ -222,49 +197,102 @@ class LLM:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. Special tokens
                 written in a text mean themselves.
             sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
-            use_tqdm: show a progress bar.
+            use_tqdm: show the progress, also where there is no terminal; None: only on a terminal, and of
+                several prompts.
 
         Raises:
-            InvalidRequestError: a prompt or a sampling value is out of bounds; nothing has run.
+            InvalidRequestError: a prompt or a sampling value is out of bounds, or prompt and output together
+                are too long; names the prompt by its index. Nothing has run.
             PenstockError: a request or the engine failed; the others were aborted.
         """
         self._require_open()
-        single = isinstance(prompts, str | Mapping)
-        entries: Sequence[Any] = [prompts] if single else list(prompts)
-        prepared = [self._prepare(entry) for entry in entries]
-        return self._run(prepared, self._sampling_for(len(prepared), sampling_params), use_tqdm)
+        return self._generate(self._text.prompts(prompts), sampling_params, use_tqdm)
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        use_tqdm: bool = False,
+        use_tqdm: bool | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation (a list of messages), or several, by the model's chat template."""
+        """Answer a conversation (a list of messages), or several, by the model's chat template.
+
+        Args:
+            add_generation_prompt: end the prompt with what begins an answer.
+            continue_final_message: go on with the last message, an assistant's, instead.
+            tools: functions that the model is told of, in OpenAI's form; its calls are in the text, as it
+                writes them.
+            chat_template_kwargs: further variables of the template.
+
+        Raises what `generate` does; also when the template refuses the messages, or knows no tools.
+        """
         self._require_open()
-        single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = [messages] if single else messages
-        options = {"add_generation_prompt": add_generation_prompt} | dict(chat_template_kwargs or {})
-        prepared = []
-        for conversation in conversations:
-            text = self._chat_template.render(conversation, **options)
-            prepared.append((text, self._chat_template.encode(conversation, **options)))
-        return self._run(prepared, self._sampling_for(len(prepared), sampling_params), use_tqdm)
+        options = chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        return self._generate(self._text.conversations(messages, options), sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of length 1 for each prompt; results are in the order of the prompts.
+
+        Args:
+            prompts: as for `generate`.
+            pooling_params: for all prompts, or one per prompt; None takes what the engine was started with.
+
+        Raises what `generate` does.
+        """
+        requests = self._pooled(prompts, pooling_params or PoolingParams(), use_tqdm)
+        return [
+            embedding_output(one.request.request_id, one.prompt.token_ids, one.whole().vector)
+            for one in requests
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling: Pooling | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The pooled hidden states of each prompt as a numpy array, without a change of their length unless
+        `pooling_params` ask for it.
+
+        Args:
+            pooling: in place of `pooling_params`.
+
+        Raises what `generate` does.
+        """
+        if pooling_params is not None and pooling is not None:
+            raise InvalidRequestError(
+                "pooling and pooling_params say the same; give one of them.", param="pooling"
+            )
+        raw = PoolingParams(pooling=pooling, normalize=False)
+        requests = self._pooled(prompts, raw if pooling_params is None else pooling_params, use_tqdm)
+        return [
+            pooling_output(one.request.request_id, one.prompt.token_ids, one.whole().vector)
+            for one in requests
+        ]
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of this model."""
-        return self._tokenizer
+        return self._text.tokenizer
 
     def get_chat_template(self) -> ChatTemplate:
         """The chat template of this model."""
-        return self._chat_template
+        return self._text.chat_template
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Sampling that the checkpoint's `generation_config.json` asks for."""
-        return self._default_sampling
+        return self._text.default_sampling
 
     def stats(self) -> CoreStats | None:
         """Numbers of the engine core, as of its last message."""
@@ -286,211 +314,78 @@ class LLM:
         if not self._finalizer.alive:
             raise UsageError("this LLM has been shut down.", remedy="Make a new one.")
 
-    def _prepare(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """(text, token ids) of one prompt."""
-        if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode_trusted(prompt)
-        if isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
-            return prompt.get("prompt"), [_token_id(value) for value in prompt["prompt_token_ids"]]
-        if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt"), str):
-            return prompt["prompt"], self._tokenizer.encode_trusted(prompt["prompt"])
-        raise InvalidRequestError(
-            f"a prompt is a text or a mapping with prompt_token_ids, got {type(prompt).__name__}.",
-            remedy='Write {"prompt_token_ids": [...]} for token ids.',
-            param="prompts",
-        )
-
-    def _sampling_for(
-        self, count: int, given: SamplingParams | Sequence[SamplingParams] | None
-    ) -> list[SamplingParams]:
-        if given is None or isinstance(given, SamplingParams):
-            return [_normalised(given or self._default_sampling)] * count
-        if len(given) != count:
-            raise InvalidRequestError(
-                f"{len(given)} sampling_params were given for {count} prompts.", param="sampling_params"
-            )
-        return [_normalised(params) for params in given]
-
-    def _run(
+    def _generate(
         self,
-        prompts: Sequence[tuple[str | None, list[int]]],
-        sampling: Sequence[SamplingParams],
-        use_tqdm: bool,
+        prompts: Sequence[PreparedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | None,
     ) -> list[RequestOutput]:
-        for (_, token_ids), params in zip(prompts, sampling, strict=True):
-            self._limits.check(token_ids, params)
-            if params.structured_outputs is not None:
-                self._grammars.prove_now(params.structured_outputs)
-        requests = [
-            with_siblings(str(next(self._numbers)), token_ids, params)
-            for (_, token_ids), params in zip(prompts, sampling, strict=True)
-        ]
-        groups = [[_Pending(one, self._tokenizer) for one in request.alone()] for request in requests]
-        pending = {entry.request.request_id: entry for group in groups for entry in group}
-        try:
-            for request in requests:
-                self._client.add(request)
-            self._collect(pending, _progress_bar(len(pending)) if use_tqdm else _NoProgress())
-        finally:
-            if pending:  # an error or an interrupt: let nothing run on
-                self._client.abort(list(pending))
-        return [
-            _request_output(group, text, self._tokenizer)
-            for group, (text, _) in zip(groups, prompts, strict=True)
-        ]
+        sampling: Sequence[SamplingParams | None] = [None] * len(prompts)
+        if sampling_params is not None:
+            sampling = _for_each(sampling_params, len(prompts), "sampling_params")
+        requests = []
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            with at_place(f"prompts[{index}]"):
+                requests.append(self._request(prompt, params))
+        for index, request in enumerate(requests):
+            structured = request.request.sampling.structured_outputs
+            if structured is not None:
+                with at_place(f"prompts[{index}]"):
+                    self._grammars.prove_now(structured)
+        run_all(self._client, requests, progress_of(len(requests), use_tqdm))
+        return [request.output(self._text.tokenizer) for request in requests]
 
-    def _collect(self, pending: dict[str, _Pending], progress: _NoProgress) -> None:
-        """Wait until none is pending."""
-        with progress:
-            while pending:
-                for update in self._client.poll(POLL_S):
-                    entry = pending.get(update.request_id)
-                    if entry is not None and entry.take(update):
-                        del pending[update.request_id]
-                        if entry.must_abort:
-                            self._client.abort([update.request_id])
-                        progress.advance()
-
-
-class _Pending:
-    """One sequence on its way, and what has come of it."""
-
-    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
-        self.request = request
-        self.must_abort = False  # ended by a stop string, which the core does not know
-        self._assembler: OutputAssembler = output_assembler(
-            tokenizer, request.prompt_token_ids, request.sampling
+    def _request(self, prompt: PreparedPrompt, sampling: SamplingParams | None) -> Pending:
+        if sampling is None:
+            default = normalised_sampling(self._text.default_sampling)
+            sampling = self._limits.shortened(default, len(prompt.token_ids))
+        else:
+            sampling = normalised_sampling(sampling)
+        self._limits.check(prompt.token_ids, sampling)
+        self._limits.check_length(prompt.token_ids, sampling)
+        request = with_siblings(str(next(self._numbers)), prompt.token_ids, sampling)
+        tokenizer = self._text.tokenizer
+        return Pending(
+            request, prompt, lambda one: output_assembler(tokenizer, prompt.token_ids, one.sampling)
         )
-        self.deltas: list[TextDelta] = []
-        self.num_cached_tokens = 0
 
-    def take(self, update: RequestUpdate) -> bool:
-        """Whether the request has ended. Raises its error."""
-        if update.error is not None:
-            raise error_from_info(update.error)
-        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
-        delta = self._assembler.append(update)
-        self.deltas.append(delta)
-        self.must_abort = delta.finish_reason is not None and update.finish_reason is None
-        return delta.finish_reason is not None
+    def _pooled(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams],
+        use_tqdm: bool | None,
+    ) -> list[Pending]:
+        self._require_open()
+        prepared, requests = self._text.prompts(prompts), []
+        each = _for_each(pooling_params, len(prepared), "pooling_params")
+        for index, (prompt, params) in enumerate(zip(prepared, each, strict=True)):
+            with at_place(f"prompts[{index}]"):
+                requests.append(self._vector_request(prompt, normalised_pooling(params)))
+        run_all(self._client, requests, progress_of(len(requests), use_tqdm))
+        return requests
 
-
-def _request_output(group: Sequence[_Pending], text: str | None, tokenizer: Tokenizer) -> RequestOutput:
-    """The result of a prompt, from all its sequences."""
-    first = group[0]
-    scores, token_ids = None, first.request.prompt_token_ids
-    if first.request.sampling.prompt_logprobs is not None:
-        scores = prompt_logprobs(token_ids, merge_deltas(first.deltas).prompt_logprobs, tokenizer)
-    return RequestOutput(
-        request_id=first.request.request_id,
-        prompt=text,
-        prompt_token_ids=token_ids,
-        outputs=[completion_output(entry.deltas, tokenizer, index) for index, entry in enumerate(group)],
-        finished=True,
-        num_cached_tokens=first.num_cached_tokens,
-        prompt_logprobs=scores,
-    )
+    def _vector_request(self, prompt: PreparedPrompt, params: PoolingParams) -> Pending:
+        self._limits.check_pooled(prompt.token_ids, params)
+        request = GenerationRequest(
+            request_id=str(next(self._numbers)),
+            prompt_token_ids=prompt.token_ids,
+            pooling=params.pooling or self._text.pooling,
+        )
+        return Pending(request, prompt, lambda _: VectorAssembler(params))
 
 
-class _NoProgress:
-    """Shows nothing."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        pass
-
-    def advance(self) -> None:
-        pass
-
-
-class _RichProgress(_NoProgress):
-    """A bar on standard error."""
-
-    def __init__(self, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        self._bar = Progress(console=Console(stderr=True))
-        self._task = self._bar.add_task("prompts", total=total)
-
-    def __enter__(self) -> None:
-        self._bar.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
-
-    def advance(self) -> None:
-        self._bar.advance(self._task)
-
-
-def _progress_bar(total: int) -> _NoProgress:
-    return _RichProgress(total)
+def _for_each(given: Params | Sequence[Params], count: int, name: str) -> Sequence[Params]:
+    """One for all prompts, or one per prompt."""
+    if isinstance(given, SamplingParams | PoolingParams):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequestError(f"{len(given)} {name} were given for {count} prompts.", param=name)
+    return given
 
 
 def _close(client: EngineClient, grammars: GrammarProver) -> None:
     grammars.close()
     client.close()
-
-
-def default_sampling(defaults: Mapping[str, float]) -> SamplingParams:
-    """`SamplingParams` with the values that a checkpoint asks for."""
-    values: dict[str, Any] = dict(defaults)
-    if "top_k" in values:
-        values["top_k"] = int(values["top_k"])
-    return SamplingParams(**values)
-
-
-def _normalised(sampling: SamplingParams) -> SamplingParams:
-    """The same values with the types that a wire would give them (a temperature of 0 becomes 0.0)."""
-    try:
-        return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
-    except (msgspec.ValidationError, TypeError) as error:
-        raise InvalidRequestError(f"sampling_params: {error}.", param="sampling_params") from error
-
-
-def _token_id(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    try:
-        return int(value.__index__())  # numpy and torch scalars
-    except (AttributeError, TypeError) as error:
-        raise InvalidRequestError(
-            f"prompt_token_ids must be integers, got {type(value).__name__}.", param="prompt_token_ids"
-        ) from error
-
-
-def _engine_config(given: Mapping[str, Any]) -> EngineConfig:
-    """The configuration of the arguments that are fields of it, types and ranges checked."""
-    values: dict[str, Any] = {
-        part: {name: given[name] for name in fields.__struct_fields__ if name in given}
-        for part, fields in _PARTS.items()
-    }
-    values["seed"] = given["seed"]
-    try:
-        return msgspec.convert(values, EngineConfig)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, UsageError):  # a range, checked by its owner
-            raise error.__cause__ from None
-        raise UsageError(f"an argument of LLM has the wrong type or value: {error}.") from error
-
-
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    if not unknown:
-        return
-    name = next(iter(unknown))
-    refuse_if_known(name)
-    if name == "data_parallel_size":
-        refuse_replicas()
-    known = [parameter for parameter in inspect.signature(LLM.__init__).parameters if parameter != "unknown"]
-    nearest = difflib.get_close_matches(name, known, n=1)
-    remedy = f"Did you mean {nearest[0]}?" if nearest else "See help(penstock.LLM)."
-    raise UsageError(f"LLM has no argument {name!r}.", remedy=remedy, param=name, code="unknown_argument")
 
 
 def _executor_backend(given: str | MakeExecutor) -> tuple[str, MakeExecutor | None]:
@@ -502,6 +397,7 @@ def _executor_backend(given: str | MakeExecutor) -> tuple[str, MakeExecutor | No
 
 
 def _make_client(config: EngineConfig, plan: LaunchPlan, make_executor: MakeExecutor | None) -> EngineClient:
+    """Start the engine."""
     if make_executor is not None:
         return InprocessClient(plan, make_executor(plan))
     if config.parallel.backend == "mp":

@@ -16,7 +16,7 @@ from penstock.errors import InvalidRequestError
 from penstock.request import GenerationRequest, RequestUpdate, StructuredOutputs
 from schemas import Schema, schemas
 
-MAX_TOKENS = 900
+MAX_TOKENS = 300
 PROMPT = "Answer in a form that a machine can read: "
 OTHERS = [
     StructuredOutputs(regex=r"[a-z]{3}-[0-9]{2,4}"),

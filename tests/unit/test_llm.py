@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+import penstock
 from checkpoints import make_checkpoint
 from paths import shared_data
-from penstock import LLM, SamplingParams
+from penstock import LLM, PoolingParams, SamplingParams
 from penstock.engine.launch import LaunchPlan
+from penstock.engine.text_side import default_sampling
 from penstock.errors import InvalidRequestError, ModelError, UsageError
 from penstock.executor.inprocess import InprocessExecutor
-from penstock.llm import CompletionOutput, RequestOutput, default_sampling
+from penstock.llm import CompletionOutput, RequestOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SMALL = {"distributed_executor_backend": "inprocess", "threads_per_rank": 1, "dtype": "float32"}
@@ -88,6 +90,96 @@ def test_golden_ids_and_text(stories: LLM) -> None:
         assert entry[token_id].logprob == pytest.approx(golden["greedy_logprobs"][position], abs=1e-3)
         assert entry[token_id].rank == 1
         assert len(entry) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "place", "param"),
+    [
+        (["a", 7], GREEDY, 1, "prompts[1]"),
+        (["a", "b", {"prompt_token_ids": []}], GREEDY, 2, "prompts[2]"),
+        (["a", {"prompt_token_ids": [512]}], GREEDY, 1, "prompts[1]"),
+        (["a", {"prompt_token_ids": ["x"]}], GREEDY, 1, "prompts[1]"),
+        (["a", "b"], [GREEDY, SamplingParams(temperature=9.0)], 1, "temperature"),
+        (["a", {"prompt_token_ids": [5] * 501}], GREEDY, 1, "max_tokens"),
+    ],
+    ids=str,
+)
+def test_r8_an_error_in_a_batch_names_the_prompt_and_nothing_runs(
+    stories: LLM, prompts: Any, sampling: Any, place: int, param: str
+) -> None:
+    before = stories.stats()
+    with pytest.raises(InvalidRequestError, match=rf"^prompts\[{place}\]: ") as raised:
+        stories.generate(prompts, sampling)
+    assert raised.value.param == param
+    after = stories.stats()
+    assert before is not None
+    assert after is not None
+    assert after.prompt_tokens == before.prompt_tokens
+
+
+def test_a_length_that_was_asked_for_must_fit_and_a_default_is_shortened(stories: LLM) -> None:
+    prompt = {"prompt_token_ids": [5] * 505}
+    with pytest.raises(InvalidRequestError, match=r"505 tokens and max_tokens is 16, together 521"):
+        stories.generate(prompt, SamplingParams(max_tokens=16, ignore_eos=True))
+    (output,) = stories.generate(prompt)
+    assert 1 <= len(output.outputs[0].token_ids) <= 7
+
+
+def test_the_package_has_the_names_of_results_and_prompts(stories: LLM) -> None:
+    (output,) = stories.generate(penstock.TokensPrompt(prompt_token_ids=[1, 403]), GREEDY)
+    assert isinstance(output, penstock.RequestOutput)
+    assert isinstance(output.outputs[0], penstock.CompletionOutput)
+    (text,) = stories.generate(penstock.TextPrompt(prompt="Once"), GREEDY)
+    assert text.prompt == "Once"
+    for name in penstock.__all__:
+        assert getattr(penstock, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'Engine'"):
+        penstock.Engine  # noqa: B018
+
+
+def test_vectors_have_vllms_shape(stories: LLM) -> None:
+    first, second = stories.embed(["Once upon", {"prompt_token_ids": [1, 403]}])
+    assert isinstance(first, penstock.EmbeddingRequestOutput)
+    assert first.prompt_token_ids == stories.get_tokenizer().encode("Once upon")
+    assert (first.finished, first.num_cached_tokens) == (True, 0)
+    assert first.outputs.hidden_size == len(first.outputs.embedding) == 64
+    assert sum(number * number for number in first.outputs.embedding) == pytest.approx(1.0, abs=1e-6)
+    assert first.outputs.embedding != second.outputs.embedding
+    (raw,) = stories.encode("Once upon", pooling="last")
+    assert isinstance(raw, penstock.PoolingRequestOutput)
+    assert (raw.outputs.data.shape, str(raw.outputs.data.dtype)) == ((64,), "float32")
+    length = float((raw.outputs.data**2).sum()) ** 0.5
+    assert raw.outputs.data / length == pytest.approx(first.outputs.embedding, abs=1e-6)
+    (same,) = stories.encode("Once upon", PoolingParams(pooling="last"))
+    assert same.outputs.data == pytest.approx(first.outputs.embedding, abs=1e-7)
+    each = [PoolingParams(pooling="cls"), PoolingParams(pooling="mean")]
+    cls, mean = stories.embed(["Once upon"] * 2, each)
+    assert cls.outputs.embedding != mean.outputs.embedding
+    assert stories.embed([]) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"pooling": "max"}, "pooling_params"),
+        ({"pooling": "last", "pooling_params": PoolingParams()}, "say the same"),
+        ({"pooling_params": [PoolingParams()]}, "1 pooling_params were given for 2 prompts"),
+        (
+            {"pooling_params": PoolingParams(dimensions=3)},
+            r"prompts\[0\]: dimensions is 3; this model gives 64",
+        ),
+        ({"pooling_params": PoolingParams(dimensions="3")}, "pooling_params"),
+    ],
+)
+def test_bad_pooling_is_refused(stories: LLM, arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidRequestError, match=told):
+        stories.encode(["a", "b"], **arguments)
+
+
+def test_a_vector_takes_the_whole_context_and_no_more(stories: LLM) -> None:
+    assert stories.embed({"prompt_token_ids": [5] * 512})[0].outputs.hidden_size == 64
+    with pytest.raises(InvalidRequestError, match=r"prompts\[1\]: .*513 tokens.*512"):
+        stories.embed(["a", {"prompt_token_ids": [5] * 513}])
 
 
 def test_numpy_like_ids_and_integer_temperatures_are_taken(stories: LLM) -> None:
@@ -178,6 +270,33 @@ def test_a_chat_template_beside_the_model_is_used(tmp_path: Path) -> None:
         assert 2 not in second.prompt_token_ids
         (single,) = llm.chat([{"role": "user", "content": "Once"}], GREEDY)
         assert single.outputs == first.outputs
+        begun = [{"role": "user", "content": "Once"}, {"role": "assistant", "content": " upon"}]
+        (more,) = llm.chat(begun, GREEDY, add_generation_prompt=False, continue_final_message=True)
+        assert more.prompt == "<s>Once upon"
+        with pytest.raises(InvalidRequestError, match="Set add_generation_prompt to False"):
+            llm.chat(begun, GREEDY, continue_final_message=True)
+        with pytest.raises(InvalidRequestError, match="last message of the assistant"):
+            llm.chat(begun[:1], GREEDY, add_generation_prompt=False, continue_final_message=True)
+        with pytest.raises(InvalidRequestError, match="knows no tools") as raised:
+            llm.chat(begun[:1], GREEDY, tools=[{"type": "function", "function": {"name": "look"}}])
+        assert raised.value.param == "tools"
+        with pytest.raises(
+            InvalidRequestError, match=r"^messages\[1\]: content parts must be text"
+        ) as raised:
+            llm.chat([begun, [{"role": "user", "content": [{"type": "image_url"}]}]], GREEDY)
+        assert raised.value.param == "messages[1]"
+
+
+def test_tools_are_shown_by_a_template_that_knows_them(tmp_path: Path) -> None:
+    for path in shared_data("models", "stories260K").iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"
+    )
+    with LLM(str(tmp_path), num_blocks=32, **SMALL) as llm:
+        tools = [{"type": "function", "function": {"name": name}} for name in ("look", "leap")]
+        (output,) = llm.chat([{"role": "user", "content": "Once"}], GREEDY, tools=tools)
+    assert output.prompt == "look leap Once"
 
 
 def test_a_model_without_tokenizer_runs_on_ids(without_tokenizer: LLM) -> None:

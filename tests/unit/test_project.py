@@ -25,7 +25,9 @@ DOCUMENTS = [
     "SECURITY.md",
     "docs/adding-a-model.md",
     "docs/architecture.md",
+    "docs/embeddings.md",
     "docs/perf-log.md",
+    "docs/python.md",
 ]
 
 # The distribution that brings a module, where the two names differ.

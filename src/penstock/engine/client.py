@@ -141,7 +141,7 @@ class ProcessClient:
     ) -> None:
         self._clock = clock
         self._silence_limit_s = silence_limit_s(config.parallel.heartbeat_limit_s)
-        self._supervisor = _SupervisorProcess(config, reporter)
+        self._supervisor = SupervisorProcess(config, reporter)
         try:
             address = self._supervisor.wait_until_ready()
             self._socket = ClientSocket(address)
@@ -246,7 +246,7 @@ class ProcessClient:
             raise self._failure.with_traceback(None)
 
 
-class _SupervisorProcess:
+class SupervisorProcess:
     """The supervisor that this process has started. It ends when the config pipe, its lifeline, is closed."""
 
     def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
@@ -282,6 +282,10 @@ class _SupervisorProcess:
                     return event.address
         code = self._process.wait()
         raise StageLostError(f"the supervisor ended with code {code} before the engine was ready.")
+
+    def fileno(self) -> int:
+        """Readable when it has something to say, or has ended."""
+        return self._status_fd
 
     def pass_on_news(self) -> None:
         """Report what it has said since it was ready, without waiting."""

@@ -87,7 +87,7 @@ class Rig:
         self.socket = FakeSocket(self.clock)
         self.supervisor = FakeSupervisor()
         monkeypatch.setattr(client_module, "ClientSocket", lambda _address: self.socket)
-        monkeypatch.setattr(client_module, "_SupervisorProcess", lambda _config, _reporter: self.supervisor)
+        monkeypatch.setattr(client_module, "SupervisorProcess", lambda _config, _reporter: self.supervisor)
 
     def client(self) -> ProcessClient:
         return ProcessClient(CONFIG, LogReporter(), clock=self.clock)
@@ -270,7 +270,7 @@ def test_a_supervisor_that_says_no_cause_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", FakeChild)
-    supervisor = client_module._SupervisorProcess(CONFIG, LogReporter())
+    supervisor = client_module.SupervisorProcess(CONFIG, LogReporter())
     os.write(supervisor._process.status_fd, said)
     noticed = StageLostError("noticed")
     assert supervisor.first_cause(noticed, timeout_s=0.01) is noticed
@@ -279,7 +279,7 @@ def test_a_supervisor_that_says_no_cause_is_not_waited_for(
 
 def test_the_supervisors_cause_goes_before_what_was_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", FakeChild)
-    supervisor = client_module._SupervisorProcess(CONFIG, LogReporter())
+    supervisor = client_module.SupervisorProcess(CONFIG, LogReporter())
     os.write(supervisor._process.status_fd, msgspec.json.encode(Failed(error=LOST, trace="")) + b"\n")
     assert supervisor.first_cause(StageLostError("noticed")).message == LOST.message
     supervisor.end()
@@ -290,7 +290,7 @@ def test_what_the_supervisor_says_while_it_serves_is_passed_on(monkeypatch: pyte
     told: list[Event] = []
     reporter = LogReporter()
     monkeypatch.setattr(reporter, "report", told.append)
-    supervisor = client_module._SupervisorProcess(CONFIG, reporter)
+    supervisor = client_module.SupervisorProcess(CONFIG, reporter)
     supervisor.pass_on_news()
     events = [Recovered(epoch=1, seconds=1.0), Recovered(epoch=2, seconds=2.0), Failed(error=LOST)]
     for event in events:

@@ -156,7 +156,7 @@ def offline_engine(model: str, engine: EngineSettings) -> Iterator[Generate]:
 
         def generate(requests: Sequence[BenchRequest]) -> list[int]:
             prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
-            outputs = llm.generate(prompts, [_sampling(request) for request in requests])
+            outputs = llm.generate(prompts, list(map(_sampling, requests)), use_tqdm=False)
             return [len(output.outputs[0].token_ids) for output in outputs]
 
         yield generate
