@@ -179,13 +179,13 @@ def test_dates_come_from_the_clock_of_the_day() -> None:
 BEGUN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "I am  "}]
 
 
-@pytest.mark.parametrize("name", ["simple", "roles"])
-def test_a_last_message_is_gone_on_with_where_its_text_ends(name: str) -> None:
+@pytest.mark.parametrize(("name", "end"), [("simple", "I am  "), ("roles", "I am")])
+def test_a_last_message_is_gone_on_with_where_its_text_ends(name: str, end: str) -> None:
     chat = template(TEMPLATES[name])
     rendered = chat.render(BEGUN, add_generation_prompt=False, continue_final_message=True)
     whole = chat.render(BEGUN, add_generation_prompt=False)
-    assert rendered.endswith("I am  "), "with the spaces at its end"
-    assert whole.startswith(rendered.rstrip())
+    assert rendered.endswith(end), "with the spaces at its end, unless the template trims texts"
+    assert whole.startswith(rendered)
     encoded = chat.encode(BEGUN, add_generation_prompt=False, continue_final_message=True)
     assert encoded == tokenizer().encode_trusted(rendered, add_special_tokens=False)
 
