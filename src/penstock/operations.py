@@ -61,7 +61,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     def concerns(self, request_id: str) -> bool:
         """Whether a request is among them."""
         return self.request_ids is None or any(
-            request_id == one or request_id.startswith(one + "-") for one in self.request_ids
+            request_id == one or request_id.startswith((f"{one}-", f"{one}/")) for one in self.request_ids
         )
 
 

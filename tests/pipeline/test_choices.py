@@ -64,6 +64,7 @@ def test_g8_each_choice_is_what_it_would_be_alone(
     # Prompts are unlike from the first token on, so that followers alone find anything.
     shared = sum(findable(prompt) for prompt in PROMPTS) * (PARAMS.n - 1)
     assert stats.prefix_hit_tokens == (shared if cached else 0)
+    assert [output.num_cached_tokens for output in outputs] == [0] * len(PROMPTS), "nobody had them before"
 
 
 def test_too_few_blocks_for_all_change_no_token(model: Path) -> None:

@@ -542,3 +542,65 @@ def test_the_document_names_tools_and_their_bounds(live: LiveServer) -> None:
     assert tools["maxItems"] == Limits().max_tools
     assert schemas["Function"]["properties"]["name"]["pattern"] == "^[A-Za-z0-9_-]{1,64}$"
     assert {"tool_calls", "reasoning_content"} <= set(schemas["AssistantMessage"]["properties"])
+
+
+CITY = {"type": "json_schema", "json_schema": {"name": "c", "schema": PARAMETERS}}
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1"])
+def test_a_bound_answer_comes_behind_the_reasoning(reasoning: str) -> None:
+    """Else the model could never end it, and all of the answer would be reasoning."""
+    model = fake_model(
+        syntax=syntax_of("hermes", reasoning), codec=SeenCodec("<think>\n"), grammar_model=DEMO
+    )
+    answer = f"So.</think>\n{ROME}"
+    with LiveServer(FakeEngine(script=answer), model=model) as live:
+        for format_ in (CITY, {"type": "json_object"}):
+            message = ask(live, tools=None, response_format=format_)["choices"][0]["message"]
+            assert (message["reasoning_content"], message["content"]) == ("So.", ROME)
+            bound = live.engine.added[-1][2].structured_outputs
+            assert bound is not None
+            start, thought, answer_rule = (bound.grammar or "").strip().split("\n")
+            assert start.startswith("start: (thought")
+            assert "think" in thought
+            assert answer_rule.startswith("answer: %json")
+        status, refused = live.post(CHAT, {"messages": USER, "structured_outputs": {"regex": "a+"}})
+        assert (status, refused["error"]["param"]) == (400, "structured_outputs")
+
+
+def test_what_binds_the_whole_answer_does_not_go_with_tools_that_may_be_called() -> None:
+    with serving(ANSWERS["hermes"]) as live:
+        for tools in (TOOLS, [tool("look", strict=True)]):
+            status, answer = live.post(CHAT, {"messages": USER, "tools": tools, "response_format": CITY})
+            assert (status, answer["error"]["param"]) == (400, "response_format")
+        for choice, field in (("none", "json"), ("required", "grammar")):  # only calls: there is no text
+            ask(live, response_format=CITY, tool_choice=choice)
+            assert getattr(live.engine.added[-1][2].structured_outputs, field) is not None
+
+
+def test_schemas_of_tools_that_bind_are_within_the_bounds_of_schemas() -> None:
+    many = {"type": "object", "properties": {"a": {"type": "array", "minItems": 10**9}}}
+    ignored = {"type": "object", "properties": {"a": {"type": "array", "additionalItems": False}}}
+    with serving(ANSWERS["hermes"]) as live:
+        for parameters in (many, ignored):
+            tools = [tool("look"), tool("add", parameters=parameters, strict=True)]
+            status, answer = live.post(CHAT, {"messages": USER, "tools": tools})
+            assert (status, answer["error"]["param"]) == (400, "tools[1].function.parameters"), answer
+            tools[1]["function"]["strict"] = False
+            ask(live, tools=tools)
+
+
+def test_arguments_of_former_calls_may_be_nested_as_deep_as_they_like() -> None:
+    deep = '{"a":' + "[" * 700 + "]" * 700 + "}"
+    call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": deep}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "x"}]
+    with serving(ANSWERS["hermes"]) as live:
+        status, answer = live.post(CHAT, {"messages": messages, "tools": TOOLS})
+        assert status == 200, answer
+
+
+def test_a_broken_call_that_hides_another_is_no_reason_to_call() -> None:
+    answer = '<tool_call>\n{"name": "look", "arguments": {bad}}\n</tool_call>\n' + ANSWERS["hermes"][7:]
+    with serving(answer) as live:
+        (choice,) = ask(live, parallel_tool_calls=False)["choices"]
+        assert (choice["finish_reason"], choice["message"].get("tool_calls")) == ("stop", None)

@@ -56,7 +56,8 @@ class Pending:
         """Whether the sequence has ended. Raises its error."""
         if update.error is not None:
             raise error_from_info(update.error)
-        self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
+        if update.request_id == self.request.request_id:  # the others find what this one has computed
+            self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         delta = self._assemblers[update.request_id].append(update)
         self._deltas[update.request_id].append(delta)
         self._num_open -= delta.finish_reason is not None

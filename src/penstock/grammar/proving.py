@@ -121,9 +121,11 @@ class ChildProcess:
     def _read(self, size: int, deadline: float) -> bytes:
         stdout = self._process.stdout
         assert stdout is not None
+        poller = select.poll()  # not select, which knows the first 1,024 descriptors only
+        poller.register(stdout, select.POLLIN)
         found = b""
         while len(found) < size:
-            ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
+            ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
             piece = stdout.read1(size - len(found)) if ready else b""  # type: ignore[attr-defined]
             if not piece:
                 raise ProcessEndedError(is_late=not ready or self._was_late())
@@ -167,6 +169,10 @@ class GrammarProver:
         self._is_closed = False
         self._under_way: dict[bytes, _Proof] = {}
         self._known = _Known(limits.grammar_cache_bytes)
+
+    def check(self, structured: StructuredOutputs) -> None:
+        """Raise `InvalidRequestError` where it is out of bounds; nothing is built."""
+        check_bounds(structured, self._limits)
 
     async def prove(self, structured: StructuredOutputs) -> None:
         """Return if it can be used.
@@ -259,9 +265,11 @@ class GrammarProver:
         process = self._make_process(model, self._limits.compile_timeout_s)
         try:
             error = process.open()
-        except ProcessEndedError:
+        except BaseException as failed:
             process.close()
-            raise RuntimeError("it ended while it read the vocabulary") from None
+            if isinstance(failed, ProcessEndedError):
+                raise RuntimeError("it ended while it read the vocabulary") from None
+            raise
         if error is not None:
             process.close()
             return error

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # else every rank of every stage would load the library
     from penstock.grammar.matcher import Matcher, Vocabulary
 
 WORD_BITS = 32
-KEPT_GRAMMARS = 8  # whose matchers are copied
+KEPT_GRAMMARS = 64  # whose matchers are copied: more than are in use at once, as a rule
 NOTHING_LEFT = "its constraints leave none"
 
 
@@ -98,19 +98,22 @@ class GrammarRows(NoGrammars):
             self._builder.open()
 
     def add(self, new: NewRow) -> None:
-        self._rows.pop(new.row, None)
+        self.free(new.row)
         structured = new.sampling.structured
         if structured is None:
             return
         row = self._rows[new.row] = _Row(self._num_words, self._tail)
         outputs = new.token_ids[new.prompt_len :]
-        row.pending = self._building.submit(row.build, self._builder, structured, outputs)
+        row.pending = row.built = self._building.submit(row.build, self._builder, structured, outputs)
 
     def free(self, row: int) -> None:
-        self._rows.pop(row, None)
+        held = self._rows.pop(row, None)
+        if held is not None:
+            held.built.cancel()  # nobody waits for what has not begun
 
     def reset(self) -> None:
-        self._rows.clear()
+        for row in list(self._rows):
+            self.free(row)
 
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
         held = self._held(rows)
@@ -193,7 +196,8 @@ class _Row:
     def __init__(self, num_words: int, tail: np.int32) -> None:
         self.mask = np.zeros(num_words, dtype=np.int32)  # ids that the tokenizer does not have stay forbidden
         self.error = ""
-        self.pending: Future[None]
+        self.built: Future[None]
+        self.pending: Future[None]  # that, or the newest mask
         self._tail = tail
         self._structured: StructuredOutputs
         self._vocabulary: Vocabulary

@@ -27,8 +27,8 @@ from penstock.server.openai_types import (
 )
 from penstock.server.sampling import chat_sampling, check_choices, fit_to_context
 from penstock.server.sse import CHAT
-from penstock.server.structured import structured_field
-from penstock.server.tools import ToolUse, grammar_of, tool_use
+from penstock.server.structured import behind_reasoning, refuse_with_tools, structured_field
+from penstock.server.tools import ToolUse, bound_schemas, grammar_of, tool_use
 
 
 class ChatRoute:
@@ -52,8 +52,15 @@ class ChatRoute:
         is_open = opens_reasoning(chat, prompt, model)
         reading = reading_of(chat, use, model.syntax, is_open=is_open)
         grammar = grammar_of(use, model.syntax, is_open=is_open)
+        refuse_with_tools(sampling, use, structured_field(chat))
+        asked_by = structured_field(chat) if grammar is None else "tools"
+        if grammar is None:
+            await route.prove(sampling, asked_by)
+            grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
+        for param, schema in bound_schemas(use).items():
+            route.check_schema(schema, param)
         sampling = _for_reading(sampling, reading, model, grammar)
-        await route.prove(sampling, structured_field(chat) if grammar is None else "tools")
+        await route.prove(sampling, asked_by)
         sequence = self._sequence(prompt, sampling)
         return route.respond(request, body, chat, [sequence], CHAT, chat_body, reading=reading, unused=unused)
 

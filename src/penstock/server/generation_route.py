@@ -14,7 +14,7 @@ from penstock.config import Limits
 from penstock.engine.outputs import TextDelta
 from penstock.errors import InvalidRequestError, NotFoundError
 from penstock.grammar.proving import GrammarProver
-from penstock.request import SamplingParams
+from penstock.request import SamplingParams, StructuredOutputs
 from penstock.server.engine_port import ServedModel
 from penstock.server.fields import unknown_fields, warning_headers
 from penstock.server.generation import (
@@ -86,11 +86,15 @@ def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
         )
 
 
-def _scores_bytes(outcomes: list[TextDelta]) -> int:
-    """What the scores of the prompts take in an answer, about."""
-    first = [outcome.prompt_logprobs[0] for outcome in outcomes if outcome.prompt_logprobs]
-    each = max((1 + len(entry.top_ids) for entry in first), default=0)
-    return _SCORE_BYTES * each * sum(len(outcome.prompt_logprobs) for outcome in outcomes)
+def _answer_bytes(outcomes: list[TextDelta]) -> int:
+    """What an answer takes, about."""
+    numbers, characters = 0, 0
+    for outcome in outcomes:
+        characters += len(outcome.text)
+        numbers += len(outcome.token_ids)
+        for scores in (outcome.prompt_logprobs, outcome.logprobs or []):
+            numbers += len(scores) * (1 + len(scores[0].top_ids)) if scores else 0
+    return characters + _SCORE_BYTES * numbers
 
 
 BodyMaker = Callable[[Answer, list[TextDelta], Usage], bytes]
@@ -160,6 +164,15 @@ class GenerationRoute:
             error.param = param
             raise
 
+    def check_schema(self, schema: str, param: str) -> None:
+        """Raise `InvalidRequestError` naming the field where a JSON schema is out of bounds, or would not be
+        obeyed in all."""
+        try:
+            self._grammars.check(StructuredOutputs(json=schema))
+        except InvalidRequestError as error:
+            error.param = param
+            raise
+
     def check_common(self, asked: GenerateRequest) -> None:
         """Raise `NotFoundError` for a model that is not served here, before any work on the prompt."""
         self.check_model(asked.model)
@@ -225,7 +238,7 @@ class GenerationRoute:
             record=record,
             headers=warning_headers(unknown_fields(body, type(asked)), list(unused)),
             make_body=lambda outcomes, usage: self._workers.run(
-                _scores_bytes(outcomes), make_body, answer, outcomes, usage
+                _answer_bytes(outcomes), make_body, answer, outcomes, usage
             ),
         )
         if asked.stream:

@@ -94,6 +94,7 @@ class MessageReader:
         if reading.tools is not None:
             self._calls = ToolCallParser(reading.tools, reading.names)
         self._num_calls = 0
+        self._is_first_broken = False
         self._num_tokens = 0
         self._tokens_to_end: int | None = None  # of the reasoning
 
@@ -133,12 +134,14 @@ class MessageReader:
     def _up_to_one_call(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
         for piece in pieces:
             self._num_calls += piece.kind == "call"
+            self._is_first_broken |= piece.kind == "broken" and self._num_calls == 1
             if self._num_calls <= 1 or piece.kind in ("content", "reasoning"):
                 yield piece
 
     def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
         """`tool_calls` where the model has ended by itself, and there is a call that can be made."""
-        return "tool_calls" if reason == "stop" and self._calls.num_sound else reason
+        is_given = self._reading.is_parallel or not self._is_first_broken
+        return "tool_calls" if reason == "stop" and self._calls.num_sound and is_given else reason
 
     def call_id(self, index: int) -> str:
         """Of the choice's index-th call, in the form that the model's templates take."""

@@ -129,6 +129,7 @@ class PromptReader:
                 code="out_of_range",
             )
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        self._refuse_long(sum(map(_message_bytes, plain)), "messages")
         plain, tools = self._for_template(plain, use)
         extra = tools | dict(options)
         size = sum(map(_message_bytes, plain)) + (len(msgspec.json.encode(extra)) if extra else 0)
@@ -232,7 +233,8 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
 
 def _message_bytes(message: dict[str, Any]) -> int:
     """Of all its text."""
-    texts = (message["content"], message.get("name", ""), message.get("reasoning_content", ""))
+    names = ("content", "name", "reasoning_content", "tool_call_id")
+    texts = [message.get(name, "") for name in names]
     calls = message.get("tool_calls")
     return sum(map(_num_bytes, texts)) + (len(msgspec.json.encode(calls)) if calls else 0)
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.request import StructuredOutputs
+from penstock.request import SamplingParams, StructuredOutputs
 from penstock.server.openai_types import GenerateRequest, ResponseFormat, StructuredOutputFields
+from penstock.server.tools import ToolUse
+from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.tool_grammar import reasoned_grammar
 
 
 def structured_field(request: GenerateRequest) -> str:
@@ -26,6 +29,37 @@ def structured_outputs(request: GenerateRequest) -> StructuredOutputs | None:
             param="response_format",
         )
     return _of_fields(request.structured_outputs)
+
+
+def refuse_with_tools(sampling: SamplingParams, use: ToolUse, param: str) -> None:
+    """Raise `InvalidRequestError` where a model may call tools or not, but its text is bound in any case."""
+    if sampling.structured_outputs is not None and use.choice == "auto":
+        raise InvalidRequestError(
+            f"{param} binds the whole answer, so that the model could not call the tools.",
+            remedy="Leave one of them out, or set tool_choice to none or required.",
+            param=param,
+        )
+
+
+def behind_reasoning(
+    sampling: SamplingParams, syntax: ModelSyntax, param: str, *, is_open: bool
+) -> str | None:
+    """The grammar of a bound text that the model may think before; None where it is bound from its beginning.
+
+    Args:
+        is_open: the prompt has opened the reasoning.
+    """
+    structured, reasoning = sampling.structured_outputs, syntax.reasoning
+    if structured is None or reasoning is None:
+        return None
+    grammar = reasoned_grammar(structured, reasoning, syntax.marker_ids, is_open=is_open)
+    if grammar is None and is_open:
+        raise InvalidRequestError(
+            f"{param} has a regex or grammar, and this model thinks before it answers.",
+            remedy="Use json, json_object or choice, or switch thinking off by chat_template_kwargs.",
+            param=param,
+        )
+    return grammar
 
 
 def _of_format(asked: ResponseFormat) -> StructuredOutputs | None:

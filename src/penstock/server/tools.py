@@ -165,19 +165,36 @@ def grammar_of(use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> str | Non
     return call_grammar(task, syntax)
 
 
+def bound_schemas(use: ToolUse) -> dict[str, str]:
+    """The schemas that a grammar makes arguments obey, as JSON text, by the field that gave them."""
+    found = {}
+    for index, tool in enumerate(use.tools):
+        name, schema = tool["function"]["name"], tool["function"].get("parameters")
+        is_bound = name in use.strict if use.choice == "auto" else use.named in ("", name)
+        if schema and is_bound:
+            found[f"tools[{index}].function.parameters"] = msgspec.json.encode(schema).decode()
+    return found
+
+
 def with_own_text(messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str, Any]]:
     """Messages for a template that knows no tools: those in the system's text, calls and results as text."""
     plain: list[dict[str, Any]] = []
     names: dict[str, str] = {}
+    told: list[str] = []  # by the last user: the results behind a message are in it
     for message in messages:
         if message["role"] == "tool":
-            plain = _with_result(plain, message, names)
+            if not told and (not plain or plain[-1]["role"] != "user"):
+                plain.append({"role": "user", "content": ""})
+            told = told or [*filter(None, [plain[-1]["content"]])]
+            told.append(_result_text(message, names))
             continue
+        _tell(plain, told)
         calls = message.get("tool_calls") or []
         names |= {call["id"]: call["function"]["name"] for call in calls if call.get("id")}
         text = "\n".join([*filter(None, [message["content"]]), *map(_call_text, calls)])
         others = {name: value for name, value in message.items() if name != "tool_calls"}
         plain.append(others | {"content": text})
+    _tell(plain, told)
     if not use.tools:
         return plain
     shown = "\n".join(msgspec.json.encode(tool["function"]).decode() for tool in use.tools)
@@ -187,15 +204,16 @@ def with_own_text(messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str
     return [{"role": "system", "content": text}, *plain]
 
 
-def _with_result(
-    plain: list[dict[str, Any]], message: dict[str, Any], names: dict[str, str]
-) -> list[dict[str, Any]]:
-    """The messages and a result behind them: the user tells it, in one message with those before."""
+def _tell(plain: list[dict[str, Any]], told: list[str]) -> None:
+    """Put what was collected into the last message."""
+    if told:
+        plain[-1] = plain[-1] | {"content": "\n\n".join(told)}
+        told.clear()
+
+
+def _result_text(message: dict[str, Any], names: dict[str, str]) -> str:
     name = message.get("name") or names.get(message.get("tool_call_id", ""), "the call")
-    text = f"Result of {name}:\n{message['content']}"
-    if plain and plain[-1]["role"] == "user":
-        return [*plain[:-1], plain[-1] | {"content": f"{plain[-1]['content']}\n\n{text}"}]
-    return [*plain, {"role": "user", "content": text}]
+    return f"Result of {name}:\n{message['content']}"
 
 
 def _call_text(call: dict[str, Any]) -> str:

@@ -308,9 +308,21 @@ def _object_in(text: str) -> Any:
         found = msgspec.json.decode(text.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
-    return found if isinstance(found, dict) else text
+    return found if isinstance(found, dict) and not _is_deep(found) else text
 
 
+def _is_deep(value: Any) -> bool:
+    """Whether brackets stand deeper within one another than a template could go through."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [one for part in inner for one in part if isinstance(one, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+_MAX_DEPTH = 64  # of arguments that are handed on as an object
 _TRIAL_SIGN = '"where": "there"'
 _TRIAL: list[dict[str, Any]] = [
     {"role": "user", "content": "x"},

@@ -1,4 +1,5 @@
-"""A grammar that makes a model call tools in its family's own form: for `tool_choice` and for strict tools.
+"""A grammar that makes a model call tools in its family's own form: for `tool_choice` and for strict tools;
+and one for structured output behind reasoning.
 
 The text is Lark as llguidance takes it. Markers that are one token of the model are asked for by id, so
 that the model writes what it was trained on; the parser of `tool_calls` reads every text that the grammar
@@ -15,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from penstock.request import StructuredOutputs
 from penstock.tokenizer.tool_formats import NAME_END, ModelSyntax, ReasoningFormat, ToolFormat
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -53,6 +55,26 @@ def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
         rules.append(f"call_{index}: {_call(form, ids, name, index)}")
         rules.append(f"arguments_{index}: %json {json.dumps(_object_schema(schema))}")
     return "\n".join(rules) + "\n"
+
+
+def reasoned_grammar(
+    structured: StructuredOutputs, reasoning: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool
+) -> str | None:
+    """The grammar of reasoning and then this text; None for a text that is given by a pattern or a grammar.
+
+    Args:
+        ids: of markers that are one token.
+        is_open: the prompt has opened the reasoning; else there may be none.
+    """
+    if structured.choice is not None:
+        answer = " | ".join(map(json.dumps, structured.choice))
+    elif structured.json is not None or structured.json_object:
+        schema = json.loads(structured.json or '{"type": "object"}')
+        spacing = {"whitespace_flexible": structured.whitespace}
+        answer = "%json " + json.dumps(schema | {"x-guidance": spacing})
+    else:
+        return None
+    return f"{_thinking(reasoning, ids, is_open=is_open)}\nanswer: {answer}\n"
 
 
 def _start(task: CallTask, form: ToolFormat, ids: Mapping[str, int]) -> str:

@@ -272,6 +272,8 @@ def test_g4_an_id_stands_for_all_sequences_of_a_request() -> None:
     asked = Abort(["a1", "b"])
     found = [name for name in ("a1-0", "a1-12", "a1", "a", "a11-0", "ba-0", "b-1-2") if asked.concerns(name)]
     assert found == ["a1-0", "a1-12", "a1", "b-1-2"]
+    choices = [name for name in ("u-0", "u-0/1", "u-0/12", "u-1", "u-1/1") if Abort(["u-0"]).concerns(name)]
+    assert choices == ["u-0", "u-0/1", "u-0/12"]
 
 
 def test_g4_a_stage_that_is_lost_only_delays_an_abort() -> None:

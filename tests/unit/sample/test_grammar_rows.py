@@ -209,6 +209,29 @@ def test_grammars_that_are_kept_for_others_are_bounded(grammars: GrammarRows) ->
     assert len(grammars._builder._unused) == KEPT_GRAMMARS
 
 
+def test_grammars_of_rows_that_have_ended_are_not_built(vocabulary: Vocabulary) -> None:
+    hold, begun = threading.Event(), threading.Event()
+
+    def wait() -> Vocabulary:
+        begun.set()
+        assert hold.wait(60)
+        return vocabulary
+
+    grammars = GrammarRows(VOCAB_SIZE, wait)
+    grammars.add(new_row(0, AB))
+    assert begun.wait(60)
+    for number in range(9):  # one leaves, one is followed by another, and all are forgotten
+        grammars.add(new_row(1 + number % 3, StructuredOutputs(choice=[f"a{number}"])))
+        if number % 3 == 2:
+            grammars.free(3)
+    grammars.reset()
+    grammars.add(new_row(1, AB))
+    hold.set()
+    assert masks(grammars, [1])
+    assert len(grammars._builder._unused) == 1
+    grammars.close()
+
+
 def test_a_mask_that_does_not_come_is_an_error_after_a_time(vocabulary: Vocabulary) -> None:
     hold = threading.Event()
 
