@@ -69,12 +69,20 @@ def main() -> int:
     return measure(loaded.library, options)
 
 
-def measure(library: ctypes.CDLL, options: argparse.Namespace) -> int:
-    vocab, hidden = options.vocab, options.hidden
-    numbers = torch.Generator().manual_seed(0)
+def packed_vocabulary(
+    library: ctypes.CDLL, vocab: int, hidden: int, numbers: torch.Generator
+) -> torch.Tensor:
+    """Panels of random rows [vocab, hidden]."""
     rows = torch.randn(vocab, hidden, generator=numbers).bfloat16()
     packed = torch.zeros((vocab + 31) // 32 * 32 * ((hidden + 1) // 2 * 2), dtype=torch.bfloat16)
     library.penstock_pack(rows.data_ptr(), packed.data_ptr(), 0, vocab, hidden, 0, BFLOAT16)
+    return packed
+
+
+def measure(library: ctypes.CDLL, options: argparse.Namespace) -> int:
+    vocab, hidden = options.vocab, options.hidden
+    numbers = torch.Generator().manual_seed(0)
+    packed = packed_vocabulary(library, vocab, hidden, numbers)
     missed = 0
     for num_rows in (1, 8, 32):
         x = torch.randn(num_rows, hidden, generator=numbers).bfloat16()

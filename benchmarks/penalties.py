@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from kernel_head import packed_vocabulary
 
 from penstock.batch import GREEDY, LogitChanges
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu import library as kernel_library
-from penstock.kernels.cpu.abi import BFLOAT16
 from penstock.kernels.cpu.head import Head, dense_product
 from penstock.sample.logit_changes import TokenHistory
 from penstock.sample.sampling_rows import SamplingRows
@@ -93,9 +93,7 @@ def main() -> int:
         print(f"no kernels: {loaded.reason}", file=sys.stderr)
         return 1
     vocab, hidden, numbers = options.vocab, options.hidden, torch.Generator().manual_seed(0)
-    weight = torch.randn(vocab, hidden, generator=numbers).bfloat16()
-    packed = torch.zeros((vocab + 31) // 32 * 32 * ((hidden + 1) // 2 * 2), dtype=torch.bfloat16)
-    loaded.library.penstock_pack(weight.data_ptr(), packed.data_ptr(), 0, vocab, hidden, 0, BFLOAT16)
+    packed = packed_vocabulary(loaded.library, vocab, hidden, numbers)
     for num_rows in (1, 8, 32):
         x = torch.randn(num_rows, hidden, generator=numbers).bfloat16()
         product = dense_product(packed.data_ptr(), hidden, vocab, x.dtype)

@@ -35,7 +35,7 @@ from penstock.engine.text_side import (
     TextSide,
     chat_options,
     normalised_pooling,
-    normalised_sampling,
+    raw_pooling,
 )
 from penstock.engine.vectors import (
     EmbeddingRequestOutput,
@@ -44,7 +44,7 @@ from penstock.engine.vectors import (
     embedding_output,
     pooling_output,
 )
-from penstock.errors import InvalidRequestError, PenstockError, StageLostError, UnavailableError, UsageError
+from penstock.errors import PenstockError, StageLostError, UnavailableError, UsageError
 from penstock.grammar.proving import GrammarProver
 from penstock.llm import LLM
 from penstock.request import PoolingParams, SamplingParams
@@ -145,12 +145,8 @@ class AsyncLLM:
         pooling: Pooling | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
         """The pooled hidden states; as `LLM.encode` for one prompt."""
-        if pooling_params is not None and pooling is not None:
-            raise InvalidRequestError(
-                "pooling and pooling_params say the same; give one of them.", param="pooling"
-            )
-        raw = PoolingParams(pooling=pooling, normalize=False)
-        name, ids, delta = await self._pooled(prompt, pooling_params or raw, request_id)
+        params = raw_pooling(pooling_params, pooling)
+        name, ids, delta = await self._pooled(prompt, params, request_id)
         return pooling_output(name, ids, delta.vector)
 
     def abort(self, request_id: str) -> None:
@@ -290,10 +286,7 @@ class _Running:
 
     def sampling_for(self, prompt: PreparedPrompt, sampling: SamplingParams | None) -> SamplingParams:
         """The caller's, or the model's defaults as far as they fit."""
-        if sampling is not None:
-            return normalised_sampling(sampling)
-        default = normalised_sampling(self.text.default_sampling)
-        return self._limits.shortened(default, len(prompt.token_ids))
+        return self.text.sampling_for(sampling, self._limits, len(prompt.token_ids))
 
     async def prove(self, sampling: SamplingParams) -> None:
         """Return if its structured output can be had. Raises what `GrammarProver.prove` does."""

@@ -51,7 +51,7 @@ from penstock.engine.text_side import (
     at_place,
     chat_options,
     normalised_pooling,
-    normalised_sampling,
+    raw_pooling,
 )
 from penstock.engine.vectors import (
     EmbeddingRequestOutput,
@@ -271,12 +271,7 @@ class LLM:
 
         Raises what `generate` does.
         """
-        if pooling_params is not None and pooling is not None:
-            raise InvalidRequestError(
-                "pooling and pooling_params say the same; give one of them.", param="pooling"
-            )
-        raw = PoolingParams(pooling=pooling, normalize=False)
-        requests = self._pooled(prompts, raw if pooling_params is None else pooling_params, use_tqdm)
+        requests = self._pooled(prompts, raw_pooling(pooling_params, pooling), use_tqdm)
         return [
             pooling_output(one.request.request_id, one.prompt.token_ids, one.whole().vector)
             for one in requests
@@ -335,12 +330,8 @@ class LLM:
         run_all(self._client, requests, progress_of(len(requests), use_tqdm))
         return [request.output(self._text.tokenizer) for request in requests]
 
-    def _request(self, prompt: PreparedPrompt, sampling: SamplingParams | None) -> Pending:
-        if sampling is None:
-            default = normalised_sampling(self._text.default_sampling)
-            sampling = self._limits.shortened(default, len(prompt.token_ids))
-        else:
-            sampling = normalised_sampling(sampling)
+    def _request(self, prompt: PreparedPrompt, given: SamplingParams | None) -> Pending:
+        sampling = self._text.sampling_for(given, self._limits, len(prompt.token_ids))
         self._limits.check(prompt.token_ids, sampling)
         self._limits.check_length(prompt.token_ids, sampling)
         request = with_siblings(str(next(self._numbers)), prompt.token_ids, sampling)

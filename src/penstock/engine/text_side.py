@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict, TypeVar
 
 import msgspec
 
@@ -24,6 +24,8 @@ from penstock.models.registry import load_vector_shape
 from penstock.request import PoolingParams, SamplingParams, VectorShape
 from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+G = TypeVar("G")
 
 
 class TextPrompt(TypedDict):
@@ -71,6 +73,14 @@ class TextSide:
     vector: VectorShape
     pooling: Pooling
     grammar_model: GrammarModel
+
+    def sampling_for(
+        self, given: SamplingParams | None, limits: RequestLimits, num_prompt_tokens: int
+    ) -> SamplingParams:
+        """The caller's, or the model's defaults as far as they fit behind the prompt."""
+        if given is not None:
+            return normalised_sampling(given)
+        return limits.shortened(normalised_sampling(self.default_sampling), num_prompt_tokens)
 
     @classmethod
     def of(cls, plan: LaunchPlan, pooling: Pooling) -> TextSide:
@@ -203,6 +213,21 @@ def normalised_sampling(sampling: SamplingParams) -> SamplingParams:
         return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
     except (msgspec.ValidationError, TypeError) as error:
         raise InvalidRequestError(f"sampling_params: {error}.", param="sampling_params") from error
+
+
+def raw_pooling(given: G | None, pooling: Pooling | None) -> G | PoolingParams:
+    """The parameters of `encode`: the caller's, or those of a vector whose length is not changed.
+
+    Args:
+        pooling: in place of `given`.
+    """
+    if given is None:
+        return PoolingParams(pooling=pooling, normalize=False)
+    if pooling is not None:
+        raise InvalidRequestError(
+            "pooling and pooling_params say the same; give one of them.", param="pooling"
+        )
+    return given
 
 
 def normalised_pooling(params: PoolingParams) -> PoolingParams:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 NO_ID = -1  # of a candidate that is missing
+WORD_BITS = 32  # ids in a word of a mask (`HeadRequest.allowed`)
 
 # [256, 8] what eight bits of a mask add to the logits of their ids; faster than to test the bits one by one
 _OF_OCTET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")

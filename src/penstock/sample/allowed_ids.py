@@ -10,8 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.batch import RowSampling
-
-_WORD = 32
+from penstock.kernels.candidates import WORD_BITS
 
 
 class AllowedIds:
@@ -22,7 +21,7 @@ class AllowedIds:
     """
 
     def __init__(self, vocab_size: int) -> None:
-        self._num_words = -(-vocab_size // _WORD)
+        self._num_words = -(-vocab_size // WORD_BITS)
         self._masks: dict[int, NDArray[np.int32]] = {}
 
     def add(self, row: int, sampling: RowSampling) -> None:
@@ -32,7 +31,7 @@ class AllowedIds:
         if ids is not None:
             words = np.zeros(self._num_words, dtype=np.uint32)
             given = np.array(ids, dtype=np.int64)
-            np.bitwise_or.at(words, given // _WORD, np.uint32(1) << (given % _WORD).astype(np.uint32))
+            np.bitwise_or.at(words, given // WORD_BITS, np.uint32(1) << (given % WORD_BITS).astype(np.uint32))
             self._masks[row] = words.view(np.int32)
 
     def masks(self, rows: NDArray[np.int64]) -> NDArray[np.int32] | None:

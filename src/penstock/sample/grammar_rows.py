@@ -32,13 +32,12 @@ from numpy.typing import NDArray
 
 from penstock.batch import NewRow
 from penstock.errors import PenstockError, WaitTimeoutError
-from penstock.kernels.candidates import NO_ID, HeadRequest
+from penstock.kernels.candidates import NO_ID, WORD_BITS, HeadRequest
 from penstock.request import StructuredOutputs
 
 if TYPE_CHECKING:  # else every rank of every stage would load the library
     from penstock.grammar.matcher import Matcher, Vocabulary
 
-WORD_BITS = 32
 KEPT_GRAMMARS = 64  # whose matchers are copied: more than are in use at once, as a rule
 NOTHING_LEFT = "its constraints leave none"
 

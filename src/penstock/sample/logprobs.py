@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.request import TokenLogprobs
 
 
-def raw_logprobs(logits: Tensor, chosen_ids: list[int], num_top: list[int]) -> list[TokenLogprobs]:
+def raw_logprobs(
+    logits: Tensor, chosen_ids: list[int], num_top: list[int], top_ids: NDArray[np.int64] | None = None
+) -> list[TokenLogprobs]:
     """Log-probability and rank of each row's chosen token, and its likeliest tokens.
 
     Args:
         logits: float32 [num_rows, vocab] as the model gave them, all finite.
         chosen_ids: [num_rows].
         num_top: [num_rows] how many of the likeliest to report.
+        top_ids: [num_rows, width] those, where somebody knows them already; behind a row's `num_top` anything
+            below 0 may stand.
     """
     if not chosen_ids:
         return []
@@ -22,8 +28,12 @@ def raw_logprobs(logits: Tensor, chosen_ids: list[int], num_top: list[int]) -> l
     # All rows at once: one look for the chosen tokens, one for the likeliest.
     chosen = values.gather(1, torch.tensor(chosen_ids, device=values.device)[:, None])
     ranks = (values > chosen).sum(1) + 1
-    top = values.topk(max(num_top), dim=1)
-    columns = (chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), num_top)
+    if top_ids is None:
+        top, indices = values.topk(max(num_top), dim=1)
+    else:
+        indices = torch.from_numpy(top_ids).to(values.device)
+        top = values.gather(1, indices.clamp_min(0))
+    columns = (chosen[:, 0].tolist(), ranks.tolist(), indices.tolist(), top.tolist(), num_top)
     return [
         TokenLogprobs(logprob, rank, ids[:count], logprobs[:count])
         for logprob, rank, ids, logprobs, count in zip(*columns, strict=True)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from penstock.kernels.candidates import HeadOutput, HeadRequest, SparseBias
 from penstock.request import TokenLogprobs
+from penstock.sample.logprobs import raw_logprobs
 
 SLICE_ROWS = 64  # logits of so many tokens are held at once: 39 MB for a vocabulary of 151,936
 
@@ -57,7 +58,9 @@ def score(
     for begin in range(0, len(indices), max_rows):
         rows = slice(begin, begin + max_rows)
         found = head(torch.from_numpy(indices[rows]).to(device), _request(num_top[rows]))
-        entries = _entries(found, token_ids[rows], num_top[rows])
+        entries = raw_logprobs(
+            found.logits, token_ids[rows].tolist(), num_top[rows].tolist(), found.candidates.ids
+        )
         for whose, entry in zip(owner[rows].tolist(), entries, strict=True):
             scores[whose].append(entry)
         unsound.update(owner[rows][~found.candidates.is_finite].tolist())
@@ -72,19 +75,3 @@ def _request(num_top: NDArray[np.int64]) -> HeadRequest:
         wants_logits=np.ones(len(num_top), dtype=np.bool_),
         bias=SparseBias.none(len(num_top)),
     )
-
-
-def _entries(
-    found: HeadOutput, token_ids: NDArray[np.int64], num_top: NDArray[np.int64]
-) -> list[TokenLogprobs]:
-    """One for each row; of a row that is not finite it says nothing."""
-    values = torch.log_softmax(found.logits, dim=-1)
-    chosen = values.gather(1, torch.from_numpy(token_ids).to(values.device)[:, None])
-    ranks = (values > chosen).sum(1) + 1
-    top_ids = found.candidates.ids
-    top = values.gather(1, torch.from_numpy(np.maximum(top_ids, 0)).to(values.device))
-    columns = (chosen[:, 0].tolist(), ranks.tolist(), top_ids.tolist(), top.tolist(), num_top.tolist())
-    return [
-        TokenLogprobs(logprob, rank, ids[:count], logprobs[:count])
-        for logprob, rank, ids, logprobs, count in zip(*columns, strict=True)
-    ]

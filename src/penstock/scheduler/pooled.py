@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from penstock.batch import StepResult
-from penstock.errors import ErrorInfo, InvalidRequestError, NumericalError
+from penstock.errors import InvalidRequestError
 from penstock.scheduler.queues import Phase, RequestState
 
 
@@ -57,10 +57,3 @@ def returned_vectors(
         vector = b"" if request.pooling is None else next(vectors)
         if request.phase is not Phase.FINISHED:
             yield request, vector
-
-
-def vector_error(request: RequestState, step_id: int) -> ErrorInfo:
-    return NumericalError(
-        f"the model gave NaN or infinity in the vector of request {request.request_id} (step {step_id}).",
-        remedy="Try --dtype float32, or check the weights.",
-    ).info()

@@ -28,7 +28,7 @@ from penstock.scheduler.invariants import check_consistency
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_draft import PlanDraft
-from penstock.scheduler.pooled import returned_vectors, vector_error
+from penstock.scheduler.pooled import returned_vectors
 from penstock.scheduler.preemption import preempt_youngest, release
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.prompt_scores import returned_scores
@@ -365,7 +365,7 @@ class Scheduler:
 
     def _end(self, request: RequestState, vector: bytes) -> RequestUpdate:
         if request.pooling is not None and not vector:
-            return self._fail(request, vector_error(request, self._returned_step))
+            return self._fail(request, numerical_error(request, self._returned_step))
         self._totals.prompt_tokens += request.prompt_len
         self._remove(request)
         return ended_without_tokens(request, vector)

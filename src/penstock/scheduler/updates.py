@@ -74,9 +74,9 @@ def row_error(request: RequestState, step_id: int, unmet: str | None) -> ErrorIn
 
 
 def numerical_error(request: RequestState, step_id: int) -> ErrorInfo:
+    where = "in the vector" if request.pooling is not None else f"at {_place(request)}"
     return NumericalError(
-        f"the model gave NaN or infinity at {_place(request)} of request {request.request_id} "
-        f"(step {step_id}).",
+        f"the model gave NaN or infinity {where} of request {request.request_id} (step {step_id}).",
         remedy="Try --dtype float32, or check the weights.",
     ).info()
 

@@ -19,7 +19,6 @@ from starlette.types import Send
 from penstock.engine.outputs import TextDelta
 from penstock.errors import InvalidRequestError
 from penstock.request import PoolingParams
-from penstock.server.errors import json_response
 from penstock.server.fields import convert, unknown_fields, warning_headers
 from penstock.server.generation import (
     GenerationContext,
@@ -63,10 +62,7 @@ class EmbeddingsResponse(GenerationResponse):
         await all_of([self._work_off(waiting, found) for _ in sequences[:AT_ONCE]])
         self._job.record.finish_reason = "stop"
         vectors = [delta for delta in found if delta is not None]
-        body = await self._job.make_body(vectors, self._usage())
-        response = json_response(body, headers=self._job.headers)
-        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
-        await send({"type": "http.response.body", "body": body})
+        await self._send_whole(send, vectors)
 
     async def _work_off(
         self, waiting: Iterator[tuple[int, Sequence]], found: list[TextDelta | None]

@@ -115,6 +115,13 @@ class GenerationResponse(Response):
     async def _generate(self, send: Send) -> None:
         raise NotImplementedError
 
+    async def _send_whole(self, send: Send, outcomes: list[TextDelta]) -> None:
+        """Answer with one body, made of what the sequences have come to."""
+        body = await self._job.make_body(outcomes, self._usage())
+        response = json_response(body, headers=self._job.headers)
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": body})
+
     async def _fail(self, error: Exception, send: Send) -> None:
         """Tell the client; by raising while no byte of an answer is out."""
         raise error
@@ -184,12 +191,7 @@ class WholeResponse(GenerationResponse):
         self._add_sequences()
         outcomes = await all_of([self._collect(stream) for stream in self._streams])
         self._job.record.finish_reason = _finish_reason(outcomes)
-        body = await self._job.make_body(outcomes, self._usage())
-        response = json_response(body, headers=self._job.headers)
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": response.raw_headers},
-        )
-        await send({"type": "http.response.body", "body": body})
+        await self._send_whole(send, outcomes)
 
     async def _collect(self, stream: RequestStream) -> TextDelta:
         deltas = [await self._next(stream)]

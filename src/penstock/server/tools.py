@@ -50,6 +50,12 @@ class ToolUse:
     def names(self) -> frozenset[str]:
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
+    def binds(self, name: str) -> bool:
+        """Whether arguments of this tool's calls must fit its schema, by a grammar."""
+        if self.choice == "auto":
+            return name in self.strict
+        return self.named in ("", name)
+
 
 NO_TOOLS = ToolUse(tools=[], strict=frozenset(), choice="none", named="", is_parallel=True)
 
@@ -151,10 +157,10 @@ def grammar_of(use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> str | Non
     if use.choice == "none" or syntax.tools is None or (use.choice == "auto" and not use.strict):
         return None
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in use.tools}
-    if use.choice == "named":
-        schemas = {use.named: schemas[use.named]}
-    elif use.choice == "auto":
-        schemas = {name: schema if name in use.strict else {} for name, schema in schemas.items()}
+    if use.choice == "auto":
+        schemas = {name: schema if use.binds(name) else {} for name, schema in schemas.items()}
+    else:
+        schemas = {name: schema for name, schema in schemas.items() if use.binds(name)}
     thinks: Thinks = "no" if syntax.reasoning is None else "opened" if is_open else "maybe"
     task = CallTask(
         schemas=schemas,
@@ -170,8 +176,7 @@ def bound_schemas(use: ToolUse) -> dict[str, str]:
     found = {}
     for index, tool in enumerate(use.tools):
         name, schema = tool["function"]["name"], tool["function"].get("parameters")
-        is_bound = name in use.strict if use.choice == "auto" else use.named in ("", name)
-        if schema and is_bound:
+        if schema and use.binds(name):
             found[f"tools[{index}].function.parameters"] = msgspec.json.encode(schema).decode()
     return found
 
