@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -34,7 +35,7 @@ CHECKS = [
     response_schema_conformance,
     negative_data_rejection,
 ]
-GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 TEXT = ("/tokenize", "/detokenize", "/v1/chat/completions/render", "/v1/completions/render")
 FEEDS = ("/debug/pipeline/events",)  # without an end: `test_pipeline_view`
 PLAIN = (
@@ -50,6 +51,13 @@ PLAIN = (
     "/debug/pipeline",
     "/server_info",
 )
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[LiveServer]:
+    """With few messages in a request: too many of them would be refused for the bytes of the body."""
+    with LiveServer(limits=Limits(max_messages=8)) as server:
+        yield server
 
 
 def fuzz(live: LiveServer, mode: GenerationMode, path: str, num_examples: int, key: str = "") -> Counter[int]:
@@ -137,19 +145,21 @@ def test_the_one_model_is_answered_as_our_document_says(live: LiveServer) -> Non
 
 # Bounds at their edges: generated data hardly ever stands one step beyond a bound and is right otherwise.
 
-NEEDS_ANOTHER_FIELD = {"max_tokens", "max_completion_tokens", "min_tokens"}
+NEEDS_ANOTHER_FIELD = {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens"}
 BASES: dict[str, dict[str, Any]] = {
     "ChatRequest": {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
     "CompletionRequest": {"prompt": "a"},
     "TokenizeChatRequest": {},
     "DetokenizeRequest": {},
     "EmbeddingRequest": {"input": "a"},
+    "ResponsesRequest": {"input": "a", "include": ["message.output_text.logprobs"]},
 }
 BOUNDED = [
     ("/v1/chat/completions", "ChatRequest", 20),
     ("/v1/chat/completions/render", "ChatRequest", 4),
     ("/v1/completions", "CompletionRequest", 20),
     ("/v1/embeddings", "EmbeddingRequest", 0),
+    ("/v1/responses", "ResponsesRequest", 20),
     ("/tokenize", "TokenizeChatRequest", 1),
     ("/detokenize", "DetokenizeRequest", 2),
 ]
@@ -185,8 +195,13 @@ def edges(variant: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 def example(schema: dict[str, Any], index: int) -> Any:
     if "$ref" in schema:
         of = schema["$ref"].rpartition("/")[2]
-        tool = {"type": "function", "function": {"name": f"f{index}"}}
-        return {"ChatMessage": {"role": "user", "content": "x"}, "Tool": tool}[of]
+        message, name = {"role": "user", "content": "x"}, f"f{index}"
+        return {
+            "ChatMessage": message,
+            "InputItem": message,
+            "Tool": {"type": "function", "function": {"name": name}},
+            "FunctionTool": {"type": "function", "name": name},
+        }[of]
     return schema.get("minimum", "a") if schema.get("type") == "integer" else "a"
 
 

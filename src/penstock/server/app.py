@@ -28,6 +28,7 @@ from penstock.server import openapi
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
 from penstock.server.admin import AdminRoute
 from penstock.server.chat import ChatRoute
+from penstock.server.chat_reader import ChatReader
 from penstock.server.completions import CompletionsRoute
 from penstock.server.debug import DebugRoute
 from penstock.server.embeddings import EmbeddingsRoute
@@ -56,6 +57,8 @@ from penstock.server.profile_folder import ProfileFolder
 from penstock.server.profiler import Profiler
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import record_of
+from penstock.server.responses import ResponsesRoute
+from penstock.server.responses_types import ResponseObject, ResponsesRequest
 from penstock.server.server_info import ServerInfoRoute
 from penstock.server.text_routes import (
     DetokenizeRequest,
@@ -179,7 +182,9 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
 
 
 def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
-    chat, completions, text = ChatRoute(route), CompletionsRoute(route), TextRoute(route)
+    chats = ChatReader(route)
+    chat, completions, text = ChatRoute(route, chats), CompletionsRoute(route), TextRoute(route)
+    responses = ResponsesRoute(route, chats)
     generates, converts = openapi.generation_route, openapi.text_route
     for path, endpoint, name, described in (
         ("/v1/chat/completions", chat.create, "create_chat_completion", generates(ChatRequest, ChatResponse)),
@@ -189,6 +194,7 @@ def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
             "create_completion",
             generates(CompletionRequest, CompletionResponse),
         ),
+        ("/v1/responses", responses.create, "create_response", generates(ResponsesRequest, ResponseObject)),
         (
             "/v1/chat/completions/render",
             chat.render,

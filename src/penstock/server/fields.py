@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.server.openai_types import StreamOptions
+from penstock.server.openai_types import GenerateRequest, StreamOptions
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -117,7 +117,7 @@ def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) 
     """Names in `body` that neither the request type nor `NEUTRAL_VALUES` has."""
     known = request_type.__struct_fields__
     names = [name for name in body if name not in known and name not in NEUTRAL_VALUES]
-    options = (body.get("stream_options") or {}) if "stream_options" in known else {}
+    options = (body.get("stream_options") or {}) if issubclass(request_type, GenerateRequest) else {}
     nested = [f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__]
     return names + nested
 

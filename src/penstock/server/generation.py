@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.responses import Response
@@ -23,16 +23,15 @@ from penstock.errors import AbortedError, PenstockError, StageLostError, Unavail
 from penstock.request import SamplingParams
 from penstock.server.echo import Echo
 from penstock.server.engine_port import EngineLike, RequestStream
-from penstock.server.errors import error_bytes, json_response
+from penstock.server.errors import json_response
 from penstock.server.keep_alive import Clock, KeepAlive
 from penstock.server.lifecycle import Interruptible, Lifecycle
 from penstock.server.memory_guard import MemoryGuard
-from penstock.server.message_stream import MessageWriter, chunk_writer
 from penstock.server.metrics import Metrics
 from penstock.server.openai_types import CompletionTokensDetails, PromptTokensDetails, Usage
 from penstock.server.request_log import RequestLog
 from penstock.server.request_record import RequestRecord
-from penstock.server.sse import DONE, PING, STREAM_HEADERS, ChunkWriter, StreamForm, error_event, usage_chunk
+from penstock.server.sse import PING, STREAM_HEADERS
 
 T = TypeVar("T")
 
@@ -73,6 +72,34 @@ class GenerationContext:
     metrics: Metrics
     log: RequestLog
     clock: Clock
+
+
+class EventWriter(Protocol):
+    """Writes the events of one choice of a stream."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of its reasoning so far; None where nobody counts them."""
+
+    def opening(self) -> bytes:
+        """What stands before all else, once; for streams that ping before their first token."""
+
+    def chunk(self, delta: TextDelta) -> bytes:
+        """The events for a delta: none, one, or more; may be empty."""
+
+
+class EventText(Protocol):
+    """The bytes of one event stream, in the shape of its route."""
+
+    @property
+    def writers(self) -> list[EventWriter]:
+        """One for each choice."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What stands behind all choices."""
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """What stands there instead, after a failure."""
 
 
 class GenerationResponse(Response):
@@ -207,13 +234,10 @@ class StreamedResponse(GenerationResponse):
     before has a status code of its own.
     """
 
-    def __init__(self, job: GenerationJob, context: GenerationContext, form: StreamForm) -> None:
+    def __init__(self, job: GenerationJob, context: GenerationContext, text: EventText) -> None:
         super().__init__(job, context)
-        self._form = form
-        self._writers = [
-            chunk_writer(form, index, sequence.prompt_token_ids, sequence.echo)
-            for index, sequence in enumerate(choices_of(job.sequences))
-        ]
+        self._text = text
+        self._writers = text.writers
         self._is_started = False
         self._is_followed = False
         self._sending = asyncio.Lock()  # one piece at a time, so that the head and the role chunks are first
@@ -234,10 +258,9 @@ class StreamedResponse(GenerationResponse):
             self._is_followed = False
         self._job.record.finish_reason = _finish_reason(finishes)
         counted = with_reasoning_tokens(self._usage(), [writer.reasoning_tokens for writer in self._writers])
-        usage = usage_chunk(self._form, counted) if self._form.include_usage else b""
-        await self._write(usage + DONE, more=False)
+        await self._write(self._text.end(counted), more=False)
 
-    async def _follow(self, stream: RequestStream, writer: ChunkWriter | MessageWriter) -> TextDelta:
+    async def _follow(self, stream: RequestStream, writer: EventWriter) -> TextDelta:
         """Send one sequence's chunks; its last delta."""
         while True:
             delta = await self._next(stream)
@@ -281,8 +304,7 @@ class StreamedResponse(GenerationResponse):
             raise error
         if not isinstance(error, PenstockError):
             self._context.log.bug(self._job.record, error)
-        body = error_bytes(error, self._job.record.request_id)
-        await self._write(error_event(body), more=False)
+        await self._write(self._text.failure(error, self._job.record.request_id), more=False)
 
 
 async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:

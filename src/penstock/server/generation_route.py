@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from penstock.request import SamplingParams, StructuredOutputs
 from penstock.server.engine_port import ServedModel
 from penstock.server.fields import unknown_fields, warning_headers
 from penstock.server.generation import (
+    EventText,
     GenerationContext,
     GenerationJob,
     GenerationResponse,
@@ -31,6 +33,7 @@ from penstock.server.lifecycle import Interruptible
 from penstock.server.limits import ByteLimits, read_json
 from penstock.server.logprobs import prompt_logprobs
 from penstock.server.message_reader import MessageReader, Reading
+from penstock.server.message_stream import ChunkText
 from penstock.server.openai_types import GenerateRequest, PromptLogprobs, RenderedPrompt, Usage
 from penstock.server.prompts import PromptReader
 from penstock.server.request_record import record_of
@@ -220,9 +223,8 @@ class GenerationRoute:
         check_scores(
             sequences, self.limits, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
         )
-        record = record_of(request.scope)
         form = StreamForm(
-            response_id=dialect.id_prefix + record.unique_id,
+            response_id=dialect.id_prefix + record_of(request.scope).unique_id,
             created=int(time.time()),
             model=self.model.name,
             dialect=dialect,
@@ -232,15 +234,36 @@ class GenerationRoute:
             token_bytes=self.model.codec.token_bytes,
             reading=reading,
         )
-        answer = Answer(form=form, choices=choices_of(sequences), num_prompt_logprobs=asked.prompt_logprobs)
+        choices = choices_of(sequences)
+        answer = Answer(form=form, choices=choices, num_prompt_logprobs=asked.prompt_logprobs)
+        text = ChunkText(form, [(one.prompt_token_ids, one.echo) for one in choices])
+        headers = warning_headers(unknown_fields(body, type(asked)), list(unused))
+        return self.start(
+            request, sequences, headers, partial(make_body, answer), text if asked.stream else None
+        )
+
+    def start(
+        self,
+        request: Request,
+        sequences: list[Sequence],
+        headers: Mapping[str, str],
+        make_body: Callable[[list[TextDelta], Usage], bytes],
+        text: EventText | None,
+    ) -> GenerationResponse:
+        """The response that will run these sequences, in the shape of its route.
+
+        Args:
+            make_body: makes a whole answer of them.
+            text: of the stream; None: the answer is whole.
+        """
         job = GenerationJob(
             sequences=sequences,
-            record=record,
-            headers=warning_headers(unknown_fields(body, type(asked)), list(unused)),
+            record=record_of(request.scope),
+            headers=headers,
             make_body=lambda outcomes, usage: self._workers.run(
-                _answer_bytes(outcomes), make_body, answer, outcomes, usage
+                _answer_bytes(outcomes), make_body, outcomes, usage
             ),
         )
-        if asked.stream:
-            return StreamedResponse(job, self._context, form)
-        return WholeResponse(job, self._context)
+        if text is None:
+            return WholeResponse(job, self._context)
+        return StreamedResponse(job, self._context, text)

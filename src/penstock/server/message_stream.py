@@ -1,21 +1,25 @@
-"""The chunks of a choice whose text is read for reasoning and calls of tools.
+"""Streams of chunks, and the chunks of a choice whose text is read for reasoning and calls of tools.
 
-Beside content there are deltas of `reasoning_content` and of `tool_calls`. The first delta of a call has
-its index, id, type and name, and no arguments; further ones have the index and more of the arguments. Each
-chunk has one kind of delta, and of one call. What a token brought may be several chunks, or none: its
-log-probability and id are in the first, or in one without text.
+In those there are, beside content, deltas of `reasoning_content` and of `tool_calls`. The first delta of a
+call has its index, id, type and name, and no arguments; further ones have the index and more of the
+arguments. Each chunk has one kind of delta, and of one call. What a token brought may be several chunks, or
+none: its log-probability and id are in the first, or in one without text.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 
 from penstock.engine.outputs import TextDelta
 from penstock.server.echo import Echo
+from penstock.server.errors import error_bytes
+from penstock.server.generation import EventWriter
 from penstock.server.message_reader import MessageReader
-from penstock.server.sse import ChunkWriter, StreamForm
+from penstock.server.openai_types import Usage
+from penstock.server.sse import DONE, ChunkWriter, StreamForm, error_event, usage_chunk
 from penstock.tokenizer.pieces import Piece
 
 _encode = msgspec.json.Encoder().encode
@@ -65,10 +69,28 @@ class MessageWriter:
         return {"tool_calls": [call]}
 
 
-def chunk_writer(
-    form: StreamForm, index: int, prompt_token_ids: list[int], echo: Echo | None = None
-) -> ChunkWriter | MessageWriter:
-    """The writer of one choice's chunks; arguments as `ChunkWriter`."""
+class ChunkText:
+    """A whole stream of chunks.
+
+    Args:
+        form: what all of its choices share.
+        choices: ids of the prompt of each, and what its text begins with.
+    """
+
+    def __init__(self, form: StreamForm, choices: Iterable[tuple[list[int], Echo | None]]) -> None:
+        self._form = form
+        self.writers = [_writer(form, index, *choice) for index, choice in enumerate(choices)]
+
+    def end(self, usage: Usage) -> bytes:
+        """The usage where it was asked for, and the end."""
+        return (usage_chunk(self._form, usage) if self._form.include_usage else b"") + DONE
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The error; the end is left out."""
+        return error_event(error_bytes(error, request_id))
+
+
+def _writer(form: StreamForm, index: int, prompt_token_ids: list[int], echo: Echo | None) -> EventWriter:
     writer = ChunkWriter(form, index, prompt_token_ids, echo)
     if form.reading is None:
         return writer

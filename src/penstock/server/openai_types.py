@@ -46,13 +46,11 @@ class StructuredOutputFields(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     whitespace: bool | None = None
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that both routes share. The meaning of the sampling fields is `SamplingParams`'s."""
+class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Fields of all that generate. The meaning of the sampling fields is `SamplingParams`'s."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    n: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -63,20 +61,27 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     seed: int | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
-    prompt_logprobs: int | None = None
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputFields | None = None
     user: str | None = None
+
+
+class GenerateRequest(SampledRequest, frozen=True, kw_only=True):
+    """Fields that chat and completions share."""
+
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    return_token_ids: bool | None = None
+    prompt_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
 
     @property
     def include_usage(self) -> bool:

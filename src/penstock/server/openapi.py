@@ -35,6 +35,8 @@ from penstock.server.openai_types import (
 from penstock.server.pipeline_view import PipelineView
 from penstock.server.profiler import ProfileStarted, ProfileStopped
 from penstock.server.prompts import ROLES
+from penstock.server.responses_input import MAX_METADATA
+from penstock.server.responses_types import ResponseObject, ResponsesRequest
 from penstock.server.server_info import ServerInfo
 from penstock.server.text_routes import (
     DetokenizeRequest,
@@ -71,6 +73,8 @@ _TYPES = (
     DetokenizeRequest,
     DetokenizeResponse,
     RenderedPrompt,
+    ResponseObject,
+    ResponsesRequest,
     Version,
 )
 _ANY_ROUTE = (401, 403, 500)
@@ -212,8 +216,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
     stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_string_bytes}
     logprobs = {"integer": {"minimum": 0, "maximum": limits.max_logprobs}}
     tokens = {"integer": {"minimum": 0, "maximum": model.max_model_len}}
-    common: dict[str, dict[str, Schema]] = {
-        "n": {"integer": {"minimum": 1, "maximum": limits.max_n}},
+    sampled: dict[str, dict[str, Schema]] = {
         "temperature": {"number": {"minimum": 0, "maximum": 2}},
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},
         "min_p": {"number": {"minimum": 0, "maximum": 1}},
@@ -226,10 +229,13 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
             "array": {"minItems": 1, "maxItems": limits.max_allowed_token_ids, "items": ids}
         },
         "seed": {"integer": {"minimum": -(2**63), "maximum": 2**63 - 1}},
-        "max_tokens": tokens,
         "min_tokens": {"integer": {"minimum": 0, "maximum": model.max_model_len}},
         "stop": {"string": stop, "array": {"maxItems": limits.max_stop_strings, "items": stop}},
         "stop_token_ids": {"array": {"maxItems": limits.max_stop_token_ids, "items": ids}},
+    }
+    common = sampled | {
+        "n": {"integer": {"minimum": 1, "maximum": limits.max_n}},
+        "max_tokens": tokens,
         "prompt_logprobs": logprobs,
     }
     prompts = {"minItems": 1, "items": _prompt_item(ids)}
@@ -242,6 +248,15 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
             "max_completion_tokens": tokens,
             "top_logprobs": logprobs,
             "tools": {"array": {"maxItems": limits.max_tools}},
+            "chat_template_kwargs": {"object": {"maxProperties": limits.max_template_kwargs}},
+        },
+        "ResponsesRequest": {
+            **sampled,
+            "input": {"array": messages},
+            "max_output_tokens": tokens,
+            "top_logprobs": logprobs,
+            "tools": {"array": {"maxItems": limits.max_tools}},
+            "metadata": {"object": {"maxProperties": MAX_METADATA}},
             "chat_template_kwargs": {"object": {"maxProperties": limits.max_template_kwargs}},
         },
         "TokenizeChatRequest": {"messages": {"array": messages}},

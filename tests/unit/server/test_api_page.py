@@ -11,13 +11,26 @@ from penstock.config import Limits
 from penstock.server.cli_limits import LimitSettings
 from penstock.server.fields import NEUTRAL_VALUES
 from penstock.server.openai_types import ChatMessage, ChatRequest, CompletionRequest, Function
+from penstock.server.responses_types import FunctionTool, InputItem, ResponsesRequest, TextOptions
 from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
 PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
 QUOTED = frozenset(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`[^`]*`", PAGE))))
 
 
-@pytest.mark.parametrize("of", [CompletionRequest, ChatRequest, ChatMessage, Function])
+@pytest.mark.parametrize(
+    "of",
+    [
+        CompletionRequest,
+        ChatRequest,
+        ChatMessage,
+        Function,
+        ResponsesRequest,
+        InputItem,
+        FunctionTool,
+        TextOptions,
+    ],
+)
 def test_every_field_is_on_the_page(of: type) -> None:
     assert set(of.__struct_fields__) - QUOTED == set()  # type: ignore[attr-defined]
 

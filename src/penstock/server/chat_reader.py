@@ -1,0 +1,95 @@
+"""From a chat request to the sequence that answers it, and to how its answers are read.
+
+Called by the routes that take conversations: `chat`, and `responses`, which makes chat requests of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.request import SamplingParams, StructuredOutputs
+from penstock.server.chat_options import opens_reasoning, reading_of, shown_markers, template_options
+from penstock.server.engine_port import ServedModel
+from penstock.server.generation import Sequence
+from penstock.server.generation_route import GenerationRoute
+from penstock.server.message_reader import Reading
+from penstock.server.openai_types import ChatRequest
+from penstock.server.sampling import chat_sampling, check_choices, fit_to_context
+from penstock.server.structured import behind_reasoning, refuse_with_tools, structured_field
+from penstock.server.tools import ToolUse, bound_schemas, grammar_of, tool_use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChat:
+    """Attributes:
+    reading: how the answers are read; None: all of their text is content.
+    unused: fields that have no effect on this model.
+    """
+
+    sequence: Sequence
+    reading: Reading | None
+    unused: list[str]
+
+
+class ChatReader:
+    """One for the server."""
+
+    def __init__(self, route: GenerationRoute) -> None:
+        self._route = route
+
+    async def read(self, asked: ChatRequest) -> ReadChat:
+        """What the request comes to, its grammar proved. Raises errors that name the field at fault."""
+        route = self._route
+        model = route.model
+        sampling = chat_sampling(asked, model, route.limits)
+        check_choices(sampling, 1, route.limits)
+        use, options, unused = self._beside_messages(asked)
+        prompt = await route.prompts.chat(asked.messages, use, options)
+        is_open = opens_reasoning(asked, prompt, model)
+        reading = reading_of(asked, use, model.syntax, is_open=is_open)
+        grammar = grammar_of(use, model.syntax, is_open=is_open)
+        refuse_with_tools(sampling, use, structured_field(asked))
+        asked_by = structured_field(asked) if grammar is None else "tools"
+        if grammar is None:
+            await route.prove(sampling, asked_by)
+            grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
+        for param, schema in bound_schemas(use).items():
+            route.check_schema(schema, param)
+        sampling = _for_reading(sampling, reading, model, grammar)
+        await route.prove(sampling, asked_by)
+        return ReadChat(sequence=self._sequence(prompt, sampling), reading=reading, unused=unused)
+
+    async def render(self, asked: ChatRequest) -> tuple[str, Sequence, list[str]]:
+        """The text that the template makes, its sequence, and fields without effect; nothing is proved."""
+        prompts = self._route.prompts
+        sampling = chat_sampling(asked, self._route.model, self._route.limits)
+        use, options, unused = self._beside_messages(asked)
+        sequence = self._sequence(await prompts.chat(asked.messages, use, options), sampling)
+        return await prompts.chat_text(asked.messages, use, options), sequence, unused
+
+    def _beside_messages(self, asked: ChatRequest) -> tuple[ToolUse, dict[str, Any], list[str]]:
+        """Tools and options for the chat template, and the fields that have no effect on it."""
+        syntax, limits = self._route.model.syntax, self._route.limits
+        return tool_use(asked, syntax, limits), *template_options(asked, syntax, limits)
+
+    def _sequence(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        most = self._route.max_model_len
+        fitted = fit_to_context(sampling, len(prompt), most, default=None, prompt_field="messages")
+        return Sequence(prompt_token_ids=prompt, sampling=fitted)
+
+
+def _for_reading(
+    sampling: SamplingParams, reading: Reading | None, model: ServedModel, grammar: str | None
+) -> SamplingParams:
+    """The sampling of an answer that can be read so, and that follows the grammar."""
+    changes: dict[str, Any] = {}
+    if markers := shown_markers(reading, model.syntax):
+        changes["shown_special_tokens"] = markers
+    if grammar is not None:
+        changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
+    changed = msgspec.structs.replace(sampling, **changes)
+    changed.validate(model.vocab_size)
+    return changed

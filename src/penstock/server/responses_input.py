@@ -1,0 +1,345 @@
+"""From a request to `/v1/responses` to the chat request that asks for the same.
+
+What the two APIs have in common is checked once, as a chat's fields: `own_names` turns the names of those in
+an error back into the ones that the client has sent. Called by `responses`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+from penstock.config import Limits
+from penstock.errors import InvalidRequestError, RequestError
+from penstock.server.openai_types import (
+    ChatMessage,
+    ChatRequest,
+    Function,
+    FunctionCall,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    SampledRequest,
+    Tool,
+    ToolCall,
+)
+from penstock.server.responses_types import (
+    LOGPROBS,
+    FunctionTool,
+    InputItem,
+    InputPart,
+    NamedChoice,
+    ResponsesRequest,
+    TextFormat,
+)
+
+_ROLES = ("system", "developer", "user", "assistant")
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+
+# Fields that ask for what a server does that keeps responses, or that we do not have: the values that ask for
+# nothing, and what to do in place of others.
+_KEEP = "This server keeps no responses: send the whole conversation in input."
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((None,), _KEEP),
+    "conversation": ((None,), _KEEP),
+    "background": ((None, False), "Leave it out, and wait for the answer or stream it."),
+    "prompt": ((None,), "Send the text itself in input or instructions."),
+    "truncation": ((None, "disabled"), "Leave it out, and shorten the input where it is too long."),
+}
+# And those that are taken and change nothing.
+_UNUSED: Mapping[str, tuple[object, ...]] = {
+    "store": (None, False),
+    "max_tool_calls": (None,),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_key": (None,),
+    "prompt_cache_retention": (None, "in_memory"),
+}
+
+MAX_METADATA = 16
+_MAX_METADATA_KEY, _MAX_METADATA_VALUE, _MAX_NOTE = 64, 512, 512
+
+
+class ChatOfResponse:
+    """Attributes:
+    request: the same as a chat.
+    item_of: for each message, the item of the input that it began with; None: not of the input.
+    unused: fields of the request that change nothing here.
+    """
+
+    def __init__(self, asked: ResponsesRequest, limits: Limits) -> None:
+        _check_refused(asked)
+        _check_notes(asked)
+        messages, self.item_of = _messages(asked, limits)
+        wants_logprobs = LOGPROBS in (asked.include or ())
+        if asked.top_logprobs and not wants_logprobs:
+            raise _wrong(
+                "top_logprobs needs an include of message.output_text.logprobs.",
+                "top_logprobs",
+                remedy=f"Add include: [{LOGPROBS!r}], or leave top_logprobs out.",
+            )
+        shared = {name: getattr(asked, name) for name in SampledRequest.__struct_fields__}
+        text_format = None if asked.text is None else asked.text.format
+        self.request = ChatRequest(
+            **shared,
+            messages=messages,
+            max_completion_tokens=asked.max_output_tokens,
+            logprobs=wants_logprobs,
+            top_logprobs=asked.top_logprobs,
+            tools=[_tool(index, tool) for index, tool in enumerate(asked.tools or ())] or None,
+            tool_choice=_choice(asked),
+            parallel_tool_calls=asked.parallel_tool_calls,
+            response_format=None if text_format is None else _format(text_format),
+            reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
+            include_reasoning=asked.include_reasoning,
+            chat_template_kwargs=asked.chat_template_kwargs,
+        )
+        self.unused = _unused(asked)
+
+    def own_names(self, text: str) -> str:
+        """The text with the names of the request's own fields in place of a chat's."""
+        return _CHAT_NAME.sub(self._own_name, text)
+
+    def _own_name(self, found: re.Match[str]) -> str:
+        if found["message"] is not None:
+            item = self.item_of[int(found["message"])]
+            return "instructions" if item is None else f"input[{item}]"
+        if found["tool"] is not None:
+            return f"tools[{found['tool']}]"
+        return _OWN_NAMES[found[0]]
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """An error of the chat, with the names of the request's own fields."""
+        return type(error)(
+            self.own_names(error.message),
+            remedy=self.own_names(error.remedy),
+            param=None if error.param is None else self.own_names(error.param),
+            code=error.code,
+        )
+
+
+_OWN_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
+_CHAT_NAME = re.compile(
+    r"\bmessages\[(?P<message>\d+)\]|\btools\[(?P<tool>\d+)\]\.function|\b(?:"
+    + "|".join(map(re.escape, _OWN_NAMES))
+    + r")\b"
+)
+
+
+def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(message, remedy=remedy, param=param, code=code)
+
+
+def _check_refused(asked: ResponsesRequest) -> None:
+    for name, (neutral, remedy) in _REFUSED.items():
+        if getattr(asked, name) not in neutral:
+            raise _wrong(
+                f"{name} is not supported by this version of Penstock.",
+                name,
+                remedy=remedy,
+                code="unsupported_parameter",
+            )
+
+
+def _check_notes(asked: ResponsesRequest) -> None:
+    """What comes back as it is, is short."""
+    metadata = asked.metadata or {}
+    longest_key = max(map(len, metadata), default=0)
+    longest_value = max(map(len, metadata.values()), default=0)
+    for param, what, value, most in (
+        ("metadata", "The number of pairs in metadata", len(metadata), MAX_METADATA),
+        ("metadata", "The length of a key of metadata", longest_key, _MAX_METADATA_KEY),
+        ("metadata", "The length of a value of metadata", longest_value, _MAX_METADATA_VALUE),
+        *(
+            (name, f"The length of {name}", len(getattr(asked, name) or ""), _MAX_NOTE)
+            for name in ("user", "safety_identifier", "prompt_cache_key")
+        ),
+    ):
+        if value > most:
+            raise _wrong(f"{what} is {value}; at most {most} are taken.", param, code="out_of_range")
+
+
+def _unused(asked: ResponsesRequest) -> list[str]:
+    names = [name for name, neutral in _UNUSED.items() if getattr(asked, name) not in neutral]
+    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
+        names.append("text.verbosity")
+    if asked.reasoning is not None and asked.reasoning.summary is not None:
+        names.append("reasoning.summary")
+    return names
+
+
+def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[int | None]]:
+    """The conversation, and the item that each message began with."""
+    messages: list[ChatMessage | _Turn] = []
+    item_of: list[int | None] = []
+    if asked.instructions is not None:
+        messages.append(ChatMessage(role="system", content=asked.instructions))
+        item_of.append(None)
+    for index, item in enumerate(_items(asked.input, limits)):
+        last = messages[-1] if messages else None
+        if isinstance(last, _Turn) and last.takes(item):
+            last.take(item, f"input[{index}]")
+            continue
+        messages.append(_begun(item, f"input[{index}]"))
+        item_of.append(index)
+    return [one.message() if isinstance(one, _Turn) else one for one in messages], item_of
+
+
+def _items(given: str | list[InputItem], limits: Limits) -> list[InputItem]:
+    if isinstance(given, str):
+        return [InputItem(role="user", content=given)]
+    if not 1 <= len(given) <= limits.max_messages:
+        raise _wrong(
+            f"input must hold 1 to {limits.max_messages} items, got {len(given)}.",
+            "input",
+            remedy="Leave out the oldest." if given else "Give at least one, or a text.",
+            code="out_of_range",
+        )
+    return given
+
+
+def _begun(item: InputItem, where: str) -> ChatMessage | _Turn:
+    """The message that begins with this item."""
+    if item.type == "function_call_output":
+        return _result(item, where)
+    if item.type == "message" and item.role != "assistant":
+        return _message(item, where)
+    turn = _Turn()
+    turn.take(item, where)
+    return turn
+
+
+class _Turn:
+    """What the model said at once: a thought, a text, and calls, in this order; any may be missing."""
+
+    def __init__(self) -> None:
+        self._reasoning: str | None = None
+        self._text: str | None = None
+        self._calls: list[ToolCall] = []
+
+    def takes(self, item: InputItem) -> bool:
+        """Whether the item goes on with this turn."""
+        if item.type == "function_call":
+            return True
+        is_text = item.type == "message" and item.role == "assistant"
+        return is_text and self._text is None and not self._calls
+
+    def take(self, item: InputItem, where: str) -> None:
+        """Add an item. Raises `InvalidRequestError` for one that nobody has."""
+        if item.type == "message":
+            self._text = _text(item.content, f"{where}.content")
+        elif item.type == "reasoning":
+            self._reasoning = _text(item.content or item.summary, f"{where}.content")
+        elif item.type == "function_call":
+            self._calls.append(_call(item, where))
+        else:
+            raise _wrong(
+                f"{where}.type is {item.type[:64]!r}, which this server does not take.",
+                f"{where}.type",
+                remedy="It takes message, reasoning, function_call and function_call_output.",
+                code="unsupported_content",
+            )
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            role="assistant",
+            content=self._text,
+            tool_calls=self._calls or None,
+            reasoning_content=self._reasoning or None,
+        )
+
+
+def _message(item: InputItem, where: str) -> ChatMessage:
+    if item.role not in _ROLES:
+        given = "nothing" if item.role is None else repr(item.role[:64])
+        raise _wrong(f"{where}.role must be one of {', '.join(_ROLES)}, got {given}.", f"{where}.role")
+    return ChatMessage(role=item.role, content=_text(item.content, f"{where}.content"))
+
+
+def _result(item: InputItem, where: str) -> ChatMessage:
+    if item.output is None:
+        raise _missing(f"{where}.output")
+    return ChatMessage(
+        role="tool",
+        tool_call_id=_required(item.call_id, f"{where}.call_id"),
+        content=_text(item.output, f"{where}.output"),
+    )
+
+
+def _call(item: InputItem, where: str) -> ToolCall:
+    name = _required(item.name, f"{where}.name")
+    return ToolCall(
+        id=_required(item.call_id, f"{where}.call_id"),
+        function=FunctionCall(name=name, arguments=item.arguments or "{}"),
+    )
+
+
+def _required(value: str | None, where: str) -> str:
+    if value is None:
+        raise _missing(where)
+    return value
+
+
+def _missing(where: str) -> InvalidRequestError:
+    return _wrong(f"{where} is required.", where, code="missing_required_parameter")
+
+
+def _text(content: str | list[InputPart] | None, where: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _part(part: InputPart, where: str) -> str:
+    text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
+    if text is None:
+        raise _wrong(
+            f"{where} must be text, got a part of type {part.type[:64]!r}.",
+            where,
+            remedy="This server takes text only.",
+            code="unsupported_content",
+        )
+    return text
+
+
+def _tool(index: int, tool: FunctionTool) -> Tool:
+    where = f"tools[{index}]"
+    if tool.type != "function":
+        raise _wrong(
+            f"{where}.type is {tool.type[:64]!r}, which this server does not have.",
+            f"{where}.type",
+            remedy="It has tools of type function, which the client runs.",
+            code="unsupported_parameter",
+        )
+    function = Function(
+        name=_required(tool.name, f"{where}.name"),
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _choice(asked: ResponsesRequest) -> Literal["none", "auto", "required"] | NamedTool | None:
+    choice = asked.tool_choice
+    if isinstance(choice, NamedChoice):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return choice
+
+
+def _format(asked: TextFormat) -> ResponseFormat:
+    if asked.type != "json_schema":
+        return ResponseFormat(type=asked.type)
+    if asked.schema is None:
+        raise _missing("text.format.schema")
+    schema = JsonSchemaFormat(name=asked.name, schema=asked.schema)
+    return ResponseFormat(type="json_schema", json_schema=schema)
