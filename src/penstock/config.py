@@ -37,6 +37,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_N = 128
 MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_SESSION_ID_CHARACTERS = 64
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
@@ -308,6 +309,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_waiting_tokens: tokens that all waiting requests together may have to prefill, before one more is
             answered 429; None allows 8 times what the KV pool holds.
         queue_timeout_s: a request that has waited this long is answered 503.
+        max_sessions: of each replica, that are open at once (`kvcache.sessions`); one more is answered 429.
         micro_batches: that the decoding requests are split into; `auto` chooses from 1 to P by the time of a
             cycle, where times are known, else P.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others should
@@ -320,6 +322,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_requests: int = 1024
     max_waiting_tokens: int | None = None
     queue_timeout_s: float = 60.0
+    max_sessions: int = 64
     micro_batches: int | Literal["auto"] = "auto"
     inter_token_target_ms: float = 100.0
 
@@ -333,6 +336,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             _at_least(name, getattr(self, name), 1)
         if self.max_waiting_tokens is not None:
             _at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
+        _between("max_sessions", self.max_sessions, 0, 1 << 16)
         if self.micro_batches != "auto":
             _at_least("micro_batches", self.micro_batches, 1)
         if not 0 < self.inter_token_target_ms < math.inf:
@@ -362,6 +366,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_profiles: in the directory for them.
         max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
         max_choices: of one request: prompts times `n`.
+        session_timeout_s, max_session_timeout_s: after which a session that nobody uses is closed: where
+            whoever opens it does not say, and at most.
         max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
         max_allowed_token_ids, max_n: no more than what `SamplingParams` takes, which is the default.
     """
@@ -382,6 +388,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: int = 256
     max_embedding_inputs: int = 2048
     max_embedding_tokens: int = 300_000
+    session_timeout_s: float = 600.0
+    max_session_timeout_s: float = 86_400.0
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
@@ -408,6 +416,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 _at_least(name, value, 1)
         _at_least("max_prompt_scores", self.max_prompt_scores, 0)
         _above_zero("max_profile_s", self.max_profile_s)
+        self._check_session_times()
         _at_least("max_profile_bytes", self.max_profile_bytes, 1 << 20)
         for name in ("max_tools", "max_tool_bytes", "max_template_kwargs"):
             _at_least(name, getattr(self, name), 0)
@@ -418,6 +427,18 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         _between("max_n", self.max_n, 1, MAX_N)
         _between("max_logit_bias", self.max_logit_bias, 0, MAX_LOGIT_BIAS)
         _between("max_allowed_token_ids", self.max_allowed_token_ids, 0, MAX_ALLOWED_TOKEN_IDS)
+
+    def _check_session_times(self) -> None:
+        _above_zero("session_timeout_s", self.session_timeout_s)
+        _above_zero("max_session_timeout_s", self.max_session_timeout_s)
+        if self.session_timeout_s > self.max_session_timeout_s:
+            raise UsageError(
+                f"session_timeout_s is {self.session_timeout_s:g}; max_session_timeout_s allows "
+                f"{self.max_session_timeout_s:g}.",
+                remedy="Lower the one, or raise the other.",
+                param="session_timeout_s",
+                code="out_of_range",
+            )
 
 
 class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):

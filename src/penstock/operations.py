@@ -11,11 +11,13 @@ Asked for over HTTP (`server.admin`), carried by `engine.async_engine`, done by 
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 import msgspec
 
-from penstock.errors import ErrorInfo
+from penstock.config import MAX_SESSION_ID_CHARACTERS
+from penstock.errors import ErrorInfo, InvalidRequestError
 
 PauseMode = Literal["keep", "wait", "abort"]
 
@@ -87,7 +89,43 @@ class StopProfile(msgspec.Struct, frozen=True, tag="stop_profile"):
     """What ranks do from the first plan under it on does not."""
 
 
-Operation = Pause | Resume | FlushCache | Abort | SlowDown | StartProfile | StopProfile
+SESSION_ID = f"[A-Za-z0-9._-]{{1,{MAX_SESSION_ID_CHARACTERS}}}"
+
+
+def check_session_id(session_id: str) -> None:
+    """Raise `InvalidRequestError` for what cannot name a session."""
+    if re.fullmatch(SESSION_ID, session_id) is None:
+        raise InvalidRequestError(
+            f"session_id must be 1 to {MAX_SESSION_ID_CHARACTERS} letters, digits, dots, dashes and "
+            f"underscores, got {session_id[: 2 * MAX_SESSION_ID_CHARACTERS]!r}.",
+            param="session_id",
+        )
+
+
+class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
+    """From now on keep what requests compute that name this session, before what others leave
+    (`kvcache.sessions`). One that is open already keeps what it has, under the new bounds.
+
+    Attributes:
+        capacity_tokens: that are kept of it at most; None: as much as all sessions together may have.
+        idle_timeout_s: it is closed when nobody has used it for this long.
+    """
+
+    session_id: str
+    capacity_tokens: int | None = None
+    idle_timeout_s: float = 600.0
+
+
+class CloseSession(msgspec.Struct, frozen=True, tag="close_session"):
+    """What was kept for it is as any other's. Its requests go on. Ends with a `NotFoundError` where there is
+    no such session."""
+
+    session_id: str
+
+
+Operation = (
+    Pause | Resume | FlushCache | Abort | SlowDown | StartProfile | StopProfile | OpenSession | CloseSession
+)
 
 
 class OperationDone(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ from penstock.config import (
     Pooling,
 )
 from penstock.errors import ErrorInfo, InvalidRequestError
+from penstock.operations import check_session_id
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -91,6 +92,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         detokenize: False leaves the text empty.
         cache_salt: the request shares cached keys and values only with those of the same salt.
         priority: what its keys and values are worth to a prefix cache whose policy is `priority`.
+        session_id: the open session that keeps them; "" is none.
         structured_outputs: which texts may be generated; None allows all.
     """
 
@@ -117,6 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     detokenize: bool = True
     cache_salt: str = ""
     priority: int = 0
+    session_id: str = ""
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -144,6 +147,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_range("priority", self.priority, -(2**31), 2**31 - 1)
         salt_bytes = len(self.cache_salt.encode("utf-8", "surrogatepass"))
         _check_range("cache_salt", salt_bytes, 0, MAX_CACHE_SALT_BYTES, what="length of cache_salt in bytes")
+        if self.session_id:
+            check_session_id(self.session_id)
         self._validate_stops(vocab_size)
         self._validate_logit_changes(vocab_size)
         if self.structured_outputs is not None:

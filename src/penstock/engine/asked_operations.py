@@ -1,6 +1,7 @@
 """What one front has asked the core for and not heard the end of: enough to ask the next core the same.
 
-A pause, or a slower pace, outlives the core that was told of it: whatever core comes after begins with it.
+A pause, a slower pace and open sessions outlive the core that was told of them: whatever core comes after
+begins with them.
 Kept by `engine.async_engine`, as `engine.live_requests` is for requests.
 """
 
@@ -10,9 +11,9 @@ import asyncio
 import itertools
 from dataclasses import dataclass
 
-from penstock.engine.ipc import Operate, Operated
+from penstock.engine.ipc import Operate, Operated, SessionsChanged
 from penstock.engine.stats import CoreStats
-from penstock.operations import Operation, OperationDone, Pause, Resume, SlowDown
+from penstock.operations import OpenSession, Operation, OperationDone, Pause, Resume, SlowDown
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,18 @@ class Asked:
 
 
 class AskedOperations:
-    """In the order in which they were asked."""
+    """In the order in which they were asked.
+
+    Attributes:
+        sessions: that are open as far as the core has said, by id; those of one that is away too.
+    """
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._open: dict[int, Asked] = {}
         self._is_paused = False
         self._interval_ms = 0
+        self.sessions: dict[str, OpenSession] = {}
 
     def ask(self, operation: Operation) -> Asked:
         """It is to be sent to the core, if there is one."""
@@ -45,6 +51,12 @@ class AskedOperations:
             self._is_paused = stats.paused
         if not self._is_open(SlowDown):
             self._interval_ms = stats.plan_interval_ms
+
+    def note_sessions(self, changed: SessionsChanged) -> None:
+        """The core has said which sessions are open."""
+        for session_id in changed.closed:
+            self.sessions.pop(session_id, None)
+        self.sessions |= {asked.session_id: asked for asked in changed.opened}
 
     def close(self, message: Operated) -> None:
         """The core has said that one is complete."""
@@ -64,6 +76,7 @@ class AskedOperations:
         wanted: list[Operation] = [Pause("keep")] if self._is_paused else []
         if self._interval_ms:
             wanted.append(SlowDown(self._interval_ms))
+        wanted += self.sessions.values()
         return [Operate(next(self._numbers), operation) for operation in wanted]
 
     def again(self) -> list[Operate]:

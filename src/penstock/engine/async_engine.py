@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -31,6 +31,7 @@ from penstock.engine.ipc import (
     GetTrace,
     Hello,
     Operated,
+    SessionsChanged,
     StepUpdates,
     Trace,
     Welcome,
@@ -255,6 +256,11 @@ class AsyncEngine:
         )
         return prompts + DECODE_TOKENS * len(self._streams)
 
+    @property
+    def sessions(self) -> Collection[str]:
+        """Ids of those that are open, as far as the core has said."""
+        return self._operations.sessions
+
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
         """Start one sequence; as `add_all`."""
         (stream,) = self.add_all(request_id, prompt_token_ids, sampling)
@@ -417,6 +423,8 @@ class AsyncEngine:
                 self._answer_trace(message.spans)
             elif isinstance(message, Operated):
                 self._operations.close(message)
+            elif isinstance(message, SessionsChanged):
+                self._operations.note_sessions(message)
             elif isinstance(message, CoreGone):
                 self._core_gone()
 

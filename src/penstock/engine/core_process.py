@@ -28,6 +28,7 @@ from penstock.engine.ipc import (
     GetTrace,
     Operate,
     Operated,
+    SessionsChanged,
     StepUpdates,
     Trace,
     Welcome,
@@ -250,7 +251,11 @@ class CoreServer:
             self._use(None)
 
     def _tell_done(self) -> None:
-        """Whoever asked for an operation, that it is complete; everybody, what is so since."""
+        """Everybody, which sessions are open; whoever asked for an operation, that it is complete; everybody,
+        what is so since."""
+        opened, closed = self._core.operations.sessions.take_changes()
+        if opened or closed:
+            self._send_all(SessionsChanged(opened, closed))
         done = self._core.operations.take_done()
         if done:
             self._beat()
@@ -310,6 +315,8 @@ class CoreServer:
         else:
             self._known.add(client)
             self._send(client, self._welcome)
+            if opened := self._core.operations.sessions.opened():
+                self._send(client, SessionsChanged(opened, []))
             self._send(client, StepUpdates([], self._core.stats()))
 
     def _add(self, client: bytes, message: AddRequest) -> None:

@@ -21,7 +21,7 @@ from penstock.batch import RankLoaded, StageSpans
 from penstock.engine.stats import CoreStats
 from penstock.errors import LinkClosedError, ProtocolError
 from penstock.executor.plan_channel import bind_socket
-from penstock.operations import Operation, OperationDone
+from penstock.operations import OpenSession, Operation, OperationDone
 from penstock.request import GenerationRequest, RequestUpdate
 
 HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
@@ -97,8 +97,16 @@ class Operated(msgspec.Struct, frozen=True, tag="operated"):
     done: OperationDone
 
 
+class SessionsChanged(msgspec.Struct, frozen=True, tag="sessions"):
+    """To every client: sessions that were opened, or given other bounds, and those that were closed since the
+    last of these. After a `Welcome` all that are open, if there are any."""
+
+    opened: list[OpenSession]
+    closed: list[str]
+
+
 ClientToCore = Hello | AddRequest | AbortRequests | GetTrace | Operate
-CoreToClient = Welcome | StepUpdates | Trace | Operated
+CoreToClient = Welcome | StepUpdates | Trace | Operated | SessionsChanged
 
 
 class CoreGone:

@@ -15,11 +15,14 @@ from dataclasses import dataclass
 from msgspec import UNSET, UnsetType
 
 from penstock.engine.pace import Pace
-from penstock.errors import AbortedError, ErrorInfo, UnavailableError
+from penstock.errors import AbortedError, ErrorInfo, PenstockError, UnavailableError
 from penstock.kvcache.cache_flush import CacheFlush
+from penstock.kvcache.sessions import Sessions
 from penstock.operations import (
     Abort,
+    CloseSession,
     FlushCache,
+    OpenSession,
     Operation,
     OperationDone,
     Pause,
@@ -69,6 +72,7 @@ class OperationDesk:
             The last update of each request that it ends.
         """
         updates: list[RequestUpdate] = []
+        refusal: ErrorInfo | None = None
         found = _Open(ticket, operation, next_step)
         if isinstance(operation, FlushCache):
             found.flush = self._scheduler.prefixes.flush(with_store=operation.store)
@@ -85,10 +89,19 @@ class OperationDesk:
         elif isinstance(operation, Resume):
             self._scheduler.paused = None
             self._give_up_pauses(_RESUMED)
+        elif isinstance(operation, OpenSession | CloseSession):
+            refusal = self._apply_to_sessions(operation)
         self._open.append(found)
+        if refusal is not None:
+            self._finish(found, error=refusal)
         self._next_step = next_step
         self._note_quiet()
         return updates
+
+    @property
+    def sessions(self) -> Sessions:
+        """Those that are open."""
+        return self._scheduler.prefixes.sessions
 
     @property
     def wants_plan(self) -> bool:
@@ -115,6 +128,14 @@ class OperationDesk:
         """What has come to its end since the last call, with its tickets."""
         done, self._done = self._done, []
         return done
+
+    def _apply_to_sessions(self, operation: OpenSession | CloseSession) -> ErrorInfo | None:
+        """Why it comes to nothing, if it does."""
+        try:
+            self.sessions.apply(operation)
+        except PenstockError as error:
+            return error.info()
+        return None
 
     def _note_quiet(self) -> None:
         for found in self._open:

@@ -18,8 +18,9 @@ from penstock.child_config import Restarts
 from penstock.engine.async_engine import AsyncEngine, EngineStatus, RequestStream
 from penstock.engine.routing import Router
 from penstock.engine.stats import CoreStats
-from penstock.errors import OverloadedError, PenstockError, UnavailableError
-from penstock.operations import Operation, OperationDone
+from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
+from penstock.kvcache.sessions import unknown_session
+from penstock.operations import CloseSession, OpenSession, Operation, OperationDone
 from penstock.request import PoolingParams, SamplingParams
 
 Started = TypeVar("Started")
@@ -41,6 +42,7 @@ _TOTALS = (
     "store_verify_failures",
     "store_call_failures",
     "host_bytes_read",
+    "reaped_sessions",
 )
 _SUMS = (
     *_TOTALS,
@@ -52,6 +54,8 @@ _SUMS = (
     "inflight",
     "store_switched_off",
     "host_bytes_used",
+    "num_sessions",
+    "session_blocks",
 )
 _WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches", "plan_interval_ms")
 
@@ -94,21 +98,40 @@ class Replicas:
     ) -> list[RequestStream]:
         """Start `sampling.n` sequences in the replica that will come to them first; where this front knows
         that one to be full or away, in the next best. What a core refuses later is final: its queue has
-        filled meanwhile.
+        filled meanwhile. Those of a session go to the replica that has it; another one takes them as any
+        others.
 
-        Raises what `AsyncEngine.add_all` does.
+        Raises what `AsyncEngine.add_all` does, and `NotFoundError` if no replica has the session.
         """
-        return self._start(prompt_token_ids, lambda one: one.add_all(request_id, prompt_token_ids, sampling))
+        home = self._home(sampling.session_id)
+        away = msgspec.structs.replace(sampling, session_id="")
+
+        def start(engine: AsyncEngine) -> list[RequestStream]:
+            is_home = home is None or engine is self._engines[home]
+            return engine.add_all(request_id, prompt_token_ids, sampling if is_home else away)
+
+        return self._start(prompt_token_ids, start, home)
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
         """Have a prompt pooled in the replica that will come to it first; else as `add_all`."""
         return self._start(prompt_token_ids, lambda one: one.embed(request_id, prompt_token_ids, params))
 
-    def _start(self, prompt_token_ids: list[int], start: Callable[[AsyncEngine], Started]) -> Started:
+    def _start(
+        self,
+        prompt_token_ids: list[int],
+        start: Callable[[AsyncEngine], Started],
+        home: int | None = None,
+    ) -> Started:
+        """Args:
+        home: the replica to go to if it is there and has room.
+        """
         ahead = [engine.tokens_ahead for engine in self._engines]
         has_room = [status.ready and not status.is_full for status in self.statuses()]
         refusals: list[PenstockError] = []
-        for index in self._router.order(prompt_token_ids, ahead, has_room):
+        order = self._router.order(prompt_token_ids, ahead, has_room)
+        if home is not None and has_room[home]:
+            order = [home, *(index for index in order if index != home)]
+        for index in order:
             try:
                 started = start(self._engines[index])
             except (OverloadedError, UnavailableError) as error:
@@ -117,6 +140,15 @@ class Replicas:
             self._router.routed(prompt_token_ids, index)
             return started
         raise refusals[0]
+
+    def _home(self, session_id: str) -> int | None:
+        """The replica that has this session; None for \"\". Raises `NotFoundError` if none has it."""
+        if not session_id:
+            return None
+        for index, engine in enumerate(self._engines):
+            if session_id in engine.sessions:
+                return index
+        raise unknown_session(session_id)
 
     def status(self) -> EngineStatus:
         """Ready if any replica is, and full if all those are; the reason names those that are not ready."""
@@ -152,10 +184,15 @@ class Replicas:
         ]
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Have every replica do it, one that is away too as soon as it is back.
+        """Have every replica do it, one that is away too as soon as it is back. A session is one replica's:
+        the one that has it, or else the one that has fewest.
 
         Raises what `AsyncEngine.operate` does; the others have done it all the same.
         """
+        if isinstance(operation, OpenSession | CloseSession):
+            index = self._replica_for(operation)
+            (done,) = await self._engines[index].operate(operation, timeout_s)
+            return [msgspec.structs.replace(done, replica=index)]
         answers = await asyncio.gather(
             *(engine.operate(operation, timeout_s) for engine in self._engines), return_exceptions=True
         )
@@ -168,6 +205,19 @@ class Replicas:
             if not isinstance(answer, BaseException)
             for done in answer
         ]
+
+    def _replica_for(self, operation: OpenSession | CloseSession) -> int:
+        try:
+            home = self._home(operation.session_id)
+            assert home is not None, "a session has a name"
+            return home
+        except NotFoundError:
+            if isinstance(operation, CloseSession):
+                raise
+        found = self.statuses()
+        return min(
+            range(len(found)), key=lambda one: (not found[one].ready, len(self._engines[one].sessions), one)
+        )
 
     def close(self) -> None:
         """Leave all; streams that are open end with an error."""

@@ -46,5 +46,8 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes_read: int = 0  # of ranks' host tiers
     host_bytes_used: int = 0  # now
     store_switched_off: int = 0  # processes that leave the store alone now
+    num_sessions: int = 0  # open ones (`kvcache.sessions`)
+    session_blocks: int = 0  # that they keep
+    reaped_sessions: int = 0  # closed because nobody used them
     micro_batches: int = 0  # that the decoding requests were split into for the last plan
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one

@@ -7,13 +7,15 @@
 Time is a count of events, never a clock. Blocks of one request are let go at one time; then the deeper one
 goes first, since nothing behind a missing block can be found, and of equally deep ones the one with the lower
 hash (row H10). A block is found whenever one behind it is: so it is never worth less than those.
+
+What open sessions keep (`kvcache.sessions`) goes last of all, by the same policy.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from penstock.config import EvictionPolicy
 
@@ -41,6 +43,9 @@ class EvictionOrder(Protocol):
     def add(self, block: int, worth: Worth) -> None:
         """It may be given up from now on; it is worth no less than any that was added at an earlier event."""
 
+    def restore(self, block: int, worth: Worth) -> None:
+        """The same of one that was let go before others that are here."""
+
     def discard(self, block: int) -> None:
         """It is held again, or holds nothing any more."""
 
@@ -52,28 +57,6 @@ class EvictionOrder(Protocol):
     def __len__(self) -> int: ...
 
 
-class LruOrder:
-    """Blocks come in the order of their worth, so a queue is enough."""
-
-    def __init__(self) -> None:
-        self._queue: OrderedDict[int, None] = OrderedDict()
-
-    def add(self, block: int, worth: Worth) -> None:
-        self._queue[block] = None
-
-    def discard(self, block: int) -> None:
-        del self._queue[block]
-
-    def pop(self) -> int:
-        return self._queue.popitem(last=False)[0]
-
-    def __contains__(self, block: int) -> bool:
-        return block in self._queue
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-
 class HeapOrder:
     """A heap; entries of blocks that have left it stay until they come up.
 
@@ -81,30 +64,33 @@ class HeapOrder:
         policy: what counts before the time at which a block was let go.
     """
 
-    def __init__(self, policy: Literal["lfu", "priority"]) -> None:
-        self._counts_uses = policy == "lfu"
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._policy = policy
         self._heap: list[tuple[int, int, int, bytes, int]] = []
         self._entries: dict[int, tuple[int, int, int, bytes, int]] = {}  # the valid one of each block
 
     def add(self, block: int, worth: Worth) -> None:
-        rank = worth.uses if self._counts_uses else worth.priority
-        entry = (rank, worth.freed_at, -worth.depth, worth.hash, block)
-        self._entries[block] = entry
+        self._entries[block] = entry = (*self._place(worth), block)
         heapq.heappush(self._heap, entry)
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = list(self._entries.values())
             heapq.heapify(self._heap)
 
+    restore = add
+
     def discard(self, block: int) -> None:
         del self._entries[block]
 
     def pop(self) -> int:
-        while True:
-            entry = heapq.heappop(self._heap)
-            block = entry[-1]
-            if self._entries.get(block) is entry:
-                del self._entries[block]
-                return block
+        self._drop_stale()
+        block = heapq.heappop(self._heap)[-1]
+        del self._entries[block]
+        return block
+
+    def gives_before(self, worth: Worth) -> bool:
+        """Whether one of its blocks is to be given up before another of that worth."""
+        self._drop_stale()
+        return bool(self._heap) and self._heap[0][:-1] < self._place(worth)
 
     def __contains__(self, block: int) -> bool:
         return block in self._entries
@@ -112,6 +98,91 @@ class HeapOrder:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def _place(self, worth: Worth) -> tuple[int, int, int, bytes]:
+        rank = {"lru": 0, "lfu": worth.uses, "priority": worth.priority}[self._policy]
+        return rank, worth.freed_at, -worth.depth, worth.hash
 
-def eviction_order(policy: EvictionPolicy) -> EvictionOrder:
+    def _drop_stale(self) -> None:
+        while self._heap and self._entries.get(self._heap[0][-1]) is not self._heap[0]:
+            heapq.heappop(self._heap)
+
+
+class LruOrder:
+    """Blocks come in the order of their worth, so a queue is enough, but for those that are restored."""
+
+    def __init__(self) -> None:
+        self._queue: OrderedDict[int, Worth] = OrderedDict()
+        self._restored = HeapOrder("lru")
+
+    def add(self, block: int, worth: Worth) -> None:
+        self._queue[block] = worth
+
+    def restore(self, block: int, worth: Worth) -> None:
+        self._restored.add(block, worth)
+
+    def discard(self, block: int) -> None:
+        if self._queue.pop(block, None) is None:
+            self._restored.discard(block)
+
+    def pop(self) -> int:
+        if self._restored and self._is_restored_next():
+            return self._restored.pop()
+        return self._queue.popitem(last=False)[0]
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._queue or block in self._restored
+
+    def __len__(self) -> int:
+        return len(self._queue) + len(self._restored)
+
+    def _is_restored_next(self) -> bool:
+        return not self._queue or self._restored.gives_before(next(iter(self._queue.values())))
+
+
+class KeptLast:
+    """An `EvictionOrder` of two: blocks that hold what is to be kept are given up when there are no others.
+
+    Args:
+        policy: of both.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self._ordinary, self._kept = _order(policy), _order(policy)
+        self._names: set[bytes] = set()
+
+    def keep(self, name: bytes) -> None:
+        """Blocks of that name are kept that are added from now on."""
+        self._names.add(name)
+
+    def release(self, name: bytes) -> None:
+        """Those that are added from now on are not."""
+        self._names.discard(name)
+
+    def add(self, block: int, worth: Worth) -> None:
+        self._order_of(worth).add(block, worth)
+
+    def restore(self, block: int, worth: Worth) -> None:
+        self._order_of(worth).restore(block, worth)
+
+    def discard(self, block: int) -> None:
+        (self._kept if block in self._kept else self._ordinary).discard(block)
+
+    def pop(self) -> int:
+        return (self._ordinary if self._ordinary else self._kept).pop()
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._ordinary or block in self._kept
+
+    def __len__(self) -> int:
+        return len(self._ordinary) + len(self._kept)
+
+    def _order_of(self, worth: Worth) -> EvictionOrder:
+        return self._kept if worth.hash in self._names else self._ordinary
+
+
+def _order(policy: EvictionPolicy) -> EvictionOrder:
     return LruOrder() if policy == "lru" else HeapOrder(policy)
+
+
+def eviction_order(policy: EvictionPolicy) -> KeptLast:
+    return KeptLast(policy)

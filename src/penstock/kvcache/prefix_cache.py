@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from penstock.kvcache.eviction import EvictionOrder, Worth
+from penstock.kvcache.eviction import KeptLast, Worth
 
 _NO_HASH = b""
 
@@ -29,13 +29,14 @@ class PrefixCache:
     order: gives up idle blocks.
     """
 
-    def __init__(self, num_blocks: int, order: EvictionOrder) -> None:
+    def __init__(self, num_blocks: int, order: KeptLast) -> None:
         self._order = order
         self._blocks: dict[bytes, int] = {}
         self._hashes = [_NO_HASH] * num_blocks
         self._depths = array("i", [0]) * num_blocks
         self._uses = array("i", [0]) * num_blocks
         self._priorities = array("i", [0]) * num_blocks
+        self._freed_at = array("q", [0]) * num_blocks
         self._now = 0
         self.num_evicted = 0
 
@@ -107,14 +108,20 @@ class PrefixCache:
 
     def let_go(self, block: int) -> None:
         """Nobody holds this cached block any more."""
-        worth = Worth(
-            uses=self._uses[block],
-            priority=self._priorities[block],
-            freed_at=self._now,
-            depth=self._depths[block],
-            hash=self._hashes[block],
-        )
-        self._order.add(block, worth)
+        self._freed_at[block] = self._now
+        self._order.add(block, self._worth(block))
+
+    def keep(self, content: bytes) -> None:
+        """What has this name is given up after all that is not kept, whenever it is idle."""
+        idle = self._taken_out(content)
+        self._order.keep(content)
+        self._put_back(idle)
+
+    def release(self, content: bytes) -> None:
+        """What has this name is as any other, in the place that it would have had."""
+        idle = self._taken_out(content)
+        self._order.release(content)
+        self._put_back(idle)
 
     def evict(self) -> int:
         """The idle block that is given up; it holds nothing any more."""
@@ -143,6 +150,27 @@ class PrefixCache:
     def idle_blocks(self) -> list[int]:
         """For checks."""
         return [block for block in self._blocks.values() if block in self._order]
+
+    def _worth(self, block: int) -> Worth:
+        return Worth(
+            uses=self._uses[block],
+            priority=self._priorities[block],
+            freed_at=self._freed_at[block],
+            depth=self._depths[block],
+            hash=self._hashes[block],
+        )
+
+    def _taken_out(self, content: bytes) -> list[int]:
+        """The idle block of this name, if there is one, which is out of the order now."""
+        block = self._blocks.get(content)
+        if block is None or block not in self._order:
+            return []
+        self._order.discard(block)
+        return [block]
+
+    def _put_back(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            self._order.restore(block, self._worth(block))
 
     def _unname(self, block: int) -> None:
         del self._blocks[self._hashes[block]]

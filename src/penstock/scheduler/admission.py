@@ -152,6 +152,7 @@ class Admission:
             token_ids=[*request.prompt_token_ids, *output_ids],
             cache_root=root_hash(request.sampling.cache_salt),
             priority=request.sampling.priority,
+            session_id=request.sampling.session_id,
             num_scores_planned=num_scores,
             num_scores=num_scores,
             pooling=request.pooling,

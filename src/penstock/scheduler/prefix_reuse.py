@@ -20,6 +20,7 @@ from penstock.batch import NO_STORE_USE, Outcome, StoreUse, TierOrder
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
+from penstock.kvcache.sessions import Sessions
 from penstock.kvcache.storage_tier import Loaded, StorageTier, TierTotals
 from penstock.scheduler.queues import Phase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import ResidencyLedger
@@ -31,10 +32,12 @@ class PrefixReuse:
     """Args:
     allocator: gives blocks out; without a cache nothing is ever found.
     queues: of all requests; none of them runs when all is lost.
+    sessions: that keep what their requests leave.
     tier: knows what is in the store, if there is one; a request that begins so waits for it.
     ledger: of what the ranks are told; for who only asks what is found there is none.
 
     Attributes:
+        sessions: to be opened and closed.
         num_queried, num_found: tokens of requests that have started, and those of them that were found.
     """
 
@@ -42,10 +45,12 @@ class PrefixReuse:
         self,
         allocator: BlockAllocator,
         queues: RequestQueues,
+        sessions: Sessions,
         tier: StorageTier | None = None,
         ledger: ResidencyLedger | None = None,
     ) -> None:
         self._allocator, self._queues, self._tier, self._ledger = allocator, queues, tier, ledger
+        self.sessions = sessions
         self._is_on = allocator.pool.cache is not None
         self._block_size = allocator.block_size
         self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
@@ -56,6 +61,7 @@ class PrefixReuse:
     def enter(self, request: RequestState) -> None:
         """It has come to wait: what the pool has not may be in the store. Whoever follows another finds what
         that one has loaded."""
+        self.sessions.enter(request.session_id, request.arrival)
         if self._tier is not None and self._may_use_store and not _is_led(request):
             names = self._wanted(request)
             self._tier.fetch(request.arrival, names, len(self._allocator.find(names)))
@@ -76,7 +82,12 @@ class PrefixReuse:
         return max(num_found, leader.num_named) < request.num_shared // self._block_size
 
     def leave(self, request: RequestState) -> None:
-        """It has gone."""
+        """It goes; its session keeps what it could begin with if it came again."""
+        if request.session_id:
+            names = request.block_hashes
+            self.sessions.leave(
+                request.session_id, request.arrival, names[: len(self._allocator.find(names))]
+            )
         if request is self._unproven:
             self._unproven = None
         if self._tier is not None:
@@ -137,7 +148,7 @@ class PrefixReuse:
         """
         self._flushes = [flush for flush in self._flushes if flush.withholds]
         self._flushes.append(flush := CacheFlush(self._tier, with_store=with_store))
-        self._allocator.forget_all()
+        self._forget_all()
         for request in self._queues.running:
             request.num_named = NO_MORE_NAMES
         return flush
@@ -221,11 +232,15 @@ class PrefixReuse:
             self._tier.lose_all()
         # Who lives tells it again.
         self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0, host_bytes_used=0)
-        self._allocator.forget_all()
+        self._forget_all()
         if self._ledger is not None:
             self._ledger.forget_all()
         for request in self._queues:
             self.enter(request)
+
+    def _forget_all(self) -> None:
+        self._allocator.forget_all()
+        self.sessions.forget()
 
     def close(self) -> None:
         """The last call."""
@@ -252,6 +267,9 @@ class PrefixReuse:
             "host_bytes_read": use.host_bytes_read,
             "host_bytes_used": use.host_bytes_used,
             "store_switched_off": use.switched_off,
+            "num_sessions": len(self.sessions),
+            "session_blocks": self.sessions.num_kept,
+            "reaped_sessions": self.sessions.num_reaped,
         }
 
     def _wanted(self, request: RequestState) -> list[bytes]:

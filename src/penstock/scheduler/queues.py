@@ -60,6 +60,7 @@ class RequestState:
         num_void: of the pending samples, the oldest that come from what had not come.
         num_cached_tokens: those of its prompt that were found when it first started.
         priority: what its blocks are worth to the cache.
+        session_id: the session that keeps them when it has ended; "": none.
         leader: the request that has the same prompt, and computes it first.
         num_shared: tokens of the prompt that it will find when that one has.
         pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
@@ -90,6 +91,7 @@ class RequestState:
     num_void: int = 0
     num_cached_tokens: int = 0
     priority: int = 0
+    session_id: str = ""
     leader: RequestState | None = field(default=None, repr=False)
     num_shared: int = 0
     pooling: Pooling | None = None
@@ -184,6 +186,10 @@ class RequestQueues:
         if self.preempted:
             return self.preempted[0]
         return self.waiting[0] if self.waiting else None
+
+    def first_new(self) -> RequestState | None:
+        """The oldest that waits and has not run, here or in another core."""
+        return next((request for request in self.waiting if not request.has_started), None)
 
     def admit_head(self, row: int) -> RequestState:
         """Move the head to `running`, to prefill the tokens that it has."""

@@ -19,6 +19,7 @@ from penstock.batch import Outcome, ScheduledBatch, StepResult, StoreUse
 from penstock.config import SchedulerConfig
 from penstock.errors import ErrorInfo, UnavailableError
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.sessions import Sessions
 from penstock.kvcache.storage_tier import StorageTier
 from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
 from penstock.scheduler.admission import Admission
@@ -73,6 +74,9 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes_read: int
     host_bytes_used: int
     store_switched_off: int
+    num_sessions: int
+    session_blocks: int
+    reaped_sessions: int
 
 
 @dataclass(slots=True)
@@ -120,7 +124,8 @@ class Scheduler:
         target_s = config.inter_token_target_ms / 1000
         pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
         ledger = ResidencyLedger(allocator, self._rows)
-        self.prefixes = PrefixReuse(allocator, self._queues, tier, ledger)  # orders to ranks are its affair
+        sessions = Sessions(allocator, config.max_sessions, clock)
+        self.prefixes = PrefixReuse(allocator, self._queues, sessions, tier, ledger)  # and orders to ranks
         self._placement = Placement(
             budget,
             pacing,
@@ -177,8 +182,11 @@ class Scheduler:
 
         Raises:
             InvalidRequestError: it can never come to its end here, or its id is in use.
+            NotFoundError: it is new here and everywhere, and its session is not open.
             OverloadedError: as many requests, or tokens, wait already as may.
         """
+        if output_ids is None:
+            self.prefixes.sessions.require(request.sampling.session_id)
         for state in self._admission.accept(request, self._queues, self._clock(), output_ids, num_scores):
             self._queues.add(state)
             self.prefixes.enter(state)
@@ -198,11 +206,12 @@ class Scheduler:
         return True
 
     def expire(self) -> list[RequestUpdate]:
-        """End requests that have waited longer than `queue_timeout_s` without ever starting."""
+        """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions."""
         now = self._clock()
         limit = self._config.queue_timeout_s
         updates = []
-        while (request := self._first_new()) is not None and now - request.arrival_time >= limit:
+        self.prefixes.sessions.expire()
+        while (request := self._queues.first_new()) is not None and now - request.arrival_time >= limit:
             request.queue_seconds = now - request.arrival_time
             error = UnavailableError(
                 f"the request waited {request.queue_seconds:.1f} s to start; the limit is {limit:g} s.",
@@ -214,12 +223,8 @@ class Scheduler:
 
     def next_expiry(self) -> float | None:
         """Clock time at which `expire` has something to do; None while nobody waits for a first start."""
-        request = self._first_new()
+        request = self._queues.first_new()
         return None if request is None else request.arrival_time + self._config.queue_timeout_s
-
-    def _first_new(self) -> RequestState | None:
-        """The oldest that waits and has not run, here or in another core."""
-        return next((request for request in self._queues.waiting if not request.has_started), None)
 
     def settle_orders(self, finished: list[Outcome], use: StoreUse) -> None:
         """See `Placement.settle_orders`."""

@@ -20,7 +20,7 @@ from penstock.server.errors import ForbiddenError
 ADMIN_PATHS = frozenset(
     {
         *("/pause", "/resume", "/is_paused", "/flush_cache", "/abort", "/slow_down"),
-        *("/start_profile", "/stop_profile"),
+        *("/start_profile", "/stop_profile", "/open_session", "/close_session"),
     }
 )
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/health/generate"})

@@ -6,16 +6,21 @@ An operation is answered when every rank of every replica has it behind it; see 
 from __future__ import annotations
 
 from typing import Annotated
+from uuid import uuid4
 
 import msgspec
 from fastapi import Query
 from starlette.responses import Response
 
+from penstock.config import Limits
 from penstock.errors import InvalidRequestError
 from penstock.operations import (
     MAX_PLAN_INTERVAL_MS,
+    SESSION_ID,
     Abort,
+    CloseSession,
     FlushCache,
+    OpenSession,
     OperationDone,
     Pause,
     PauseMode,
@@ -42,6 +47,18 @@ Interval = Annotated[
     int, Query(ge=0, le=MAX_PLAN_INTERVAL_MS, description="Milliseconds between two plans; 0: full speed.")
 ]
 All = Annotated[bool, Query(alias="all", description="Every request that is there; in place of ids.")]
+_PATTERN = f"^{SESSION_ID}$"
+NewSession = Annotated[
+    str | None, Query(pattern=_PATTERN, description="Of the session; left out: one is made up.")
+]
+OldSession = Annotated[str, Query(pattern=_PATTERN, description="Of the session.")]
+Capacity = Annotated[
+    int | None,
+    Query(ge=1, le=2**31 - 1, description="Tokens kept at most; left out: what all sessions may have."),
+]
+IdleTimeout = Annotated[
+    float | None, Query(gt=0, description="Seconds without a request after which it is closed.")
+]
 DEFAULT_TIMEOUT_S = 60.0
 
 
@@ -71,6 +88,22 @@ class Slowed(msgspec.Struct, frozen=True, kw_only=True):
     replicas: list[OperationDone]
 
 
+class SessionOpened(msgspec.Struct, frozen=True, kw_only=True):
+    """What a session is called, its bounds, and the replica that has it."""
+
+    session_id: str
+    capacity_tokens: int | None  # None: as much as all sessions together may have
+    idle_timeout_s: float
+    replicas: list[OperationDone]
+
+
+class SessionClosed(msgspec.Struct, frozen=True, kw_only=True):
+    """Which session is closed, and in which replica."""
+
+    session_id: str
+    replicas: list[OperationDone]
+
+
 class PauseState(msgspec.Struct, frozen=True, kw_only=True):
     is_paused: bool
 
@@ -79,9 +112,11 @@ class AdminRoute:
     """Args:
     lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
     profiler: of the same engine.
+    limits: of the times of sessions.
     """
 
-    def __init__(self, engine: EngineLike, lifecycle: Lifecycle, profiler: Profiler) -> None:
+    def __init__(self, engine: EngineLike, lifecycle: Lifecycle, profiler: Profiler, limits: Limits) -> None:
+        self._limits = limits
         self._engine = engine
         self._lifecycle = lifecycle
         self._profiler = profiler
@@ -128,6 +163,37 @@ class AdminRoute:
         """Let plans follow one another no faster than this, for tests of what is slow; 0 ends it."""
         done = await self._engine.operate(SlowDown(interval_ms), timeout_s)
         return json_response(msgspec.json.encode(Slowed(interval_ms=interval_ms, replicas=done)))
+
+    async def open_session(
+        self,
+        session_id: NewSession = None,
+        capacity_tokens: Capacity = None,
+        idle_timeout_s: IdleTimeout = None,
+        timeout_s: Timeout = DEFAULT_TIMEOUT_S,
+    ) -> Response:
+        """Keep what requests compute that name this session, before what others leave, until it is closed or
+        nobody has used it for too long. Again with the same name: give it other bounds."""
+        idle_s, most_s = idle_timeout_s or self._limits.session_timeout_s, self._limits.max_session_timeout_s
+        if idle_s > most_s:
+            raise InvalidRequestError(
+                f"idle_timeout_s is {idle_s:g}; this server allows {most_s:g}.",
+                remedy="Ask for less, or raise --max-session-timeout.",
+                param="idle_timeout_s",
+                code="out_of_range",
+            )
+        asked = OpenSession(session_id or f"session-{uuid4().hex}", capacity_tokens, idle_s)
+        opened = SessionOpened(
+            session_id=asked.session_id,
+            capacity_tokens=capacity_tokens,
+            idle_timeout_s=idle_s,
+            replicas=await self._engine.operate(asked, timeout_s),
+        )
+        return json_response(msgspec.json.encode(opened))
+
+    async def close_session(self, session_id: OldSession, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+        """Keep nothing for it any more. Its requests go on."""
+        done = await self._engine.operate(CloseSession(session_id), timeout_s)
+        return json_response(msgspec.json.encode(SessionClosed(session_id=session_id, replicas=done)))
 
     async def start_profile(self, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
         """Record what every stage does, from the same step on. It ends by itself after some time."""

@@ -135,7 +135,7 @@ def create_app(
     if config.admin_keys:
         folder = ProfileFolder(config.profile_dir, config.limits.max_profiles)
         profiler = Profiler(engine, folder, config.limits, num_stages=model.num_stages, clock=clock)
-        _add_admin_routes(routes, AdminRoute(engine, context.lifecycle, profiler))
+        _add_admin_routes(routes, AdminRoute(engine, context.lifecycle, profiler, config.limits))
     openapi.complete(routes, model, config)
     gate = Gate(
         routes,
@@ -293,6 +293,8 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
         ("/flush_cache", "POST", admin.flush_cache, "flush_cache"),
         ("/abort", "POST", admin.abort, "abort"),
         ("/slow_down", "POST", admin.slow_down, "slow_down"),
+        ("/open_session", "POST", admin.open_session, "open_session"),
+        ("/close_session", "POST", admin.close_session, "close_session"),
         ("/start_profile", "POST", admin.start_profile, "start_profile"),
         ("/stop_profile", "POST", admin.stop_profile, "stop_profile"),
         ("/is_paused", "GET", admin.is_paused, "is_paused"),

@@ -241,6 +241,9 @@ class EngineSettings:
     queue_timeout: Annotated[
         float, flag("seconds a request may wait before a 503", "--queue-timeout", group="scheduler")
     ] = 60.0
+    max_sessions: Annotated[
+        int, flag("open sessions of a replica before a 429", "--max-sessions", group="scheduler")
+    ] = 64
     micro_batches: Annotated[
         int | Literal["auto"],
         flag("that decodes are split into, or auto: by time", "--micro-batches", group="scheduler"),
@@ -291,6 +294,7 @@ class EngineSettings:
                 max_waiting_requests=self.max_waiting_requests,
                 max_waiting_tokens=self.max_waiting_tokens,
                 queue_timeout_s=self.queue_timeout,
+                max_sessions=self.max_sessions,
                 micro_batches=self.micro_batches,
                 inter_token_target_ms=self.inter_token_target,
             ),

@@ -58,6 +58,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 # What to use in place of fields that will not come, or have another name now.
 _IN_PLACE: Mapping[str, str] = {
     "functions": "Leave it out and use tools.",
+    "session_params": "Leave it out and use session_id.",
     "function_call": "Leave it out and use tool_choice.",
 } | {
     f"guided_{kind}": f'Leave it out and use structured_outputs: {{"{kind}": ...}}.'

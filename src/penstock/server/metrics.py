@@ -135,6 +135,8 @@ class Metrics:
             "Processes that leave the store alone for a while because it failed too often.",
             stats.store_switched_off,
         )
+        yield self._gauge("sessions", "Open sessions.", stats.num_sessions)
+        yield self._gauge("session_blocks", "KV blocks that they keep.", stats.session_blocks)
         yield self._gauge("epoch", "Membership epoch of the pipe.", stats.epoch)
         usage = GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc",
@@ -161,6 +163,7 @@ class Metrics:
             ),
             ("kv_host_read_bytes", "Bytes of KV blocks got from host memory.", stats.host_bytes_read),
             ("kv_store_call_failures", "Calls of the store that failed.", stats.store_call_failures),
+            ("sessions_reaped", "Sessions closed because nobody used them.", stats.reaped_sessions),
             ("num_preemptions", "Requests preempted.", stats.num_preemptions),
             ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),
             ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),

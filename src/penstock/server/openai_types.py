@@ -69,6 +69,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    session_id: str | None = None
     structured_outputs: StructuredOutputFields | None = None
     user: str | None = None
 

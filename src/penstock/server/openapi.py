@@ -14,9 +14,18 @@ import msgspec
 from fastapi import FastAPI
 
 from penstock.config import Limits, ServerConfig
+from penstock.operations import SESSION_ID
 from penstock.request import VectorShape
 from penstock.server.access import ADMIN_PATHS, OPEN_PATHS
-from penstock.server.admin import Aborted, Applied, Flushed, PauseState, Slowed
+from penstock.server.admin import (
+    Aborted,
+    Applied,
+    Flushed,
+    PauseState,
+    SessionClosed,
+    SessionOpened,
+    Slowed,
+)
 from penstock.server.engine_port import ServedModel
 from penstock.server.errors import ErrorBody
 from penstock.server.health import Health, Version
@@ -66,6 +75,8 @@ _TYPES = (
     ProfileStarted,
     ProfileStopped,
     ServerInfo,
+    SessionClosed,
+    SessionOpened,
     Slowed,
     TokenizeChatRequest,
     TokenizeTextRequest,
@@ -84,7 +95,7 @@ _REASONS = {
     400: "A field, or the body, is wrong; `param` names the field.",
     401: "The API key is missing or wrong.",
     403: "The Host or Origin is not one that this server answers to.",
-    404: "There is no such model.",
+    404: "There is no such model, or no such session.",
     413: "The body is too large.",
     429: "Too much work waits; try again after Retry-After seconds.",
     500: "Failed by a fault of the server; the log has more under the request's id.",
@@ -154,7 +165,7 @@ def plain_route(path: str) -> dict[str, Any]:
     shape = _ANSWERS.get(path, _content("application/json", {"type": "object"}))
     errors = _ERRORS.get(path, ())
     if path in ADMIN_PATHS:
-        errors = (400, 429, 503) if path == "/start_profile" else (400, 503)
+        errors = (400, *errors, 503)
     return {"responses": _answers(shape, errors)}
 
 
@@ -162,6 +173,9 @@ _ERRORS: Mapping[str, tuple[int, ...]] = {
     "/v1/models/{model_id:path}": (404,),
     "/debug/trace": (503,),
     "/debug/pipeline/events": (429, 503),
+    "/start_profile": (429,),
+    "/open_session": (429,),
+    "/close_session": (404,),
 }
 _ANSWERS: Mapping[str, Schema] = {
     "/v1/models": _content("application/json", _reference(ModelList)),
@@ -171,6 +185,8 @@ _ANSWERS: Mapping[str, Schema] = {
     "/flush_cache": _content("application/json", _reference(Flushed)),
     "/abort": _content("application/json", _reference(Aborted)),
     "/slow_down": _content("application/json", _reference(Slowed)),
+    "/open_session": _content("application/json", _reference(SessionOpened)),
+    "/close_session": _content("application/json", _reference(SessionClosed)),
     "/start_profile": _content("application/json", _reference(ProfileStarted)),
     "/stop_profile": _content("application/json", _reference(ProfileStopped)),
     "/is_paused": _content("application/json", _reference(PauseState)),
@@ -237,6 +253,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "n": {"integer": {"minimum": 1, "maximum": limits.max_n}},
         "max_tokens": tokens,
         "prompt_logprobs": logprobs,
+        "session_id": {"string": {"pattern": f"^({SESSION_ID})?$"}},
     }
     prompts = {"minItems": 1, "items": _prompt_item(ids)}
     messages = {"minItems": 1, "maxItems": limits.max_messages}

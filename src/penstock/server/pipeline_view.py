@@ -56,6 +56,7 @@ class PoolView(msgspec.Struct, frozen=True, kw_only=True):
     used_blocks: int  # by requests
     cached_blocks: int
     evicted_blocks: int
+    session_blocks: int  # that open sessions keep
     query_tokens: int  # of requests that started
     hit_tokens: int  # of these, found
 
@@ -94,6 +95,7 @@ class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int | None = None
     running: int | None = None
     waiting: int | None = None
+    sessions: int | None = None  # open ones
     prompt_tokens: int | None = None
     generated_tokens: int | None = None
     num_preemptions: int | None = None
@@ -238,6 +240,7 @@ def _replica(index: int, status: StatusLike, shapes: Sequence[StageShape]) -> Re
         micro_batches=stats.micro_batches,
         running=stats.num_running,
         waiting=stats.num_waiting,
+        sessions=stats.num_sessions,
         prompt_tokens=stats.prompt_tokens,
         generated_tokens=stats.generated_tokens,
         num_preemptions=stats.num_preemptions,
@@ -280,6 +283,7 @@ def _tiers(stats: CoreStats) -> TiersView:
             used_blocks=stats.num_blocks - stats.free_blocks,
             cached_blocks=stats.cached_blocks,
             evicted_blocks=stats.evicted_blocks,
+            session_blocks=stats.session_blocks,
             query_tokens=stats.prefix_tokens,
             hit_tokens=stats.prefix_hit_tokens,
         ),

@@ -1,0 +1,230 @@
+"""Open sessions: conversations whose blocks are kept, though other traffic passes between two turns (row G4).
+
+    open ──▶ a request of it ends: the blocks that it found or made are kept ──▶ … ──▶ close, or nobody has
+                      ▲                                                      │         used it for too long
+                      └──── its next turn finds them ────────────────────────┘
+
+Kept blocks are given up last (`kvcache.eviction`), and never refuse anybody a place. What is kept are names
+(`kvcache.block_hash`), whether their blocks are there or not. There are three bounds:
+
+    of each session     its capacity: what only older turns had goes first, and of one turn the deepest block,
+                        since nothing behind a missing one can be found
+    of all together     half of the pool: the session goes short that was used longest ago
+    in time             a session without a request for its idle timeout is closed, here and by itself
+
+Only the order in which blocks are given up depends on all this, so plans name other blocks, and no token
+changes. Owned by `scheduler.prefix_reuse`; opened and closed by `engine.operation_desk`; clients hear of it
+by `take_changes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import InvalidRequestError, NotFoundError, OverloadedError
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.operations import CloseSession, OpenSession
+
+KEPT_SHARE = 2  # one part in so many of the pool
+
+
+def unknown_session(session_id: str) -> NotFoundError:
+    """For who names one that is not open."""
+    return NotFoundError(
+        f"session {session_id!r} is not open: it never was, was closed, or nobody has used it for too long.",
+        remedy="Open it (POST /open_session), or leave session_id out.",
+        param="session_id",
+        code="session_not_found",
+    )
+
+
+@dataclass(slots=True)
+class _Session:
+    """Attributes:
+    live: arrival numbers of its requests that have not ended.
+    names: that are kept for it; the first is given up first.
+    """
+
+    asked: OpenSession
+    max_blocks: int
+    used_at: float  # clock seconds
+    live: set[int] = field(default_factory=set)
+    names: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+
+    def idle_until(self, now: float) -> float:
+        """When it will have been idle for too long, if nobody uses it, at the earliest."""
+        return (now if self.live else self.used_at) + self.asked.idle_timeout_s
+
+
+class Sessions:
+    """Args:
+    allocator: of the blocks that are kept; with a prefix cache, or no session can be opened.
+    max_sessions: open at once.
+    clock: monotonic seconds.
+
+    Attributes:
+        num_reaped: sessions that were closed because nobody used them.
+    """
+
+    def __init__(self, allocator: BlockAllocator, max_sessions: int, clock: Callable[[], float]) -> None:
+        self._cache = allocator.pool.cache
+        self._block_size = allocator.block_size
+        self._max_blocks = allocator.num_blocks // KEPT_SHARE
+        self._max_sessions = max_sessions
+        self._clock = clock
+        self._open: OrderedDict[str, _Session] = OrderedDict()  # used longest ago first
+        self._keepers: Counter[bytes] = Counter()  # sessions that keep each name
+        self._look_at = math.inf  # nobody is idle for too long before
+        self._changed: dict[str, OpenSession | None] = {}  # since the last `take_changes`; None: closed
+        self.num_reaped = 0
+
+    def __len__(self) -> int:
+        """Open ones."""
+        return len(self._open)
+
+    @property
+    def num_kept(self) -> int:
+        """Blocks that all of them keep."""
+        return len(self._keepers)
+
+    def opened(self) -> list[OpenSession]:
+        """All that are open, as they were asked for."""
+        return [session.asked for session in self._open.values()]
+
+    def take_changes(self) -> tuple[list[OpenSession], list[str]]:
+        """Those opened, or opened again, and those closed since the last call."""
+        changed, self._changed = self._changed, {}
+        opened = [asked for asked in changed.values() if asked is not None]
+        return opened, [session_id for session_id, asked in changed.items() if asked is None]
+
+    # --- what administrators ask ----------------------------------------------------------------
+
+    def apply(self, operation: OpenSession | CloseSession) -> None:
+        """Raises what `open` and `close` do."""
+        if isinstance(operation, OpenSession):
+            self.open(operation)
+        else:
+            self.close(operation.session_id)
+
+    def open(self, asked: OpenSession) -> None:
+        """Open it, or give one that is open other bounds, which counts as a use.
+
+        Raises:
+            InvalidRequestError: there is no prefix cache.
+            OverloadedError: as many are open as may.
+        """
+        if self._cache is None:
+            raise InvalidRequestError(
+                "this server keeps no blocks, so it has no sessions.",
+                remedy="Start it without --no-enable-prefix-caching.",
+                code="no_prefix_cache",
+            )
+        session = self._open.get(asked.session_id)
+        if session is None and len(self._open) >= self._max_sessions:
+            raise OverloadedError(
+                f"{len(self._open)} sessions are open, which is the limit.",
+                remedy="Close one, wait until one has been idle for too long, or raise --max-sessions.",
+                code="too_many_sessions",
+            )
+        now, max_blocks = self._clock(), self._max_blocks
+        if asked.capacity_tokens is not None:
+            max_blocks = min(max_blocks, asked.capacity_tokens // self._block_size)
+        if session is None:
+            self._open[asked.session_id] = session = _Session(asked, max_blocks, now)
+        else:
+            session.asked, session.max_blocks = asked, max_blocks
+        self._use(session, now)
+        self._shorten(session)
+        self._look_at = min(self._look_at, session.idle_until(now))
+        self._changed[asked.session_id] = asked
+
+    def close(self, session_id: str) -> None:
+        """What it kept is as any other's; its requests go on. Raises `NotFoundError` if it is not open."""
+        self.require(session_id)
+        self._drop_all(self._open.pop(session_id))
+        self._changed[session_id] = None
+
+    # --- what requests do -----------------------------------------------------------------------
+
+    def require(self, session_id: str) -> None:
+        """Raise `NotFoundError` unless it is open, or "", which is none."""
+        if session_id and session_id not in self._open:
+            raise unknown_session(session_id)
+
+    def enter(self, session_id: str, arrival: int) -> None:
+        """A request of it is there; perhaps it was before. Without meaning where the session is closed."""
+        session = self._open.get(session_id)
+        if session is not None:
+            session.live.add(arrival)
+            self._use(session, self._clock())
+
+    def leave(self, session_id: str, arrival: int, names: Sequence[bytes]) -> None:
+        """That request has ended.
+
+        Args:
+            names: of its blocks that are there, from its first on.
+        """
+        session = self._open.get(session_id)
+        if session is None:
+            return
+        session.live.discard(arrival)
+        self._use(session, self._clock())
+        self._keep(session, names[: session.max_blocks])
+        self._shorten(session)
+        self._share()
+
+    def expire(self) -> None:
+        """Close those that have been idle for too long."""
+        now = self._clock()
+        if now < self._look_at:
+            return
+        for session_id in [name for name, one in self._open.items() if one.idle_until(now) <= now]:
+            self.close(session_id)
+            self.num_reaped += 1
+        self._look_at = min((one.idle_until(now) for one in self._open.values()), default=math.inf)
+
+    def forget(self) -> None:
+        """There is nothing left to keep; the sessions stay open."""
+        for session in self._open.values():
+            self._drop_all(session)
+
+    # --- names ----------------------------------------------------------------------------------
+
+    def _use(self, session: _Session, now: float) -> None:
+        session.used_at = now
+        self._open.move_to_end(session.asked.session_id)
+
+    def _keep(self, session: _Session, names: Sequence[bytes]) -> None:
+        """They are worth more than all that it keeps already, the first of them most."""
+        for name in reversed(names):
+            if name in session.names:
+                session.names.move_to_end(name)
+                continue
+            session.names[name] = None
+            self._keepers[name] += 1
+            if self._keepers[name] == 1 and self._cache is not None:
+                self._cache.keep(name)
+
+    def _drop_first(self, session: _Session) -> None:
+        name, _ = session.names.popitem(last=False)
+        self._keepers[name] -= 1
+        if not self._keepers[name]:
+            del self._keepers[name]
+            if self._cache is not None:
+                self._cache.release(name)
+
+    def _drop_all(self, session: _Session) -> None:
+        while session.names:
+            self._drop_first(session)
+
+    def _shorten(self, session: _Session) -> None:
+        while len(session.names) > session.max_blocks:
+            self._drop_first(session)
+
+    def _share(self) -> None:
+        for session in self._open.values():
+            while session.names and len(self._keepers) > self._max_blocks:
+                self._drop_first(session)
