@@ -366,7 +366,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_profiles: in the directory for them.
         max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
         max_choices: of one request: prompts times `n`.
-        session_timeout_s, max_session_timeout_s: after which a session that nobody uses is closed: where
+        session_idle_s, max_session_idle_s: after which a session that nobody uses is closed: where
             whoever opens it does not say, and at most.
         max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
         max_allowed_token_ids, max_n: no more than what `SamplingParams` takes, which is the default.
@@ -388,8 +388,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_choices: int = 256
     max_embedding_inputs: int = 2048
     max_embedding_tokens: int = 300_000
-    session_timeout_s: float = 600.0
-    max_session_timeout_s: float = 86_400.0
+    session_idle_s: float = 600.0
+    max_session_idle_s: float = 86_400.0
     max_logprobs: int = MAX_LOGPROBS
     max_stop_strings: int = MAX_STOP_STRINGS
     max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
@@ -429,14 +429,14 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         _between("max_allowed_token_ids", self.max_allowed_token_ids, 0, MAX_ALLOWED_TOKEN_IDS)
 
     def _check_session_times(self) -> None:
-        _above_zero("session_timeout_s", self.session_timeout_s)
-        _above_zero("max_session_timeout_s", self.max_session_timeout_s)
-        if self.session_timeout_s > self.max_session_timeout_s:
+        _above_zero("session_idle_s", self.session_idle_s)
+        _above_zero("max_session_idle_s", self.max_session_idle_s)
+        if self.session_idle_s > self.max_session_idle_s:
             raise UsageError(
-                f"session_timeout_s is {self.session_timeout_s:g}; max_session_timeout_s allows "
-                f"{self.max_session_timeout_s:g}.",
+                f"session_idle_s is {self.session_idle_s:g}; max_session_idle_s allows "
+                f"{self.max_session_idle_s:g}.",
                 remedy="Lower the one, or raise the other.",
-                param="session_timeout_s",
+                param="session_idle_s",
                 code="out_of_range",
             )
 

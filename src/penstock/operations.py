@@ -108,12 +108,12 @@ class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
 
     Attributes:
         capacity_tokens: that are kept of it at most; None: as much as all sessions together may have.
-        idle_timeout_s: it is closed when nobody has used it for this long.
+        idle_s: it is closed when nobody has used it for this long.
     """
 
     session_id: str
     capacity_tokens: int | None = None
-    idle_timeout_s: float = 600.0
+    idle_s: float = 600.0
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag="close_session"):

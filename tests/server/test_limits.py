@@ -15,7 +15,7 @@ import pytest
 from fake_engine import VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
 
-from penstock.config import ConnectionLimits, Limits
+from penstock.config import ConnectionLimits, Limits, SchedulerConfig
 from penstock.server.limits import ByteLimits
 from penstock.server.openai_types import ChatMessage
 from penstock.server.prompts import PromptReader
@@ -154,7 +154,10 @@ def test_r8_every_default_is_finite() -> None:
         max_allowed_token_ids=1024,
         max_n=128,
         max_choices=256,
+        session_idle_s=600.0,
+        max_session_idle_s=86_400.0,
     )
+    assert SchedulerConfig().max_sessions == 64
     assert ByteLimits.resolve(Limits(), 1000) == ByteLimits(max_body=2 * 2**20 + 8000, max_prompt=16_000)
     connections = ConnectionLimits()
     assert (connections.max_connections, connections.max_request_line) == (4096, 8192)
@@ -185,6 +188,7 @@ def test_r8_every_default_is_finite() -> None:
         ("prompt_logprobs", [0, 20]),
         ("cache_salt", ["", "x" * 256]),
         ("priority", [-(2**31), 2**31 - 1]),
+        ("session_id", ["", "A.z_0-9", "x" * 64]),
     ],
 )
 def test_r8_the_edges_of_ranges_are_within(wide: LiveServer, field: str, values: list[Any]) -> None:

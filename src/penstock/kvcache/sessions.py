@@ -56,7 +56,7 @@ class _Session:
 
     def idle_until(self, now: float) -> float:
         """When it will have been idle for too long, if nobody uses it, at the earliest."""
-        return (now if self.live else self.used_at) + self.asked.idle_timeout_s
+        return (now if self.live else self.used_at) + self.asked.idle_s
 
 
 class Sessions:

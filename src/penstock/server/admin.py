@@ -56,7 +56,7 @@ Capacity = Annotated[
     int | None,
     Query(ge=1, le=2**31 - 1, description="Tokens kept at most; left out: what all sessions may have."),
 ]
-IdleTimeout = Annotated[
+IdleTime = Annotated[
     float | None, Query(gt=0, description="Seconds without a request after which it is closed.")
 ]
 DEFAULT_TIMEOUT_S = 60.0
@@ -93,7 +93,7 @@ class SessionOpened(msgspec.Struct, frozen=True, kw_only=True):
 
     session_id: str
     capacity_tokens: int | None  # None: as much as all sessions together may have
-    idle_timeout_s: float
+    idle_s: float
     replicas: list[OperationDone]
 
 
@@ -168,24 +168,24 @@ class AdminRoute:
         self,
         session_id: NewSession = None,
         capacity_tokens: Capacity = None,
-        idle_timeout_s: IdleTimeout = None,
+        idle_s: IdleTime = None,
         timeout_s: Timeout = DEFAULT_TIMEOUT_S,
     ) -> Response:
         """Keep what requests compute that name this session, before what others leave, until it is closed or
         nobody has used it for too long. Again with the same name: give it other bounds."""
-        idle_s, most_s = idle_timeout_s or self._limits.session_timeout_s, self._limits.max_session_timeout_s
+        idle_s, most_s = idle_s or self._limits.session_idle_s, self._limits.max_session_idle_s
         if idle_s > most_s:
             raise InvalidRequestError(
-                f"idle_timeout_s is {idle_s:g}; this server allows {most_s:g}.",
-                remedy="Ask for less, or raise --max-session-timeout.",
-                param="idle_timeout_s",
+                f"idle_s is {idle_s:g}; this server allows {most_s:g}.",
+                remedy="Ask for less, or raise --max-session-idle-seconds.",
+                param="idle_s",
                 code="out_of_range",
             )
         asked = OpenSession(session_id or f"session-{uuid4().hex}", capacity_tokens, idle_s)
         opened = SessionOpened(
             session_id=asked.session_id,
             capacity_tokens=capacity_tokens,
-            idle_timeout_s=idle_s,
+            idle_s=idle_s,
             replicas=await self._engine.operate(asked, timeout_s),
         )
         return json_response(msgspec.json.encode(opened))

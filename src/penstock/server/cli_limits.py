@@ -67,12 +67,12 @@ class LimitSettings:
     max_embedding_tokens: Annotated[int, _limit("--max-embedding-tokens", "of all its inputs together")] = (
         _REQUEST.max_embedding_tokens
     )
-    session_timeout: Annotated[
-        float, _limit("--session-timeout", "seconds without use after which a session is closed")
-    ] = _REQUEST.session_timeout_s
-    max_session_timeout: Annotated[
-        float, _limit("--max-session-timeout", "that whoever opens a session may ask for")
-    ] = _REQUEST.max_session_timeout_s
+    session_idle_seconds: Annotated[
+        float, _limit("--session-idle-seconds", "seconds without use after which a session is closed")
+    ] = _REQUEST.session_idle_s
+    max_session_idle_seconds: Annotated[
+        float, _limit("--max-session-idle-seconds", "that whoever opens a session may ask for")
+    ] = _REQUEST.max_session_idle_s
     max_logprobs: Annotated[int, _limit("--max-logprobs", "likeliest tokens told at a position")] = (
         _REQUEST.max_logprobs
     )
@@ -164,8 +164,8 @@ class LimitSettings:
             max_n=self.max_n,
             max_embedding_inputs=self.max_embedding_inputs,
             max_embedding_tokens=self.max_embedding_tokens,
-            session_timeout_s=self.session_timeout,
-            max_session_timeout_s=self.max_session_timeout,
+            session_idle_s=self.session_idle_seconds,
+            max_session_idle_s=self.max_session_idle_seconds,
             max_logprobs=self.max_logprobs,
             max_stop_strings=self.max_stop_strings,
             max_stop_string_bytes=self.max_stop_string_bytes,

@@ -23,6 +23,7 @@ from penstock.engine.ipc import (
     Hello,
     Operate,
     Operated,
+    SessionsChanged,
     StepUpdates,
     Trace,
     Welcome,
@@ -38,7 +39,16 @@ from penstock.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
-from penstock.operations import FlushCache, Operation, OperationDone, Pause, Resume, SlowDown
+from penstock.operations import (
+    CloseSession,
+    FlushCache,
+    OpenSession,
+    Operation,
+    OperationDone,
+    Pause,
+    Resume,
+    SlowDown,
+)
 from penstock.request import FinishReason, PoolingParams, RequestUpdate, SamplingParams, VectorShape
 from penstock.tokenizer.detokenizer import ByteDetokenizer, Detokenizer, PieceTable
 from penstock.tokenizer.tokenizer import AbsentTokenizer
@@ -649,6 +659,34 @@ def test_g4_another_core_begins_at_the_pace_that_the_last_one_had() -> None:
         await rig.lose_core()
         await rig.welcome()
         assert rig.core.hear() == [Operate(5, Pause("keep"))]
+
+    with_rig(body)
+
+
+def test_g4_another_core_is_told_of_open_sessions_before_it_hears_of_their_requests() -> None:
+    """And of what was asked of them, after those."""
+
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        a, b, c = OpenSession("a", 64, 30.0), OpenSession("b"), OpenSession("c")
+        rig.core.socket.send(rig.core.client, SessionsChanged([a, b, c], []))
+        rig.core.socket.send(rig.core.client, SessionsChanged([], ["c"]))
+        await until(lambda: set(rig.engine.sessions) == {"a", "b"})
+        rig.add(session_id="a")
+        asked = asyncio.ensure_future(rig.engine.operate(CloseSession("b"), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(0, CloseSession("b"))]
+        await rig.lose_core()
+        assert set(rig.engine.sessions) == {"a", "b"}
+        await rig.welcome()
+        first, second, request, last = rig.core.hear(4)
+        assert (first, second, last) == (Operate(1, a), Operate(2, b), Operate(0, CloseSession("b")))
+        assert isinstance(request, AddRequest)
+        assert (request.request.sampling.session_id, request.output_ids) == ("a", [])
+        rig.core.socket.send(rig.core.client, SessionsChanged([a], ["b"]))
+        rig.core.socket.send(rig.core.client, operated(0))
+        assert len(await asked) == 1
+        assert set(rig.engine.sessions) == {"a"}
 
     with_rig(body)
 

@@ -15,7 +15,7 @@ import pytest
 from fakes import CoreRig, FakeExecutor, oracle_scores, oracle_tokens
 from penstock.batch import AllocateKV
 from penstock.child_config import CoreConfig, CoreEnds, LinkHandle, Restarts
-from penstock.config import CacheConfig, ParallelConfig, SchedulerConfig
+from penstock.config import CacheConfig, EvictionPolicy, ParallelConfig, SchedulerConfig
 from penstock.engine.core_process import CoreServer, build_core, prove_stages
 from penstock.engine.endpoints import Endpoint
 from penstock.engine.ipc import (
@@ -26,6 +26,7 @@ from penstock.engine.ipc import (
     Hello,
     Operate,
     Operated,
+    SessionsChanged,
     StepUpdates,
     Welcome,
 )
@@ -34,7 +35,7 @@ from penstock.errors import ErrorInfo, PenstockError, StageLostError
 from penstock.executor.base import KVPlan
 from penstock.executor.child import Abandoned, Ready, StatusEvent
 from penstock.executor.control import ControlReader, ControlSocket, EpochLost, Stop
-from penstock.operations import Pause, Resume
+from penstock.operations import CloseSession, OpenSession, Pause, Resume
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
@@ -45,9 +46,9 @@ WELCOME = Welcome(num_blocks=64, block_size=4, max_model_len=64, stages=[])
 class ServedCore:
     """A core on fakes, run by a `CoreServer` in a thread, and one client of it."""
 
-    def __init__(self, *, lose_at: int | None = None) -> None:
+    def __init__(self, *, lose_at: int | None = None, eviction: EvictionPolicy | None = None) -> None:
         self.endpoint = Endpoint()
-        self.rig = CoreRig(num_stages=2, async_depth=1, recovers=True)
+        self.rig = CoreRig(num_stages=2, async_depth=1, recovers=True, eviction=eviction)
         self.rig.executor.lose_at = lose_at
         self.control = ControlSocket()
         sockets = CoreSocket(f"fd:{os.dup(self.endpoint.listen_fd)}")
@@ -260,6 +261,43 @@ def serving(**options: Any) -> Iterator[ServedCore]:
         yield made
     finally:
         made.end()
+
+
+def test_g4_every_client_hears_which_sessions_are_open() -> None:
+    """Before whoever asked hears that it is done; and a client that comes later, when it is welcomed."""
+    with serving(eviction="lru") as served:
+        other, late = served.connect(), served.connect()
+        for client in (served.client, other):
+            client.send(Hello())
+            assert receive(client) == [WELCOME]
+        asked = OpenSession("s", 40, 20.0)
+        served.client.send(Operate(3, asked))
+        told, answer = receive(served.client, 2)
+        assert told == SessionsChanged([asked], [])
+        assert isinstance(answer, Operated)
+        assert receive(other) == [told]
+        late.send(Hello())
+        assert receive(late, 2) == [WELCOME, told]
+        other.send(AddRequest(request("a", max_tokens=3, session_id="s")))
+        assert len(ids_of(collect(other, {"a"})["a"])) == 3
+        other.send(AddRequest(request("b", max_tokens=3, session_id="t")))
+        (refusal,) = collect(other, {"b"})["b"]
+        assert refusal.error is not None
+        assert (refusal.error.kind, refusal.error.param) == ("NotFoundError", "session_id")
+        late.send(Operate(4, CloseSession("s")))
+        assert receive(late)[0] == receive(other)[0] == SessionsChanged([], ["s"])
+        other.close()
+        late.close()
+
+
+def test_g4_every_client_hears_that_a_session_was_idle_for_too_long() -> None:
+    with serving(eviction="lru") as served:
+        served.client.send(Hello())
+        served.client.send(Operate(3, OpenSession("s", idle_s=20.0)))
+        receive(served.client, 3)
+        served.rig.clock.advance(20.0)
+        served.client.send(AddRequest(request("a", max_tokens=1)))  # wakes the core
+        assert SessionsChanged([], ["s"]) in receive(served.client, 2)
 
 
 @pytest.mark.parametrize("lose_at", range(1, 10, 2))

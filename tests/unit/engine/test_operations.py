@@ -13,7 +13,9 @@ from penstock.config import SchedulerConfig
 from penstock.errors import ErrorInfo
 from penstock.operations import (
     Abort,
+    CloseSession,
     FlushCache,
+    OpenSession,
     Operation,
     OperationDone,
     Pause,
@@ -344,7 +346,9 @@ def test_g4_a_stage_that_is_lost_does_not_lose_the_beginning_of_a_profile() -> N
 def test_d18_operations_of_all_kinds_at_any_moment_change_no_token(seed: int) -> None:
     """With stages lost in between; every operation ends, proved by a plan that was made under it."""
     chance = random.Random(seed)
-    rig = busy(chance.choice([1, 2, 3]), chance.choice([0, 1, 2]), num_blocks=chance.choice([12, 64]))
+    rig = busy(
+        chance.choice([1, 2, 3]), chance.choice([0, 1, 2]), num_blocks=chance.choice([12, 64]), eviction="lru"
+    )
     kinds: list[Callable[[], Operation]] = [
         lambda: Abort([chance.choice(list(rig.requests))]),
         lambda: SlowDown(chance.choice([0, 1, 300])),
@@ -353,6 +357,8 @@ def test_d18_operations_of_all_kinds_at_any_moment_change_no_token(seed: int) ->
         FlushCache,
         lambda: Pause(chance.choice(["keep", "wait"])),
         Resume,
+        lambda: OpenSession(chance.choice("xy")),
+        lambda: CloseSession(chance.choice("xy")),
     ]
     finished: dict[int, OperationDone] = {}
     num_asked = 0
@@ -364,7 +370,8 @@ def test_d18_operations_of_all_kinds_at_any_moment_change_no_token(seed: int) ->
             rig.operate(chance.choice(kinds)())
             num_asked += 1
         elif what < 0.47:
-            rig.core.lose_epoch(LOST)
+            for update in rig.core.lose_epoch(LOST):
+                rig.updates[update.request_id].append(update)
             rig.rejoin()
         elif what < 0.57:
             rig.add(f"r{number}", 3, max_tokens=4, ignore_eos=True)

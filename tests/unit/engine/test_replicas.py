@@ -13,8 +13,14 @@ from penstock.child_config import Restarts
 from penstock.engine.async_engine import EngineStatus
 from penstock.engine.replicas import Replicas, SteadyStats, merged_stats
 from penstock.engine.stats import CoreStats
-from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError, WaitTimeoutError
-from penstock.operations import Operation, OperationDone, Pause
+from penstock.errors import (
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    UnavailableError,
+    WaitTimeoutError,
+)
+from penstock.operations import CloseSession, OpenSession, Operation, OperationDone, Pause
 from penstock.request import PoolingParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -46,6 +52,8 @@ class OneEngine:
         self.is_ready, self.refusal = ready, refusal
         self.asked: list[str] = []
         self.is_closed = self.is_full = False
+        self.sessions: set[str] = set()
+        self.named: list[str] = []  # sessions that its requests name
 
     async def start(self, timeout_s: float | None = None) -> None:
         if self.refusal is not None:
@@ -63,6 +71,7 @@ class OneEngine:
         if self.refusal is not None:
             raise self.refusal
         self.asked.append(request_id)
+        self.named.append(sampling.session_id)
         return [self] * sampling.n
 
     def embed(self, request_id: str, prompt: list[int], params: PoolingParams) -> Any:
@@ -211,3 +220,45 @@ def test_all_are_left() -> None:
     engines = [OneEngine(), OneEngine()]
     replicas(*engines).close()
     assert all(engine.is_closed for engine in engines)
+
+
+def test_g4_a_session_is_opened_in_one_replica_and_closed_there() -> None:
+    async def run() -> None:
+        away, one, other = OneEngine(ready=False), OneEngine(ahead=3), OneEngine(ahead=5)
+        one.sessions = {"x", "y"}
+        other.sessions = {"z"}
+        three = replicas(away, one, other)
+        (done,) = await three.operate(OpenSession("new"), 1.0)
+        assert (done.replica, done.accepted_step) == (2, 5), "it has fewest of those that are there"
+        (done,) = await three.operate(OpenSession("x"), 1.0)
+        assert done.replica == 1, "it has it"
+        (done,) = await three.operate(CloseSession("z"), 1.0)
+        assert done.replica == 2
+        with pytest.raises(NotFoundError):
+            await three.operate(CloseSession("new"), 1.0)
+        assert (away.asked, one.asked) == ([], ["OpenSession"])
+        assert other.asked == ["OpenSession", "CloseSession"]
+
+    asyncio.run(run())
+
+
+def test_g4_requests_of_a_session_go_to_the_replica_that_has_it_whatever_it_has_to_do() -> None:
+    home, idle = OneEngine(ahead=4000), OneEngine()
+    home.sessions = {"s"}
+    both = replicas(home, idle)
+    turn = SamplingParams(session_id="s")
+    assert both.add("a", [1, 2], turn) is home
+    assert both.add("b", [1, 2], GREEDY) is idle
+    with pytest.raises(NotFoundError) as raised:
+        both.add("c", [1, 2], SamplingParams(session_id="t"))
+    assert raised.value.param == "session_id"
+    assert (home.named, idle.named) == (["s"], [""])
+
+
+@pytest.mark.parametrize("why", ["full", "away", "refusing"])
+def test_g4_another_replica_takes_them_as_any_others_where_that_one_cannot(why: str) -> None:
+    home, idle = OneEngine(refusal=OverloadedError("full") if why == "refusing" else None), OneEngine(ahead=9)
+    home.is_ready, home.is_full = why != "away", why == "full"
+    home.sessions = {"s"}
+    assert replicas(home, idle).add("a", [1, 2], SamplingParams(session_id="s")) is idle
+    assert (home.named, idle.named) == ([], [""])

@@ -112,7 +112,7 @@ def test_g4_more_than_may_be_open_are_refused_and_the_others_stay() -> None:
 
 def test_g4_the_core_closes_a_session_that_nobody_uses() -> None:
     talk = Talk()
-    talk.operate(OpenSession("s", idle_timeout_s=30))
+    talk.operate(OpenSession("s", idle_s=30))
     talk.turn("first", PROMPT, session_id="s")
     talk.rig.clock.advance(29)
     talk.rig.step()
@@ -128,7 +128,7 @@ def test_g4_the_core_closes_a_session_that_nobody_uses() -> None:
 
 def test_g4_a_request_that_waits_for_long_is_a_use() -> None:
     talk = Talk(latency=None)
-    talk.operate(OpenSession("s", idle_timeout_s=30))
+    talk.operate(OpenSession("s", idle_s=30))
     talk.rig.add("r", PROMPT, session_id="s", max_tokens=3)
     for _ in range(5):
         talk.rig.clock.advance(20)
@@ -185,7 +185,7 @@ def test_g4_an_abort_ends_requests_and_what_they_have_computed_is_kept() -> None
 def test_g4_a_lost_stage_takes_the_blocks_and_no_session(num_steps: int) -> None:
     """Who runs is computed again, and then it is kept."""
     talk = Talk()
-    talk.operate(OpenSession("s", idle_timeout_s=30))
+    talk.operate(OpenSession("s", idle_s=30))
     talk.turn("first", PROMPT, session_id="s")
     talk.rig.add("second", [*PROMPT, 5, 5, 5], session_id="s", max_tokens=9, ignore_eos=True)
     for _ in range(num_steps):

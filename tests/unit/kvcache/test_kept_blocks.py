@@ -34,8 +34,8 @@ class Rig:
         self.sessions = Sessions(self.blocks, max_sessions, self.clock)
         self._owners: dict[int, tuple[str, list[bytes]]] = {}
 
-    def open(self, session_id: str, capacity_tokens: int | None = None, idle_timeout_s: float = 60.0) -> None:
-        self.sessions.open(OpenSession(session_id, capacity_tokens, idle_timeout_s))
+    def open(self, session_id: str, capacity_tokens: int | None = None, idle_s: float = 60.0) -> None:
+        self.sessions.open(OpenSession(session_id, capacity_tokens, idle_s))
 
     def begin(self, tokens: list[int], session_id: str = "", priority: int = 0) -> int:
         """A request that computes them; its number."""
@@ -161,10 +161,10 @@ def test_g4_what_a_closed_session_kept_goes_when_it_would_have_gone() -> None:
 
 def test_g4_a_session_that_is_opened_again_gets_other_bounds_and_keeps_what_fits() -> None:
     rig = Rig(16)
-    rig.open("a", idle_timeout_s=10)
+    rig.open("a", idle_s=10)
     rig.run(chain(1, 5), "a")
     rig.clock.advance(9)
-    rig.open("a", capacity_tokens=2 * BLOCK, idle_timeout_s=5)
+    rig.open("a", capacity_tokens=2 * BLOCK, idle_s=5)
     assert (len(rig.sessions), rig.sessions.num_kept) == (1, 2)
     rig.clock.advance(5)
     rig.sessions.expire()
@@ -221,8 +221,8 @@ def test_g4_whoever_listens_hears_what_has_become_of_each_session() -> None:
 
 def test_g4_a_session_that_nobody_uses_is_closed_and_keeps_nothing() -> None:
     rig = Rig(16)
-    rig.open("a", idle_timeout_s=30)
-    rig.open("b", idle_timeout_s=100)
+    rig.open("a", idle_s=30)
+    rig.open("b", idle_s=100)
     rig.run(chain(1, 2), "a")
     rig.run(chain(2, 2), "b")
     rig.clock.advance(29.9)
@@ -236,7 +236,7 @@ def test_g4_a_session_that_nobody_uses_is_closed_and_keeps_nothing() -> None:
 
 def test_g4_every_request_is_a_use_and_while_one_is_there_the_session_is() -> None:
     rig = Rig(16)
-    rig.open("a", idle_timeout_s=30)
+    rig.open("a", idle_s=30)
     for _ in range(3):
         rig.clock.advance(29)
         rig.run(chain(1, 2), "a")
@@ -261,7 +261,7 @@ def test_g4_a_request_that_ends_after_its_session_leaves_what_any_other_leaves()
     rig.end(owner)
     assert rig.sessions.num_kept == 0
     owner = rig.begin(chain(1, 2), "a")
-    rig.open("a", idle_timeout_s=1)
+    rig.open("a", idle_s=1)
     rig.end(owner)
     rig.clock.advance(1)
     rig.sessions.expire()

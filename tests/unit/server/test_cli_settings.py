@@ -160,13 +160,14 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
 --kv-host-bytes 47 --kv-write-rate 48 --kv-store-policy write-back
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
---queue-timeout 20 --micro-batches 2 --inter-token-target 250
+--queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
 --max-waiting-tokens 30
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
 --max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
 --max-embedding-inputs 51 --max-embedding-tokens 52
+--session-idle-seconds 60 --max-session-idle-seconds 61
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
 --max-logit-bias 9 --max-allowed-token-ids 10
 --max-schema-bytes 51 --max-schema-depth 52 --max-enum-items 53 --max-pattern-bytes 54 --max-repeats 55
@@ -232,6 +233,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_waiting_requests": 19,
             "max_waiting_tokens": 30,
             "queue_timeout_s": 20.0,
+            "max_sessions": 59,
             "micro_batches": 2,
             "inter_token_target_ms": 250.0,
         },
@@ -267,6 +269,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_choices": 11,
             "max_embedding_inputs": 51,
             "max_embedding_tokens": 52,
+            "session_idle_s": 60.0,
+            "max_session_idle_s": 61.0,
             "max_logprobs": 5,
             "max_stop_strings": 6,
             "max_stop_string_bytes": 7,
