@@ -29,6 +29,7 @@ class AskedOperations:
 
     Attributes:
         sessions: that are open as far as the core has said, by id; those of one that is away too.
+        knows_sessions: whether any core has said.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class AskedOperations:
         self._is_paused = False
         self._interval_ms = 0
         self.sessions: dict[str, OpenSession] = {}
+        self.knows_sessions = False
 
     def ask(self, operation: Operation) -> Asked:
         """It is to be sent to the core, if there is one."""
@@ -46,7 +48,9 @@ class AskedOperations:
         return asked
 
     def note(self, stats: CoreStats) -> None:
-        """The core has said how it is; while it is asked to change that, it may not know of it yet."""
+        """The core has said how it is; while it is asked to change that, it may not know of it yet. Which
+        sessions are open it has said before."""
+        self.knows_sessions = True
         if not self._is_open(Pause, Resume):
             self._is_paused = stats.paused
         if not self._is_open(SlowDown):

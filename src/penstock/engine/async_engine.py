@@ -257,9 +257,9 @@ class AsyncEngine:
         return prompts + DECODE_TOKENS * len(self._streams)
 
     @property
-    def sessions(self) -> Collection[str]:
-        """Ids of those that are open, as far as the core has said."""
-        return self._operations.sessions
+    def sessions(self) -> Collection[str] | None:
+        """Ids of those that are open, as far as the core has said; None before its first word."""
+        return self._operations.sessions if self._operations.knows_sessions else None
 
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
         """Start one sequence; as `add_all`."""

@@ -101,7 +101,7 @@ class Replicas:
         filled meanwhile. Those of a session go to the replica that has it; another one takes them as any
         others.
 
-        Raises what `AsyncEngine.add_all` does, and `NotFoundError` if no replica has the session.
+        Raises what `AsyncEngine.add_all` and `_home` do.
         """
         home = self._home(sampling.session_id)
         away = msgspec.structs.replace(sampling, session_id="")
@@ -142,12 +142,23 @@ class Replicas:
         raise refusals[0]
 
     def _home(self, session_id: str) -> int | None:
-        """The replica that has this session; None for \"\". Raises `NotFoundError` if none has it."""
+        """The replica that has this session; None for \"\".
+
+        Raises:
+            NotFoundError: none has it.
+            UnavailableError: one that has not come yet may have it.
+        """
         if not session_id:
             return None
-        for index, engine in enumerate(self._engines):
-            if session_id in engine.sessions:
+        known = [engine.sessions for engine in self._engines]
+        for index, sessions in enumerate(known):
+            if session_id in (sessions or ()):
                 return index
+        if None in known:
+            raise UnavailableError(
+                f"replica {known.index(None)} has not said yet whether it has session {session_id!r}.",
+                remedy="Try again in a second.",
+            )
         raise unknown_session(session_id)
 
     def status(self) -> EngineStatus:
@@ -211,13 +222,12 @@ class Replicas:
             home = self._home(operation.session_id)
             assert home is not None, "a session has a name"
             return home
-        except NotFoundError:
+        except (NotFoundError, UnavailableError):
             if isinstance(operation, CloseSession):
                 raise
-        found = self.statuses()
-        return min(
-            range(len(found)), key=lambda one: (not found[one].ready, len(self._engines[one].sessions), one)
-        )
+        is_ready = [status.ready for status in self.statuses()]
+        counts = [len(engine.sessions or ()) for engine in self._engines]
+        return min(range(len(counts)), key=lambda index: (not is_ready[index], counts[index]))
 
     def close(self) -> None:
         """Leave all; streams that are open end with an error."""

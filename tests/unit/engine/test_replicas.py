@@ -52,7 +52,7 @@ class OneEngine:
         self.is_ready, self.refusal = ready, refusal
         self.asked: list[str] = []
         self.is_closed = self.is_full = False
-        self.sessions: set[str] = set()
+        self.sessions: set[str] | None = set()
         self.named: list[str] = []  # sessions that its requests name
 
     async def start(self, timeout_s: float | None = None) -> None:
@@ -262,3 +262,16 @@ def test_g4_another_replica_takes_them_as_any_others_where_that_one_cannot(why: 
     home.sessions = {"s"}
     assert replicas(home, idle).add("a", [1, 2], SamplingParams(session_id="s")) is idle
     assert (home.named, idle.named) == ([], [""])
+
+
+def test_g4_a_replica_that_has_not_come_yet_may_have_the_session() -> None:
+    here, late = OneEngine(), OneEngine(ready=False)
+    late.sessions = None
+    both = replicas(here, late)
+    with pytest.raises(UnavailableError, match="replica 1"):
+        both.add("a", [1, 2], SamplingParams(session_id="s"))
+    with pytest.raises(UnavailableError):
+        asyncio.run(both.operate(CloseSession("s"), 1.0))
+    (done,) = asyncio.run(both.operate(OpenSession("s"), 1.0))
+    assert done.replica == 0
+    assert both.add("b", [1, 2], GREEDY) is here
