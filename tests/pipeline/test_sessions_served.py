@@ -1,4 +1,4 @@
-"""Sessions on a running server, of one pipeline and of two: a turn of the `openai` client finds all of the one
+"""Sessions on a running server, of one pipeline and of two: a turn of the `openai` client finds what was
 before, through traffic and the loss of processes (row G4)."""
 
 from __future__ import annotations
