@@ -142,7 +142,7 @@ class Replicas:
         raise refusals[0]
 
     def _home(self, session_id: str) -> int | None:
-        """The replica that has this session; None for \"\".
+        """The replica that has this session; None where there is no session.
 
         Raises:
             NotFoundError: none has it.
