@@ -9,6 +9,7 @@ import signal
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -162,6 +163,33 @@ def test_g4_the_core_closes_a_session_that_nobody_uses(server: Talks, client: op
     wait_until(lambda: server.metric("penstock_sessions_reaped_total") == before + 1, 30)
     with pytest.raises(openai.NotFoundError):
         turn(client, FIRST, name)
+
+
+@pytest.mark.parametrize("how", ["late", "killed"])
+def test_d18_g4_a_session_is_open_when_all_ranks_have_what_was_before_it_behind_them(
+    server: Talks, client: openai.OpenAI, how: str
+) -> None:
+    """One rank of the first replica, where it is opened, stands still meanwhile, or is killed there."""
+    before = server.num_recoveries
+    rank = server.member(0, "stage 1 tp 0")
+    rank.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        opening = pool.submit(server.operate, "/open_session?session_id=talk")
+        wait_until(lambda: server.metric("penstock_sessions{") == 1, 30)
+        assert not opening.done()
+        if how == "late":
+            rank.resume()
+        else:
+            rank.send_signal(signal.SIGKILL)
+        (done,) = opening.result()["replicas"]
+    assert (done["replica"], done["error"]) == (0, None)
+    assert done["completed_step"] >= done["accepted_step"]
+    if how == "killed":
+        wait_until(lambda: server.num_recoveries == before + 1, 60)
+    _, answer = turn(client, FIRST, "talk")
+    traffic(client)
+    assert turn(client, [*FIRST, *answer, 9], "talk")[0] == whole_blocks(FIRST, answer)
+    server.operate("/close_session?session_id=talk")
 
 
 @pytest.mark.parametrize("lost", ["stage 0 tp 0", "core"])
