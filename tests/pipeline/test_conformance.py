@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import struct
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ PROMPT = "ROMEO:\n"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 FIXED: dict[str, Any] = {"seed": 7, "max_tokens": 24}
 EOS = 1
+ADMIN_KEY = "key-of-an-administrator"
 Client = openai.OpenAI
 
 
@@ -33,7 +35,7 @@ Client = openai.OpenAI
 def client() -> Iterator[Client]:
     arguments = ("--pp", "2", "--threads-per-rank", "1", "--dtype", "float32", "--tool-parser", "json")
     with (
-        Served("demo", *arguments) as served,
+        Served("demo", *arguments, "--admin-key", ADMIN_KEY) as served,
         openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as made,
     ):
         yield made
@@ -207,6 +209,21 @@ def is_without_effect(field: str, **fields: Any) -> Callable[[Client], None]:
         assert field in headers["x-penstock-warning"]
 
     return check
+
+
+def names_sessions(client: Client) -> None:
+    """What an open one does is in `test_sessions_served`."""
+    asked = urllib.request.Request(
+        str(client.base_url).removesuffix("v1/") + "open_session?session_id=talk",
+        headers={"authorization": f"Bearer {ADMIN_KEY}"},
+        method="POST",
+    )
+    urllib.request.urlopen(asked, timeout=60).close()
+    for ask in ROUTES.values():
+        assert ask(client, session_id="talk") == ask(client, session_id="") == ask(client)
+        with pytest.raises(openai.NotFoundError) as refused:
+            ask(client, session_id="nobody")
+        assert refused.value.param == "session_id"
 
 
 def returns_ids(client: Client) -> None:
@@ -389,6 +406,7 @@ FURTHER: Mapping[str, Callable[[Client], None]] = {
     "model": has_model,
     "stream": streams,
     "stream_options": tells_usage_of_streams,
+    "session_id": names_sessions,
     "user": is_ignored(user="me"),
     "return_token_ids": returns_ids,
     "prompt_logprobs": scores_the_prompt,

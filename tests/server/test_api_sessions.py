@@ -21,6 +21,7 @@ DONE = {"accepted_step": 5, "completed_step": 7, "error": None, "replica": 0}
 BODIES = (
     ("/v1/completions", {"prompt": "abc"}),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc"}]}),
+    ("/v1/responses", {"input": "abc"}),
 )
 
 

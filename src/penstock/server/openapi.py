@@ -248,12 +248,12 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "min_tokens": {"integer": {"minimum": 0, "maximum": model.max_model_len}},
         "stop": {"string": stop, "array": {"maxItems": limits.max_stop_strings, "items": stop}},
         "stop_token_ids": {"array": {"maxItems": limits.max_stop_token_ids, "items": ids}},
+        "session_id": {"string": {"pattern": f"^({SESSION_ID})?$"}},
     }
     common = sampled | {
         "n": {"integer": {"minimum": 1, "maximum": limits.max_n}},
         "max_tokens": tokens,
         "prompt_logprobs": logprobs,
-        "session_id": {"string": {"pattern": f"^({SESSION_ID})?$"}},
     }
     prompts = {"minItems": 1, "items": _prompt_item(ids)}
     messages = {"minItems": 1, "maxItems": limits.max_messages}
