@@ -18,7 +18,9 @@ from typing import Any
 
 from penstock.batch import (
     KNOWN,
+    NO_GRAMMAR,
     NO_STORE_USE,
+    BuiltGrammar,
     NewRow,
     RankLoaded,
     RowSampling,
@@ -44,7 +46,13 @@ from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import Catalogue, StorageTier, TierPolicy
 from penstock.pipeline.decision_log import DecisionLog
-from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.request import (
+    GenerationRequest,
+    RequestUpdate,
+    SamplingParams,
+    StructuredOutputs,
+    TokenLogprobs,
+)
 from penstock.residency import Residency
 from penstock.scheduler.admission import derive_seed
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
@@ -123,6 +131,7 @@ class ReplicaRow:
     token_ids: list[int]
     sampling: RowSampling
     pooling: str | None = None
+    grammar: int = NO_GRAMMAR
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list)
 
@@ -159,6 +168,9 @@ class RankReplica:
         self.pooled: list[bytes] = []  # vectors of the step that was run last
         self.log = DecisionLog(epoch, first_step)
         self.scores: list[list[TokenLogprobs]] = []  # of the newest step
+        self.grammars: dict[int, StructuredOutputs] = {}  # by number
+        self.builds: list[int] = []  # that have not been told
+        self.builds_grammars = True  # as ranks of the last stage do
         self.residency = Residency(block_size)
         self.first_step = self.next_step = first_step
         self.consumed = first_step - 1
@@ -201,6 +213,9 @@ class RankReplica:
     def _apply_rows(self, plan: ScheduledBatch) -> None:
         for row in plan.freed_rows:
             del self.rows[row]
+        for number in plan.dropped_grammars:
+            del self.grammars[number]
+            assert all(state.grammar != number for state in self.rows.values()), "a row has it still"
         for new in plan.new_rows:
             self._enter(new)
 
@@ -211,8 +226,22 @@ class RankReplica:
             assert new.generation == self.generations.get(new.row, -1) + 1, "generations grow by one"
         self.generations[new.row] = new.generation
         self.rows[new.row] = ReplicaRow(
-            new.generation, new.request_id, new.prompt_len, list(new.token_ids), new.sampling, new.pooling
+            new.generation,
+            new.request_id,
+            new.prompt_len,
+            list(new.token_ids),
+            new.sampling,
+            new.pooling,
+            new.grammar,
+            num_computed=new.start,
+            blocks=list(new.blocks),
         )
+        if new.grammar != NO_GRAMMAR:
+            structured = new.sampling.structured
+            assert structured is not None
+            if new.grammar not in self.grammars:
+                self.builds.append(new.grammar)
+            assert self.grammars.setdefault(new.grammar, structured) == structured
 
     def _consume(self, plan: ScheduledBatch) -> None:
         assert self.consumed <= plan.consume_through < plan.step_id, "consume_through is monotone"
@@ -251,6 +280,8 @@ class RankReplica:
         assert plan.need_sampled[index] == reaches_all, "sampled if and only if all known tokens have run"
         if not reaches_all:
             return None
+        assert (state.sampling.structured is None) == (state.grammar == NO_GRAMMAR)
+        assert not self.builds_grammars or state.grammar not in self.builds, "its grammar is not built"
         return self._sample(state, may_be_spoilt=bool(plan.awaited))
 
     def _sample(self, state: ReplicaRow, *, may_be_spoilt: bool) -> int:
@@ -340,6 +371,8 @@ class FakeExecutor:
         self._open_orders: deque[tuple[int, bool]] = deque()
         self._answered: list[tuple[int, bool]] = []
         self.told_use = NO_STORE_USE  # what the ranks tell next of the store
+        self.builds_at_once = True  # grammars are told as soon as they are named; else by `tell_built`
+        self._built: list[BuiltGrammar] = []
         self._due: deque[bytes] = deque()
         self._num_released = 0
         self._returned_step = -1
@@ -430,6 +463,18 @@ class FakeExecutor:
     def store_use(self) -> StoreUse:
         use, self.told_use = self.told_use, NO_STORE_USE
         return use
+
+    def tell_built(self, number: int, why: str = "") -> None:
+        """A grammar has been built, or `why` not."""
+        self.replica.builds.remove(number)
+        self._built.append((number, why))
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        if self.builds_at_once:
+            for number in list(self.replica.builds):
+                self.tell_built(number)
+        built, self._built = self._built, []
+        return built
 
     def release(self, count: int) -> None:
         """Let the next `count` results show in the next polls."""

@@ -27,7 +27,15 @@ from faulty_links import (
     is_plan,
     is_result,
 )
-from penstock.batch import AllocateKV, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
+from penstock.batch import (
+    AllocateKV,
+    BuiltGrammar,
+    ScheduledBatch,
+    StageSpans,
+    StageTimes,
+    StepResult,
+    StoreUse,
+)
 from penstock.child_config import LinkHandle, RankConfig
 from penstock.config import ParallelConfig, SchedulerConfig
 from penstock.engine.core import EngineCore
@@ -107,6 +115,9 @@ class EpochExecutor:
 
     def store_use(self) -> StoreUse:
         return self._ranks.reports.store_use()
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return self._ranks.reports.built_grammars()
 
     def abandon(self) -> None:
         self._ranks.close()

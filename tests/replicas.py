@@ -17,6 +17,8 @@ from typing import Any
 
 from fakes import CoreRig, RankReplica
 from penstock.batch import (
+    BuiltGrammar,
+    GrammarsBuilt,
     OrdersDone,
     RankLoaded,
     ScheduledBatch,
@@ -144,9 +146,11 @@ class ReplicaPipe:
             )
             for index, part in enumerate(self.parts)
         ]
+        for rank in self.ranks:
+            rank.replica.builds_grammars = rank.stage == num_stages - 1
         self._num_stages, self._num_blocks = num_stages, num_blocks
         self._log = DecisionLog(epoch, first_step)
-        self._reports = RankReports(len(self.ranks))
+        self._reports = RankReports(len(self.ranks), tp)
         self._in_flight: deque[ScheduledBatch] = deque()
         self.plans: list[ScheduledBatch] = []
         self.core_digests: dict[int, int] = {}
@@ -202,6 +206,9 @@ class ReplicaPipe:
     def store_use(self) -> StoreUse:
         return self._reports.store_use()
 
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return self._reports.built_grammars()
+
     def stage_times(self) -> list[StageTimes]:
         return []
 
@@ -232,7 +239,15 @@ class ReplicaPipe:
         able += [lambda index=index: rank.copy(index) for index in range(len(rank.copies))]
         if rank.answers:
             able.append(lambda: self._tell(rank))
+        if rank.replica.builds_grammars:
+            able += [lambda number=number: self.build(rank, number) for number in rank.replica.builds]
         return able
+
+    def build(self, rank: Rank, number: int, why: str = "") -> None:
+        """A rank of the last stage has built a grammar, or `why` not, and tells."""
+        rank.replica.builds.remove(number)
+        failed = {number: why} if why else {}
+        self._reports.keep(GrammarsBuilt(built=[] if why else [number], failed=failed))
 
     def run_steps(self) -> None:
         """Every plan runs on every rank; orders stay as they are."""

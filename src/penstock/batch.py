@@ -21,6 +21,7 @@ from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import StructuredOutputs, TokenLogprobs
 
 MADE_UP = "calibration-"  # ids of rows that no client has asked for begin so
+NO_GRAMMAR = -1
 KNOWN = -1  # token_from: the row's input ids are in the row table already (prompt, or a resumed request)
 
 
@@ -65,6 +66,12 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[int]  # all known tokens: prompt, then what was generated before a preemption
     sampling: RowSampling
     pooling: Pooling | None = None  # its prompt is pooled so on the last stage, and no token is sampled
+    # Number of what `sampling.structured` says: the last stage builds it if it has not, and tells when it has
+    # (`GrammarsBuilt`). No plan samples the row before the core knows.
+    grammar: int = NO_GRAMMAR
+    # Of a row none of whose tokens are in the plan: its blocks, and the position that it will begin at.
+    blocks: list[int] = []
+    start: int = 0
 
 
 class ScoredTokens(msgspec.Struct, frozen=True, array_like=True):
@@ -95,8 +102,8 @@ class TierOrder(msgspec.Struct, frozen=True, array_like=True):
 class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit_defaults=True):
     """One plan. An empty plan (no rows) is legal: it is the health probe and crosses every stage.
 
-    Order of application on a rank: `freed_rows`, then `new_rows`, then append `new_blocks`, then consume the
-    token returns of all steps up to `consume_through`, then run.
+    Order of application on a rank: `freed_rows`, then `new_rows` with their blocks, then append `new_blocks`,
+    then consume the token returns of all steps up to `consume_through`, then run.
     """
 
     step_id: int  # 0, 1, 2, ... without gaps; goes on in a new epoch
@@ -111,6 +118,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     consume_through: int = -1  # earlier stages consume token returns of steps <= this before building
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
+    dropped_grammars: list[int] = []  # numbers that no row will have any more; before the new rows
     orders: list[TierOrder] = []  # carried out once this rank has run all steps before this one
     # Numbers of orders to load blocks that this step reads: a rank runs a layer when that layer is there, or
     # will not come. The core holds its result until all ranks have answered, and drops it if one has failed.
@@ -257,6 +265,18 @@ class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):
     use: StoreUse = NO_STORE_USE
 
 
+class GrammarsBuilt(msgspec.Struct, frozen=True, tag="grammars", kw_only=True):
+    """What has become of grammars of new rows on one rank of the last stage. Each is told once, though it
+    was dropped meanwhile."""
+
+    built: list[int]
+    failed: dict[int, str]  # by number: why
+
+
+# Of a grammar, by its number: why a rank of the last stage cannot build it; empty: all have built it.
+BuiltGrammar = tuple[int, str]
+
+
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):
     """The rank is about to exit; `error` is the first cause that it knows of."""
 
@@ -269,7 +289,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 CoreToRank = ScheduledBatch | AllocateKV | Shutdown
-RankToCore = StepResult | StageTimes | StageSpans | OrdersDone | RankLoaded | RankReady | RankFailed
+RankToCore = (
+    StepResult | StageTimes | StageSpans | OrdersDone | GrammarsBuilt | RankLoaded | RankReady | RankFailed
+)
 
 Message = TypeVar("Message")
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from penstock.batch import ScheduledBatch, TierOrder
+from penstock.batch import NewRow, ScheduledBatch, TierOrder
 from penstock.errors import ProtocolError, concerned
 
 _MASK = (1 << 64) - 1
@@ -165,6 +165,9 @@ class Residency:
         for new in plan.new_rows:
             self.enter(new.row, new.generation, new.request_id)
         complaint = self._replay_orders(plan.orders) if plan.orders else ""
+        for new in plan.new_rows:
+            if new.blocks:
+                complaint = complaint or self._begin(new)
         complaint = self._replay_rows(plan, complaint)
         if plan.residency not in (_NOT_TOLD, self.digest) or (complaint and plan.residency != _NOT_TOLD):
             raise ProtocolError(
@@ -182,6 +185,14 @@ class Residency:
                 text = f"order {order.order} is to store block {order.block}, which is not whole."
                 complaint = complaint or text
             self.order(order)
+        return complaint
+
+    def _begin(self, new: NewRow) -> str:
+        """A row that has its blocks before any of its tokens runs; what is wrong with them."""
+        resident = self.rows[new.row]
+        complaint = self._refusal_of_start(new.row, resident, new.start, new.blocks)
+        self.extend(resident, new.blocks, new.start // self._block_size)
+        self.reach(resident, new.start)
         return complaint
 
     def _replay_rows(self, plan: ScheduledBatch, complaint: str) -> str:

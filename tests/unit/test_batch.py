@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.batch import (
     AllocateKV,
+    GrammarsBuilt,
     NewRow,
     OrdersDone,
     RankFailed,
@@ -81,6 +82,7 @@ def test_messages_to_a_rank_survive_the_wire(message: ScheduledBatch | AllocateK
         ),
         RankReady(stage=0),
         OrdersDone(done=[1], failed=[2, 3]),
+        GrammarsBuilt(built=[4], failed={5: "too large"}),
         RankFailed(stage=1, error=ErrorInfo(kind="CheckpointError", message="bad.")),
     ],
 )
@@ -112,6 +114,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "consume_through": 7,
         "freed_rows": [],
         "new_rows": [],
+        "dropped_grammars": [3],
         "orders": [TierOrder(0, True, 1, b"name")],
         "awaited": [0],
         "scored": [ScoredTokens(2, 1, 16)],

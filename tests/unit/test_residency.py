@@ -50,6 +50,12 @@ ENTERS = ScheduledBatch(
 )
 
 
+ALONE = ScheduledBatch(
+    step_id=2,
+    new_rows=[msgspec.structs.replace(ENTERS.new_rows[0], blocks=[3, 6], start=BLOCK)],
+)
+
+
 def test_it_says_what_every_block_holds() -> None:
     table = begun()
     held = {block: (content.writer, content.place) for block, content in table.contents.items()}
@@ -60,9 +66,21 @@ def test_it_says_what_every_block_holds() -> None:
     assert [resident.length for resident in table.rows.values()] == [6, 4]
 
 
-@pytest.mark.parametrize("plan", [NEXT, ENTERS, ScheduledBatch(step_id=2, freed_rows=[0])])
+@pytest.mark.parametrize("plan", [NEXT, ENTERS, ALONE, ScheduledBatch(step_id=2, freed_rows=[0])])
 def test_a_plan_that_fits_is_taken(plan: ScheduledBatch) -> None:
     begun().replay(told(begun(), plan))
+
+
+def test_a_row_that_enters_alone_is_then_as_if_it_had_entered_with_its_tokens() -> None:
+    table, other = begun(), begun()
+    table.replay(ALONE)
+    assert (table.rows[2].length, table.rows[2].blocks) == (BLOCK, [3, 6])
+    assert table.digest == table.recomputed() != other.digest
+    table.replay(
+        ScheduledBatch(step_id=3, rows=[2], num_tokens=[2], start_positions=[BLOCK], new_blocks=[[]])
+    )
+    other.replay(ENTERS)
+    assert table.digest == other.digest
 
 
 @pytest.mark.parametrize(
@@ -100,6 +118,10 @@ REFUSALS = {
     "half a block": (
         ScheduledBatch(step_id=2, orders=[TierOrder(9, False, 5, b"\3" * 32)]),
         "order 9 is to store block 5, which is not whole",
+    ),
+    "alone, and not whole": (
+        msgspec.structs.replace(ALONE, new_rows=[msgspec.structs.replace(ALONE.new_rows[0], blocks=[8, 6])]),
+        "'c' begins with block 8: .* 4 .* 0",
     ),
     "no blocks": (
         msgspec.structs.replace(ENTERS, start_positions=[8], new_blocks=[[3]]),

@@ -269,9 +269,9 @@ class EngineCore:
             self._submit(self._scheduler.probe(self._inflight.next_step))
 
     def _wait(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
-        """For a result, or for blocks from the store."""
+        """For a result, for blocks from the store, or for a grammar."""
         look_s = self._scheduler.prefixes.next_look() - self._clock()
-        if len(self._inflight) or look_s < math.inf:
+        if len(self._inflight) or look_s < math.inf or self._scheduler.grammars.is_any_awaited:
             self._take(executor, max(0.0, min(timeout_s, look_s)), updates)
             self._fill(executor)
 
@@ -298,6 +298,7 @@ class EngineCore:
         until all ranks have said whether they were."""
         self._results += executor.poll(timeout_s)
         self._scheduler.settle_orders(executor.finished_orders(), executor.store_use())
+        updates += self._scheduler.settle_grammars(executor.built_grammars())
         while self._results and self._are_loads_answered():
             result = self._results.popleft()
             _check_result(result, self._inflight, self._epoch, self._concerned)

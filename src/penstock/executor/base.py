@@ -15,6 +15,8 @@ import msgspec
 
 from penstock.batch import (
     AllocateKV,
+    BuiltGrammar,
+    GrammarsBuilt,
     OrdersDone,
     Outcome,
     RankFailed,
@@ -117,6 +119,10 @@ class Executor(Protocol):
         if nothing. `switched_off`: how many more have it switched off now."""
         ...
 
+    def built_grammars(self) -> list[BuiltGrammar]:
+        """Grammars that all ranks of the last stage have told of since the last call, by number."""
+        ...
+
     def wait_fds(self) -> list[int]:
         """Descriptors that become readable when `poll` may have something; empty if only `poll` can wait.
 
@@ -162,7 +168,7 @@ class RankChannels:
         self._wait = wait
         self._clock = clock
         self._failures: list[ErrorInfo] = []
-        self.reports = RankReports(len(self._channels))
+        self.reports = RankReports(len(self._channels), self._stages.count(max(self._stages)))
         self._ended: set[int] = set()  # ranks that have told their failure, or gone
 
     def handshake(self, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
@@ -271,7 +277,7 @@ class RankChannels:
                     self._loaded[rank] = message
                 elif isinstance(message, RankReady) and self._has_allocated and is_starting:
                     self._ready.add(rank)
-                elif isinstance(message, StageTimes | StageSpans | OrdersDone):
+                elif isinstance(message, StageTimes | StageSpans | OrdersDone | GrammarsBuilt):
                     self.reports.keep(message)
                 else:
                     messages.append(message)

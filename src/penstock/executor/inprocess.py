@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.batch import Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
+from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
 from penstock.child_config import RankConfig
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
@@ -75,6 +75,9 @@ class InprocessExecutor:
 
     def store_use(self) -> StoreUse:
         return self._ranks.reports.store_use()
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return self._ranks.reports.built_grammars()
 
     def wait_fds(self) -> list[int]:
         return []

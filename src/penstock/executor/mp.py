@@ -9,7 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from penstock.batch import AllocateKV, Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
+from penstock.batch import (
+    AllocateKV,
+    BuiltGrammar,
+    Outcome,
+    ScheduledBatch,
+    StageSpans,
+    StageTimes,
+    StepResult,
+    StoreUse,
+)
 from penstock.child_config import CoreEnds, rank_names
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.plan_channel import ZmqChannel, bind_address
@@ -65,6 +74,9 @@ class MpExecutor:
 
     def store_use(self) -> StoreUse:
         return self._ranks.reports.store_use()
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return self._ranks.reports.built_grammars()
 
     def wait_fds(self) -> list[int]:
         return [self._results.fileno(), *(fd for channel in self._channels for fd in channel.filenos())]

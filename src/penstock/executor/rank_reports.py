@@ -1,10 +1,20 @@
-"""What ranks tell beside results: where their time went, and what became of orders. Kept for whoever asks."""
+"""What ranks tell beside results: where their time went, what became of orders, and which grammars are built.
+Kept for whoever asks."""
 
 from __future__ import annotations
 
 from collections import deque
 
-from penstock.batch import NO_STORE_USE, OrdersDone, Outcome, StageSpans, StageTimes, StoreUse
+from penstock.batch import (
+    NO_STORE_USE,
+    BuiltGrammar,
+    GrammarsBuilt,
+    OrdersDone,
+    Outcome,
+    StageSpans,
+    StageTimes,
+    StoreUse,
+)
 
 TRACE_S = 10
 
@@ -12,26 +22,31 @@ TRACE_S = 10
 class RankReports:
     """Args:
     num_ranks: that answer each order.
+    num_last: of them on the last stage, which build grammars.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks = num_ranks
+    def __init__(self, num_ranks: int, num_last: int = 1) -> None:
+        self._num_ranks, self._num_last = num_ranks, num_last
         self._times: dict[int, StageTimes] = {}
         self._spans: dict[int, deque[StageSpans]] = {}
         self._use = NO_STORE_USE  # that has not been taken
         self._answers: dict[int, list[bool | None]] = {}  # by order
+        self._grammars: dict[int, list[str]] = {}  # by number: why not, of each rank that has told
 
     @property
     def has_answers(self) -> bool:
-        """Whether an order has been answered by any rank, and not been taken."""
-        return bool(self._answers)
+        """Whether an order has been answered by any rank, or a grammar by all, and not been taken."""
+        return bool(self._answers) or any(map(self._is_told, self._grammars.values()))
 
-    def keep(self, report: StageTimes | StageSpans | OrdersDone) -> None:
+    def keep(self, report: StageTimes | StageSpans | OrdersDone | GrammarsBuilt) -> None:
         """The newest times of a stage, its spans of the last seconds, every answer."""
         if isinstance(report, StageTimes):
             self._times[report.stage] = report
         elif isinstance(report, StageSpans):
             self._keep_spans(report)
+        elif isinstance(report, GrammarsBuilt):
+            for number, why in [*((number, "") for number in report.built), *report.failed.items()]:
+                self._grammars.setdefault(number, []).append(why)
         else:
             self._use = self._use.plus(report.use)
             for order in report.done:
@@ -40,6 +55,9 @@ class RankReports:
                 self._answers.setdefault(order, []).append(False)
             for order in report.late:
                 self._answers.setdefault(order, []).append(None)
+
+    def _is_told(self, told: list[str]) -> bool:
+        return len(told) == self._num_last
 
     def _keep_spans(self, spans: StageSpans) -> None:
         kept = self._spans.setdefault(spans.stage, deque())
@@ -70,3 +88,14 @@ class RankReports:
         for order, _ in finished:
             del self._answers[order]
         return finished
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        """See `Executor.built_grammars`."""
+        built = [
+            (number, next(filter(None, told), ""))
+            for number, told in sorted(self._grammars.items())
+            if self._is_told(told)
+        ]
+        for number, _ in built:
+            del self._grammars[number]
+        return built

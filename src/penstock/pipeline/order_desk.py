@@ -1,7 +1,7 @@
-"""Where a rank takes orders for copies of blocks, and tells the core what became of them.
+"""Where a rank takes orders for copies of blocks, and tells the core what became of them, and of grammars.
 
 The stage loop gives the orders of each plan, and while answers are due it looks for them between plans, so
-that a request that waits for its blocks does not wait for another plan.
+that a request that waits for its blocks, or its grammar, does not wait for another plan.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from penstock.batch import OrdersDone, TierOrder, encode
+from penstock.batch import GrammarsBuilt, OrdersDone, TierOrder, encode
 from penstock.models.interfaces import BeforeLayer
 from penstock.pipeline.channel import MessageChannel
 
@@ -29,14 +29,24 @@ class Transfer(Protocol):
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer: ...
 
 
+class Builds(Protocol):
+    """Who builds grammars (`sample.grammar_rows`)."""
+
+    @property
+    def is_building(self) -> bool: ...
+
+    def collect(self) -> GrammarsBuilt | None: ...
+
+
 class OrderDesk:
     """Args:
     transfer: None refuses every order, which the core then counts as failed.
     core: takes the answers.
+    builds: None: of none.
     """
 
-    def __init__(self, transfer: Transfer | None, core: MessageChannel) -> None:
-        self._transfer, self._core = transfer, core
+    def __init__(self, transfer: Transfer | None, core: MessageChannel, builds: Builds | None = None) -> None:
+        self._transfer, self._core, self._builds = transfer, core, builds
 
     def give(self, orders: list[TierOrder]) -> None:
         """Those of a plan; the rank has run all steps before it."""
@@ -54,10 +64,12 @@ class OrderDesk:
     @property
     def patience_s(self) -> float | None:
         """How long to wait for a plan before the next `tell`; None: without end."""
-        return PATIENCE_S if self._transfer is not None and self._transfer.is_busy else None
+        is_busy = self._transfer is not None and self._transfer.is_busy
+        return PATIENCE_S if is_busy or (self._builds is not None and self._builds.is_building) else None
 
     def tell(self) -> None:
-        """Send what has been answered."""
-        answers = None if self._transfer is None else self._transfer.collect()
-        if answers is not None:
-            self._core.send(encode(answers))
+        """Send what has been answered, or built."""
+        for source in (self._transfer, self._builds):
+            answers = None if source is None else source.collect()
+            if answers is not None:
+                self._core.send(encode(answers))

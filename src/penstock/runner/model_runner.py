@@ -60,28 +60,29 @@ class ModelRunner:
         history = TokenHistory(token_ids=rows.token_ids, prompt_len=rows.prompt_len)
         self._sampling = SamplingRows(history, vocab_size)
         self._sampler = Sampler()
-        self._grammars = grammars or NoGrammars()
+        self.grammars = grammars or NoGrammars()
         self._pooling = PoolingRows()
 
     def reset(self) -> None:
         """Forget all requests; what the KV storage holds is nobody's then."""
         self.rows.reset()
-        self._grammars.reset()
+        self.grammars.reset()
         self._pooling.reset()
 
     def close(self) -> None:
         """The rank ends."""
-        self._grammars.close()
+        self.grammars.close()
 
     def admit(self, plan: ScheduledBatch) -> None:
         """Apply the plan's freed and new rows."""
         self.rows.apply(plan)
+        self.grammars.drop(plan.dropped_grammars)
         for row in plan.freed_rows:
-            self._grammars.free(row)
+            self.grammars.free(row)
         self._pooling.apply(plan)
         for new_row in plan.new_rows:
             self._sampling.add(new_row.row, new_row.sampling)
-            self._grammars.add(new_row)
+            self.grammars.add(new_row)
 
     def begin(self, plan: ScheduledBatch) -> ForwardBatch:
         """Inputs of a plan that was admitted; the samples that it consumes may be to come."""
@@ -110,12 +111,12 @@ class ModelRunner:
             return StepResult(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, pooled=pooled)
         rows = batch.sampled.rows
         params = self._sampling.batch(rows, batch.output_index)
-        head = self._grammars.constrained(params.head, rows)
+        head = self.grammars.constrained(params.head, rows)
         if head is not params.head:
             params = replace(params, head=head)
         found = self._model.compute_candidates(tensors, batch.sample_indices, head)
         drawn = self._sampler.sample(found, params, batch.output_index)
-        self._grammars.accept(rows, drawn.token_ids)
+        self.grammars.accept(rows, drawn.token_ids)
         is_finite = found.candidates.is_finite
         result = StepResult(
             step_id=plan.step_id,
@@ -126,7 +127,7 @@ class ModelRunner:
             logprobs=[None if entry is None else [entry] for entry in drawn.logprobs],
             failed=drawn.failed,
             unmet={
-                index: self._grammars.reason(int(rows[index])) for index in drawn.failed if is_finite[index]
+                index: self.grammars.reason(int(rows[index])) for index in drawn.failed if is_finite[index]
             },
             pooled=pooled,
         )

@@ -90,12 +90,13 @@ class RequestRows:
 
     def add(self, new: NewRow) -> None:
         """A request enters, or enters again with what it had generated before it was preempted."""
-        row, known = new.row, len(new.token_ids)
+        row, known, held = new.row, len(new.token_ids), len(new.blocks)
         self.token_ids[row, :known] = new.token_ids
-        self.num_blocks[row] = 0
+        self.block_tables[row, :held] = new.blocks
+        self.num_blocks[row] = held
         self.prompt_len[row] = new.prompt_len
         self.total_len[row] = known
-        self.num_computed[row] = _NOT_STARTED
+        self.num_computed[row] = new.start if held else _NOT_STARTED
         self.num_rejected[row] = 0
         self.generation[row] = new.generation
         self.sampled_step[row] = KNOWN

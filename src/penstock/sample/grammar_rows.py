@@ -9,9 +9,10 @@ sampler, so that no trip to the core lies between two tokens and any number of s
                 └▶ accept, mask ─────┘
                    (another thread)
 
-The mask of a row is made as soon as its token before it is known, while the pipe computes. A matcher is built
-when its row is added, and first needed when its prompt is through. The front has found out beforehand that it
-can be built, and in how much work (`grammar.proving`): nobody has to be asked whether it is ready.
+The mask of a row is made as soon as its token before it is known, while the pipe computes. A grammar is built
+beside the steps from the first row on that has it, and `collect` says when it is there, for the core
+(`scheduler.grammars`): that has no row sampled before, so that no step waits for a build. What is built is
+kept to be copied until the core has it dropped: how much is kept is decided there.
 
 Whatever is sampled behind the end of a text, or of a row that the core has ended, is nobody's: it is dropped
 by the core, and means nothing here.
@@ -20,25 +21,23 @@ by the core, and means nothing here.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.batch import NewRow
-from penstock.errors import PenstockError, WaitTimeoutError
+from penstock.batch import NO_GRAMMAR, GrammarsBuilt, NewRow
+from penstock.errors import PenstockError, ProtocolError, WaitTimeoutError
 from penstock.kernels.candidates import NO_ID, WORD_BITS, HeadRequest
 from penstock.request import StructuredOutputs
 
 if TYPE_CHECKING:  # else every rank of every stage would load the library
     from penstock.grammar.matcher import Matcher, Vocabulary
 
-KEPT_GRAMMARS = 64  # whose matchers are copied: more than are in use at once, as a rule
 NOTHING_LEFT = "its constraints leave none"
 
 
@@ -51,8 +50,20 @@ class NoGrammars:
     def free(self, row: int) -> None:
         """The request of a row has ended."""
 
+    def drop(self, numbers: Iterable[int]) -> None:
+        """No row will have these grammars any more."""
+
     def reset(self) -> None:
         """No row is held, as at the start."""
+
+    @property
+    def is_building(self) -> bool:
+        """Whether `collect` will have something to tell."""
+        return False
+
+    def collect(self) -> GrammarsBuilt | None:
+        """What has been built, or could not be, since the last call."""
+        return None
 
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
         """The request, with what each of `rows` may get next. Waits for masks that are being made."""
@@ -75,16 +86,24 @@ class GrammarRows(NoGrammars):
     Args:
         vocab_size: ids that the head gives.
         open_vocabulary: called once, when it is first needed; perhaps in another thread.
-        timeout_s: longest wait for a mask.
+        timeout_s: longest wait for a mask, and longest time from a grammar's first row until it is built.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, vocab_size: int, open_vocabulary: Callable[[], Vocabulary], *, timeout_s: float = 60.0
+        self,
+        vocab_size: int,
+        open_vocabulary: Callable[[], Vocabulary],
+        *,
+        timeout_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._num_words = -(-vocab_size // WORD_BITS)
         self._tail = np.int32((1 << vocab_size % WORD_BITS) - 1) if vocab_size % WORD_BITS else np.int32(-1)
-        self._builder = _Builder(open_vocabulary)
-        self._timeout_s = timeout_s
+        self._vocabulary = _OpenOnce(open_vocabulary)
+        self._timeout_s, self._clock = timeout_s, clock
+        self._grammars: dict[int, _Grammar] = {}  # by number
+        self._untold: dict[int, _Grammar] = {}  # of these, and of those that were dropped
         self._rows: dict[int, _Row] = {}
         # Two threads: the masks of running rows do not queue behind a grammar that is being built.
         self._building = ThreadPoolExecutor(1, thread_name_prefix="grammar-build")
@@ -94,25 +113,66 @@ class GrammarRows(NoGrammars):
         """Open the vocabulary before the first request needs it, which may take a second. Where that cannot
         be done, each request will be told why."""
         with contextlib.suppress(PenstockError):
-            self._builder.open()
+            self._vocabulary.get()
 
     def add(self, new: NewRow) -> None:
         self.free(new.row)
+        if new.grammar == NO_GRAMMAR:
+            return
+        grammar = self._grammars.get(new.grammar) or self._begun(new)
+        row = _Row(grammar, self._num_words, self._tail, new.token_ids[new.prompt_len :])
+        self._rows[new.row] = row
+        if new.grammar not in self._untold:
+            row.pending = self._masking.submit(row.enter)
+
+    def _begun(self, new: NewRow) -> _Grammar:
+        """The grammar of a row that is the first to have it."""
         structured = new.sampling.structured
         if structured is None:
-            return
-        row = self._rows[new.row] = _Row(self._num_words, self._tail)
-        outputs = new.token_ids[new.prompt_len :]
-        row.pending = row.built = self._building.submit(row.build, self._builder, structured, outputs)
+            raise ProtocolError(f"row {new.row} has grammar {new.grammar}, and the plan does not say which.")
+        grammar = _Grammar(structured, due=self._clock() + self._timeout_s)
+        self._grammars[new.grammar] = self._untold[new.grammar] = grammar
+        grammar.built = self._building.submit(grammar.build, self._vocabulary.get)
+        return grammar
 
     def free(self, row: int) -> None:
-        held = self._rows.pop(row, None)
-        if held is not None:
-            held.built.cancel()  # nobody waits for what has not begun
+        self._rows.pop(row, None)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            grammar = self._grammars.pop(number, None)
+            if grammar is not None:
+                grammar.built.cancel()  # nobody waits for what has not begun
+                grammar.is_dropped = True
 
     def reset(self) -> None:
-        for row in list(self._rows):
-            self.free(row)
+        self._rows.clear()
+        self.drop(list(self._grammars))
+        self._untold.clear()
+
+    @property
+    def is_building(self) -> bool:
+        return bool(self._untold)
+
+    def collect(self) -> GrammarsBuilt | None:
+        if not self._untold:
+            return None
+        now, built, failed = self._clock(), list[int](), dict[int, str]()
+        for number, grammar in self._untold.items():
+            if grammar.is_dropped:
+                failed[number] = "it was dropped"
+            elif grammar.built.done():
+                built += [] if grammar.error else [number]
+                failed |= {number: grammar.error} if grammar.error else {}
+            elif now >= grammar.due:
+                failed[number] = f"it was not there after {self._timeout_s:g} s"
+        for number in [*built, *failed]:
+            del self._untold[number]
+        there = [self._grammars[number] for number in built]
+        for row in self._rows.values():
+            if row.grammar in there:
+                row.pending = self._masking.submit(row.enter)
+        return GrammarsBuilt(built=built, failed=failed) if built or failed else None
 
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
         held = self._held(rows)
@@ -124,7 +184,11 @@ class GrammarRows(NoGrammars):
         else:
             allowed = before.copy()
         for place, row in held:
-            row.wait(self._timeout_s)
+            if row.pending is None:
+                raise ProtocolError(
+                    f"row {rows[place]} is to be sampled, and its grammar was not built here."
+                )
+            _wait(row.pending, self._timeout_s)
             allowed[place] &= row.mask
         return replace(request, allowed=allowed)
 
@@ -150,8 +214,8 @@ class GrammarRows(NoGrammars):
         return [(place, self._rows[row]) for place, row in enumerate(rows.tolist()) if row in self._rows]
 
 
-class _Builder:
-    """Builds matchers; of the newest grammars one is kept unused, to be copied. Belongs to one thread.
+class _OpenOnce:
+    """The vocabulary. Belongs to one thread at a time.
 
     Args:
         open_vocabulary: called once.
@@ -160,27 +224,48 @@ class _Builder:
     def __init__(self, open_vocabulary: Callable[[], Vocabulary]) -> None:
         self._open_vocabulary = open_vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._unused: OrderedDict[bytes, Matcher] = OrderedDict()
 
-    def open(self) -> Vocabulary:
+    def get(self) -> Vocabulary:
         if self._vocabulary is None:
             self._vocabulary = self._open_vocabulary()
         return self._vocabulary
-
-    def copy(self, structured: StructuredOutputs) -> Matcher:
-        """A matcher at the beginning of its text."""
-        key = msgspec.msgpack.encode(structured)
-        matcher = self._unused.pop(key, None) or new_matcher(self.open(), structured)
-        self._unused[key] = matcher
-        if len(self._unused) > KEPT_GRAMMARS:
-            self._unused.popitem(last=False)
-        return matcher.copy()
 
 
 def new_matcher(vocabulary: Vocabulary, structured: StructuredOutputs) -> Matcher:
     from penstock.grammar.matcher import Matcher  # here: a rank without such requests does not load it
 
     return Matcher(vocabulary, structured)
+
+
+class _Grammar:
+    """A matcher that is built once and never used, so that it can be copied.
+
+    Args:
+        structured: says which texts there are.
+        due: clock seconds after which nobody waits for it any more.
+    """
+
+    def __init__(self, structured: StructuredOutputs, due: float) -> None:
+        self.structured, self.due = structured, due
+        self.built: Future[None]
+        self.error = ""  # why it cannot be had
+        self.is_dropped = False
+        self.vocabulary: Vocabulary
+        self._matcher: Matcher
+
+    def build(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """In the building thread. Its first mask is made too: copies share what that has found out."""
+        try:
+            self.vocabulary = vocabulary()
+            self._matcher = new_matcher(self.vocabulary, self.structured)
+            self._matcher.mask()
+            self.error = self._matcher.error
+        except BaseException as error:  # a panic of the library is no Exception
+            self.error = _said(error)
+
+    def copy(self) -> Matcher:
+        """A matcher at the beginning of its text."""
+        return self._matcher.copy()
 
 
 class _Row:
@@ -190,42 +275,35 @@ class _Row:
     What matchers of the same grammar share may reach the library's limits by the doing of other rows. A
     matcher that fails is therefore built anew, for this row alone, and given the row's tokens: only if that
     one fails too does the row end. So its end depends on its grammar and its tokens, and on nothing else.
+
+    Args:
+        outputs: that there are already.
     """
 
-    def __init__(self, num_words: int, tail: np.int32) -> None:
+    def __init__(self, grammar: _Grammar, num_words: int, tail: np.int32, outputs: Sequence[int]) -> None:
+        self.grammar = grammar
         self.mask = np.zeros(num_words, dtype=np.int32)  # ids that the tokenizer does not have stay forbidden
         self.error = ""
-        self.built: Future[None]
-        self.pending: Future[None]  # that, or the newest mask
+        self.pending: Future[None] | None = None  # the newest mask; None until the grammar is there
         self._tail = tail
-        self._structured: StructuredOutputs
-        self._vocabulary: Vocabulary
-        self._outputs: list[int] = []
+        self._outputs = list(outputs)
         self._matcher: Matcher | None = None  # None: the row has ended
         self._filled = self.mask  # what the matcher writes, in as many words as it has
 
-    def wait(self, timeout_s: float) -> None:
-        try:
-            self.pending.result(timeout_s)
-        except TimeoutError as error:
-            raise WaitTimeoutError(f"the mask of a grammar was not there after {timeout_s:g} s.") from error
-
-    def build(self, builder: _Builder, structured: StructuredOutputs, outputs: Sequence[int]) -> None:
+    def enter(self) -> None:
         """The matcher, up to the tokens that there are."""
         try:
-            self._structured, self._outputs = structured, list(outputs)
-            self._vocabulary = builder.open()
-            self._filled = np.zeros(self._vocabulary.num_words, dtype=np.int32)
-            self._matcher = builder.copy(structured)
-            self._go_on(outputs)
-        except BaseException as error:  # a panic of the library is no Exception
+            self._filled = np.zeros(self.grammar.vocabulary.num_words, dtype=np.int32)
+            self._matcher = self.grammar.copy()
+            self._go_on(self._outputs)
+        except BaseException as error:
             self._give_up(error)
 
     def advance(self, token_id: int) -> None:
         """The row has got this token."""
         if self._matcher is None or token_id == NO_ID:
             return
-        if token_id in self._vocabulary.ends:
+        if token_id in self.grammar.vocabulary.ends:
             self._matcher = None
             return
         self._outputs.append(token_id)
@@ -237,7 +315,7 @@ class _Row:
     def _go_on(self, token_ids: Sequence[int]) -> None:
         assert self._matcher is not None
         if not self._fill(self._matcher, token_ids):
-            self._matcher = new_matcher(self._vocabulary, self._structured)
+            self._matcher = new_matcher(self.grammar.vocabulary, self.grammar.structured)
             if not self._fill(self._matcher, self._outputs):
                 self._end(self._matcher.error)
 
@@ -253,7 +331,7 @@ class _Row:
         return True
 
     def _give_up(self, error: BaseException) -> None:
-        self._end(error.message.rstrip(".") if isinstance(error, PenstockError) else repr(error)[:200])
+        self._end(_said(error))
 
     def _end(self, why: str) -> None:
         """The row ends, alone: no id is allowed from here on."""
@@ -265,3 +343,14 @@ class _Row:
 def _advance(drawn: Sequence[tuple[_Row, int]]) -> None:
     for row, token_id in drawn:
         row.advance(token_id)
+
+
+def _said(error: BaseException) -> str:
+    return error.message.rstrip(".") if isinstance(error, PenstockError) else repr(error)[:200]
+
+
+def _wait(pending: Future[None], timeout_s: float) -> None:
+    try:
+        pending.result(timeout_s)
+    except TimeoutError as error:
+        raise WaitTimeoutError(f"the mask of a grammar was not there after {timeout_s:g} s.") from error

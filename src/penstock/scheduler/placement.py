@@ -24,6 +24,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import StepShape
+from penstock.scheduler.grammars import GrammarDesk
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.plan_draft import PlanDraft
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
@@ -40,6 +41,7 @@ class Placement:
     Args:
         pacing: sizes plans by time, where times are known and do not decide tokens.
         micro_batches: that the decoding requests are split into, if not up to `pacing`.
+        grammars: of the rows; whoever gets or loses one passes there.
         clock: monotonic seconds.
 
     Attributes:
@@ -57,6 +59,7 @@ class Placement:
         allocator: BlockAllocator,
         admission: Admission,
         prefixes: PrefixReuse,
+        grammars: GrammarDesk,
         clock: Callable[[], float],
     ) -> None:
         self._budget = budget
@@ -67,6 +70,7 @@ class Placement:
         self._allocator = allocator
         self._admission = admission
         self._prefixes = prefixes
+        self._grammars = grammars
         self._clock = clock
         self.num_preemptions = 0
         self.num_groups = budget.num_stages
@@ -92,6 +96,10 @@ class Placement:
             self._place_chunks(draft, budget)
             self._admit(draft, budget, newcomers)
 
+    @property
+    def num_stages(self) -> int:
+        return self._budget.num_stages
+
     def settle_orders(self, finished: list[Outcome], use: StoreUse) -> None:
         """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
         do all that have come after him."""
@@ -101,7 +109,7 @@ class Placement:
 
     def _count_prefill_tokens(self) -> int:
         """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
-        running = sum(r.prefill_len - r.num_scheduled for r in self._queues.running if r.is_prefilling)
+        running = sum(request.num_runnable for request in self._queues.running if request.is_prefilling)
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_groups(self, decoding: list[RequestState], prefill_tokens: int) -> int:
@@ -139,6 +147,7 @@ class Placement:
         return blocks
 
     def _preempt_youngest(self) -> None:
+        self._grammars.leave(self._queues.running[-1])
         preempt_youngest(self._queues, self._rows, self._allocator)
         self.num_preemptions += 1
 
@@ -155,8 +164,7 @@ class Placement:
     def _place_chunks(self, draft: PlanDraft, budget: PromptBudget) -> None:
         for request in self._queues.running:
             if request.is_prefilling:
-                remaining = request.prefill_len - request.num_scheduled
-                num_tokens = budget.take(request.num_scheduled, remaining)
+                num_tokens = budget.take(request.num_scheduled, request.num_runnable)
                 if num_tokens:
                     draft.add_chunk(request, num_tokens, [])
                     draft.awaited += self._prefixes.awaited(request)
@@ -175,9 +183,12 @@ class Placement:
             beginning = [*found, *coming]
             if not self._admission.may_start(head, len(self._queues.running), beginning):
                 return
+            if not self._grammars.has_room(head):
+                return
             num_cached = len(beginning) * self._allocator.block_size
-            num_tokens = budget.take(num_cached, head.num_to_prefill - num_cached)
-            if num_tokens == 0:
+            runnable = head.num_to_prefill - num_cached - (not self._grammars.is_built(head))
+            num_tokens = budget.take(num_cached, runnable)
+            if num_tokens == 0 and runnable:
                 return
             self._start(draft, found, coming, num_tokens)
 
@@ -187,6 +198,7 @@ class Placement:
         Args:
             found: blocks of its beginning that are in the cache.
             coming: those behind them, which are being loaded.
+            num_tokens: of the chunk; 0: it enters, and waits for its grammar.
         """
         row, generation = self._rows.take()
         request = self._queues.admit_head(row)
@@ -196,6 +208,7 @@ class Placement:
             request.num_cached_tokens = min(request.num_scheduled, request.prompt_len)
         blocks = self._allocator.grow(request.arrival, request.prefill_len)
         assert blocks is not None, "admission promised room"
+        table = [*found, *coming, *blocks]
         draft.new_rows.append(
             NewRow(
                 row=row,
@@ -205,7 +218,13 @@ class Placement:
                 token_ids=list(request.token_ids),
                 sampling=request.sampling,
                 pooling=request.pooling,
+                grammar=self._grammars.enter(request),
+                blocks=[] if num_tokens else table,
+                start=0 if num_tokens else request.num_scheduled,
             )
         )
-        draft.add_chunk(request, num_tokens, [*found, *coming, *blocks])
+        if num_tokens == 0:
+            draft.entering.append(request)
+            return
+        draft.add_chunk(request, num_tokens, table)
         draft.awaited += self._prefixes.awaited(request)

@@ -23,12 +23,16 @@ class PlanDraft:
         self.need_sampled: list[bool] = []
         self.token_from: list[int] = []
         self.new_rows: list[NewRow] = []
+        self.entering: list[RequestState] = []  # of these, who have no tokens in the plan
         self.sampling: list[RequestState] = []  # aligned with the True entries of need_sampled
         self.awaited: list[int] = []
         self.scoring: list[tuple[RequestState, ScoredTokens]] = []
         self.ending: list[RequestState] = []  # whose last step it is, without a sample
         self.num_decodes = 0
-        self.prefill_tokens = 0
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(self.num_tokens) - self.num_decodes  # one token each
 
     def add_decode(self, request: RequestState, blocks: list[int]) -> None:
         """One token, the one that the request's last sampling step yields."""
@@ -39,7 +43,6 @@ class PlanDraft:
     def add_chunk(self, request: RequestState, num_tokens: int, blocks: list[int]) -> None:
         """The next `num_tokens` of the tokens that were known when the request was admitted."""
         self.token_from.append(KNOWN)
-        self.prefill_tokens += num_tokens
         scored = plan_scores(request, len(self.rows), num_tokens)
         if scored is not None:
             self.scoring.append((request, scored))
@@ -67,6 +70,7 @@ class PlanDraft:
         *,
         consume_through: int,
         freed_rows: list[int],
+        dropped_grammars: list[int],
         orders: Sequence[TierOrder] = (),
         residency: int = 0,
     ) -> ScheduledBatch:
@@ -82,6 +86,7 @@ class PlanDraft:
             consume_through=consume_through,
             freed_rows=freed_rows,
             new_rows=self.new_rows,
+            dropped_grammars=dropped_grammars,
             orders=list(orders),
             residency=residency,
             awaited=self.awaited,

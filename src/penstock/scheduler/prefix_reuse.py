@@ -126,7 +126,8 @@ class PrefixReuse:
                 self._tier.named(self._allocator.table(request.arrival)[first:whole], hashes)
 
     def issued(self, requests: list[RequestState]) -> tuple[list[TierOrder], int]:
-        """A plan for these is issued: the orders that ride on it, and the digest of `ResidencyLedger`."""
+        """A plan is issued that runs these, or lets them enter: the orders that ride on it, and the digest of
+        `ResidencyLedger`."""
         orders = self.take_orders()  # before the blocks that this plan fills are ordered
         residency = 0 if self._ledger is None else self._ledger.digest_after(requests, orders)
         for request in requests:

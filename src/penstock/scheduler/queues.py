@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from penstock.batch import RowSampling
+from penstock.batch import NO_GRAMMAR, RowSampling
 from penstock.config import Pooling
 
 NO_ROW = -1
@@ -63,6 +63,8 @@ class RequestState:
         session_id: the session that keeps them when it has ended; "": none.
         leader: the request that has the same prompt, and computes it first.
         num_shared: tokens of the prompt that it will find when that one has.
+        grammar: number of the one that it is sampled by, while it has a row.
+        awaits_grammar: that is being built, and no step may sample the row yet (`scheduler.grammars`).
         pooling: it ends with the vector of its prompt, and samples nothing (`scheduler.pooled`).
     """
 
@@ -95,6 +97,8 @@ class RequestState:
     leader: RequestState | None = field(default=None, repr=False)
     num_shared: int = 0
     pooling: Pooling | None = None
+    grammar: int = NO_GRAMMAR
+    awaits_grammar: bool = False
 
     @property
     def num_outputs(self) -> int:
@@ -126,6 +130,11 @@ class RequestState:
     @property
     def is_prefilling(self) -> bool:
         return self.num_scheduled < self.prefill_len
+
+    @property
+    def num_runnable(self) -> int:
+        """Of the tokens to prefill, those that may run now: not the last, while it could not be sampled."""
+        return self.prefill_len - self.num_scheduled - self.awaits_grammar
 
     @property
     def has_started(self) -> bool:

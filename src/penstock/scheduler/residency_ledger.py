@@ -30,7 +30,8 @@ class ResidencyLedger:
         """Take in a plan that is being issued, before any block of it is named.
 
         Args:
-            requests: whose tokens it runs; nobody else's tables have grown since the plan before.
+            requests: whose tokens it runs, or who enter without any; nobody else's tables have grown
+                since the plan before.
             orders: that ride on it.
         """
         table, residents, generations = self.table, self.table.rows, self._rows.generations

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.batch import Outcome, ScheduledBatch, StepResult, StoreUse
+from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StepResult, StoreUse
 from penstock.config import SchedulerConfig
 from penstock.errors import ErrorInfo, UnavailableError
 from penstock.kvcache.allocator import BlockAllocator
@@ -25,6 +25,7 @@ from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import CostModel
+from penstock.scheduler.grammars import GrammarDesk
 from penstock.scheduler.invariants import check_consistency
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.placement import Placement
@@ -40,6 +41,7 @@ from penstock.scheduler.stopping import finish_reason
 from penstock.scheduler.updates import (
     ended_without_tokens,
     failed,
+    grammar_error,
     numerical_error,
     quarantined,
     row_error,
@@ -119,13 +121,13 @@ class Scheduler:
         )
         self._queues = RequestQueues()
         self._rows = RowPool(config.max_num_seqs)
-        self._num_stages = num_stages
         budget = TokenBudget.from_config(config, num_stages)
         target_s = config.inter_token_target_ms / 1000
         pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
         ledger = ResidencyLedger(allocator, self._rows)
         sessions = Sessions(allocator, config.max_sessions, clock)
         self.prefixes = PrefixReuse(allocator, self._queues, sessions, tier, ledger)  # and orders to ranks
+        self.grammars = GrammarDesk()
         self._placement = Placement(
             budget,
             pacing,
@@ -135,6 +137,7 @@ class Scheduler:
             allocator,
             self._admission,
             self.prefixes,
+            self.grammars,
             clock,
         )
         self._issued: dict[int, PlanDraft] = {}  # by step in flight
@@ -153,9 +156,8 @@ class Scheduler:
     def useful_depth(self) -> int:
         """Plans in flight that keep the pipe busy: P; with fewer micro-batches, one more than those, so that
         the next plan lies at the first stage when the token comes."""
-        groups = self._placement.num_groups
-        fills_pipe = self._placement.has_prompts or groups == self._num_stages
-        return self._num_stages if fills_pipe else groups + 1
+        groups, num_stages = self._placement.num_groups, self._placement.num_stages
+        return num_stages if self._placement.has_prompts or groups == num_stages else groups + 1
 
     @property
     def is_one_alone(self) -> bool:
@@ -230,19 +232,24 @@ class Scheduler:
         """See `Placement.settle_orders`."""
         self._placement.settle_orders(finished, use)
 
+    def settle_grammars(self, told: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
+        """Take what the last stage has told of grammars; whose cannot be built ends."""
+        failed = self.grammars.settle(told)
+        return [self._fail(request, grammar_error(request, why)) for request, why in failed]
+
     def schedule(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
-        returned while there are requests and no step is in flight, unless the first waits for the store or
-        there is a pause.
+        returned while there are requests and no step is in flight, unless the first waits for the store, all
+        who run wait for their grammars, or there is a pause.
         """
         draft = PlanDraft(step_id)
         prefill_in_flight = sum(issued.prefill_tokens for issued in self._issued.values())
         if self.paused != "keep":
             may_start = self.paused is None
             self._placement.fill(draft, self._returned_step, prefill_in_flight, newcomers=may_start)
-        return self._issue(draft) if draft.rows or self.prefixes.has_orders else None
+        return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
 
     def probe(self, step_id: int) -> ScheduledBatch:
         """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
@@ -308,6 +315,7 @@ class Scheduler:
         self._returned_step = max(self._issued, default=self._returned_step)
         self._issued.clear()
         self._rows.announce_freed()  # there is nobody to tell
+        self.grammars.forget_all()
         self.prefixes.lose_all()  # who takes a lost rank's place has an empty cache
         return updates
 
@@ -316,32 +324,26 @@ class Scheduler:
         return [self._fail(request, error) for request in list(self._queues) if request.has_started]
 
     def stats(self) -> SchedulerStats:
-        queues = self._queues
-        return SchedulerStats(
-            paused=self.paused is not None,
-            num_running=len(queues.running),
-            num_waiting=len(queues.waiting) + len(queues.preempted),
-            num_blocks=self._allocator.num_blocks,
-            free_blocks=self._allocator.num_free_blocks,
-            num_preemptions=self._placement.num_preemptions,
-            prompt_tokens=self._totals.prompt_tokens,
-            generated_tokens=self._totals.generated_tokens,
-            micro_batches=self._placement.num_groups,
-            **self.prefixes.counts(),
+        return _stats(
+            self.paused, self._totals, self._queues, self._allocator, self._placement, self.prefixes
         )
 
     def check_invariants(self) -> None:
         """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""
         pending = [request for issued in self._issued.values() for request in issued.sampling]
         check_consistency(self._queues, self._rows, self._allocator, pending)
+        self.grammars.check_invariants(self._queues.running)
 
     def _issue(self, draft: PlanDraft) -> ScheduledBatch:
         self._issued[draft.step_id] = draft
-        orders, residency = self.prefixes.issued(draft.requests)
+        orders, residency = self.prefixes.issued([*draft.requests, *draft.entering])
         self._consume_through = max(self._consume_through, self._returned_step, *draft.token_from, NO_STEP)
-        freed = self._rows.announce_freed()
         return draft.finish(
-            consume_through=self._consume_through, freed_rows=freed, orders=orders, residency=residency
+            consume_through=self._consume_through,
+            freed_rows=self._rows.announce_freed(),
+            dropped_grammars=self.grammars.take_dropped(),
+            orders=orders,
+            residency=residency,
         )
 
     def _accept(
@@ -382,5 +384,28 @@ class Scheduler:
     def _remove(self, request: RequestState) -> None:
         self.prefixes.leave(request)
         if request.phase is Phase.RUNNING:
+            self.grammars.leave(request)
             release(request, self._rows, self._allocator)
         self._queues.remove(request)
+
+
+def _stats(
+    paused: str | None,
+    totals: _Totals,
+    queues: RequestQueues,
+    allocator: BlockAllocator,
+    placement: Placement,
+    prefixes: PrefixReuse,
+) -> SchedulerStats:
+    return SchedulerStats(
+        paused=paused is not None,
+        num_running=len(queues.running),
+        num_waiting=len(queues.waiting) + len(queues.preempted),
+        num_blocks=allocator.num_blocks,
+        free_blocks=allocator.num_free_blocks,
+        num_preemptions=placement.num_preemptions,
+        prompt_tokens=totals.prompt_tokens,
+        generated_tokens=totals.generated_tokens,
+        micro_batches=placement.num_groups,
+        **prefixes.counts(),
+    )

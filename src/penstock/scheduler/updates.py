@@ -73,6 +73,14 @@ def row_error(request: RequestState, step_id: int, unmet: str | None) -> ErrorIn
     ).info()
 
 
+def grammar_error(request: RequestState, why: str) -> ErrorInfo:
+    return ConstraintError(
+        f"the last stage could not build the grammar of request {request.request_id}: {why}.",
+        remedy="Make the grammar smaller, or try again later.",
+        param="structured_outputs",
+    ).info()
+
+
 def numerical_error(request: RequestState, step_id: int) -> ErrorInfo:
     where = "in the vector" if request.pooling is not None else f"at {_place(request)}"
     return NumericalError(

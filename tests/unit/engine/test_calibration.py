@@ -10,6 +10,7 @@ import pytest
 from fakes import FakeClock
 from penstock.batch import (
     NO_STORE_USE,
+    BuiltGrammar,
     RankLoaded,
     ScheduledBatch,
     StageSpans,
@@ -123,6 +124,9 @@ class SimulatedPipe:
 
     def store_use(self) -> StoreUse:
         return NO_STORE_USE
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return []
 
     def wait_fds(self) -> list[int]:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.batch import NO_STORE_USE, OrdersDone, StoreUse
+from penstock.batch import NO_STORE_USE, GrammarsBuilt, OrdersDone, StoreUse
 from penstock.executor.rank_reports import RankReports
 
 
@@ -12,6 +12,18 @@ def test_an_order_is_finished_when_all_ranks_have_answered_and_done_when_all_hav
     assert reports.finished_orders() == []
     reports.keep(OrdersDone(done=[1], failed=[2]))
     assert reports.finished_orders() == [(1, True), (2, False)]
+    assert not reports.has_answers
+
+
+def test_dr5_a_grammar_is_there_when_all_ranks_of_the_last_stage_have_told() -> None:
+    reports = RankReports(5, 2)
+    reports.keep(GrammarsBuilt(built=[7, 3, 4], failed={5: "too large"}))
+    assert not reports.has_answers
+    assert reports.built_grammars() == []
+    reports.keep(GrammarsBuilt(built=[7, 5, 3], failed={4: "too late"}))
+    assert reports.has_answers
+    assert reports.built_grammars() == [(3, ""), (4, "too late"), (5, "too large"), (7, "")]
+    assert reports.built_grammars() == []
     assert not reports.has_answers
 
 

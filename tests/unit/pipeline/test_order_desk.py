@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import threading
 
-from penstock.batch import OrdersDone, ScheduledBatch, Shutdown, TierOrder, decode_to_core, encode
+from penstock.batch import (
+    GrammarsBuilt,
+    OrdersDone,
+    ScheduledBatch,
+    Shutdown,
+    TierOrder,
+    decode_to_core,
+    encode,
+)
 from penstock.executor.plan_channel import QueueChannel
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.order_desk import OrderDesk
@@ -53,6 +61,39 @@ def test_answers_go_out_while_there_is_no_plan() -> None:
     thread = threading.Thread(target=answer)
     thread.start()
     assert [plan.step_id for plan in plans] == [0]
+    thread.join(60)
+    assert desk.patience_s is None
+
+
+class FakeBuilds:
+    """Has built when it has been asked a few times."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+
+    @property
+    def is_building(self) -> bool:
+        return self.num_asked < 3
+
+    def collect(self) -> GrammarsBuilt | None:
+        self.num_asked += 1
+        return GrammarsBuilt(built=[5], failed={}) if self.num_asked == 3 else None
+
+
+def test_dr5_what_is_built_is_told_while_there_is_no_plan() -> None:
+    core, rank = QueueChannel.pair()
+    desk = OrderDesk(None, rank, FakeBuilds())
+    plans = plans_from(rank, desk=desk)
+
+    def answer() -> None:
+        frame = core.recv(60.0)
+        assert frame is not None
+        assert decode_to_core(frame) == GrammarsBuilt(built=[5], failed={})
+        core.send(encode(Shutdown()))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert list(plans) == []
     thread.join(60)
     assert desk.patience_s is None
 

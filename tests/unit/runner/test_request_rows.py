@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -177,6 +178,16 @@ def test_d10_a_preempted_request_enters_again_with_all_its_tokens() -> None:
     assert rows.prompt_len[2] == 3
     assert rows.num_rejected[2] == 0
     assert rows.block_tables[2, 0] == 9
+
+
+def test_a_row_may_enter_with_its_blocks_before_its_first_token_runs() -> None:
+    rows = started([1, 2, 3])
+    alone = msgspec.structs.replace(new_row(2, [1, 2, 3, 4, 5]), blocks=[9, 8], start=4)
+    assert schedule(rows, make_plan(1, new_rows=[alone])) == []
+    assert (rows.num_computed[2], rows.num_blocks[2], rows.block_tables[2, :2].tolist()) == (4, 2, [9, 8])
+    assert schedule(rows, make_plan(2, [Part(row=2, start=4)])) == [4]
+    with pytest.raises(ProtocolError, match="wrong position"):
+        schedule(rows, make_plan(3, [Part(row=2, start=4)]))
 
 
 REFUSALS = {

@@ -5,32 +5,57 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
-from penstock.batch import GREEDY, NewRow, RowSampling
-from penstock.errors import InvalidRequestError, WaitTimeoutError
-from penstock.grammar.matcher import Vocabulary, load_vocabulary
+from penstock.batch import GREEDY, NO_GRAMMAR, GrammarsBuilt, NewRow, RowSampling
+from penstock.errors import InvalidRequestError, ProtocolError, WaitTimeoutError
+from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.kernels.candidates import NO_ID, HeadRequest, SparseBias
 from penstock.models.registry import resolve_model_directory
 from penstock.request import StructuredOutputs
-from penstock.sample.grammar_rows import KEPT_GRAMMARS, NOTHING_LEFT, GrammarRows, NoGrammars
+from penstock.sample import grammar_rows
+from penstock.sample.grammar_rows import NOTHING_LEFT, GrammarRows, NoGrammars
 from penstock.tokenizer.tokenizer import load_tokenizer
 
 DEMO = resolve_model_directory("demo")
 EOS, VOCAB_SIZE = 1, 1024
 TOKENIZER = load_tokenizer(DEMO)
 PROMPT = [0, 5, 6]
+NUMBERS: dict[bytes, int] = {}
 
 
 def ids(text: str) -> list[int]:
     return TOKENIZER.encode(text, add_special_tokens=False)
 
 
+def number_of(structured: StructuredOutputs | None) -> int:
+    """As the core gives them; a number for each that is ever asked for."""
+    if structured is None:
+        return NO_GRAMMAR
+    return NUMBERS.setdefault(msgspec.msgpack.encode(structured), len(NUMBERS))
+
+
 def new_row(row: int, structured: StructuredOutputs | None, outputs: list[int] | None = None) -> NewRow:
     values = {name: getattr(GREEDY, name) for name in RowSampling.__struct_fields__}
     sampling = RowSampling(**values | {"structured": structured})
-    return NewRow(row, 1, f"r{row}", len(PROMPT), [*PROMPT, *(outputs or [])], sampling)
+    tokens = [*PROMPT, *(outputs or [])]
+    return NewRow(row, 1, f"r{row}", len(PROMPT), tokens, sampling, grammar=number_of(structured))
+
+
+def told(grammars: GrammarRows) -> GrammarsBuilt:
+    """Once all has been built that is being built."""
+    built, failed = list[int](), dict[int, str]()
+    while grammars.is_building:
+        for grammar in grammars._untold.values():
+            if not grammar.is_dropped:
+                grammar.built.result(60)
+        answers = grammars.collect()
+        assert answers is not None
+        built += answers.built
+        failed |= answers.failed
+    return GrammarsBuilt(built=built, failed=failed)
 
 
 def head_request(num_rows: int, allowed: np.ndarray | None = None) -> HeadRequest:
@@ -43,7 +68,9 @@ def head_request(num_rows: int, allowed: np.ndarray | None = None) -> HeadReques
 
 
 def masks(grammars: NoGrammars, rows: list[int], before: np.ndarray | None = None) -> list[list[int]]:
-    """Allowed ids of each row."""
+    """Allowed ids of each row, once all is built."""
+    if isinstance(grammars, GrammarRows):
+        told(grammars)
     found = grammars.constrained(head_request(len(rows), before), np.array(rows)).allowed
     assert found is not None
     bits = np.unpackbits(found.view(np.uint8), axis=1, bitorder="little")
@@ -140,6 +167,7 @@ def test_a_rows_new_owner_inherits_nothing(grammars: GrammarRows) -> None:
     grammars.add(new_row(0, AB))
     grammars.reset()
     assert grammars.constrained(head_request(1), np.array([0])).allowed is None
+    assert not grammars.is_building, "what was asked for before is nobody's"
 
 
 def test_d11_what_comes_behind_the_end_is_taken_and_means_nothing(grammars: GrammarRows) -> None:
@@ -160,24 +188,25 @@ def test_a_token_that_the_grammar_forbids_ends_the_row_with_a_reason(grammars: G
     assert grammars.reason(0) not in ("", NOTHING_LEFT)
 
 
-def test_r10_a_grammar_that_fails_on_the_rank_forbids_all_to_its_row_alone(grammars: GrammarRows) -> None:
-    grammars.add(new_row(0, StructuredOutputs(regex="[")))
+def test_r10_a_grammar_that_fails_on_the_rank_is_told_and_no_other(grammars: GrammarRows) -> None:
+    bad = StructuredOutputs(regex="[")
+    grammars.add(new_row(0, bad))
     grammars.add(new_row(1, AB))
-    bad, good = masks(grammars, [0, 1])
-    assert bad == []
-    assert good
-    assert "regex" in grammars.reason(0)
+    answers = told(grammars)
+    assert answers.built == [number_of(AB)]
+    assert list(answers.failed) == [number_of(bad)]
+    assert "regex" in answers.failed[number_of(bad)]
+    assert masks(grammars, [1])[0]
 
 
-def test_a_vocabulary_that_cannot_be_opened_ends_rows_and_not_the_rank() -> None:
+def test_a_vocabulary_that_cannot_be_opened_fails_grammars_and_not_the_rank() -> None:
     def fail() -> Vocabulary:
         raise InvalidRequestError("no tokens here.")
 
     grammars = GrammarRows(VOCAB_SIZE, fail)
     grammars.open()
     grammars.add(new_row(0, AB))
-    assert masks(grammars, [0]) == [[]]
-    assert grammars.reason(0) == "no tokens here"
+    assert told(grammars).failed == {number_of(AB): "no tokens here"}
     grammars.close()
 
 
@@ -202,14 +231,59 @@ def test_a_limit_that_others_have_used_up_is_nobody_elses(
     assert grammars._rows[0]._matcher is not spoilt
 
 
-def test_grammars_that_are_kept_for_others_are_bounded(grammars: GrammarRows) -> None:
-    for number in range(KEPT_GRAMMARS + 5):
-        grammars.add(new_row(0, StructuredOutputs(choice=[f"a{number}"])))
-        masks(grammars, [0])
-    assert len(grammars._builder._unused) == KEPT_GRAMMARS
+def test_what_is_built_is_told_once_and_kept_until_it_is_dropped(
+    grammars: GrammarRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[StructuredOutputs] = []
+
+    def counted(vocabulary: Vocabulary, structured: StructuredOutputs) -> Matcher:
+        built.append(structured)
+        return Matcher(vocabulary, structured)
+
+    monkeypatch.setattr(grammar_rows, "new_matcher", counted)
+    grammars.add(new_row(0, AB))
+    grammars.add(new_row(1, AB))
+    assert told(grammars) == GrammarsBuilt(built=[number_of(AB)], failed={})
+    expected = masks(grammars, [0])
+    grammars.free(0)
+    grammars.free(1)
+    grammars.add(new_row(2, AB))
+    assert not grammars.is_building
+    assert grammars.collect() is None
+    assert masks(grammars, [2]) == expected
+    assert built == [AB]
+    grammars.drop([number_of(AB)])
+    assert masks(grammars, [2]) == expected, "the row has its own"
+    grammars.add(new_row(0, AB))
+    assert grammars.is_building
+    assert masks(grammars, [0]) == expected
+    assert built == [AB, AB]
 
 
-def test_grammars_of_rows_that_have_ended_are_not_built(vocabulary: Vocabulary) -> None:
+def test_nothing_is_told_and_nothing_sampled_before_it_is_built(vocabulary: Vocabulary) -> None:
+    """And whoever has no grammar, or one that is there, does not wait."""
+    hold = threading.Event()
+    other = StructuredOutputs(regex="[0-9]")
+
+    def wait() -> Vocabulary:
+        assert hold.wait(60)
+        return vocabulary
+
+    grammars = GrammarRows(VOCAB_SIZE, wait)
+    grammars.add(new_row(0, AB))
+    grammars.add(new_row(1, other))
+    assert grammars.is_building
+    assert grammars.collect() is None
+    assert grammars.constrained(head_request(1), np.array([5])).allowed is None
+    with pytest.raises(ProtocolError, match=r"row 1 .* not built"):
+        grammars.constrained(head_request(1), np.array([1]))
+    hold.set()
+    assert sorted(told(grammars).built) == sorted(map(number_of, (AB, other)))
+    assert len(masks(grammars, [1])[0]) == 10
+    grammars.close()
+
+
+def test_what_is_dropped_before_it_was_built_is_told_of_and_not_built(vocabulary: Vocabulary) -> None:
     hold, begun = threading.Event(), threading.Event()
 
     def wait() -> Vocabulary:
@@ -220,28 +294,48 @@ def test_grammars_of_rows_that_have_ended_are_not_built(vocabulary: Vocabulary) 
     grammars = GrammarRows(VOCAB_SIZE, wait)
     grammars.add(new_row(0, AB))
     assert begun.wait(60)
-    for number in range(9):  # one leaves, one is followed by another, and all are forgotten
-        grammars.add(new_row(1 + number % 3, StructuredOutputs(choice=[f"a{number}"])))
-        if number % 3 == 2:
-            grammars.free(3)
+    other = StructuredOutputs(regex="[0-9]")
+    grammars.add(new_row(1, other))
+    waiting = grammars._untold[number_of(other)].built
+    grammars.free(1)
+    grammars.drop([number_of(other), 10**6])
+    assert waiting.cancelled()
+    assert grammars.collect() == GrammarsBuilt(built=[], failed={number_of(other): "it was dropped"})
     grammars.reset()
-    grammars.add(new_row(1, AB))
+    assert not grammars.is_building
+    grammars.add(new_row(1, AB))  # of the next epoch
     hold.set()
+    assert told(grammars).built == [number_of(AB)]
     assert masks(grammars, [1])
-    assert len(grammars._builder._unused) == 1
     grammars.close()
 
 
-def test_a_mask_that_does_not_come_is_an_error_after_a_time(vocabulary: Vocabulary) -> None:
-    hold = threading.Event()
+def test_a_grammar_that_is_not_built_in_time_fails(vocabulary: Vocabulary) -> None:
+    hold, now = threading.Event(), 100.0
 
     def wait() -> Vocabulary:
         assert hold.wait(60)
         return vocabulary
 
-    grammars = GrammarRows(VOCAB_SIZE, wait, timeout_s=0.01)
+    grammars = GrammarRows(VOCAB_SIZE, wait, timeout_s=5.0, clock=lambda: now)
     grammars.add(new_row(0, AB))
+    now = 104.9
+    assert grammars.collect() is None
+    now = 105.0
+    assert grammars.collect() == GrammarsBuilt(built=[], failed={number_of(AB): "it was not there after 5 s"})
+    assert not grammars.is_building
+    hold.set()
+    grammars.close()
+
+
+def test_a_mask_that_does_not_come_is_an_error_after_a_time(vocabulary: Vocabulary) -> None:
+    hold = threading.Event()
+    grammars = GrammarRows(VOCAB_SIZE, lambda: vocabulary, timeout_s=0.01)
+    grammars.add(new_row(0, AB))
+    told(grammars)
+    masking = grammars._masking.submit(hold.wait, 60)
+    grammars._rows[0].pending = masking  # type: ignore[assignment]
     with pytest.raises(WaitTimeoutError, match="mask"):
-        masks(grammars, [0])
+        grammars.constrained(head_request(1), np.array([0]))
     hold.set()
     grammars.close()

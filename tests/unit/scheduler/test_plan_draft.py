@@ -32,7 +32,7 @@ def test_columns_of_decodes_and_chunks() -> None:
     draft.add_decode(decoding, [40])
     draft.add_chunk(ending, 2, [])
     draft.add_chunk(beginning, 3, [41, 42])
-    plan = draft.finish(consume_through=6, freed_rows=[2])
+    plan = draft.finish(consume_through=6, freed_rows=[2], dropped_grammars=[])
     assert plan.step_id == 8
     assert plan.rows == [3, 0, 1]
     assert plan.num_tokens == [1, 2, 3]

@@ -1,0 +1,195 @@
+"""Which grammars the last stage has: what each row may be sampled by is decided here, and nowhere else (DR5).
+
+    plan n       a row enters, of grammar 7 (`NewRow.grammar`)    the last stage begins to build it
+    plan n + 1   its prompt, but for the last token               other rows go on
+    report       7 is built, by all ranks of the last stage       (`batch.GrammarsBuilt`)
+    plan n + 4   the last token, behind which it is sampled
+
+So no step ever waits for a build. The token that is held back is the last that is known, so that the rest of
+the prompt is computed meanwhile; where there is no other, the row enters alone. Of a grammar that is there
+already nothing is held back, and the row loses no step. Plans follow from the order of requests, results and
+reports, and from nothing else: ranks build and drop what plans name.
+
+A grammar is known by its number, which is never used again, from its first row until it is dropped. Those
+that no row has are kept for the next, the longest unused dropped first: as many and as large as the bounds
+below say. What is being built when its last row goes is dropped at once. Ranks that are lost have built
+nothing: all rows enter again, and grammars get new numbers. No torch, no clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from penstock.batch import NO_GRAMMAR, BuiltGrammar
+from penstock.request import StructuredOutputs
+from penstock.scheduler.queues import RequestState
+
+MAX_UNUSED = 64  # grammars that are kept although no row has them
+MAX_BYTES = 512 << 20  # of all that the last stage has, as estimated
+
+# What a grammar takes there (llguidance 1.9, measured): up to 120 bytes for each of its text when it is
+# built, and what is found out of its patterns while it is matched.
+BYTES_PER_BYTE = 128
+BYTES_AT_LEAST = 1 << 20  # more than the larger part of them ever gets to
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Grammar:
+    """Attributes:
+    num_bytes: estimated.
+    rows: requests that hold a row with it.
+    """
+
+    number: int
+    key: bytes
+    num_bytes: int
+    is_built: bool = False
+    rows: list[RequestState] = field(default_factory=list)
+
+
+class GrammarDesk:
+    """Args:
+    max_unused, max_bytes: see `MAX_UNUSED` and `MAX_BYTES`. A grammar that is larger than all may be is
+        there alone.
+    """
+
+    def __init__(self, max_unused: int = MAX_UNUSED, max_bytes: int = MAX_BYTES) -> None:
+        self._max_unused, self._max_bytes = max_unused, max_bytes
+        self._known: dict[bytes, _Grammar] = {}  # by what it says; the longest unused first
+        self._by_number: dict[int, _Grammar] = {}
+        self._dropped: list[int] = []  # that the ranks have not been told of
+        self._next_number = 0
+
+    @property
+    def is_any_awaited(self) -> bool:
+        """Whether a row waits for its grammar."""
+        return any(grammar.rows and not grammar.is_built for grammar in self._known.values())
+
+    def is_built(self, request: RequestState) -> bool:
+        """Whether a request that would enter now could be sampled at once."""
+        structured = _wanted(request)
+        if structured is None:
+            return True
+        grammar = self._known.get(_key(structured))
+        return grammar is not None and grammar.is_built
+
+    def has_room(self, request: RequestState) -> bool:
+        """Whether its grammar may be there beside those of the rows. In the end it has: the rows go."""
+        structured = _wanted(request)
+        if structured is None or not (in_use := [known for known in self._known.values() if known.rows]):
+            return True
+        key = _key(structured)
+        others = sum(known.num_bytes for known in in_use if known.key != key)
+        return others == 0 or others + _estimated(key) <= self._max_bytes
+
+    def enter(self, request: RequestState) -> int:
+        """It gets a row: the number of its grammar."""
+        structured = _wanted(request)
+        if structured is None:
+            return NO_GRAMMAR
+        key = _key(structured)
+        grammar = self._known.pop(key, None)
+        if grammar is None:
+            grammar = _Grammar(number=self._next_number, key=key, num_bytes=_estimated(key))
+            self._by_number[grammar.number] = grammar
+            self._next_number += 1
+        self._known[key] = grammar
+        grammar.rows.append(request)
+        request.grammar, request.awaits_grammar = grammar.number, not grammar.is_built
+        self._drop_unused()
+        return grammar.number
+
+    def leave(self, request: RequestState) -> None:
+        """It has lost its row."""
+        if request.grammar == NO_GRAMMAR:
+            return
+        grammar = self._by_number[request.grammar]
+        request.grammar, request.awaits_grammar = NO_GRAMMAR, False
+        grammar.rows.remove(request)
+        if not grammar.rows:
+            self._leave_unused(grammar)
+
+    def settle(self, told: Iterable[BuiltGrammar]) -> list[tuple[RequestState, str]]:
+        """Take what the last stage has told; rows of what is built may be sampled from now on.
+
+        Returns:
+            Requests whose grammar cannot be built there, and why. They have to end; who asks for it again
+            has it tried again.
+        """
+        failed = []
+        for number, why in told:
+            grammar = self._by_number.get(number)
+            if grammar is None:  # it was dropped meanwhile
+                continue
+            if why:
+                failed += [(request, why) for request in grammar.rows]
+            else:
+                grammar.is_built = True
+                for request in grammar.rows:
+                    request.awaits_grammar = False
+        return failed
+
+    def take_dropped(self) -> list[int]:
+        """For the plan that is issued now."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def forget_all(self) -> None:
+        """The ranks have forgotten all, and nobody has a row."""
+        for grammar in self._known.values():
+            for request in grammar.rows:
+                request.grammar, request.awaits_grammar = NO_GRAMMAR, False
+        self._known.clear()
+        self._by_number.clear()
+        self._dropped.clear()
+
+    def check_invariants(self, running: Sequence[RequestState]) -> None:
+        assert list(self._by_number.values()) == sorted(self._known.values(), key=lambda known: known.number)
+        for grammar in self._known.values():
+            assert grammar.rows or grammar.is_built, "it is built for nobody"
+            for request in grammar.rows:
+                assert (request.grammar, request.awaits_grammar) == (grammar.number, not grammar.is_built)
+        held = [request.arrival for grammar in self._known.values() for request in grammar.rows]
+        with_grammar = [request.arrival for request in running if request.grammar != NO_GRAMMAR]
+        assert sorted(held) == with_grammar, "a grammar is held without a row"
+
+    def _leave_unused(self, grammar: _Grammar) -> None:
+        """Its last row has gone."""
+        if not grammar.is_built:
+            self._drop(grammar)
+            return
+        self._known[grammar.key] = self._known.pop(grammar.key)  # the newest now
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        """As many as are too many."""
+        unused = [grammar for grammar in self._known.values() if not grammar.rows]
+        num_bytes = sum(grammar.num_bytes for grammar in self._known.values())
+        num_kept = len(unused)
+        for grammar in unused:
+            if num_kept <= self._max_unused and num_bytes <= self._max_bytes:
+                return
+            self._drop(grammar)
+            num_kept -= 1
+            num_bytes -= grammar.num_bytes
+
+    def _drop(self, grammar: _Grammar) -> None:
+        del self._known[grammar.key], self._by_number[grammar.number]
+        self._dropped.append(grammar.number)
+
+
+def _wanted(request: RequestState) -> StructuredOutputs | None:
+    """What it is to be sampled by, if a token of it is to be sampled."""
+    return request.sampling.structured if len(request.token_ids) < request.max_len else None
+
+
+def _key(structured: StructuredOutputs) -> bytes:
+    return msgspec.msgpack.encode(structured)
+
+
+def _estimated(key: bytes) -> int:
+    """Bytes that it takes on a rank."""
+    return BYTES_AT_LEAST + BYTES_PER_BYTE * len(key)
