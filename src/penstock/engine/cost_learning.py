@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from penstock.batch import ScheduledBatch, StageSpans
+from penstock.batch import NO_GRAMMAR, NewRow, ScheduledBatch, StageSpans
 from penstock.scheduler.cost_model import CostModel, StepSample, StepShape
 from penstock.trace.phases import Phase
 
@@ -30,8 +30,24 @@ class StepTimes(NamedTuple):
     overhead_s: float
 
 
+class _Told(NamedTuple):
+    """What is known of a step that was submitted.
+
+    Attributes:
+        alone: only one stage at a time computes for it.
+        samples_only: the sampling phase of the last stage is the head and sampling, and nothing else.
+    """
+
+    shape: StepShape
+    alone: bool
+    samples_only: bool
+
+
 class CostLearner:
     """Teaches a cost model.
+
+    What rows with a grammar or a pooling do in the sampling phase, waiting for masks and adding up states, is
+    no cost of the head: of steps with such a row only the rest is learnt.
 
     Args:
         model: is taught.
@@ -40,17 +56,21 @@ class CostLearner:
     def __init__(self, model: CostModel) -> None:
         self.model = model
         self._next_at = -math.inf  # clock seconds at which `follow` learns again
-        self._shapes: dict[int, tuple[StepShape, bool]] = {}  # by step id, the oldest first
+        self._steps: dict[int, _Told] = {}  # by step id, the oldest first
+        self._special_rows: set[int] = set()  # with a grammar or a pooling
         self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
 
     def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
         """A plan is on its way. `alone`: only one stage at a time computes for it."""
+        self._special_rows.difference_update(plan.freed_rows, [new.row for new in plan.new_rows])
+        self._special_rows |= {new.row for new in plan.new_rows if _is_special(new)}
         # What waits for the store, or scores prompts, says nothing of other plans.
         if not plan.rows or plan.awaited or plan.scored:
             return
-        self._shapes[plan.step_id] = StepShape.of(plan), alone
-        if len(self._shapes) > _MAX_SHAPES:
-            del self._shapes[next(iter(self._shapes))]
+        samples_only = self._special_rows.isdisjoint(plan.rows)
+        self._steps[plan.step_id] = _Told(StepShape.of(plan), alone, samples_only)
+        if len(self._steps) > _MAX_SHAPES:
+            del self._steps[next(iter(self._steps))]
 
     def follow(self, now: float, reports: Callable[[], Sequence[StageSpans]]) -> None:
         """Learn from what is reported, about as often as stages do; `now`: clock seconds."""
@@ -66,12 +86,17 @@ class CostLearner:
             self._seen_ns[report.stage] = report.began_ns
             samples: dict[bool, list[StepSample]] = defaultdict(list)
             for times in step_times(report):
-                known = self._shapes.get(times.step)
-                if known is not None:
-                    shape, alone = known
-                    samples[alone].append(StepSample(shape, *times[1:]))
+                told = self._steps.get(times.step)
+                if told is not None:
+                    sample_s = times.sample_s if told.samples_only else None
+                    sample = StepSample(told.shape, times.forward_s, sample_s, times.overhead_s)
+                    samples[told.alone].append(sample)
             for alone, found in samples.items():
                 self.model.learn(report.stage, found[-_MAX_SAMPLES:], alone=alone)
+
+
+def _is_special(new: NewRow) -> bool:
+    return new.grammar != NO_GRAMMAR or new.pooling is not None
 
 
 def step_times(report: StageSpans) -> Iterator[StepTimes]:

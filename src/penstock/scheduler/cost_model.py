@@ -77,7 +77,7 @@ class StepSample(NamedTuple):
 
     shape: StepShape
     forward_s: float
-    sample_s: float
+    sample_s: float | None  # None: in that phase it did more than the head's work
     overhead_s: float
 
 
@@ -123,7 +123,7 @@ class _StageSamples:
         shape = sample.shape
         key = (_size_class(shape.tokens), shape.attended.bit_length())
         self._forward.add(key, (shape.tokens, shape.attended, sample.forward_s, sample.overhead_s))
-        if shape.samples:
+        if shape.samples and sample.sample_s is not None:
             self._head.add((_size_class(shape.samples), 0), (shape.samples, 0.0, sample.sample_s))
 
     def fit(self) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from penstock.batch import ScheduledBatch, ScoredTokens, StageSpans
+from penstock.batch import GREEDY, NewRow, ScheduledBatch, ScoredTokens, StageSpans
 from penstock.engine.cost_learning import CostLearner, step_times
-from penstock.scheduler.cost_model import CostModel
+from penstock.scheduler.cost_model import CostModel, StageCost
 from penstock.trace.phases import Phase
 
 MS = 10**6
@@ -82,6 +84,43 @@ def test_steps_that_score_prompts_or_wait_for_the_store_say_nothing_of_others() 
     assert costs.model.costs() is None
 
 
+@pytest.mark.parametrize("what", [{"grammar": 7}, {"pooling": "mean"}], ids=["grammar", "pooling"])
+def test_what_such_rows_do_in_the_sampling_phase_is_no_cost_of_the_head(what: dict[str, Any]) -> None:
+    """Learned costs are equal with and without them; of their steps the rest is learnt."""
+    slow = [*LAST[:4], (Phase.SAMPLE, 900), LAST[5]]
+
+    def learned(special: dict[str, Any]) -> list[StageCost]:
+        costs = CostLearner(CostModel(1))
+        times = slow if special else LAST
+        enters = NewRow(1, 0, "r", 3, [5, 6, 7], GREEDY, **special)
+        leaves = NewRow(1, 1, "next", 3, [5, 6, 7], GREEDY)
+        plans = [
+            decode(0, 2),
+            msgspec.structs.replace(decode(1, 4), new_rows=[enters]),
+            decode(2, 4),
+            msgspec.structs.replace(decode(3, 2), rows=[0, 2]),
+            msgspec.structs.replace(decode(4, 4), freed_rows=[1], new_rows=[leaves]),
+        ]
+        for plan in plans:
+            costs.submitted(plan, alone=False)
+        with_row = [(1, 4, times), (2, 4, times)]
+        costs.learn([report(0, 1, (0, 2, LAST), *with_row, (3, 2, LAST), (4, 4, LAST))])
+        return costs.model.costs() or []
+
+    assert learned(what) == learned({})
+    (cost,) = learned(what)
+    assert (cost.read, cost.head_read) == pytest.approx((0.020, 0.008))
+
+
+def test_of_steps_of_such_rows_alone_the_layers_are_learnt() -> None:
+    costs = CostLearner(CostModel(1))
+    enters = NewRow(0, 0, "r", 3, [5, 6, 7], GREEDY, grammar=7)
+    costs.submitted(msgspec.structs.replace(decode(0, 1), new_rows=[enters]), alone=False)
+    costs.learn([report(0, 1, (0, 1, LAST))])
+    (cost,) = costs.model.costs() or []
+    assert (cost.read, cost.head_read, cost.per_sample) == pytest.approx((0.020, 0.0, 0.0))
+
+
 def test_steps_alone_and_shared_are_kept_apart() -> None:
     costs = CostLearner(CostModel(2))
     for step in range(2):
@@ -96,4 +135,4 @@ def test_shapes_of_steps_that_are_never_reported_do_not_pile_up() -> None:
     costs = CostLearner(CostModel(1))
     for step in range(5000):
         costs.submitted(decode(step, 1), alone=False)
-    assert len(costs._shapes) <= 4096
+    assert len(costs._steps) <= 4096
