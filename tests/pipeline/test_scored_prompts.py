@@ -15,6 +15,8 @@ from families import FAMILIES
 from hf_reference import MODELS, RandomModel, reference_logits
 from penstock import LLM, SamplingParams
 from penstock.engine.outputs import RequestOutput
+from penstock.engine.siblings import with_siblings
+from penstock.request import RequestUpdate
 from small_engines import small_engine
 
 DEMO = Path(__file__).resolve().parents[2] / "src" / "penstock" / "assets" / "demo"
@@ -108,6 +110,36 @@ def test_g8_scores_of_the_demo_model_equal_transformers() -> None:
     assert_as_transformers(DEMO, [output.prompt_token_ids], [scores_of(output)])
     assert output.outputs[0].token_ids == []
     assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("", "length")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"prefill_chunk": 3},
+        {"pipeline_parallel_size": 3, "async_depth": 1, "prefill_chunk": 7},
+        {"pipeline_parallel_size": 2, "enable_prefix_caching": False},
+    ],
+    ids=["pp 1", "pp 3", "pp 2 without a cache"],
+)
+def test_g8_every_choice_has_the_scores_of_the_prompt(layout: dict[str, Any], tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, layers=3, seed=3)
+    params = SamplingParams(n=3, max_tokens=3, seed=4, ignore_eos=True, prompt_logprobs=2)
+    with small_engine(tmp_path, dtype="float32", **layout) as llm:
+        asked = with_siblings("r", PROMPTS[3], params)
+        found: dict[str, list[RequestUpdate]] = {one.request_id: [] for one in asked.alone()}
+        llm._client.add(asked)
+        while any(not updates or updates[-1].finish_reason is None for updates in found.values()):
+            for update in llm._client.poll(1.0):
+                found[update.request_id].append(update)
+        (alone,) = llm.generate([{"prompt_token_ids": PROMPTS[3]}], SCORED)
+    scores = [[score for update in own for score in update.prompt_logprobs] for own in found.values()]
+    assert scores[0] == scores[1] == scores[2]
+    assert [score.logprob for score in scores[0]] == [
+        entry[token_id].logprob
+        for token_id, entry in zip(PROMPTS[3][1:], (alone.prompt_logprobs or [])[1:], strict=True)
+        if entry is not None
+    ]
+    assert [sum(len(update.token_ids) for update in own) for own in found.values()] == [3, 3, 3]
 
 
 LAYOUTS: list[dict[str, Any]] = [

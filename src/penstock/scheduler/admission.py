@@ -89,9 +89,9 @@ class Admission:
         return [first, *others]
 
     def _num_shared(self, request: GenerationRequest) -> int:
-        """Tokens of the prompt that are found by whoever follows another: whole blocks before the last token,
-        unless all tokens are scored and so computed."""
-        if self._allocator.pool.cache is None or request.sampling.prompt_logprobs is not None:
+        """Tokens of the prompt that are found by whoever follows another: whole blocks before the last
+        token."""
+        if self._allocator.pool.cache is None:
             return 0
         return (len(request.prompt_token_ids) - 1) // self._allocator.block_size * self._allocator.block_size
 

@@ -4,7 +4,7 @@ With costs of the stages known, `scheduler.pacing` sizes chunks instead. Here pr
 the chunk size, counted from the start of the prompt, whatever else is in the plan: a chunk that does not fit
 the rest of the budget waits for the next plan instead of being cut. So the chunks of a request do not depend
 on load, stages or depth: what runs with them may change the last bits of a matrix product, but never where
-the prompt is cut. (What the prefix cache has does, and so does a grammar that is being built: the last token is
+the prompt is cut. (What the prefix cache has does, and a grammar that is being built does: the last token is
 held back for it, `scheduler.grammars`.)
 """
 

@@ -71,7 +71,7 @@ class PrefixReuse:
         return self._tier is not None and self._tier.must_wait(request.arrival)
 
     def must_follow(self, request: RequestState, num_found: int) -> bool:
-        """Whether more of its beginning is being computed for the request that it follows.
+        """Whether more of its beginning is being computed for the request that it follows, or scored.
 
         Args:
             num_found: blocks that it could begin with now.
@@ -79,6 +79,8 @@ class PrefixReuse:
         leader = request.leader
         if leader is None or leader.phase is not Phase.RUNNING:
             return False
+        if request.wants_scores:  # it is told those of the leader, if it has all before them
+            return leader.num_scores <= request.num_scores
         return max(num_found, leader.num_named) < request.num_shared // self._block_size
 
     def leave(self, request: RequestState) -> None:

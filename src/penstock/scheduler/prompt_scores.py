@@ -13,6 +13,10 @@ steps, scores come in the order of the tokens. When the steps in flight are lost
 that have returned; another core, to those that the client has. A request starts at its first token, whatever
 a prefix cache has, until all its scores are planned.
 
+Who follows another with the same prompt (`n`) has the same scores: what returns for the leader is told to
+those in line behind it too, who wait for it (`scheduler.prefix_reuse`). Whom it leaves with less, because it
+has ended or gives way, plans the rest on his own, and is told no more.
+
 Called by `scheduler.plan_draft` and `scheduler.scheduler`.
 """
 
@@ -22,7 +26,7 @@ from collections.abc import Iterable, Iterator
 
 from penstock.batch import ScoredTokens, StepResult
 from penstock.request import TokenLogprobs
-from penstock.scheduler.queues import Phase, RequestState
+from penstock.scheduler.queues import Phase, RequestQueues, RequestState
 
 
 def plan_scores(request: RequestState, place: int, num_tokens: int) -> ScoredTokens | None:
@@ -43,15 +47,22 @@ def plan_scores(request: RequestState, place: int, num_tokens: int) -> ScoredTok
 
 
 def returned_scores(
-    asked: Iterable[tuple[RequestState, ScoredTokens]], result: StepResult
+    asked: Iterable[tuple[RequestState, ScoredTokens]], result: StepResult, queues: RequestQueues
 ) -> Iterator[tuple[RequestState, list[TokenLogprobs]]]:
-    """The requests that a step scored tokens of, and the scores, as the result has them; requests that have
-    ended since are left out.
+    """The requests that a step scored tokens of, and the scores, as the result has them; each followed by
+    those that wait for it, with what is new to them. Requests that have ended since are left out.
 
     Args:
         asked: what its plan asked for.
     """
-    for (request, _), scores in zip(asked, result.scores, strict=True):
-        if request.phase is not Phase.FINISHED:
-            request.num_scores += len(scores)
-            yield request, scores
+    for (request, scored), scores in zip(asked, result.scores, strict=True):
+        if request.phase is Phase.FINISHED:
+            continue
+        request.num_scores += len(scores)
+        yield request, scores
+        for follower in queues.followers_in_line(request):
+            known = follower.num_scores - (scored.first - 1)
+            if follower.num_scores_planned == follower.num_scores and 0 <= known < len(scores):
+                follower.num_scores += len(scores) - known
+                follower.num_scores_planned = follower.num_scores
+                yield follower, scores[known:]

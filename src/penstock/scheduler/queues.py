@@ -200,6 +200,10 @@ class RequestQueues:
         """The oldest that waits and has not run, here or in another core."""
         return next((request for request in self.waiting if not request.has_started), None)
 
+    def followers_in_line(self, leader: RequestState) -> list[RequestState]:
+        """Those that follow it and have no row."""
+        return [request for request in (*self.preempted, *self.waiting) if request.leader is leader]
+
     def admit_head(self, row: int) -> RequestState:
         """Move the head to `running`, to prefill the tokens that it has."""
         request = self.preempted.popleft() if self.preempted else self.waiting.popleft()

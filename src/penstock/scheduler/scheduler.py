@@ -362,7 +362,7 @@ class Scheduler:
 
     def _take_scores(self, issued: PlanDraft, result: StepResult) -> list[RequestUpdate]:
         updates = []
-        for request, scores in returned_scores(issued.scoring, result):
+        for request, scores in returned_scores(issued.scoring, result, self._queues):
             if scores:
                 updates.append(scores_came(request, scores))
             else:

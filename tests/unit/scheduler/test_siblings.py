@@ -56,9 +56,15 @@ def computed(one: CoreRig, request_id: str) -> int:
     return total
 
 
+def scored(one: CoreRig) -> int:
+    """Tokens of prompts that plans have had scored."""
+    return sum(tokens.count for plan in one.plans for tokens in plan.scored)
+
+
 def assert_exact(one: CoreRig, request_ids: list[str]) -> None:
     for request_id in request_ids:
         assert one.result(request_id) == one.expected(request_id), request_id
+        assert one.scores(request_id) == one.expected_scores(request_id), request_id
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
@@ -76,6 +82,53 @@ def test_the_prompt_is_computed_once_but_for_its_last_block(num_stages: int, asy
     assert len({tuple(one.tokens(name)) for name in names(4)}) == 4, "each has a seed of its own"
     cached = [one.updates[name][0].num_cached_tokens for name in names(4)]
     assert cached == [0, 16, 16, 16]
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("async_depth", [0, 2])
+@pytest.mark.parametrize("max_tokens", [0, 1, 6])
+def test_g8_the_prompt_is_computed_and_scored_once_and_all_have_the_scores(
+    num_stages: int, async_depth: int, max_tokens: int
+) -> None:
+    one = rig(num_stages=num_stages, async_depth=async_depth)
+    one.add("r", PROMPT, n=4, **SEEDED | {"prompt_logprobs": 2, "max_tokens": max_tokens})
+    one.add("other", PROMPT[:9], **SEEDED)
+    one.run_until_idle()
+    assert_exact(one, [*names(4), "other"])
+    assert scored(one) == 17
+    computed_here = [computed(one, name) for name in names(4)]
+    if max_tokens:
+        assert computed_here == [18, 2, 2, 2]
+    else:
+        assert computed_here[0] == 17
+        assert max(computed_here[1:]) <= 2
+
+
+def test_g8_without_a_prefix_cache_it_is_scored_once() -> None:
+    one = rig(eviction=None)
+    one.add("r", PROMPT, n=3, **SEEDED | {"prompt_logprobs": 0})
+    one.run_until_idle()
+    assert_exact(one, names(3))
+    assert scored(one) == 17
+
+
+@pytest.mark.parametrize("after", range(7))
+@pytest.mark.parametrize("what", ["abort", "loss", "failure"])
+def test_g8_a_leader_that_ends_or_begins_again_while_it_is_scored(after: int, what: str) -> None:
+    one = rig(recovers=True, num_stages=2, async_depth=1)
+    if what == "failure":
+        one.executor.fail_scores = {after: [0]}
+    one.add("r", PROMPT, n=3, **SEEDED | {"prompt_logprobs": 1})
+    for _ in range(after):
+        one.step(timeout_s=1.0)
+    if what == "abort":
+        one.abort("r")
+    elif what == "loss":
+        one.core.lose_epoch(LOST)
+        one.rejoin()
+    one.run_until_idle()
+    assert_exact(one, names(3) if what == "loss" else names(3)[1:])
+    assert scored(one) <= (2 if what == "loss" else 3) * 17, "each scores it where nobody is left to follow"
 
 
 def test_whole_blocks_of_a_prompt_leave_its_last_one_to_each() -> None:
@@ -269,6 +322,20 @@ def test_a_pause_lets_those_end_together_that_have_begun() -> None:
     assert_exact(one, names(2, "other"))
 
 
+@pytest.mark.parametrize("had", [(5, 5, 5), (9, 4, 9), (4, 9, 0), (17, 3, 17), (0, 17, 2)])
+def test_r13_another_core_goes_on_with_the_scores_that_each_had(had: tuple[int, int, int]) -> None:
+    """Whoever had fewer than the one that he follows is told what is new, or scores the rest himself."""
+    one = rig()
+    params = SamplingParams(n=3, prompt_logprobs=1, **SEEDED)
+    for asked, num_scores in zip(with_siblings("r", PROMPT, params).alone(), had, strict=True):
+        one.core.add_request(asked, [], num_scores)
+        one.requests[asked.request_id], one.updates[asked.request_id] = asked, []
+    one.run_until_idle()
+    for name, num_scores in zip(names(3), had, strict=True):
+        assert one.result(name) == one.expected(name)
+        assert one.scores(name) == one.expected_scores(name)[num_scores:]
+
+
 @pytest.mark.parametrize("leader_is_there", [True, False])
 def test_r13_another_core_is_asked_for_each_alone(leader_is_there: bool) -> None:
     """With what the one before had given it. Where the leader has ended, each computes the prompt."""
@@ -333,11 +400,13 @@ def random_trace(seed: int) -> None:
     )
     asked: list[str] = []
     aborted: set[str] = set()
+    scoring = Random(seed)
     for number in range(40):
         what = random.random()
         if what < 0.2:
             n, length = random.randint(1, 5), random.randint(1, 30)
-            one.add(f"r{number}", PROMPT[:2] * 15 if length > 25 else length, n=n, **SEEDED)
+            more = {"prompt_logprobs": scoring.choice([None, None, 1])}
+            one.add(f"r{number}", PROMPT[:2] * 15 if length > 25 else length, n=n, **SEEDED | more)
             asked += names(n, f"r{number}")
         elif what < 0.3 and asked:
             name = random.choice(asked)
@@ -354,6 +423,7 @@ def random_trace(seed: int) -> None:
         tokens, reason = one.result(name)
         if reason != "error":  # it was there at two losses
             assert (tokens, reason) == one.expected(name)
+            assert one.scores(name) == one.expected_scores(name)
 
 
 @pytest.mark.parametrize("seed", range(40))
