@@ -314,6 +314,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             cycle, where times are known, else P.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others should
             keep; but they may always lengthen the plan that they join by half.
+        built_grammar_bytes: of grammars on a rank of the last stage, those of rows and those kept for others,
+            as `scheduler.grammars` estimates them; one that is larger is there alone.
     """
 
     max_num_seqs: int = 64
@@ -325,6 +327,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sessions: int = 64
     micro_batches: int | Literal["auto"] = "auto"
     inter_token_target_ms: float = 100.0
+    built_grammar_bytes: int = 512 << 20
 
     def __post_init__(self) -> None:
         for name in (
@@ -332,6 +335,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_num_batched_tokens",
             "prefill_chunk",
             "max_waiting_requests",
+            "built_grammar_bytes",
         ):
             _at_least(name, getattr(self, name), 1)
         if self.max_waiting_tokens is not None:

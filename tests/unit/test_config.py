@@ -33,6 +33,7 @@ from penstock.errors import UsageError
         (SchedulerConfig, "max_num_batched_tokens", 0),
         (SchedulerConfig, "prefill_chunk", 0),
         (SchedulerConfig, "max_waiting_requests", 0),
+        (SchedulerConfig, "built_grammar_bytes", 0),
         (ServerConfig, "min_free_bytes", -1),
     ],
 )

@@ -28,7 +28,6 @@ from penstock.request import StructuredOutputs
 from penstock.scheduler.queues import RequestState
 
 MAX_UNUSED = 64  # grammars that are kept although no row has them
-MAX_BYTES = 512 << 20  # of all that the last stage has, as estimated
 
 # What a grammar takes there (llguidance 1.9, measured): up to 120 bytes for each of its text when it is
 # built, and what is found out of its patterns while it is matched.
@@ -52,12 +51,12 @@ class _Grammar:
 
 class GrammarDesk:
     """Args:
-    max_unused, max_bytes: see `MAX_UNUSED` and `MAX_BYTES`. A grammar that is larger than all may be is
-        there alone.
+    max_bytes: of all that a rank of the last stage has, as estimated. What is larger is there alone.
+    max_unused: see `MAX_UNUSED`.
     """
 
-    def __init__(self, max_unused: int = MAX_UNUSED, max_bytes: int = MAX_BYTES) -> None:
-        self._max_unused, self._max_bytes = max_unused, max_bytes
+    def __init__(self, max_bytes: int, max_unused: int = MAX_UNUSED) -> None:
+        self._max_bytes, self._max_unused = max_bytes, max_unused
         self._known: dict[bytes, _Grammar] = {}  # by what it says; the longest unused first
         self._by_number: dict[int, _Grammar] = {}
         self._dropped: list[int] = []  # that the ranks have not been told of

@@ -127,7 +127,7 @@ class Scheduler:
         ledger = ResidencyLedger(allocator, self._rows)
         sessions = Sessions(allocator, config.max_sessions, clock)
         self.prefixes = PrefixReuse(allocator, self._queues, sessions, tier, ledger)  # and orders to ranks
-        self.grammars = GrammarDesk()
+        self.grammars = GrammarDesk(config.built_grammar_bytes)
         self._placement = Placement(
             budget,
             pacing,
@@ -234,8 +234,7 @@ class Scheduler:
 
     def settle_grammars(self, told: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
         """Take what the last stage has told of grammars; whose cannot be built ends."""
-        failed = self.grammars.settle(told)
-        return [self._fail(request, grammar_error(request, why)) for request, why in failed]
+        return [self._fail(one, grammar_error(one, why)) for one, why in self.grammars.settle(told)]
 
     def schedule(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.

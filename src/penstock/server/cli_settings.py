@@ -256,6 +256,9 @@ class EngineSettings:
             group="scheduler",
         ),
     ] = 100.0
+    built_grammar_bytes: Annotated[
+        int, flag("of built grammars on a last stage's rank", "--built-grammar-bytes", group="scheduler")
+    ] = 512 << 20
 
     def engine_config(self, model: str) -> EngineConfig:
         """For the engine. Raises `UsageError` naming a setting that is out of range."""
@@ -297,6 +300,7 @@ class EngineSettings:
                 max_sessions=self.max_sessions,
                 micro_batches=self.micro_batches,
                 inter_token_target_ms=self.inter_token_target,
+                built_grammar_bytes=self.built_grammar_bytes,
             ),
             seed=self.seed,
         )

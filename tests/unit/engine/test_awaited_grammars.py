@@ -262,6 +262,7 @@ def drive(seed: int) -> Counter[str]:
     """An engine's life with grammars, where everything comes as late as the seed has it."""
     chance = random.Random(seed)
     num_blocks = chance.choice([11, 16, 40])
+    most_bytes, most = chance.choice([(1, 1), (3 << 20, 2), (1 << 29, 4)])  # of grammars
     rig = make_rig(
         chance.randint(1, 4),
         chance.randint(0, 2),
@@ -270,7 +271,10 @@ def drive(seed: int) -> Counter[str]:
         chance=chance,
         catalogue=FakeCatalogue() if chance.random() < 0.5 else None,
         scheduler=SchedulerConfig(
-            max_num_seqs=8, prefill_chunk=chance.choice([1, 3, 64]), max_waiting_tokens=1 << 20
+            max_num_seqs=8,
+            prefill_chunk=chance.choice([1, 3, 64]),
+            max_waiting_tokens=1 << 20,
+            built_grammar_bytes=most_bytes,
         ),
     )
     grammars = [StructuredOutputs(choice=[str(number)]) for number in range(4)]
@@ -292,6 +296,7 @@ def drive(seed: int) -> Counter[str]:
         for _ in range(chance.randint(0, 8)):
             ended |= failed(rig.step(timeout_s=chance.choice([0.0, 1.0])), seen)
             rig.clock.advance(chance.choice([0.0, 0.1]))
+            assert max(len(rank.replica.grammars) for rank in builders(rig)) <= most
         if chance.random() < 0.1:
             victim = chance.choice(list(rig.requests))
             seen["aborted"] += rig.abort(victim)

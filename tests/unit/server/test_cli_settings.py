@@ -160,8 +160,8 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
 --kv-host-bytes 47 --kv-write-rate 48 --kv-store-policy write-back
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
---queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
---max-waiting-tokens 30
+ --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
+ --max-waiting-tokens 30 --built-grammar-bytes 62
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
@@ -236,6 +236,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_sessions": 59,
             "micro_batches": 2,
             "inter_token_target_ms": 250.0,
+            "built_grammar_bytes": 62,
         },
         "seed": 12,
     }
