@@ -41,6 +41,7 @@ CHANGED = SamplingParams(
     frequency_penalty=0.5,
     logit_bias={7: 1.0},
     allowed_token_ids=list(range(0, 150, 2)),
+    bad_word_ids=[[i, j] for i in range(0, 150, 10) for j in (6, 12, 18)],
     max_tokens=10,
     ignore_eos=True,
 )
@@ -116,7 +117,7 @@ FEATURES = {
     "prompts found in the prefix cache": Feature(plain, {"block_size": 4}, is_warm=True),
     "prompts found in a store that one rank has written": Feature(plain, is_stored=True),
     "sampling with a seed, log-probabilities": Feature(plain, sampling=SEEDED),
-    "penalties, a bias, allowed ids": Feature(plain, sampling=CHANGED),
+    "penalties, a bias, allowed ids, bad words": Feature(plain, sampling=CHANGED),
     "structured output": Feature(embedded, sampling=CONSTRAINED),
     "scored prompts, in chunks of 4": Feature(plain, {"prefill_chunk": 4}, sampling=SCORED),
     "three choices of each prompt": Feature(plain, {"block_size": 4}, sampling=CHOICES),

@@ -33,6 +33,7 @@ class LogitChanges(msgspec.Struct, frozen=True, array_like=True):
     repetition_penalty: float = 1.0
     bias: dict[int, float] = {}  # by id
     allowed_ids: list[int] | None = None  # None: all
+    bad_words: list[list[int]] = []  # the last id of each does not follow the others, among generated ones
 
 
 class RowSampling(msgspec.Struct, frozen=True, array_like=True):

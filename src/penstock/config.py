@@ -38,6 +38,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_N = 128
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_SESSION_ID_CHARACTERS = 64
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_BYTES = 128
+MAX_BAD_WORD_TOKENS = 256
 
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
@@ -373,7 +376,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         session_idle_s, max_session_idle_s: after which a session that nobody uses is closed: where
             whoever opens it does not say, and at most.
         max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
-        max_allowed_token_ids, max_n: no more than what `SamplingParams` takes, which is the default.
+        max_allowed_token_ids, max_bad_words, max_bad_word_bytes, max_n: no more than what `SamplingParams`
+        takes, which is the default.
     """
 
     max_body_bytes: int | None = None
@@ -400,6 +404,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_stop_token_ids: int = MAX_STOP_TOKEN_IDS
     max_logit_bias: int = MAX_LOGIT_BIAS
     max_allowed_token_ids: int = MAX_ALLOWED_TOKEN_IDS
+    max_bad_words: int = MAX_BAD_WORDS
+    max_bad_word_bytes: int = MAX_BAD_WORD_BYTES
     max_n: int = MAX_N
 
     def __post_init__(self) -> None:
@@ -431,6 +437,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         _between("max_n", self.max_n, 1, MAX_N)
         _between("max_logit_bias", self.max_logit_bias, 0, MAX_LOGIT_BIAS)
         _between("max_allowed_token_ids", self.max_allowed_token_ids, 0, MAX_ALLOWED_TOKEN_IDS)
+        _between("max_bad_words", self.max_bad_words, 0, MAX_BAD_WORDS)
+        _between("max_bad_word_bytes", self.max_bad_word_bytes, 1, MAX_BAD_WORD_BYTES)
 
     def _check_session_times(self) -> None:
         _above_zero("session_idle_s", self.session_idle_s)

@@ -15,6 +15,9 @@ import msgspec
 
 from penstock.config import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     MAX_CACHE_SALT_BYTES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -77,6 +80,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             zero, else multiplied with it (`sample.logit_changes` has the whole formula).
         logit_bias: id -> what is added to its logit.
         allowed_token_ids: ids that may be sampled, no others; None allows all.
+        bad_words: texts whose tokens are not generated, one after the other, with a space before them or
+            without; the front makes `bad_word_ids` of them (`tokenizer.bad_words`).
+        bad_word_ids: sequences of ids of which the last is not sampled right behind the others; only what was
+            generated counts.
         seed: the i-th token is a pure function of (seed, i, logits); None lets the engine choose.
         max_tokens: tokens to generate at most; None fills the model's context. With 0 the prompt is computed,
             but for its last token, and nothing is generated.
@@ -106,6 +113,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = {}
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+    bad_word_ids: list[list[int]] = []
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -165,12 +174,27 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for token_id, value in self.logit_bias.items():
             _check_range("logit_bias", token_id, 0, vocab_size - 1, what="a token id of logit_bias")
             _check_range("logit_bias", value, -100.0, 100.0, what="a value of logit_bias")
+        self._validate_bad_words(vocab_size)
         if self.allowed_token_ids is None:
             return
         count = len(self.allowed_token_ids)
         _check_range("allowed_token_ids", count, 1, MAX_ALLOWED_TOKEN_IDS, what="number of allowed_token_ids")
         for token_id in self.allowed_token_ids:
             _check_range("allowed_token_ids", token_id, 0, vocab_size - 1, what="an allowed token id")
+
+    def _validate_bad_words(self, vocab_size: int) -> None:
+        _check_range("bad_words", len(self.bad_words), 0, MAX_BAD_WORDS, what="number of bad_words")
+        for word in self.bad_words:
+            size = len(word.encode("utf-8", "surrogatepass"))
+            _check_range("bad_words", size, 1, MAX_BAD_WORD_BYTES, what="length of a bad word in bytes")
+        most = 2 * MAX_BAD_WORDS  # with a space before it and without
+        _check_range("bad_word_ids", len(self.bad_word_ids), 0, most, what="number of bad_word_ids")
+        for ids in self.bad_word_ids:
+            _check_range(
+                "bad_word_ids", len(ids), 1, MAX_BAD_WORD_TOKENS, what="number of tokens of a bad word"
+            )
+            for token_id in ids:
+                _check_range("bad_word_ids", token_id, 0, vocab_size - 1, what="a token id of a bad word")
 
     def _validate_stops(self, vocab_size: int) -> None:
         _check_range("stop", len(self.stop_strings), 0, MAX_STOP_STRINGS, what="number of stop strings")

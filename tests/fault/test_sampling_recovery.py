@@ -1,4 +1,4 @@
-"""What penalties have counted survives the loss of the last stage, and of the core (rows D6, R4)."""
+"""What penalties count and bad words forbid survives the loss of the last stage and of the core (D6, R4)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,22 @@ PENALTIES: list[dict[str, Any]] = [
         "presence_penalty": 0.5,
         "logit_bias": {"20": 2.0},
     },
+    {"prompt": "JULIET:", "temperature": 1.0, "seed": 12, "bad_words": ["the", "and", "you", "not so"]},
 ]
+
+
+def test_no_bad_word_is_in_an_answer(server: Server) -> None:
+    plain = {name: value for name, value in PENALTIES[2].items() if name != "bad_words"}
+    texts = []
+    for request in (plain, PENALTIES[2]):
+        body = json.dumps(request | {"model": "demo", "max_tokens": NUM_TOKENS}).encode()
+        asked = urllib.request.Request(
+            server.url + "/v1/completions", body, {"content-type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            texts.append(json.load(answer)["choices"][0]["text"].split())
+    assert {"the", "and"} & {*texts[0]}
+    assert not {"the", "and"} & {*texts[1]}
 
 
 def ids(server: Server) -> list[Stream]:
@@ -38,9 +53,9 @@ def server() -> Iterator[Server]:
 @pytest.mark.parametrize("victim", ["penstock stage 1 tp 0", "penstock stage 0 tp 0", "penstock core"])
 def test_d6_r4_penalised_streams_go_on_with_the_same_tokens(server: Server, victim: str) -> None:
     golden = [[*stream] for stream in ids(server)]
-    assert [len(tokens) for tokens in golden] == [NUM_TOKENS] * 2
+    assert [len(tokens) for tokens in golden] == [NUM_TOKENS] * 3
     streams = [iter(stream) for stream in ids(server)]
-    found = [[next(streams[0]) for _ in range(40)], []]
+    found = [[next(streams[0]) for _ in range(40)], [], []]
     named(server, victim).kill()
     for tokens, stream in zip(found, streams, strict=True):
         tokens.extend(stream)

@@ -1,7 +1,8 @@
-"""Penalties, biases and allowed ids through whole engines (rows D6, G8): the same in every layout."""
+"""Penalties, biases, allowed ids, bad words through whole engines (rows D6, G8): the same in every layout."""
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ AXES = {
     "num_blocks": (12, 200),  # of 8 tokens: with 12, whoever is youngest gives way again and again
 }
 CASES = [case for case in pairwise(AXES) if case != (1, 1, 0, 512, "auto", 200)]
-PROMPTS = [[(7 * i + 3 * j) % 20 for j in range(3 + 6 * i)] for i in range(5)]
+PROMPTS = [[(7 * i + 3 * j) % 20 for j in range(3 + 6 * i)] for i in (*range(5), 1, 2)]
 COMMON: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True, "logprobs": 3}
+PAIRS = [[i, j] for i in range(16) for j in range(16)]
 SAMPLING = [
     SamplingParams(temperature=0.0, repetition_penalty=1.7, **COMMON),
     SamplingParams(temperature=1.0, seed=3, frequency_penalty=1.5, presence_penalty=-0.5, **COMMON),
@@ -42,6 +44,8 @@ SAMPLING = [
         **COMMON,
     ),
     SamplingParams(temperature=0.7, seed=6, **COMMON),
+    SamplingParams(temperature=0.0, bad_word_ids=[[17], *([i, i] for i in range(VOCAB))], **COMMON),
+    SamplingParams(temperature=1.0, seed=8, bad_word_ids=PAIRS, **COMMON),
 ]
 
 
@@ -69,10 +73,14 @@ def test_the_reference_shows_each_change(model: Path, expected: list[CompletionO
         prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
         unchanged = [output.outputs[0].token_ids for output in llm.generate(prompts, plain)]
     assert [found.token_ids != plain for found, plain in zip(expected, unchanged, strict=True)] == [
-        True, True, True, True, False
+        True, True, True, True, False, True, True
     ]  # fmt: skip
     assert len(set(expected[0].token_ids)) > len(set(unchanged[0])), "what was said is not said again"
     assert set(expected[3].token_ids) <= {*range(40), 95} - {17}
+    assert not any(one == next_one for one, next_one in itertools.pairwise(expected[5].token_ids))
+    assert 17 not in expected[5].token_ids
+    assert not any(max(pair) < 16 for pair in itertools.pairwise(expected[6].token_ids))
+    assert min(expected[6].token_ids) < 16, "one alone may come"
 
 
 @pytest.mark.parametrize(AXES, CASES)

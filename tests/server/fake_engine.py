@@ -37,6 +37,8 @@ class ByteCodec:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [*([BOS] if add_special_tokens else []), *text.encode()]
 
+    encode_trusted = encode
+
     def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         return self.encode(self.render_chat(messages, **options))
 

@@ -112,3 +112,5 @@ def test_the_document_tells_the_bounds(live: LiveServer) -> None:
         assert bias["maxProperties"] == 1024
         ids = fields["allowed_token_ids"]["anyOf"][0]
         assert (ids["minItems"], ids["maxItems"], ids["items"]["maximum"]) == (1, 1024, VOCAB_SIZE - 1)
+        words = fields["bad_words"]["anyOf"][0]
+        assert (words["maxItems"], words["items"]["maxLength"]) == (128, 128)

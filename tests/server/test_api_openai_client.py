@@ -172,7 +172,7 @@ def test_end_of_sequence_is_not_in_the_text_but_counted(client: openai.OpenAI) -
 
 def test_g8_penalties_bias_and_several_choices_are_taken(client: openai.OpenAI, live: LiveServer) -> None:
     common = {"presence_penalty": 0.5, "frequency_penalty": -1, "logit_bias": {"65": -100}, "n": 2}
-    more = {"repetition_penalty": 1.25, "allowed_token_ids": [66, 67]}
+    more = {"repetition_penalty": 1.25, "allowed_token_ids": [66, 67], "bad_words": ["no"]}
     chat = client.chat.completions.create(
         model="fake", messages=[{"role": "user", "content": "hi"}], max_tokens=3, extra_body=more, **common
     )
@@ -183,3 +183,4 @@ def test_g8_penalties_bias_and_several_choices_are_taken(client: openai.OpenAI, 
         assert (sampling.presence_penalty, sampling.frequency_penalty) == (0.5, -1.0)
         assert (sampling.repetition_penalty, sampling.allowed_token_ids) == (1.25, [66, 67])
         assert sampling.logit_bias == {65: -100.0}
+        assert sampling.bad_word_ids == [[*b"no"], [*b" no"]]

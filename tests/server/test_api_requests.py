@@ -111,6 +111,8 @@ def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[lis
         ({"prompt": "a", "allowed_token_ids": [-1]}, "allowed_token_ids"),
         ({"prompt": "a", "allowed_token_ids": ["1"]}, "allowed_token_ids[0]"),
         ({"prompt": "a", "allowed_token_ids": [1] * 1025}, "allowed_token_ids"),
+        ({"prompt": "a", "bad_words": "b"}, "bad_words"),
+        ({"prompt": "a", "bad_words": [7]}, "bad_words[0]"),
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stream_options": 3}, "stream_options"),
@@ -153,7 +155,6 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
 
 UNSUPPORTED = [
     ("best_of", 3, 1),
-    ("bad_words", ["x"], []),
     ("tools", [{"type": "function"}], []),
     ("tool_choice", "required", "none"),
     ("suffix", "end", ""),
@@ -208,12 +209,14 @@ def test_sampling_fields_reach_the_engine(live: LiveServer) -> None:
         "include_stop_str_in_output": True,
         "skip_special_tokens": False,
     }
-    bias = {"5": -100, "299": 0.5}
+    bias, bad = {"5": -100, "299": 0.5}, ["ab", " ab", "c"]
     for path, rest in ((TEXT, {"prompt": "a"}), (CHAT, {"messages": USER})):
-        assert live.post(path, rest | fields | {"logit_bias": bias})[0] == 200
+        assert live.post(path, rest | fields | {"logit_bias": bias, "bad_words": bad})[0] == 200
         sampling = live.engine.added[-1][2]
         assert {name: getattr(sampling, name) for name in fields} == fields
         assert sampling.logit_bias == {5: -100.0, 299: 0.5}
+        assert sampling.bad_words == [], "what the core gets is ids"
+        assert sampling.bad_word_ids == [[*b"ab"], [*b" ab"], [*b"c"], [*b" c"]]
 
 
 def test_silent_requests_take_the_models_defaults_and_lengths() -> None:

@@ -49,6 +49,8 @@ SMALL = Limits(
     max_stop_token_ids=3,
     max_logit_bias=2,
     max_allowed_token_ids=3,
+    max_bad_words=2,
+    max_bad_word_bytes=6,
     max_n=2,
     max_choices=3,
 )
@@ -81,6 +83,8 @@ SETTABLE = [
     (CHAT, "n", 2, 3, "allows 2"),
     (CHAT, "logit_bias", {"1": 1, "2": 1}, {"1": 1, "2": 1, "3": 1}, "allows 2"),
     (TEXT, "allowed_token_ids", [1, 2, 3], [1, 2, 3, 4], "allows 3"),
+    (TEXT, "bad_words", ["a", "b"], ["a", "b", "c"], "allows 2"),
+    (CHAT, "bad_words", ["ééé"], ["a", "éééa"], "allows 6"),
 ]
 
 
@@ -152,6 +156,8 @@ def test_r8_every_default_is_finite() -> None:
         max_stop_token_ids=64,
         max_logit_bias=1024,
         max_allowed_token_ids=1024,
+        max_bad_words=128,
+        max_bad_word_bytes=128,
         max_n=128,
         max_choices=256,
         session_idle_s=600.0,
@@ -183,6 +189,7 @@ def test_r8_every_default_is_finite() -> None:
         ("repetition_penalty", [1e-300, 10]),
         ("logit_bias", [{}, {"0": -100, str(VOCAB_SIZE - 1): 100}, {str(i): 1 for i in range(VOCAB_SIZE)}]),
         ("allowed_token_ids", [[0, VOCAB_SIZE - 1], [1] * 1024]),
+        ("bad_words", [[], ["a"], ["a"] * 128, ["x" * 128]]),
         ("prompt", [["a"] * 256, [0, VOCAB_SIZE - 1]]),
         ("max_tokens", [0, 1, 4094]),
         ("prompt_logprobs", [0, 20]),
@@ -216,6 +223,10 @@ def test_r8_the_edges_of_ranges_are_within(wide: LiveServer, field: str, values:
         ("logit_bias", {"1": -100.0000001}),
         ("allowed_token_ids", []),
         ("allowed_token_ids", [1] * 1025),
+        ("bad_words", ["a"] * 129),
+        ("bad_words", ["a", ""]),
+        ("bad_words", ["a", " \n"]),
+        ("bad_words", ["x" * 129]),
         ("max_tokens", 4095),
         ("max_tokens", -1),
         ("prompt_logprobs", 21),
@@ -236,7 +247,6 @@ def test_r8_a_step_beyond_a_range_is_refused(live: LiveServer, field: str, value
         ("use_beam_search", True),
         ("prompt_embeds", "AAAA"),
         ("suffix", "b"),
-        ("bad_words", ["a"]),
         ("functions", [{"name": "x"}]),
         ("guided_regex", "(a+)+$"),
         ("chat_template", "{{ 1 }}"),

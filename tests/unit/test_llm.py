@@ -16,7 +16,7 @@ from paths import shared_data
 from penstock import LLM, PoolingParams, SamplingParams
 from penstock.engine.launch import LaunchPlan
 from penstock.engine.text_side import default_sampling
-from penstock.errors import InvalidRequestError, ModelError, UsageError
+from penstock.errors import InvalidRequestError, ModelError, PenstockError, UsageError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.llm import CompletionOutput, RequestOutput
 
@@ -379,3 +379,27 @@ def test_i2_the_caller_may_bring_an_executor() -> None:
         greedy = SamplingParams(temperature=0.0, max_tokens=8)
         assert own.generate("ROMEO:", greedy)[0].outputs == llm.generate("ROMEO:", greedy)[0].outputs
     assert len(made) == 1
+
+
+def test_g8_bad_words_are_not_generated(stories: LLM) -> None:
+    """Without them the text begins with ", there was a little girl"."""
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, bad_words=words)
+        for words in (["little"], ["was a little"], ["there was little"])
+    ]
+    texts = [one.outputs[0].text for one in stories.generate(["Once upon a time"] * 3, params)]
+    assert texts[0].startswith(", there was a ")
+    assert "little" not in texts[0]
+    assert "was a little" not in texts[1]
+    assert texts[2].startswith(", there was a little girl")
+
+
+def test_bad_words_that_leave_no_token_end_the_request_with_an_error(stories: LLM) -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=[7, 8], bad_word_ids=[[7], [8]])
+    with pytest.raises(PenstockError, match="its constraints leave none"):
+        stories.generate("Once upon a time", params)
+
+
+def test_bad_words_need_a_tokenizer(without_tokenizer: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match=r"prompts\[0\]: bad_words: .*tokenizer\.json"):
+        without_tokenizer.generate({"prompt_token_ids": [1]}, SamplingParams(bad_words=["a"]))

@@ -48,6 +48,8 @@ VOCAB = 100
         {"logit_bias": {0: -100.0, VOCAB - 1: 100.0}},
         {"allowed_token_ids": [0, VOCAB - 1]},
         {"allowed_token_ids": [3] * 1024},
+        {"bad_words": ["x" * 128] * 128},
+        {"bad_word_ids": [[0] * 256, *([[VOCAB - 1]] * 255)]},
     ],
 )
 def test_values_in_range_are_accepted(accepted: dict[str, Any]) -> None:
@@ -95,6 +97,13 @@ def test_values_in_range_are_accepted(accepted: dict[str, Any]) -> None:
         ),
         ({"allowed_token_ids": []}, "allowed_token_ids", "must be between 1 and 1024, got 0"),
         ({"allowed_token_ids": [1] * 1025}, "allowed_token_ids", "got 1025"),
+        ({"bad_words": ["a"] * 129}, "bad_words", "number of bad_words must be between 0 and 128, got 129"),
+        ({"bad_words": ["a", ""]}, "bad_words", "length of a bad word in bytes must be between 1 and 128"),
+        ({"bad_words": ["é" * 65]}, "bad_words", "got 130"),
+        ({"bad_word_ids": [[1]] * 257}, "bad_word_ids", "between 0 and 256, got 257"),
+        ({"bad_word_ids": [[]]}, "bad_word_ids", "number of tokens of a bad word must be between 1 and 256"),
+        ({"bad_word_ids": [[0] * 257]}, "bad_word_ids", "got 257"),
+        ({"bad_word_ids": [[VOCAB]]}, "bad_word_ids", "a token id of a bad word must be between 0 and 99"),
         ({"allowed_token_ids": [-1]}, "allowed_token_ids", "an allowed token id must be between 0 and 99"),
     ],
 )

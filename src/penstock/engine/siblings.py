@@ -28,6 +28,7 @@ def with_siblings(
     request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
 ) -> GenerationRequest:
     """The request for `sampling.n` sequences; choice i > 0 is named after the first, with `/i` behind."""
+    assert not sampling.bad_words, "bad words are ids by now: the core has no tokenizer"
     return GenerationRequest(
         request_id=request_id,
         prompt_token_ids=prompt_token_ids,

@@ -22,6 +22,7 @@ from penstock.errors import InvalidRequestError
 from penstock.grammar.proving import GrammarModel
 from penstock.models.registry import load_vector_shape
 from penstock.request import PoolingParams, SamplingParams, VectorShape
+from penstock.tokenizer.bad_words import with_bad_words
 from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
@@ -77,10 +78,15 @@ class TextSide:
     def sampling_for(
         self, given: SamplingParams | None, limits: RequestLimits, num_prompt_tokens: int
     ) -> SamplingParams:
-        """The caller's, or the model's defaults as far as they fit behind the prompt."""
-        if given is not None:
-            return normalised_sampling(given)
-        return limits.shortened(normalised_sampling(self.default_sampling), num_prompt_tokens)
+        """The caller's, bad words as ids, or the model's defaults as far as they fit behind the prompt.
+
+        Raises `InvalidRequestError` naming a field of the caller's that is out of range.
+        """
+        if given is None:
+            return limits.shortened(normalised_sampling(self.default_sampling), num_prompt_tokens)
+        sampling = normalised_sampling(given)
+        sampling.validate(self.vocab_size)
+        return with_bad_words(sampling, self.tokenizer.encode_trusted, self.vocab_size)
 
     @classmethod
     def of(cls, plan: LaunchPlan, pooling: Pooling) -> TextSide:

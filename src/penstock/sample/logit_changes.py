@@ -5,11 +5,12 @@ For a token with logit l, which has been generated `count` times:
     l'  = l / repetition if l > 0, else l * repetition, if it is in the prompt or was generated; otherwise l
     l'' = l' + bias - frequency * count - presence * (count > 0)
 
-and minus infinity for an id that `min_tokens` suppresses. The repetition penalty is that of Keskar et al.,
-"CTRL" (2019), as transformers and vLLM have it; the other two are OpenAI's, and count generated tokens alone.
-In transformers and vLLM a bias comes first, and is then divided by the penalty or multiplied with it; here it
-is added to whatever became of the model's logit, so that it is worth the same for every token. l' is rounded
-to float32; the addends are summed in double precision and rounded once.
+and minus infinity for an id that `min_tokens` suppresses, or that would complete a bad word. The repetition
+penalty is that of Keskar et al., "CTRL" (2019), as transformers and vLLM have it; the other two are OpenAI's,
+and count generated tokens alone. In transformers and vLLM a bias comes first, and is then divided by the
+penalty or multiplied with it; here it is added to whatever became of the model's logit, so that it is worth
+the same for every token. l' is rounded to float32; the addends are summed in double precision and rounded
+once.
 
 What was generated is read from the row table, up to the token that is being sampled, and nothing else is
 remembered: a row that is given out again, after a preemption or on another core, counts anew and finds the
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 
 from penstock.batch import LogitChanges, RowSampling
 from penstock.kernels.candidates import SparseBias
+from penstock.sample.bad_words import BadWords
 
 # A penalty below this counts as this: whatever it is applied to is certain anyway, and no logit may overflow.
 LEAST_REPETITION_PENALTY = 1e-6
@@ -59,6 +61,8 @@ class ChangedRow:
         self._suppressed = np.unique(np.array(suppressed_ids, dtype=np.int64))
         self._repetition = np.float32(max(changes.repetition_penalty, LEAST_REPETITION_PENALTY))
         penalties = changes.repetition_penalty, changes.presence_penalty, changes.frequency_penalty
+        self._bad_words = BadWords(changes.bad_words)
+        self._forbidden = self._bad_words.forbidden(np.zeros(0, dtype=np.int64))
         self._has_penalties = penalties != (1.0, 0.0, 0.0)
         self._counts: Counter[int] = Counter()  # of generated tokens
         self._num_read = 0  # tokens of the history
@@ -75,6 +79,7 @@ class ChangedRow:
         Args:
             known: [num_known] prompt and output.
         """
+        self._forbidden = self._bad_words.forbidden(known[prompt_len:])
         if not self._has_penalties:
             return
         fresh = known[self._num_read :].tolist()
@@ -94,15 +99,18 @@ class ChangedRow:
             is_early: before `min_tokens`.
         """
         ids, values = self._ids[: self._num], self._values[: self._num]
-        if is_early and len(self._suppressed):
+        suppressed = self._suppressed if is_early else self._suppressed[:0]
+        if len(suppressed) or len(self._forbidden):
             values = values.copy()
-            values[ids.searchsorted(self._suppressed)] = -np.inf
+            values[ids.searchsorted(suppressed)] = -np.inf
+            values[ids.searchsorted(self._forbidden)] = -np.inf
         return ids, values, self._scales[: self._num]
 
     def _set_entries(self, seen: Iterable[int]) -> None:
-        """One for each token that was seen, that has a bias, or that is suppressed at first."""
+        """One for each token that was seen, that has a bias, or that may be forbidden."""
         seen = set(seen)
-        ids = sorted(seen | self._changes.bias.keys() | set(self._suppressed.tolist()))
+        others = self._changes.bias.keys() | set(self._suppressed.tolist()) | set(self._bad_words.last_ids)
+        ids = sorted(seen | others)
         self._num = len(ids)
         room = max(_FIRST_ROOM, 2 * self._num)
         self._ids = np.zeros(room, dtype=np.int64)

@@ -223,6 +223,7 @@ def _logit_changes(sampling: SamplingParams) -> LogitChanges | None:
         repetition_penalty=sampling.repetition_penalty,
         bias=sampling.logit_bias,
         allowed_ids=sampling.allowed_token_ids,
+        bad_words=sampling.bad_word_ids,
     )
     return None if changes == LogitChanges() else changes
 

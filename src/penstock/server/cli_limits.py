@@ -89,6 +89,10 @@ class LimitSettings:
     max_allowed_token_ids: Annotated[int, _limit("--max-allowed-token-ids", "of a request")] = (
         _REQUEST.max_allowed_token_ids
     )
+    max_bad_words: Annotated[int, _limit("--max-bad-words", "of a request")] = _REQUEST.max_bad_words
+    max_bad_word_bytes: Annotated[int, _limit("--max-bad-word-bytes", "of each of them")] = (
+        _REQUEST.max_bad_word_bytes
+    )
 
     max_schema_bytes: Annotated[int, _limit("--max-schema-bytes", "of a schema, regex or grammar")] = (
         _GRAMMAR.max_schema_bytes
@@ -172,6 +176,8 @@ class LimitSettings:
             max_stop_token_ids=self.max_stop_token_ids,
             max_logit_bias=self.max_logit_bias,
             max_allowed_token_ids=self.max_allowed_token_ids,
+            max_bad_words=self.max_bad_words,
+            max_bad_word_bytes=self.max_bad_word_bytes,
         )
 
     def grammar_limits(self) -> GrammarLimits:

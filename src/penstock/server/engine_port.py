@@ -100,6 +100,9 @@ class TextCodec(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of a plain prompt, with BOS where the model wants one; special tokens in the text are text."""
 
+    def encode_trusted(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of text in which special tokens mean themselves."""
+
     def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         """Ids of a conversation through the chat template, ready for the answer.
 
@@ -127,6 +130,7 @@ class ModelCodec:
         self._tokenizer = tokenizer
         self._template = template
         self.encode = tokenizer.encode
+        self.encode_trusted = tokenizer.encode_trusted
         self.token_bytes = tokenizer.token_bytes
         self.detokenizer = tokenizer.detokenizer
 

@@ -26,7 +26,6 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "bad_words": ([],),
     "echo": (False,),
     "suffix": ("",),
     "prompt_embeds": (),

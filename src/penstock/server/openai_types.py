@@ -60,6 +60,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     min_tokens: int | None = None
     stop: str | list[str] | None = None

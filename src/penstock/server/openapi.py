@@ -230,6 +230,7 @@ def _bound(properties: Schema, bounds: Mapping[str, Mapping[str, Schema]]) -> No
 def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str, Schema]]]:
     ids = {"type": "integer", "minimum": 0, "maximum": model.vocab_size - 1}
     stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_string_bytes}
+    bad_word = {"type": "string", "minLength": 1, "maxLength": limits.max_bad_word_bytes}
     logprobs = {"integer": {"minimum": 0, "maximum": limits.max_logprobs}}
     tokens = {"integer": {"minimum": 0, "maximum": model.max_model_len}}
     sampled: dict[str, dict[str, Schema]] = {
@@ -244,6 +245,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
         "allowed_token_ids": {
             "array": {"minItems": 1, "maxItems": limits.max_allowed_token_ids, "items": ids}
         },
+        "bad_words": {"array": {"maxItems": limits.max_bad_words, "items": bad_word}},
         "seed": {"integer": {"minimum": -(2**63), "maximum": 2**63 - 1}},
         "min_tokens": {"integer": {"minimum": 0, "maximum": model.max_model_len}},
         "stop": {"string": stop, "array": {"maxItems": limits.max_stop_strings, "items": stop}},

@@ -12,6 +12,7 @@ from penstock.request import SamplingParams
 from penstock.server.engine_port import ServedModel
 from penstock.server.openai_types import ChatRequest, CompletionRequest, GenerateRequest
 from penstock.server.structured import structured_outputs
+from penstock.tokenizer.bad_words import with_bad_words
 
 DEFAULT_COMPLETION_TOKENS = 16
 _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p")
@@ -25,7 +26,7 @@ def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> S
     sampling = _validated(
         request, model, max_tokens=limit, logprobs=_chat_logprobs(request, limits.max_logprobs)
     )
-    return _within(sampling, limits)
+    return _settled(sampling, model, limits)
 
 
 def completion_sampling(request: CompletionRequest, model: ServedModel, limits: Limits) -> SamplingParams:
@@ -33,13 +34,19 @@ def completion_sampling(request: CompletionRequest, model: ServedModel, limits: 
     if request.echo and sampling.logprobs is not None:
         most = max(sampling.logprobs, sampling.prompt_logprobs or 0)
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
-    return _within(sampling, limits)
+    return _settled(sampling, model, limits)
+
+
+def _settled(sampling: SamplingParams, model: ServedModel, limits: Limits) -> SamplingParams:
+    """With ids for bad words: all of them together are a short text (`server.text_workers`)."""
+    return with_bad_words(_within(sampling, limits), model.codec.encode_trusted, model.vocab_size)
 
 
 def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
     """The sampling, unless it asks for more than this server allows."""
     stops = sampling.stop_strings
     longest = max((len(text.encode()) for text in stops), default=0)
+    longest_word = max((len(text.encode("utf-8", "surrogatepass")) for text in sampling.bad_words), default=0)
     for param, what, value, most in (
         ("n", "n", sampling.n, limits.max_n),
         ("logprobs", "logprobs", sampling.logprobs or 0, limits.max_logprobs),
@@ -64,6 +71,8 @@ def _within(sampling: SamplingParams, limits: Limits) -> SamplingParams:
             len(sampling.allowed_token_ids or ()),
             limits.max_allowed_token_ids,
         ),
+        ("bad_words", "the number of bad_words", len(sampling.bad_words), limits.max_bad_words),
+        ("bad_words", "the length of a bad word in bytes", longest_word, limits.max_bad_word_bytes),
     ):
         if value > most:
             raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""Penalties, biases and allowed ids (rows D6, G8) against loops in plain Python, and against transformers."""
+"""Penalties, biases, allowed ids and bad words (D6, G8) against plain loops, and against transformers."""
 
 from __future__ import annotations
 
@@ -76,6 +76,8 @@ def oracle(logits: list[float], prompt: list[int], output: list[int], sampling: 
         logit = logit + np.float32(added - changes.presence_penalty * (count > 0))
         if len(output) < sampling.min_tokens and token_id in sampling.suppressed_ids:
             logit = -math.inf
+        if any(output[len(output) - len(w) + 1 :] == w[:-1] for w in changes.bad_words if w[-1] == token_id):
+            logit = -math.inf
         if changes.allowed_ids is not None and token_id not in changes.allowed_ids:
             logit = -math.inf
         found.append(float(logit))
@@ -87,6 +89,8 @@ def random_row(rng: np.random.Generator) -> tuple[list[int], list[int], RowSampl
     prompt, output = (rng.integers(0, 30, rng.integers(low, 20)).tolist() for low in (1, 0))
     penalty = lambda values: float(rng.choice(values))  # noqa: E731
     allowed = rng.choice(VOCAB, 40, replace=False).tolist() if rng.random() < 0.3 else None
+    words = [rng.integers(0, 30, length).tolist() for length in (1, 1, 2, 2, 3)]
+    words += [[*output[-length:], int(rng.integers(0, VOCAB))] for length in (1, 2, 3) if output]
     bias = dict(zip(rng.integers(0, VOCAB, 6).tolist(), rng.uniform(-9, 9, 6).tolist(), strict=True))
     changes = LogitChanges(
         presence_penalty=penalty([0, 0, 0.3, -2]),
@@ -94,6 +98,7 @@ def random_row(rng: np.random.Generator) -> tuple[list[int], list[int], RowSampl
         repetition_penalty=penalty([1, 1, 1.3, 0.4]),
         bias=bias if rng.random() < 0.5 else {},
         allowed_ids=allowed,
+        bad_words=words if rng.random() < 0.5 else [],
     )
     num_candidates = int(rng.choice([0, 1, 9, 200]))
     return prompt, output, row_sampling(

@@ -169,7 +169,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --max-embedding-inputs 51 --max-embedding-tokens 52
 --session-idle-seconds 60 --max-session-idle-seconds 61
 --max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
---max-logit-bias 9 --max-allowed-token-ids 10
+--max-logit-bias 9 --max-allowed-token-ids 10 --max-bad-words 13 --max-bad-word-bytes 14
 --max-schema-bytes 51 --max-schema-depth 52 --max-enum-items 53 --max-pattern-bytes 54 --max-repeats 55
 --max-compiling 3 --max-compile-waiting 56 --compile-timeout 57 --grammar-cache-bytes 58
 --max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
@@ -278,6 +278,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "max_stop_token_ids": 8,
             "max_logit_bias": 9,
             "max_allowed_token_ids": 10,
+            "max_bad_words": 13,
+            "max_bad_word_bytes": 14,
             "max_n": 12,
         },
         "connections": {
@@ -408,6 +410,8 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_n": 129},
         {"max_logit_bias": 1025},
         {"max_allowed_token_ids": 1025},
+        {"max_bad_words": 129},
+        {"max_bad_word_bytes": 129},
         {"max_schema_bytes": 0},
         {"max_compiling": 0},
         {"compile_timeout": math.inf},

@@ -1,0 +1,43 @@
+"""Which ids would complete a bad word next; on the last stage.
+
+A word is a sequence of ids; its last one is forbidden where the newest generated tokens are the others. Only
+what was generated counts: a word that begins in the prompt is none. Nothing is remembered but the words, so
+that a row which is given out again forbids the same. Used by `sample.logit_changes`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class BadWords:
+    """Those of one request.
+
+    Args:
+        words: sequences of ids, none empty.
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]]) -> None:
+        self.last_ids = sorted({word[-1] for word in words})
+        self._always = np.array(sorted({word[-1] for word in words if len(word) == 1}), dtype=np.int64)
+        self._behind: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the last but one id
+        for word in words:
+            if len(word) > 1:
+                self._behind[word[-2]].append((list(word[:-1]), word[-1]))
+        self._longest = max(map(len, words), default=1) - 1
+
+    def forbidden(self, output: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Ids that may not come next, each of them one of `last_ids`; an id may be there twice.
+
+        Args:
+            output: [num_generated] of the request, so far.
+        """
+        if not self._behind or not len(output):
+            return self._always
+        tail = output[-self._longest :].tolist()
+        found = [last for begin, last in self._behind.get(tail[-1], ()) if tail[-len(begin) :] == begin]
+        return np.concatenate([self._always, np.array(found, dtype=np.int64)]) if found else self._always
