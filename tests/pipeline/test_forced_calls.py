@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 
+from penstock.models.registry import resolve_model_directory
+from penstock.tokenizer.tokenizer import load_tokenizer
 from served import Served
 
 DEMO = ("demo", "--pp", "2", "--threads-per-rank", "1", "--dtype", "float32", "--tool-parser", "json")
@@ -63,6 +65,42 @@ def test_forced_calls_are_sound_whole_and_streamed(client: openai.OpenAI, choice
         (streamed,) = stream.get_final_completion().choices
     assert streamed.message.tool_calls is not None
     assert [c.function.arguments for c in streamed.message.tool_calls] == [call.function.arguments]  # type: ignore[union-attr]
+
+
+def test_d12_an_answer_is_calls_or_fits_its_format_whole_and_streamed(client: openai.OpenAI) -> None:
+    person = {
+        "type": "object",
+        "properties": {"who": CITY},
+        "required": ["who"],
+        "additionalProperties": False,
+    }
+    tools = [TOOLS[0], {"type": "function", "function": {"name": "now", "strict": True}}]
+    tokenizer, kinds = load_tokenizer(resolve_model_directory("demo")), set()
+    to_name = {str(i): 20 for text in ("n", "na", "name") for i in tokenizer.encode(text)[-1:]}
+    for seed in range(8):
+        asked: dict[str, Any] = {
+            "model": "demo",
+            "messages": [{"role": "user", "content": "Who is there?"}],
+            "tools": tools,
+            "parallel_tool_calls": False,
+            "logit_bias": to_name if seed % 2 else {},  # this model calls nothing by itself
+            "response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": person}},
+            "temperature": 1.0,
+            "seed": seed,
+            "max_tokens": 400,
+        }
+        (whole,) = client.chat.completions.create(**asked).choices
+        kinds.add(whole.finish_reason)
+        if whole.message.tool_calls:
+            for call in whole.message.tool_calls:
+                assert call.function.name in ("look", "now")  # type: ignore[union-attr]
+                json.loads(call.function.arguments)  # type: ignore[union-attr]
+        else:
+            assert set(json.loads(whole.message.content or "")) == {"who"}
+        with client.chat.completions.stream(**asked) as stream:
+            (streamed,) = stream.get_final_completion().choices
+        assert (streamed.message.content or "") == (whole.message.content or "")
+    assert kinds == {"tool_calls", "stop"}
 
 
 def test_a_strict_tool_that_is_not_called_leaves_text_alone(client: openai.OpenAI) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fake_engine import DEMO, ByteCodec, FakeEngine, fake_model, syntax_of
 from live_server import LiveServer, events
 
-from penstock.config import Limits
+from penstock.config import GrammarLimits, Limits, ServerConfig
 from penstock.tokenizer.tool_formats import ModelSyntax
 
 CHAT = "/v1/chat/completions"
@@ -50,11 +50,17 @@ class SeenCodec(ByteCodec):
         return self.encode("prompt" + self._suffix)
 
 
-def serving(answer: str, tools: str = "hermes", reasoning: str = "none", **changes: Any) -> LiveServer:
+def serving(
+    answer: str,
+    tools: str = "hermes",
+    reasoning: str = "none",
+    config: ServerConfig | None = None,
+    **changes: Any,
+) -> LiveServer:
     model = fake_model(
         syntax=syntax_of(tools, reasoning), **{"codec": SeenCodec(), "grammar_model": DEMO} | changes
     )
-    return LiveServer(FakeEngine(script=answer), model=model)
+    return LiveServer(FakeEngine(script=answer), model=model, config=config)
 
 
 def ask(live: LiveServer, **fields: Any) -> dict[str, Any]:
@@ -568,11 +574,51 @@ def test_a_bound_answer_comes_behind_the_reasoning(reasoning: str) -> None:
         assert (status, refused["error"]["param"]) == (400, "structured_outputs")
 
 
-def test_what_binds_the_whole_answer_does_not_go_with_tools_that_may_be_called() -> None:
-    with serving(ANSWERS["hermes"]) as live:
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama3_json", "json"])
+def test_d12_tools_that_may_be_called_and_an_answer_that_is_bound(form: str) -> None:
+    with serving(ANSWERS[form], tools=form) as live:
         for tools in (TOOLS, [tool("look", strict=True)]):
-            status, answer = live.post(CHAT, {"messages": USER, "tools": tools, "response_format": CITY})
-            assert (status, answer["error"]["param"]) == (400, "response_format")
+            assert ask(live, tools=tools, response_format=CITY)["choices"][0]["message"]["tool_calls"]
+            bound = live.engine.added[-1][2].structured_outputs
+            assert bound is not None
+            start, text, *_ = (bound.grammar or "").split("\n")
+            assert start.startswith("start: ")
+            assert start.endswith(" | text")
+            assert json.loads(text.removeprefix("text: %json "))["required"] == ["city"]
+    with serving(ROME, tools=form) as live:
+        (choice,) = ask(live, response_format={"type": "json_object"})["choices"]
+        assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", ROME)
+        assert "tool_calls" not in choice["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"structured_outputs": {"regex": "a+"}}, "structured_outputs"),
+        ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": 7}}}},
+            "response_format",
+        ),
+        ({"structured_outputs": {"json": {"uniqueItems": True, "type": "array"}}}, "structured_outputs"),
+    ],
+)
+def test_what_cannot_stand_in_place_of_calls_is_refused(fields: dict[str, Any], param: str) -> None:
+    with serving(ANSWERS["hermes"]) as live:
+        status, answer = live.post(CHAT, {"messages": USER, "tools": TOOLS} | fields)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert live.engine.added == []
+
+
+def test_a_bound_answer_is_refused_with_tools_whose_calls_nobody_looks_for() -> None:
+    syntax = ModelSyntax(is_tool_parser_off=True, template_knows_tools=True)
+    with LiveServer(model=fake_model(syntax=syntax, codec=SeenCodec(), grammar_model=DEMO)) as live:
+        status, answer = live.post(CHAT, {"messages": USER, "tools": TOOLS, "response_format": CITY})
+        assert (status, answer["error"]["param"]) == (400, "response_format")
+
+
+def test_an_answer_is_bound_alone_where_tools_are_not_asked_or_must_be_called() -> None:
+    with serving(ANSWERS["hermes"]) as live:
         for choice, field in (("none", "json"), ("required", "grammar")):  # only calls: there is no text
             ask(live, response_format=CITY, tool_choice=choice)
             assert getattr(live.engine.added[-1][2].structured_outputs, field) is not None
@@ -588,6 +634,48 @@ def test_schemas_of_tools_that_bind_are_within_the_bounds_of_schemas() -> None:
             assert (status, answer["error"]["param"]) == (400, "tools[1].function.parameters"), answer
             tools[1]["function"]["strict"] = False
             ask(live, tools=tools)
+
+
+def test_r8_schemas_of_tools_are_as_long_as_tools_may_be_and_no_longer() -> None:
+    """`max_schema_bytes` is of one schema, expression or grammar that a client gives as such."""
+    text = "of a city, wherever it is. " * 40
+    parameters = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "description": text} for i in range(90)},
+        "additionalProperties": False,
+    }
+    limits = Limits(max_tool_bytes=250_000, max_prompt_bytes=1 << 20)
+    config = ServerConfig(limits=limits, grammars=GrammarLimits(max_schema_bytes=2000))
+    tools = [tool("look", parameters=parameters, strict=True), tool("add", parameters=parameters)]
+    size = len(json.dumps(tools))
+    assert 200_000 < size < 250_000
+    with serving(ANSWERS["hermes"], config=config) as live:
+        for fields in ({}, {"tool_choice": "required"}, {"response_format": CITY}):
+            ask(live, tools=tools, **fields)
+            bound = live.engine.added[-1][2].structured_outputs
+            assert bound is not None
+            assert len(bound.grammar or "") > 100_000
+        longer = [*tools, tool("more", parameters=parameters)]
+        status, answer = live.post(CHAT, {"messages": USER, "tools": longer})
+        assert (status, answer["error"]["param"]) == (400, "tools")
+        assert "--max-tool-bytes" in answer["error"]["message"]
+        format_ = {"type": "json_schema", "json_schema": {"name": "c", "schema": parameters}}
+        status, answer = live.post(CHAT, {"messages": USER, "tools": TOOLS, "response_format": format_})
+        assert (status, answer["error"]["param"]) == (400, "response_format")
+        assert "--max-schema-bytes" in answer["error"]["message"]
+
+
+def test_r8_a_schema_behind_reasoning_is_as_long_as_one_without() -> None:
+    """The grammar that is made of it is longer than the schema."""
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(60)}}
+    size = len(json.dumps(schema, separators=(",", ":")))
+    config = ServerConfig(grammars=GrammarLimits(max_schema_bytes=size))
+    with serving("</think>{}", reasoning="qwen3", config=config) as live:
+        format_ = {"type": "json_schema", "json_schema": {"name": "c", "schema": schema}}
+        ask(live, tools=None, response_format=format_)
+        bound = live.engine.added[-1][2].structured_outputs
+        assert bound is not None
+        assert len(bound.grammar or "") > size
 
 
 def test_arguments_of_former_calls_may_be_nested_as_deep_as_they_like() -> None:

@@ -29,7 +29,7 @@ import msgspec
 from penstock.config import GrammarLimits
 from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError, error_from_info
 from penstock.grammar.frames import LENGTH_BYTES, Answer, framed
-from penstock.grammar.schema_bounds import check_bounds
+from penstock.grammar.schema_bounds import check_bounds, check_schema
 from penstock.request import StructuredOutputs
 
 OPEN_S = 30.0  # for a process to start and read the vocabulary
@@ -170,9 +170,9 @@ class GrammarProver:
         self._under_way: dict[bytes, _Proof] = {}
         self._known = _Known(limits.grammar_cache_bytes)
 
-    def check(self, structured: StructuredOutputs) -> None:
-        """Raise `InvalidRequestError` where it is out of bounds; nothing is built."""
-        check_bounds(structured, self._limits)
+    def check_schema(self, schema: str) -> None:
+        """Raise `InvalidRequestError` where a part of a grammar is out of bounds; nothing is built."""
+        check_schema(schema, self._limits)
 
     async def prove(self, structured: StructuredOutputs) -> None:
         """Return if it can be used.
@@ -181,6 +181,14 @@ class GrammarProver:
             InvalidRequestError: it is too large, wrong, unsatisfiable or not supported, or takes too long.
             OverloadedError: too many wait.
         """
+        check_bounds(structured, self._limits)
+        await self._prove(structured)
+
+    async def prove_made(self, grammar: str) -> None:
+        """The same of a grammar of ours. Its length is that of its parts, which were checked."""
+        await self._prove(StructuredOutputs(grammar=grammar))
+
+    async def _prove(self, structured: StructuredOutputs) -> None:
         proof = self._begin(structured)
         if proof is not None:
             try:
@@ -190,7 +198,8 @@ class GrammarProver:
             _raise(await asyncio.shield(asyncio.wrap_future(proof.error)))
 
     def prove_now(self, structured: StructuredOutputs) -> None:
-        """The same, for who has no event loop."""
+        """As `prove`, for who has no event loop."""
+        check_bounds(structured, self._limits)
         proof = self._begin(structured)
         if proof is not None:
             try:
@@ -216,7 +225,6 @@ class GrammarProver:
                 param="structured_outputs",
                 code="unsupported_by_model",
             )
-        check_bounds(structured, self._limits)
         key = msgspec.msgpack.encode(structured)
         with self._lock:
             if key in self._known:

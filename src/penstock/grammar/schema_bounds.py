@@ -39,8 +39,12 @@ def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
         size = sum(len(text.encode()) for text in structured.choice)
         _at_most("the length of all choices in bytes", size, limits.max_schema_bytes, "--max-schema-bytes")
     if structured.json is not None:
-        document = _document(structured.json, limits)
-        _Reader(limits, document).read_all()
+        check_schema(structured.json, limits)
+
+
+def check_schema(text: str, limits: GrammarLimits) -> None:
+    """The same of a schema, but for its length: it is part of something whose length is bounded."""
+    _Reader(limits, _document(text, limits)).read_all()
 
 
 def _texts(structured: StructuredOutputs) -> Iterator[str]:

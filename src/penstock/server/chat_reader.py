@@ -18,7 +18,7 @@ from penstock.server.generation_route import GenerationRoute
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import ChatRequest
 from penstock.server.sampling import chat_sampling, check_choices, fit_to_context
-from penstock.server.structured import behind_reasoning, refuse_with_tools, structured_field
+from penstock.server.structured import behind_reasoning, in_place_of_calls, structured_field
 from penstock.server.tools import ToolUse, bound_schemas, grammar_of, tool_use
 
 
@@ -50,16 +50,20 @@ class ChatReader:
         prompt = await route.prompts.chat(asked.messages, use, options)
         is_open = opens_reasoning(asked, prompt, model)
         reading = reading_of(asked, use, model.syntax, is_open=is_open)
-        grammar = grammar_of(use, model.syntax, is_open=is_open)
-        refuse_with_tools(sampling, use, structured_field(asked))
-        asked_by = structured_field(asked) if grammar is None else "tools"
-        if grammar is None:
+        asked_by = structured_field(asked)
+        text = in_place_of_calls(sampling, use, model.syntax, asked_by)
+        grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
+        if grammar is None or text is not None:
             await route.prove(sampling, asked_by)
+        if grammar is None:
             grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
+        else:
+            asked_by = "tools"
         for param, schema in bound_schemas(use).items():
             route.check_schema(schema, param)
         sampling = _for_reading(sampling, reading, model, grammar)
-        await route.prove(sampling, asked_by)
+        if grammar is not None:
+            await route.prove_made(grammar, asked_by)
         return ReadChat(sequence=self._sequence(prompt, sampling), reading=reading, unused=unused)
 
     async def render(self, asked: ChatRequest) -> tuple[str, Sequence, list[str]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +16,7 @@ from penstock.config import Limits
 from penstock.engine.outputs import TextDelta
 from penstock.errors import InvalidRequestError, NotFoundError
 from penstock.grammar.proving import GrammarProver
-from penstock.request import SamplingParams, StructuredOutputs
+from penstock.request import SamplingParams
 from penstock.server.engine_port import ServedModel
 from penstock.server.fields import unknown_fields, warning_headers
 from penstock.server.generation import (
@@ -100,6 +101,16 @@ def _answer_bytes(outcomes: list[TextDelta]) -> int:
     return characters + _SCORE_BYTES * numbers
 
 
+@contextlib.contextmanager
+def asked_by(param: str) -> Iterator[None]:
+    """Let a refusal name the field by which it was asked for."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        error.param = param
+        raise
+
+
 BodyMaker = Callable[[Answer, list[TextDelta], Usage], bytes]
 
 
@@ -159,22 +170,20 @@ class GenerationRoute:
             InvalidRequestError: it cannot; names the field.
             OverloadedError: too many grammars are being built.
         """
-        if sampling.structured_outputs is None:
-            return
-        try:
-            await self._grammars.prove(sampling.structured_outputs)
-        except InvalidRequestError as error:
-            error.param = param
-            raise
+        if sampling.structured_outputs is not None:
+            with asked_by(param):
+                await self._grammars.prove(sampling.structured_outputs)
+
+    async def prove_made(self, grammar: str, param: str) -> None:
+        """The same of a grammar that was made of parts, each of which is within its bounds."""
+        with asked_by(param):
+            await self._grammars.prove_made(grammar)
 
     def check_schema(self, schema: str, param: str) -> None:
-        """Raise `InvalidRequestError` naming the field where a JSON schema is out of bounds, or would not be
-        obeyed in all."""
-        try:
-            self._grammars.check(StructuredOutputs(json=schema))
-        except InvalidRequestError as error:
-            error.param = param
-            raise
+        """Raise `InvalidRequestError` naming the field where a JSON schema is out of bounds (of its length
+        nothing is said), or would not be obeyed in all."""
+        with asked_by(param):
+            self._grammars.check_schema(schema)
 
     def check_common(self, asked: GenerateRequest) -> None:
         """Raise `NotFoundError` for a model that is not served here, before any work on the prompt."""

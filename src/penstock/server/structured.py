@@ -9,7 +9,7 @@ from penstock.request import SamplingParams, StructuredOutputs
 from penstock.server.openai_types import GenerateRequest, ResponseFormat, StructuredOutputFields
 from penstock.server.tools import ToolUse
 from penstock.tokenizer.tool_formats import ModelSyntax
-from penstock.tokenizer.tool_grammar import reasoned_grammar
+from penstock.tokenizer.tool_grammar import answer_rule, reasoned_grammar
 
 
 def structured_field(request: GenerateRequest) -> str:
@@ -31,14 +31,29 @@ def structured_outputs(request: GenerateRequest) -> StructuredOutputs | None:
     return _of_fields(request.structured_outputs)
 
 
-def refuse_with_tools(sampling: SamplingParams, use: ToolUse, param: str) -> None:
-    """Raise `InvalidRequestError` where a model may call tools or not, but its text is bound in any case."""
-    if sampling.structured_outputs is not None and use.choice == "auto":
-        raise InvalidRequestError(
-            f"{param} binds the whole answer, so that the model could not call the tools.",
-            remedy="Leave one of them out, or set tool_choice to none or required.",
-            param=param,
-        )
+def in_place_of_calls(
+    sampling: SamplingParams, use: ToolUse, syntax: ModelSyntax, param: str
+) -> StructuredOutputs | None:
+    """What the text must be where a model may call tools or not; None where that is not bound, or where there
+    is no choice.
+
+    Raises:
+        InvalidRequestError: there is no grammar of either; names the field.
+    """
+    text = sampling.structured_outputs
+    if text is None or use.choice != "auto":
+        return None
+    if syntax.tools is None:
+        why = "this server does not look for calls of tools, so that there would be none"
+    elif answer_rule(text) is None:
+        why = "a regex or grammar is not combined with calls of tools"
+    else:
+        return text
+    raise InvalidRequestError(
+        f"{param} binds the whole answer, and {why}.",
+        remedy="Leave one of them out, or set tool_choice to none or required.",
+        param=param,
+    )
 
 
 def behind_reasoning(

@@ -16,6 +16,7 @@ import msgspec
 
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError
+from penstock.request import StructuredOutputs
 from penstock.server.openai_types import ChatRequest, Function, NamedTool, Tool
 from penstock.tokenizer.call_reader import NAME
 from penstock.tokenizer.tool_formats import ModelSyntax
@@ -148,13 +149,18 @@ def _shown(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": msgspec.to_builtins(function)}
 
 
-def grammar_of(use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> str | None:
-    """The grammar that the answer must follow; None where it may be anything.
+def grammar_of(
+    use: ToolUse, syntax: ModelSyntax, *, is_open: bool, text: StructuredOutputs | None = None
+) -> str | None:
+    """The grammar that the answer must follow; None where tools ask for none.
 
     Args:
         is_open: the prompt has opened the reasoning.
+        text: what may stand in place of calls that may be made or not; None: anything.
     """
-    if use.choice == "none" or syntax.tools is None or (use.choice == "auto" and not use.strict):
+    if use.choice == "none" or syntax.tools is None:
+        return None
+    if use.choice == "auto" and not use.strict and text is None:
         return None
     schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in use.tools}
     if use.choice == "auto":
@@ -165,6 +171,7 @@ def grammar_of(use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> str | Non
     task = CallTask(
         schemas=schemas,
         is_forced=use.choice != "auto",
+        text=text,
         is_single=use.choice == "named" or not use.is_parallel,
         thinks=thinks,
     )

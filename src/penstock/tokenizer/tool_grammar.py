@@ -1,5 +1,5 @@
-"""A grammar that makes a model call tools in its family's own form: for `tool_choice` and for strict tools;
-and one for structured output behind reasoning.
+"""A grammar that makes a model call tools in its family's own form: for `tool_choice` and for strict tools,
+and for structured output in place of calls; and one for structured output behind reasoning.
 
 The text is Lark as llguidance takes it. Markers that are one token of the model are asked for by id, so
 that the model writes what it was trained on; the parser of `tool_calls` reads every text that the grammar
@@ -21,6 +21,9 @@ from penstock.tokenizer.tool_formats import NAME_END, ModelSyntax, ReasoningForm
 
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_COMPACT = {"whitespace_flexible": False}
+_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{1,32}"}  # as grammar.matcher has it
+_SPACE = f"/{_SPACED['whitespace_pattern']}/"
 _ANY = "/(?s:.*)/"
 
 Thinks = Literal["no", "maybe", "opened"]
@@ -32,12 +35,14 @@ class CallTask(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         schemas: of the arguments of each tool that may be called, by its name; None: it has no parameters.
         is_forced: there must be a call, and nothing but calls; else text may stand in place of them.
+        text: which text, and then no other beside calls; None: any.
         is_single: no more than one.
         thinks: whether the answer begins with reasoning; "opened": it does, the prompt has opened it.
     """
 
     schemas: Mapping[str, dict[str, Any] | None]
     is_forced: bool = True
+    text: StructuredOutputs | None = None
     is_single: bool = False
     thinks: Thinks = "no"
 
@@ -47,13 +52,16 @@ def call_grammar(task: CallTask, syntax: ModelSyntax) -> str:
     form, ids = syntax.tools, syntax.marker_ids
     assert form is not None
     rules = [_start(task, form, ids)]
+    if task.text is not None:
+        rules.append(f"text: {answer_rule(task.text)}")
     if task.thinks != "no" and syntax.reasoning is not None:
         rules[0] = rules[0].replace("start:", "answer:", 1)
         rules.append(_thinking(syntax.reasoning, ids, is_open=task.thinks == "opened"))
     rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(task.schemas))))
     for index, (name, schema) in enumerate(task.schemas.items()):
-        rules.append(f"call_{index}: {_call(form, ids, name, index)}")
-        rules.append(f"arguments_{index}: %json {json.dumps(_object_schema(schema))}")
+        rules.append(f"call_{index}: {_call(form, ids, name, index, text=task.text)}")
+        spacing = _SPACING if task.text is None or not form.is_bare else _spacing_of(task.text)
+        rules.append(f"arguments_{index}: %json {json.dumps(_object_schema(schema, spacing))}")
     return "\n".join(rules) + "\n"
 
 
@@ -66,21 +74,34 @@ def reasoned_grammar(
         ids: of markers that are one token.
         is_open: the prompt has opened the reasoning; else there may be none.
     """
-    if structured.choice is not None:
-        answer = " | ".join(map(json.dumps, structured.choice))
-    elif structured.json is not None or structured.json_object:
-        schema = json.loads(structured.json or '{"type": "object"}')
-        spacing = {"whitespace_flexible": structured.whitespace}
-        answer = "%json " + json.dumps(schema | {"x-guidance": spacing})
-    else:
+    answer = answer_rule(structured)
+    if answer is None:
         return None
     return f"{_thinking(reasoning, ids, is_open=is_open)}\nanswer: {answer}\n"
 
 
+def answer_rule(structured: StructuredOutputs) -> str | None:
+    """What stands behind the colon of a rule for this text; None for one given by a pattern or a grammar."""
+    if structured.choice is not None:
+        return " | ".join(map(json.dumps, structured.choice))
+    if structured.json is None and not structured.json_object:
+        return None
+    schema = json.loads(structured.json or '{"type": "object"}')
+    return "%json " + json.dumps(schema | {"x-guidance": _spacing_of(structured)})
+
+
+def _spacing_of(structured: StructuredOutputs) -> dict[str, Any]:
+    return _SPACED if structured.whitespace else _COMPACT
+
+
 def _start(task: CallTask, form: ToolFormat, ids: Mapping[str, int]) -> str:
-    calls = _calls(form, ids, is_single=task.is_single or form.is_single)
+    is_single = task.is_single or form.is_single
+    calls = _calls(form, ids, is_single=is_single)
     if task.is_forced:
         return f"start: {calls}"
+    if task.text is not None:
+        calls = _calls_as_json(task.text, is_single=is_single) if form.is_bare else calls
+        return f"start: {calls} | text"
     if form.is_bare:  # what begins like a call is one
         return f"start: {calls} | OTHER\nOTHER: /(\\s*[^\\s{{\\[](?s:.*))?/"
     opening = _marker(form.opening, ids)
@@ -109,15 +130,42 @@ def _calls(form: ToolFormat, ids: Mapping[str, int], *, is_single: bool) -> str:
     return one if is_single else " ".join(part for part in (f"{one} (", padding, one, ")*") if part)
 
 
-def _call(form: ToolFormat, ids: Mapping[str, int], name: str, index: int) -> str:
+def _call(
+    form: ToolFormat, ids: Mapping[str, int], name: str, index: int, *, text: StructuredOutputs | None
+) -> str:
+    if form.is_bare and text is not None:  # which may begin as a call does
+        return _call_as_json(form, name, index, text)
     if form.is_named:
         return f"{_text(name)} {_marker(NAME_END, ids)} arguments_{index}"
     head = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
     return f'{_text(head)} arguments_{index} "}}"'
 
 
-def _object_schema(schema: dict[str, Any] | None) -> dict[str, Any]:
-    return {"type": "object", **(_NO_PARAMETERS if schema is None else schema), "x-guidance": _SPACING}
+def _call_as_json(form: ToolFormat, name: str, index: int, text: StructuredOutputs) -> str:
+    """A call in the words and with the spaces of the JSON that may stand in its place. Where two words begin
+    alike, the library goes on with the longer one alone; so a call must not be told from an answer by its
+    spaces, or a model that writes some would be held to calls."""
+    head = map(_text, ["{", '"name"', ":", json.dumps(name), ",", f'"{form.arguments}"', ":"])
+    return _between(text).join([*head, f"arguments_{index}", '"}"'])
+
+
+def _calls_as_json(text: StructuredOutputs, *, is_single: bool) -> str:
+    """One, or a list of them; the same of their words."""
+    if is_single:
+        return "call"
+    space = _between(text)
+    more = space.join(["", '","', "call"])
+    whole = space.join(['"["', "call", f"({more})*", '"]"'])
+    return f"call | {whole}"
+
+
+def _between(text: StructuredOutputs) -> str:
+    """Two words of JSON."""
+    return f" {_SPACE}? " if text.whitespace else " "
+
+
+def _object_schema(schema: dict[str, Any] | None, spacing: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", **(_NO_PARAMETERS if schema is None else schema), "x-guidance": spacing}
 
 
 def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:

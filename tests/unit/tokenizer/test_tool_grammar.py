@@ -11,6 +11,7 @@ import llguidance
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from penstock.request import StructuredOutputs
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 from penstock.tokenizer.reasoning import ReasoningSplitter
 from penstock.tokenizer.tool_calls import ToolCallParser
@@ -168,6 +169,93 @@ def test_reasoning_may_come_before_forced_calls(thinks: str, with_markers: bool)
     assert model.accepts(thinking, calls) == (thinks == "maybe")
     assert not model.accepts(thinking, "I look." if thinks == "maybe" else "I look.</think> no")
     assert not model.accepts(task(), "<think>\n" + thought)
+
+
+OBJECT = StructuredOutputs(json_object=True)
+LOOSE = StructuredOutputs(json_object=True, whitespace=True)
+PERSON = StructuredOutputs(
+    json='{"type":"object","properties":{"name":{"type":"string"},"n":{"type":"integer"}},'
+    '"required":["name"],"additionalProperties":false}'
+)
+LIST = StructuredOutputs(
+    json='{"type":"array","items":{"type":"object","properties":{"na":{"type":"integer"}},"required":["na"],'
+    '"additionalProperties":false}}'
+)
+WORDS = StructuredOutputs(choice=["yes", "{x}", "[no]"])
+# What fits, and what does not; of an answer in place of calls. Some begin as calls without a marker do.
+ANSWERS = [
+    (
+        OBJECT,
+        ["{}", '{"name":3}', '{"name":"look"}', '{"nope":"look","name":1}'],
+        ["", "x", "[]", '{"a": 1}'],
+    ),
+    (PERSON, ['{"name":"look"}', '{"name":"lo","n":3}', '{"name":"lookup"}'], ["{}", '{"name": "lo"}']),
+    (LIST, ["[]", '[{"na":3}]', '[{"na":3},{"na":4}]'], ["{}", '[{"name":3}]', '{"na":3}']),
+    (WORDS, ["yes", "{x}", "[no]"], ["", "y", '"yes"', "yesyes"]),
+    (LOOSE, ["{}", '{ "name":\n"look"}', '{"name": "look", "args": 3}'], ["[]", "{" + " " * 33 + "}"]),
+]
+
+
+def with_spaces_of(text: StructuredOutputs, form: str, calls: str) -> str:
+    """Calls without markers have the spaces of the answers that begin as they do."""
+    return (
+        calls.replace(": ", ":").replace(", ", ",") if FORMS[form].is_bare and not text.whitespace else calls
+    )
+
+
+@pytest.mark.parametrize("with_markers", [True, False])
+@pytest.mark.parametrize(("text", "fitting", "others"), ANSWERS)
+@pytest.mark.parametrize("form", FORMS)
+def test_d12_an_answer_is_calls_or_what_was_asked_for(
+    form: str, text: StructuredOutputs, fitting: list[str], others: list[str], with_markers: bool
+) -> None:
+    model, either = Model(form, with_markers=with_markers), task(is_forced=False, text=text)
+    one, both, wrong = (
+        with_spaces_of(text, form, written(form, *calls)) for calls in ([ONE], [ONE, TWO], [("look", "{}")])
+    )
+    for answer in (*fitting, one):
+        assert model.accepts(either, answer), answer
+    for answer in (*others, "Let me see. " + one, one + " done", one[:-1], fitting[0] + one):
+        assert not model.accepts(either, answer), answer
+    assert model.accepts(either, both) == (not FORMS[form].is_single)
+    assert not model.accepts(task(is_forced=False, text=text, is_single=True), both)
+    may_be_anything = FORMS[form].is_bare and text.json_object  # an object that is no call is an object
+    assert model.accepts(either, wrong) == may_be_anything
+
+
+@pytest.mark.parametrize("with_markers", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_d12_reasoning_may_come_before_either(form: str, with_markers: bool) -> None:
+    model = Model(form, "qwen3", with_markers=with_markers)
+    either = task(is_forced=False, text=PERSON, thinks="maybe")
+    calls = with_spaces_of(PERSON, form, written(form, ONE))
+    for answer in ('{"name":"lo"}', calls):
+        assert model.accepts(either, answer)
+        assert model.accepts(either, "<think>\nSo {1}.\n</think>\n\n" + answer)
+        opened = task(is_forced=False, text=PERSON, thinks="opened")
+        assert model.accepts(opened, "So {1}.\n</think>\n\n" + answer)
+        assert not model.accepts(opened, answer)
+    assert not model.accepts(either, "<think>\nSo.\n</think>\n\nRome")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_d12_the_parser_reads_calls_or_gives_the_answer_whole(form: str) -> None:
+    names = {"type": "object", "properties": {"name": {"enum": ["a", "e"]}}, "required": ["name"]}
+    text_of_names = StructuredOutputs(json=json.dumps(names | {"additionalProperties": False}))
+    model, seen, tools = Model(form), set(), {"a": SCHEMAS["look"], "b": None}
+    either = task(is_forced=False, text=text_of_names, schemas=tools)
+    for seed in range(30):
+        text = model.sample(either, seed)
+        parser = ToolCallParser(FORMS[form], frozenset(tools))
+        found = parser.feed(text) + parser.finish()
+        kinds = {piece.kind for piece in found}
+        if parser.num_sound and kinds == {"call", "arguments"}:
+            seen.add("calls")
+        elif kinds == {"content"} and model.accepts(either, text):
+            seen.add("answer")
+            assert "".join(piece.text for piece in found) == text
+            assert not (FORMS[form].is_bare and json.loads(text)["name"] in tools)
+    assert seen == {"calls", "answer"}
 
 
 @pytest.mark.parametrize("form", FORMS)
