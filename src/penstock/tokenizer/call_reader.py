@@ -38,53 +38,70 @@ class CallReader:
         is_marked: there is a marker.
 
     Attributes:
-        num_calls: that were read to their end.
-        num_sound: of those, with arguments that are a JSON object.
         is_done: the calls have ended.
         ends_in_text: what was taken for the next call was none.
+        broken: once it is done: all of the last call, where that is not sound and nothing follows it yet.
+        rest: white space that was read behind that.
     """
 
     def __init__(
         self, form: ToolFormat, names: Set[str], pieces: PieceList, before: str, *, is_marked: bool
     ) -> None:
-        self.num_calls = 0
-        self.num_sound = 0
         self.is_done = False
         self.ends_in_text = False
+        self.broken = ""
+        self.rest = ""
         self._form = form
         self._names = names
         self._pieces = pieces
         self._is_marked = is_marked
         self._char = ""
-        self._raw = list(before)  # what was read since the last whole call, `_char` included
+        self._raw = list(before)  # what was read since the last sound call, `_char` included
+        self._broken_end = 0  # how much of it is a call that is not sound
         self._arguments_at: int | None = None  # those of a call that has begun: where they begin in `_raw`
         self._num_given = 0  # characters of them
+        self._is_sound: list[bool] = []  # of each call that was read to its end
         self._reading = self._calls()
 
-    def read(self, text: str) -> str:
-        """Read on; the text from the first character on that is no part of calls."""
+    @property
+    def is_open(self) -> bool:
+        """Whether a closing marker is to come: behind calls, unless text has followed one that is broken."""
+        return bool(self._is_sound) and (self._is_sound[-1] or bool(self.broken))
+
+    @property
+    def num_sound(self) -> int:
+        """Calls that were read to their end, with arguments that are a JSON object."""
+        return sum(self._is_sound)
+
+    def read(self, text: str, pos: int) -> int:
+        """Read on from `pos`; where the first character stands that is no part of calls."""
         reading, raw = self._reading, self._raw
-        for index, character in enumerate(text):
-            self._char = character
-            raw.append(character)
+        for index in range(pos, len(text)):
+            self._char = text[index]
+            raw.append(self._char)
             try:
                 next(reading)
             except StopIteration:
                 self.is_done = True
-                return text[index:]
+                if self._broken_end:
+                    self.broken = "".join(raw[: self._broken_end])
+                    self.rest = "".join(raw[self._broken_end : -1])
+                return index
             except _NotACall:
-                self._pieces.give("content", "".join(raw[:-1]))
+                raw.pop()
+                self._give_broken(self._broken_end)
+                self._pieces.give("content", "".join(raw))
                 self.is_done = self.ends_in_text = True
-                return text[index:]
+                return index
         self._give_arguments()
-        return ""
+        return len(text)
 
     def finish(self) -> None:
         """No more text comes: what was read of a call that is not whole is content, or broken."""
         raw = "".join(self._raw)
-        if self._arguments_at is not None:
+        if self._arguments_at is not None or self._broken_end:
             self._pieces.give("broken", raw)
-        elif not self.num_calls or raw.strip(SPACES + _SEPARATORS + "]"):
+        elif not self._is_sound or raw.strip(SPACES + _SEPARATORS + "]"):
             self._pieces.give("content", raw)
 
     def _calls(self) -> _Reading:
@@ -109,6 +126,7 @@ class CallReader:
                 break
         if self._char == "]":
             yield
+            self._note_broken()
 
     def _more_objects(self) -> _Reading:
         """Further ones, where a call needs no marker."""
@@ -128,6 +146,7 @@ class CallReader:
     def _object(self) -> _Reading:
         """A call as an object, its keys in any order."""
         self._expect("{")
+        self._give_broken(len(self._raw) - 1)  # whatever stood between the two is no part of this one
         name, arguments = "", "{}"
         while True:
             yield  # the bracket, or the comma
@@ -162,8 +181,10 @@ class CallReader:
             yield from self._string()
             yield from self._spaces()
         if self._char == "}":
-            self._raw.clear()
+            if not self._broken_end:
+                self._raw.clear()
             yield
+            self._note_broken()
 
     def _named(self) -> _Reading:
         name = ""
@@ -196,17 +217,28 @@ class CallReader:
         arguments = "".join(self._raw[self._arguments_at :])
         self._give_arguments()
         self._arguments_at = None
-        is_sound = is_json_object(arguments)
-        if not is_sound:
-            self._pieces.give("broken", "".join(self._raw))
-        self._note_end(is_sound=is_sound)
+        self._note_end(is_sound=is_json_object(arguments))
         yield
 
     def _note_end(self, *, is_sound: bool) -> None:
-        """What was read so far is a call: none of it will be content."""
-        self.num_calls += 1
-        self.num_sound += is_sound
-        self._raw.clear()
+        """What was read so far is a call: none of it will be content, unless it is not sound."""
+        self._is_sound.append(is_sound)
+        if is_sound:
+            self._raw.clear()
+        else:
+            self._broken_end = len(self._raw)
+
+    def _note_broken(self) -> None:
+        """A call that is not sound reaches up to here; the character in hand is behind it."""
+        if self._broken_end:
+            self._broken_end = len(self._raw) - 1
+
+    def _give_broken(self, end: int) -> None:
+        """So many characters of what was read are a call that is not sound, if there is one."""
+        if self._broken_end:
+            self._pieces.give("broken", "".join(self._raw[:end]))
+            del self._raw[:end]
+            self._broken_end = 0
 
     def _give_arguments(self) -> None:
         if self._arguments_at is not None:

@@ -17,7 +17,7 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         kind: "content" and "reasoning": text. "call": a call begins; the text is its name. "arguments": more
-            of its arguments. "broken": it is not sound; the text is all of it, the marker before it included.
+            of its arguments. "broken": it is not sound; the text is all of it, its markers included.
     """
 
     kind: PieceKind
@@ -29,26 +29,34 @@ class PieceList:
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
+        self._content: list[str] = []  # behind them
 
     def give(self, kind: PieceKind, text: str) -> None:
         """Add a piece, unless it is empty."""
         if not text:
             return
-        last = self._pieces[-1] if self._pieces else None
-        if kind == "content" and last is not None and last.kind == "content":
-            self._pieces[-1] = Piece(kind, last.text + text)
+        if kind == "content":
+            self._content.append(text)
         else:
+            self._end_content()
             self._pieces.append(Piece(kind, text))
 
     def taken(self) -> list[Piece]:
         """All of them, which are not here any more."""
+        self._end_content()
         pieces, self._pieces = self._pieces, []
         return pieces
 
+    def _end_content(self) -> None:
+        if self._content:
+            self._pieces.append(Piece("content", "".join(self._content)))
+            self._content.clear()
 
-def partial_marker(text: str, marker: str) -> int:
-    """Where the end of the text may be the beginning of the marker; its length where it is not."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
+
+def partial_marker(text: str, marker: str, pos: int = 0) -> int:
+    """Where the end of the text, from `pos` on, may be the beginning of the marker; its length where it is
+    not."""
+    for length in range(min(len(marker) - 1, len(text) - pos), 0, -1):
         if text.endswith(marker[:length]):
             return len(text) - length
     return len(text)

@@ -13,19 +13,51 @@ What is a call:
 
 Arguments reach from their first bracket to the one that closes it, word for word. All that is no call is
 content, word for word too, but for white space beside calls. A call that breaks off, or whose arguments
-turn out to be no JSON, is followed by a piece `broken` with its text up to there, so that who has not yet
-shown the call can give the text instead.
+turn out to be no JSON, is followed by a piece `broken` with all of its text, the brackets and the marker that
+close it included, so that who has not yet shown the call can give the text instead.
 
-How a call is read is `call_reader`'s. Called by `server.message_reader`.
+Each character is looked at a bounded number of times, however many markers there are, and however the text
+was cut. How a call is read is `call_reader`'s. Called by `server.message_reader`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+import re
+from collections.abc import Sequence, Set
 
 from penstock.tokenizer.call_reader import SPACES, CallReader
 from penstock.tokenizer.pieces import Piece, PieceList, partial_marker
 from penstock.tokenizer.tool_formats import ToolFormat
+
+_SPACE = re.compile(f"[{SPACES}]*")
+
+
+class MarkerFinder:
+    """Markers in one text, from left to right.
+
+    Attributes:
+        num_scanned: characters that were looked at, for all markers together.
+    """
+
+    def __init__(self, text: str, markers: Sequence[str]) -> None:
+        self.num_scanned = 0
+        self._text = text
+        self._next = dict.fromkeys(markers, -1)  # where each stands next; the text's end: nowhere
+
+    def first(self, pos: int) -> tuple[int, str]:
+        """Where the first one at or behind `pos`, which never falls, stands, and which; "" for none."""
+        for marker, at in self._next.items():
+            if at < pos:
+                self._next[marker] = self._find(marker, pos)
+        at, marker = min(((at, marker) for marker, at in self._next.items()), default=(len(self._text), ""))
+        return (at, marker) if at < len(self._text) else (at, "")
+
+    def _find(self, marker: str, pos: int) -> int:
+        at = self._text.find(marker, pos)
+        if at < 0:
+            at = len(self._text)
+        self.num_scanned += at - pos
+        return at
 
 
 class ToolCallParser:
@@ -44,7 +76,9 @@ class ToolCallParser:
         self._form = form
         self._names = names
         self._pieces = PieceList()
-        self._held = ""  # content that may be the beginning of a marker, or white space before one
+        self._spaces: list[str] = []  # content, unless a call or its closing marker follows
+        self._partial = ""  # behind them; may be the beginning of a marker
+        self._broken = ""  # a call that is not sound, whose closing marker may follow
         self._at_start = form.is_bare
         self._after_call = False  # white space that comes now is none of the content
         self._closing_is_due = False
@@ -52,8 +86,14 @@ class ToolCallParser:
 
     def feed(self, text: str) -> list[Piece]:
         """What these characters bring."""
-        while text:
-            text = self._scan(text) if self._reader is None else self._read(self._reader, text)
+        text, self._partial = self._partial + text, ""
+        markers = self._markers_in(text)
+        pos = 0
+        while pos < len(text):
+            if self._reader is None:
+                pos = self._scan(text, pos, markers)
+            else:
+                pos = self._read(self._reader, text, pos)
         return self._pieces.taken()
 
     def finish(self) -> list[Piece]:
@@ -61,70 +101,96 @@ class ToolCallParser:
         if self._reader is not None:
             self._reader.finish()
             self.num_sound += self._reader.num_sound
-        elif not (self._closing_is_due and self._form.closing.startswith(self._held.strip(SPACES))):
-            self._pieces.give("content", self._held)
-        self._held, self._reader = "", None
+            self._reader = None
+        held, self._partial = self._led(self._partial), ""
+        is_closing = self._closing_is_due and self._form.closing.startswith(held.strip(SPACES))
+        if self._broken and is_closing:
+            self._pieces.give("broken", self._broken + held)
+        elif not is_closing:
+            self._give_broken()
+            self._pieces.give("content", held)
+        self._broken = ""
         return self._pieces.taken()
 
-    def _read(self, reader: CallReader, text: str) -> str:
-        """Let calls be read; the text behind them."""
-        rest = reader.read(text)
+    def _markers_in(self, text: str) -> MarkerFinder:
+        return MarkerFinder(text, [marker for marker in (self._form.opening, self._form.closing) if marker])
+
+    def _read(self, reader: CallReader, text: str, pos: int) -> int:
+        """Let calls be read; where the text behind them begins."""
+        pos = reader.read(text, pos)
         if reader.is_done:
             self._reader = None
             self.num_sound += reader.num_sound
-            self._closing_is_due = reader.num_calls > 0
-            self._after_call = self._closing_is_due and not reader.ends_in_text
-        return rest
+            self._broken, spaces = reader.broken, reader.rest
+            self._spaces = [spaces] if spaces else []
+            self._closing_is_due = reader.is_open
+            self._after_call = reader.is_open and not self._broken and not reader.ends_in_text
+        return pos
 
-    def _scan(self, text: str) -> str:
-        """Look for the next call; the text behind its marker, for `_read`."""
-        text, self._held = self._held + text, ""
+    def _scan(self, text: str, pos: int, markers: MarkerFinder) -> int:
+        """Look for the next call; where the text behind its marker begins, for `_read`."""
         if self._after_call:
-            text = text.lstrip(SPACES)
-        if self._at_start and self._has_bare_call(text):
-            return self._begin(text, len(text) - len(text.lstrip(SPACES)), "")
-        at, marker = self._first_marker(text)
+            pos = _behind_spaces(text, pos)
+        if self._at_start:
+            first = _behind_spaces(text, pos)
+            self._at_start = first == len(text)
+            if text[first : first + 1] in ("{", "["):
+                return self._begin(text, pos, first, "")
+        at, marker = markers.first(pos)
         if not marker:
-            self._hold_back(text)
-            return ""
+            self._hold_back(text, pos)
+            return len(text)
         if marker == self._form.opening:
-            return self._begin(text, at, marker)
-        self._closing(text[:at], marker)
-        return text[at + len(marker) :]
+            return self._begin(text, pos, at, marker)
+        self._closing(self._led(text[pos:at]), marker)
+        return at + len(marker)
 
-    def _first_marker(self, text: str) -> tuple[int, str]:
-        """Where it stands, and which; "" where there is none."""
-        form = self._form
-        found = [(at, m) for m in (form.opening, form.closing) if m and (at := text.find(m)) >= 0]
-        return min(found, default=(len(text), ""))
-
-    def _has_bare_call(self, text: str) -> bool:
-        """Whether what may be a call without a marker begins here."""
-        shown = text.lstrip(SPACES)
-        if shown:
-            self._at_start = False
-        return shown.startswith(("{", "["))
-
-    def _begin(self, text: str, at: int, marker: str) -> str:
+    def _begin(self, text: str, pos: int, at: int, marker: str) -> int:
         """Start reading calls whose marker, or first bracket, stands at `at`."""
-        kept = text[:at].rstrip(SPACES)
+        self._give_broken()
+        before = self._led(text[pos:at])
+        kept = before.rstrip(SPACES)
         self._pieces.give("content", kept)
-        end = at + len(marker)
-        before = text[len(kept) : end]
+        before = before[len(kept) :] + marker
         self._at_start = self._after_call = self._closing_is_due = False
         self._reader = CallReader(self._form, self._names, self._pieces, before, is_marked=bool(marker))
-        return text[end:]
+        return at + len(marker)
 
     def _closing(self, before: str, marker: str) -> None:
         """A closing marker is content only where it closes no call."""
+        if self._broken and not before.strip(SPACES):
+            self._broken += before + marker
+            self._give_broken()
+            return
+        self._give_broken()
         belongs, self._closing_is_due = self._closing_is_due, False
         self._pieces.give("content", before.rstrip(SPACES) if belongs else before + marker)
         self._after_call = belongs
 
-    def _hold_back(self, text: str) -> None:
-        keep = min(partial_marker(text, marker) for marker in (self._form.opening, self._form.closing))
-        shown = text[:keep].rstrip(SPACES)
-        self._held = text[len(shown) :]
+    def _hold_back(self, text: str, pos: int) -> None:
+        keep = min(partial_marker(text, marker, pos) for marker in (self._form.opening, self._form.closing))
+        behind, self._partial = text[pos:keep], text[keep:]
+        shown = behind.rstrip(SPACES)
         if shown:
+            self._give_broken()
             self._after_call = False
-        self._pieces.give("content", shown)
+            self._pieces.give("content", self._led(shown))
+        if len(shown) < len(behind):
+            self._spaces.append(behind[len(shown) :])
+
+    def _led(self, text: str) -> str:
+        """The text with the white space that was held back before it."""
+        spaces, self._spaces = self._spaces, []
+        return "".join([*spaces, text])
+
+    def _give_broken(self) -> None:
+        """What follows is no part of it."""
+        if self._broken:
+            self._pieces.give("broken", self._broken)
+            self._broken, self._closing_is_due = "", False
+
+
+def _behind_spaces(text: str, pos: int) -> int:
+    found = _SPACE.match(text, pos)
+    assert found is not None
+    return found.end()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from penstock.tokenizer.call_reader import CallReader
 from penstock.tokenizer.pieces import Piece
-from penstock.tokenizer.tool_calls import ToolCallParser
-from penstock.tokenizer.tool_formats import TOOL_FORMATS
+from penstock.tokenizer.tool_calls import MarkerFinder, ToolCallParser
+from penstock.tokenizer.tool_formats import TOOL_FORMATS, ToolFormat
 
 FORMS = {form.name: form for form in TOOL_FORMATS}
 NAMES = frozenset({"look", "add"})
@@ -149,6 +149,12 @@ NO_CALLS = [
 BROKEN = [
     ("hermes", '<tool_call>{"name": "look", "arguments": {"a": "b'),
     ("hermes", '<tool_call>{"name": "look", "arguments": {"a": yes}'),
+    ("hermes", '<tool_call>{"name": "look", "arguments": {"a": yes}}'),
+    ("hermes", '<tool_call>\n{"name": "look", "arguments": {"a": yes}}\n</tool_call>'),
+    ("hermes", '<tool_call>{"name": "look", "arguments": {"a": yes} </tool_call>'),
+    ("hermes", '<tool_call>{"name": "look", "arguments": {"a": yes}, "id": "x" }\n\n</tool_c'),
+    ("hermes", '<tool_call>[{"name": "look", "arguments": {"a": yes}} ]</tool_call>'),
+    ("mistral", '[TOOL_CALLS] [{"name": "look", "arguments": {"a": yes}}]'),
     ("mistral_args", "[TOOL_CALLS]look[ARGS]{'a': 1}"),
     ("json", ' {"name": "look", "arguments": {'),
 ]
@@ -171,8 +177,76 @@ def test_a_call_that_is_not_sound_can_be_given_as_its_text(form: str, text: str)
     found, num_sound = parse(form, [text])
     assert [kind for kind, _ in found] == ["call", "arguments", "broken"]
     assert found[-1][1] == text
-    assert text.endswith(found[1][1])
+    assert found[1][1] in text
     assert num_sound == 0
+
+
+def whole_text(pieces: Pieces) -> str:
+    """What who shows nothing as it comes makes of them; calls that are sound are left out."""
+    shown: list[str] = []
+    for kind, text in pieces:
+        if kind == "broken":
+            shown = shown[: len(shown) - 1 - shown[::-1].index("\0")]
+        shown.append("\0" if kind == "call" else "" if kind == "arguments" else text)
+    return "".join(shown)
+
+
+BAD = '{"name": "look", "arguments": {"a": yes}}'
+GOOD = '{"name": "add", "arguments": {"n": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        *BROKEN,
+        ("hermes", f"So:\n<tool_call>\n{BAD}\n</tool_call>\n\nI am done.\n"),
+        ("hermes", f"<tool_call>{BAD} and {BAD}</tool_call> </tool_call>"),
+        ("hermes", f"<tool_call>{BAD}}}</tool_call>  <tool_call>{BAD}</tool_call>"),
+        ("hermes", f"<tool_call>{BAD}\n</tool\n</tool_call>"),
+        ("mistral", f"[TOOL_CALLS] [{BAD}, {BAD}] ok"),
+        ("mistral", f"[TOOL_CALLS] [{BAD}, {{no}}] ok"),
+        ("json", f" [{BAD}, {BAD} ] ok"),
+        ("json", f"{BAD}; {BAD}; ok"),
+        ("json", f"{BAD} \n ok"),
+        ("llama3_json", "<|python_tag|>" + BAD.replace("arguments", "parameters") + " \n"),
+        ("mistral_args", "[TOOL_CALLS]look[ARGS]{yes}[TOOL_CALLS]look[ARGS]{no} ok"),
+    ],
+)
+def test_all_of_a_text_without_a_sound_call_is_content_however_it_is_cut(form: str, text: str) -> None:
+    expected, num_sound = parse(form, [text])
+    assert (whole_text(expected), num_sound) == (text, 0)
+    assert parse(form, list(text))[0] == expected
+    for at in range(len(text)):
+        assert parse(form, [text[:at], text[at:]])[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (
+            "hermes",
+            f"<tool_call>{BAD}</tool_call>\n<tool_call>{GOOD}</tool_call>",
+            [
+                *call("look", '{"a": yes}'),
+                ("broken", f"<tool_call>{BAD}</tool_call>"),
+                *call("add", '{"n": 1}'),
+            ],
+        ),
+        (
+            "mistral",
+            f"[TOOL_CALLS] [{BAD}, {GOOD}]",
+            [*call("look", '{"a": yes}'), ("broken", f"[TOOL_CALLS] [{BAD}, "), *call("add", '{"n": 1}')],
+        ),
+        (
+            "json",
+            f"[{GOOD}, {BAD}] ok",
+            [*call("add", '{"n": 1}'), *call("look", '{"a": yes}'), ("broken", f", {BAD}]"), *content(" ok")],
+        ),
+    ],
+)
+def test_a_call_that_is_not_sound_beside_one_that_is(form: str, text: str, expected: Pieces) -> None:
+    for chunks in ([text], list(text)):
+        assert parse(form, chunks) == (expected, 1)
 
 
 @pytest.mark.parametrize(
@@ -281,10 +355,51 @@ def test_long_hostile_text_takes_time_in_proportion() -> None:
         assert parser.num_read <= 2 * len(text)
 
 
+@pytest.mark.parametrize(
+    ("form", "unit"),
+    [
+        ("hermes", "<tool_call>"),
+        ("hermes", "</tool_call>"),
+        ("hermes", "<tool_call></tool_call> "),
+        ("hermes", f"<tool_call>{BAD}"),
+        ("hermes", f"<tool_call>{GOOD}</tool_call>\n"),
+        ("hermes", "\n"),
+        ("hermes", "<tool_"),
+        ("mistral", "[TOOL_CALLS]"),
+        ("mistral_args", "[TOOL_CALLS]x"),
+        ("llama3_json", "<|python_tag|>"),
+        ("json", " "),
+    ],
+)
+def test_markers_are_found_by_work_in_proportion_to_the_text(form: str, unit: str) -> None:
+    """In one piece, and in pieces that end within markers. Who looks at each marker through the rest of the
+    text, or through what was held back, has four times the work for twice the text."""
+    for count in (1500, 3000):
+        for size in (len(unit) * count, 13):
+            parser, text = CountingParser(FORMS[form], NAMES), unit * count
+            for at in range(0, len(text), size):
+                parser.feed(text[at : at + size])
+            parser.finish()
+            assert parser.num_scanned <= 6 * len(text)
+            assert parser.num_read <= len(text)
+
+
 class CountingParser(ToolCallParser):
     num_read = 0
 
-    def _read(self, reader: CallReader, text: str) -> str:
-        rest = super()._read(reader, text)
-        self.num_read += len(text) - len(rest)
-        return rest
+    def __init__(self, form: ToolFormat, names: frozenset[str]) -> None:
+        super().__init__(form, names)
+        self._finders: list[MarkerFinder] = []
+
+    @property
+    def num_scanned(self) -> int:
+        return sum(finder.num_scanned for finder in self._finders)
+
+    def _markers_in(self, text: str) -> MarkerFinder:
+        self._finders.append(super()._markers_in(text))
+        return self._finders[-1]
+
+    def _read(self, reader: CallReader, text: str, pos: int) -> int:
+        end = super()._read(reader, text, pos)
+        self.num_read += end - pos
+        return end
