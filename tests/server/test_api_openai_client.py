@@ -70,7 +70,7 @@ def test_completion_with_token_ids_logprobs_and_returned_ids(client: openai.Open
     assert logprobs.token_logprobs == [-0.5] * 8
     assert logprobs.top_logprobs is not None
     assert logprobs.top_logprobs[0] == {"H": -0.25, "G": -0.5}
-    assert logprobs.text_offset == [0, 1, 2, 12, 22, 32, 42, 43]
+    assert logprobs.text_offset == [0, 1, 2, 2, 3, 3, 4, 5]
 
 
 def test_logprobs_zero_gives_the_chosen_token_alone(client: openai.OpenAI) -> None:

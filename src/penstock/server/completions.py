@@ -12,7 +12,6 @@ from penstock.server.errors import json_response
 from penstock.server.fields import convert, unknown_fields, warning_headers
 from penstock.server.generation import GenerationResponse, Sequence
 from penstock.server.generation_route import Answer, GenerationRoute
-from penstock.server.logprobs import CompletionLogprobsWriter
 from penstock.server.openai_types import (
     CompletionChoice,
     CompletionLogprobs,
@@ -97,7 +96,7 @@ def _choice(answer: Answer, index: int, outcome: TextDelta) -> CompletionChoice:
     return CompletionChoice(
         index=index,
         text=outcome.text if echo is None else echo.text + outcome.text,
-        logprobs=_logprobs(answer, outcome, echo),
+        logprobs=_logprobs(answer, index, outcome),
         finish_reason=outcome.finish_reason or "stop",
         stop_reason=outcome.stop_reason,
         prompt_logprobs=answer.prompt_logprobs(index, outcome),
@@ -105,9 +104,10 @@ def _choice(answer: Answer, index: int, outcome: TextDelta) -> CompletionChoice:
     )
 
 
-def _logprobs(answer: Answer, outcome: TextDelta, echo: Echo | None) -> CompletionLogprobs | None:
+def _logprobs(answer: Answer, index: int, outcome: TextDelta) -> CompletionLogprobs | None:
     if outcome.logprobs is None:
         return None
-    writer = CompletionLogprobsWriter(answer.form.token_bytes, 0 if echo is None else len(echo.text))
+    choice = answer.choices[index]
+    echo, writer = choice.echo, answer.form.completion_logprobs(choice.prompt_token_ids, choice.echo)
     logprobs = writer.write(outcome.token_ids, outcome.logprobs)
     return logprobs if echo is None else echo.before(logprobs, outcome.prompt_logprobs)

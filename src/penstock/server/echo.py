@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from penstock.request import SamplingParams, TokenLogprobs
 from penstock.server.engine_port import TextCodec
-from penstock.server.logprobs import echoed_logprobs, joined_logprobs
+from penstock.server.logprobs import CompletionLogprobsWriter, joined_logprobs
 from penstock.server.openai_types import CompletionLogprobs
 
 
@@ -54,15 +54,6 @@ class Echo:
             codec=codec,
         )
 
-    def offsets(self) -> list[int]:
-        """Where in the text each token begins."""
-        detokenizer = self.codec.detokenizer([], skip_special_tokens=self.skips_special_tokens)
-        offsets, length = [], 0
-        for token_id in self.token_ids:
-            offsets.append(min(length, len(self.text)))
-            length += len(detokenizer.feed((token_id,)))
-        return offsets
-
     def before(
         self, logprobs: CompletionLogprobs | None, entries: Sequence[TokenLogprobs]
     ) -> CompletionLogprobs | None:
@@ -82,8 +73,13 @@ class EchoWriter:
 
     def __init__(self, echo: Echo) -> None:
         assert echo.num_top is not None
-        self._echo, self._num_top = echo, echo.num_top
-        self._offsets = [*echo.offsets(), len(echo.text)]
+        self._echo = echo
+        self._writer = CompletionLogprobsWriter(
+            echo.codec.token_bytes,
+            echo.codec.detokenizer([], skip_special_tokens=echo.skips_special_tokens),
+            end=len(echo.text),
+            num_top=echo.num_top,
+        )
         self._num_told = 0  # tokens
 
     @property
@@ -97,10 +93,7 @@ class EchoWriter:
             entries: of the next tokens of the prompt.
         """
         begin, found = self._num_told, [*([] if self._num_told else [None]), *entries]
-        end = self._num_told = begin + len(found)
-        echo, offsets = self._echo, self._offsets
-        text = echo.text[0 if begin == 0 else offsets[begin] : offsets[end]]
-        told = echoed_logprobs(
-            echo.token_ids[begin:end], found, self._num_top, offsets[begin:end], echo.codec.token_bytes
-        )
-        return text, told
+        self._num_told += len(found)
+        first = self._writer.offset
+        told = self._writer.write(self._echo.token_ids[begin : self._num_told], found)
+        return self._echo.text[first : None if self.is_done else self._writer.offset], told

@@ -240,7 +240,8 @@ class GenerationRoute:
             include_usage=asked.include_usage,
             return_token_ids=bool(asked.return_token_ids),
             with_logprobs=sequences[0].sampling.logprobs is not None,
-            token_bytes=self.model.codec.token_bytes,
+            codec=self.model.codec,
+            skips_special_tokens=sequences[0].sampling.skip_special_tokens,
             reading=reading,
         )
         choices = choices_of(sequences)

@@ -13,6 +13,7 @@ from penstock.server.openai_types import (
     PromptLogprobs,
     TopLogprob,
 )
+from penstock.tokenizer.detokenizer import Detokenizer
 
 LOWEST = -9999.0  # JSON has no minus infinity
 
@@ -48,55 +49,57 @@ def _chat_entry(token_id: int, entry: TokenLogprobs, token_bytes: TokenBytes) ->
 
 
 class CompletionLogprobsWriter:
-    """Keeps the text offset of a sequence from one chunk to the next.
+    """Those of tokens that follow one another, of a prompt or of an output, in as many pieces as they come.
 
     Args:
-        offset: of the first token; what is before it was echoed.
+        detokenizer: of these tokens; says where in the text each begins. One that only completes a character
+            begins where that does, and one without text where the next one does.
+        begin: characters of the text before the first token.
+        end: characters of all of the text, where that is known: no token begins behind it.
+        num_top: likeliest to tell; an entry may have more of them. None: all that it has.
     """
 
-    def __init__(self, token_bytes: TokenBytes, offset: int = 0) -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        detokenizer: Detokenizer,
+        *,
+        begin: int = 0,
+        end: int | None = None,
+        num_top: int | None = None,
+    ) -> None:
         self._token_bytes = token_bytes
-        self._offset = offset
+        self._detokenizer = detokenizer
+        self._length = begin
+        self._end = end
+        self._num_top = num_top
 
-    def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs]) -> CompletionLogprobs:
-        """Tokens, values and offsets; the likeliest of a position always include the chosen token."""
+    @property
+    def offset(self) -> int:
+        """Where in the text the next token begins."""
+        return self._length if self._end is None else min(self._length, self._end)
+
+    def write(self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
+        """Tokens, values and offsets; the likeliest of a position always include the chosen token.
+
+        Args:
+            entries: None for a token without a value: the first of a prompt.
+        """
         names = [token_name(self._token_bytes(token_id)) for token_id in token_ids]
-        values: list[float | None] = [max(entry.logprob, LOWEST) for entry in entries]
         offsets = []
-        for name in names:
-            offsets.append(self._offset)
-            self._offset += len(name)
-        tops: list[dict[str, float] | None] = [
-            _top(entry, len(entry.top_ids), self._token_bytes) | {name: max(entry.logprob, LOWEST)}
+        for token_id in token_ids:
+            offsets.append(self.offset)
+            self._length += len(self._detokenizer.feed((token_id,)))
+        tops = [
+            None if entry is None else self._top(entry) | {name: max(entry.logprob, LOWEST)}
             for entry, name in zip(entries, names, strict=True)
         ]
+        values = [None if entry is None else max(entry.logprob, LOWEST) for entry in entries]
         return CompletionLogprobs(text_offset=offsets, token_logprobs=values, tokens=names, top_logprobs=tops)
 
-
-def _top(entry: TokenLogprobs, num_top: int, token_bytes: TokenBytes) -> dict[str, float]:
-    names = [token_name(token_bytes(token_id)) for token_id in entry.top_ids[:num_top]]
-    return {name: max(value, LOWEST) for name, value in zip(names, entry.top_logprobs, strict=False)}
-
-
-def echoed_logprobs(
-    token_ids: Sequence[int],
-    entries: Sequence[TokenLogprobs | None],
-    num_top: int,
-    offsets: list[int],
-    token_bytes: TokenBytes,
-) -> CompletionLogprobs:
-    """Of tokens of a prompt, as of an output's; None stands for the first, which has no value.
-
-    Args:
-        num_top: likeliest to tell; an entry may have more of them.
-    """
-    names = [token_name(token_bytes(token_id)) for token_id in token_ids]
-    values = [None if entry is None else max(entry.logprob, LOWEST) for entry in entries]
-    tops = [
-        None if entry is None else _top(entry, num_top, token_bytes) | {name: max(entry.logprob, LOWEST)}
-        for entry, name in zip(entries, names, strict=True)
-    ]
-    return CompletionLogprobs(text_offset=offsets, token_logprobs=values, tokens=names, top_logprobs=tops)
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
+        names = [token_name(self._token_bytes(token_id)) for token_id in entry.top_ids[: self._num_top]]
+        return {name: max(value, LOWEST) for name, value in zip(names, entry.top_logprobs, strict=False)}
 
 
 def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

@@ -19,6 +19,7 @@ import msgspec
 
 from penstock.engine.outputs import TextDelta
 from penstock.server.echo import Echo, EchoWriter
+from penstock.server.engine_port import TextCodec
 from penstock.server.logprobs import CompletionLogprobsWriter, TokenBytes, chat_logprobs
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import Usage
@@ -69,7 +70,8 @@ TEXT = Dialect(
 class StreamForm:
     """What all chunks of one response have in common.
 
-    `reading`: how a chat's answers are read; None: all of their text is content.
+    `codec`, `skips_special_tokens`: how texts were made of tokens. `reading`: how a chat's answers are read;
+    None: all of their text is content.
     """
 
     response_id: str
@@ -79,8 +81,19 @@ class StreamForm:
     include_usage: bool
     return_token_ids: bool
     with_logprobs: bool
-    token_bytes: TokenBytes
+    codec: TextCodec
+    skips_special_tokens: bool = True
     reading: Reading | None = None
+
+    @property
+    def token_bytes(self) -> TokenBytes:
+        return self.codec.token_bytes
+
+    def completion_logprobs(self, prompt_token_ids: list[int], echo: Echo | None) -> CompletionLogprobsWriter:
+        """Of the tokens behind this prompt, whose text stands behind the echo."""
+        detokenizer = self.codec.detokenizer(prompt_token_ids, skip_special_tokens=self.skips_special_tokens)
+        begin = 0 if echo is None else len(echo.text)
+        return CompletionLogprobsWriter(self.codec.token_bytes, detokenizer, begin=begin)
 
 
 class ChunkWriter:
@@ -104,7 +117,7 @@ class ChunkWriter:
         self._dialect = dialect
         self._is_plain = not (form.with_logprobs or form.return_token_ids)
         self._return_ids = form.return_token_ids
-        self._logprobs = _logprobs_writer(form, 0 if echo is None else len(echo.text))
+        self._logprobs = _logprobs_writer(form, prompt_token_ids, echo)
         self._opening = self._first_chunk(form, prompt_token_ids)
         self._echo = EchoWriter(echo) if echo is not None and form.with_logprobs else None
         if echo is not None and not form.with_logprobs:
@@ -192,15 +205,16 @@ def _head(form: StreamForm) -> bytes:
     return b"data: " + _encode(start)[:-1] + b',"choices":[{"index":'
 
 
-def _logprobs_writer(form: StreamForm, offset: int) -> Callable[[TextDelta], bytes]:
-    """`offset`: in the text, of the first token."""
+def _logprobs_writer(
+    form: StreamForm, prompt_token_ids: list[int], echo: Echo | None
+) -> Callable[[TextDelta], bytes]:
     if not form.with_logprobs:
         return _no_logprobs
     if form.dialect is CHAT:
         return lambda delta: (
             b',"logprobs":' + _encode(chat_logprobs(delta.token_ids, delta.logprobs or [], form.token_bytes))
         )
-    writer = CompletionLogprobsWriter(form.token_bytes, offset)
+    writer = form.completion_logprobs(prompt_token_ids, echo)
     return lambda delta: b',"logprobs":' + _encode(writer.write(delta.token_ids, delta.logprobs or []))
 
 
