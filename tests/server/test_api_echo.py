@@ -10,6 +10,8 @@ import pytest
 from fake_engine import BOS, SCORED_AT_ONCE, fake_score
 from live_server import LiveServer, events
 
+from penstock.server import sse
+
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Grüße, 世界 👋"
 IDS = [BOS, *PROMPT.encode()]
@@ -189,6 +191,27 @@ def test_returned_ids_stand_before_the_echo(live: LiveServer) -> None:
     assert choices[0]["prompt_token_ids"] == [BOS, 97, 98]
     assert "".join(choice["text"] for choice in choices) == "aba"
     assert [token_id for choice in choices for token_id in choice["token_ids"]] == [97]
+
+
+def test_a_prompt_is_encoded_once_for_all_of_its_choices(
+    live: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, seen = sse._encode, []
+
+    def watched(value: Any) -> bytes:
+        seen.append(value)
+        return encode(value)
+
+    monkeypatch.setattr(sse, "_encode", watched)
+    body = {"prompt": ["ab", "cd"], "n": 3, "echo": True, "max_tokens": 1, "return_token_ids": True}
+    chunks = events(live.request("POST", TEXT, body | {"stream": True})[1])[:-1]
+    found = [chunk["choices"][0] for chunk in chunks]
+    for index, text in enumerate(["ab"] * 3 + ["cd"] * 3):
+        own = [choice for choice in found if choice["index"] == index]
+        assert own[0]["prompt_token_ids"] == [BOS, *text.encode()]
+        assert "".join(choice["text"] for choice in own) == text + text[0]
+    for prompt in ("ab", "cd"):
+        assert seen.count(prompt) == seen.count([BOS, *prompt.encode()]) == 1
 
 
 def test_what_lm_evaluation_harness_sends(client: openai.OpenAI) -> None:

@@ -299,6 +299,50 @@ def test_worker_threads_have_a_bounded_queue() -> None:
     assert asyncio.run(overfill()) == [True] * 3
 
 
+def test_answers_neither_wait_for_new_requests_nor_are_refused_for_them() -> None:
+    async def overfill() -> tuple[str, bool]:
+        workers = TextWorkers(threads=1, max_pending=2, inline_bytes=0)
+        release = threading.Event()
+        works = [asyncio.create_task(workers.run(1, release.wait, 10)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(OverloadedError):
+            await workers.run(1, str, 7)
+        answers = await asyncio.gather(*(workers.answer(1, threading.current_thread) for _ in range(9)))
+        assert not any(work.done() for work in works)
+        assert await workers.answer(0, threading.current_thread) is threading.current_thread()
+        release.set()
+        await asyncio.gather(*works)
+        workers.close()
+        (thread,) = set(answers)
+        return thread.name, all(work.result() for work in works)
+
+    name, were_done = asyncio.run(overfill())
+    assert name.startswith("answers")
+    assert were_done
+
+
+def test_a_finished_answer_is_given_while_long_texts_fill_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of completions and chats, whose bodies are long."""
+    run = TextWorkers.run
+
+    async def full(self: TextWorkers, size: int, work: Any, *args: Any, **kwargs: Any) -> Any:
+        if size > 16 << 10:
+            raise OverloadedError("too many long prompts are waiting.")
+        return await run(self, size, work, *args, **kwargs)
+
+    monkeypatch.setattr(TextWorkers, "run", full)
+    with LiveServer(FakeEngine(script="long " * 300)) as live:
+        body = {"max_tokens": 1000, "return_token_ids": True}
+        _, answer = live.post(TEXT, {"prompt": "a"} | body)
+        assert len(answer["choices"][0]["text"]) == 1000
+        _, answer = live.post(CHAT, {"messages": USER} | body)
+        assert len(answer["choices"][0]["message"]["content"]) == 1000
+        long_prompt = {"prompt": "x" * (17 << 10), "max_tokens": 1}
+        assert live.post(TEXT, long_prompt)[0] == 429
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"null", b"3", b"[]", b'"prompt"', b'{"prompt": "a"', b'{"prompt": "\xff"}']
 )

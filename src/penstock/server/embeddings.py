@@ -100,7 +100,7 @@ class EmbeddingsRoute:
             sequences=[Sequence(prompt_token_ids=prompt) for prompt in prompts],
             record=record_of(request.scope),
             headers=warning_headers(unknown_fields(body, EmbeddingRequest)),
-            make_body=lambda vectors, usage: self._workers.run(
+            make_body=lambda vectors, usage: self._workers.answer(
                 _num_bytes(vectors), embedding_body, self._route.model.name, write, vectors, usage
             ),
             params=params,

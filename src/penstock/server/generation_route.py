@@ -38,7 +38,7 @@ from penstock.server.message_stream import ChunkText
 from penstock.server.openai_types import GenerateRequest, PromptLogprobs, RenderedPrompt, Usage
 from penstock.server.prompts import PromptReader
 from penstock.server.request_record import record_of
-from penstock.server.sse import Dialect, StreamForm
+from penstock.server.sse import Dialect, ShownPrompt, StreamForm
 from penstock.server.text_workers import TextWorkers
 
 
@@ -69,8 +69,18 @@ class Answer:
         count, token_bytes = self.num_prompt_logprobs, self.form.token_bytes
         return prompt_logprobs(prompt, outcome.prompt_logprobs, count, token_bytes)
 
+    @property
+    def prompt_bytes(self) -> int:
+        """What it shows of prompts, about."""
+        id_bytes = _ID_BYTES if self.form.return_token_ids else 0
+        return sum(
+            id_bytes * len(one.prompt_token_ids) + (0 if one.echo is None else len(one.echo.text))
+            for one in self.choices
+        )
+
 
 _SCORE_BYTES = 64  # in an answer, about, of each number
+_ID_BYTES = 6
 
 
 def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
@@ -90,8 +100,14 @@ def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
         )
 
 
-def _answer_bytes(outcomes: list[TextDelta]) -> int:
-    """What an answer takes, about."""
+def _shown_prompts(form: StreamForm, sequences: Iterable[Sequence]) -> list[ShownPrompt]:
+    """One for each choice; those of a prompt have the same."""
+    shown = [(ShownPrompt(form, one.prompt_token_ids, one.echo), one.sampling.n) for one in sequences]
+    return [prompt for prompt, n in shown for _ in range(n)]
+
+
+def _outcome_bytes(outcomes: list[TextDelta]) -> int:
+    """What they take in an answer, about."""
     numbers, characters = 0, 0
     for outcome in outcomes:
         characters += len(outcome.text)
@@ -244,13 +260,11 @@ class GenerationRoute:
             skips_special_tokens=sequences[0].sampling.skip_special_tokens,
             reading=reading,
         )
-        choices = choices_of(sequences)
-        answer = Answer(form=form, choices=choices, num_prompt_logprobs=asked.prompt_logprobs)
-        text = ChunkText(form, [(one.prompt_token_ids, one.echo) for one in choices])
+        answer = Answer(form=form, choices=choices_of(sequences), num_prompt_logprobs=asked.prompt_logprobs)
         headers = warning_headers(unknown_fields(body, type(asked)), list(unused))
-        return self.start(
-            request, sequences, headers, partial(make_body, answer), text if asked.stream else None
-        )
+        text = ChunkText(form, _shown_prompts(form, sequences)) if asked.stream else None
+        make_whole = partial(make_body, answer)
+        return self.start(request, sequences, headers, make_whole, text, prompt_bytes=answer.prompt_bytes)
 
     def start(
         self,
@@ -259,19 +273,22 @@ class GenerationRoute:
         headers: Mapping[str, str],
         make_body: Callable[[list[TextDelta], Usage], bytes],
         text: EventText | None,
+        *,
+        prompt_bytes: int = 0,
     ) -> GenerationResponse:
         """The response that will run these sequences, in the shape of its route.
 
         Args:
             make_body: makes a whole answer of them.
             text: of the stream; None: the answer is whole.
+            prompt_bytes: that a whole answer shows of prompts, about.
         """
         job = GenerationJob(
             sequences=sequences,
             record=record_of(request.scope),
             headers=headers,
-            make_body=lambda outcomes, usage: self._workers.run(
-                _answer_bytes(outcomes), make_body, outcomes, usage
+            make_body=lambda outcomes, usage: self._workers.answer(
+                prompt_bytes + _outcome_bytes(outcomes), make_body, outcomes, usage
             ),
         )
         if text is None:

@@ -14,12 +14,11 @@ from typing import Any
 import msgspec
 
 from penstock.engine.outputs import TextDelta
-from penstock.server.echo import Echo
 from penstock.server.errors import error_bytes
 from penstock.server.generation import EventWriter
 from penstock.server.message_reader import MessageReader
 from penstock.server.openai_types import Usage
-from penstock.server.sse import DONE, ChunkWriter, StreamForm, error_event, usage_chunk
+from penstock.server.sse import DONE, ChunkWriter, ShownPrompt, StreamForm, error_event, usage_chunk
 from penstock.tokenizer.pieces import Piece
 
 _encode = msgspec.json.Encoder().encode
@@ -74,12 +73,12 @@ class ChunkText:
 
     Args:
         form: what all of its choices share.
-        choices: ids of the prompt of each, and what its text begins with.
+        prompts: what each choice goes on from.
     """
 
-    def __init__(self, form: StreamForm, choices: Iterable[tuple[list[int], Echo | None]]) -> None:
+    def __init__(self, form: StreamForm, prompts: Iterable[ShownPrompt]) -> None:
         self._form = form
-        self.writers = [_writer(form, index, *choice) for index, choice in enumerate(choices)]
+        self.writers = [_writer(form, index, prompt) for index, prompt in enumerate(prompts)]
 
     def end(self, usage: Usage) -> bytes:
         """The usage where it was asked for, and the end."""
@@ -90,8 +89,8 @@ class ChunkText:
         return error_event(error_bytes(error, request_id))
 
 
-def _writer(form: StreamForm, index: int, prompt_token_ids: list[int], echo: Echo | None) -> EventWriter:
-    writer = ChunkWriter(form, index, prompt_token_ids, echo)
+def _writer(form: StreamForm, index: int, prompt: ShownPrompt) -> EventWriter:
+    writer = ChunkWriter(form, index, prompt)
     if form.reading is None:
         return writer
     return MessageWriter(writer, form.reading.reader(form.response_id, index))

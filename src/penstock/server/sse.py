@@ -96,19 +96,33 @@ class StreamForm:
         return CompletionLogprobsWriter(self.codec.token_bytes, detokenizer, begin=begin)
 
 
+class ShownPrompt:
+    """A prompt, and what chunks show of it: encoded once for all of its choices.
+
+    Args:
+        form: what the response's choices share.
+        token_ids: shown in the first chunk if the client asked for ids.
+        echo: what the text begins with; with log-probabilities it goes out as they come.
+    """
+
+    def __init__(self, form: StreamForm, token_ids: list[int], echo: Echo | None = None) -> None:
+        self.token_ids = token_ids
+        self.echo = echo
+        self.encoded_ids = _encode(token_ids) if form.return_token_ids else b""
+        text = "" if echo is None or form.with_logprobs else echo.text
+        self.encoded_echo = _encode(text) if text else b""
+
+
 class ChunkWriter:
     """Writes the chunks of one choice.
 
     Args:
         form: what the response's choices share.
         index: of the choice.
-        prompt_token_ids: shown in the first chunk if the client asked for ids.
-        echo: what the text begins with; with log-probabilities it goes out as they come.
+        prompt: that it goes on from.
     """
 
-    def __init__(
-        self, form: StreamForm, index: int, prompt_token_ids: list[int], echo: Echo | None = None
-    ) -> None:
+    def __init__(self, form: StreamForm, index: int, prompt: ShownPrompt) -> None:
         dialect = form.dialect
         self._before_choice = _head(form) + b"%d," % index
         self._tail = b'],"usage":null}\n\n' if form.include_usage else b"]}\n\n"
@@ -117,11 +131,11 @@ class ChunkWriter:
         self._dialect = dialect
         self._is_plain = not (form.with_logprobs or form.return_token_ids)
         self._return_ids = form.return_token_ids
-        self._logprobs = _logprobs_writer(form, prompt_token_ids, echo)
-        self._opening = self._first_chunk(form, prompt_token_ids)
-        self._echo = EchoWriter(echo) if echo is not None and form.with_logprobs else None
-        if echo is not None and not form.with_logprobs:
-            self._opening += self._content(TextDelta(echo.text, []))
+        self._logprobs = _logprobs_writer(form, prompt)
+        self._opening = self._first_chunk(prompt) + self._echo_chunk(
+            prompt
+        )  # put together when it is written
+        self._echo = EchoWriter(prompt.echo) if prompt.echo is not None and form.with_logprobs else None
 
     def chunk(self, delta: TextDelta) -> bytes:
         """The events for a delta: none, one, or more; may be empty."""
@@ -142,21 +156,26 @@ class ChunkWriter:
 
     def opening(self) -> bytes:
         """The chunk that stands before all content, once; for streams that ping before their first token."""
-        opening, self._opening = self._opening, b""
-        return opening
+        opening, self._opening = self._opening, []
+        return b"".join(opening)
 
-    def _first_chunk(self, form: StreamForm, prompt_token_ids: list[int]) -> bytes:
-        ids = b',"prompt_token_ids":' + _encode(prompt_token_ids) + b',"token_ids":[]'
-        if not self._return_ids:
-            ids = b""
-        if not (self._dialect.opening or ids):
-            return b""
+    def _first_chunk(self, prompt: ShownPrompt) -> list[bytes]:
+        if not (self._dialect.opening or self._return_ids):
+            return []
+        shown = [b',"prompt_token_ids":', prompt.encoded_ids] if self._return_ids else []
         body = self._dialect.opening or self._dialect.no_text
-        choice = self._before_choice + body + b',"logprobs":null,"finish_reason":null' + ids + b"}"
-        if ids and self._dialect is CHAT:
-            # Chat clients look for the prompt's ids beside the choices, text clients inside.
-            return choice + self._tail.replace(b"]", b"]" + ids.partition(b',"token_ids"')[0], 1)
-        return choice + self._tail
+        head = [self._before_choice, body, b',"logprobs":null,"finish_reason":null']
+        none_yet = [b',"token_ids":[]'] if self._return_ids else []
+        if self._dialect is CHAT:  # whose clients look for the prompt's ids beside the choices as well
+            return [*head, *shown, *none_yet, b"}]", *shown, self._tail[1:]]
+        return [*head, *shown, *none_yet, b"}", self._tail]
+
+    def _echo_chunk(self, prompt: ShownPrompt) -> list[bytes]:
+        if not prompt.encoded_echo:
+            return []
+        dialect, ids = self._dialect, b',"token_ids":[]' if self._return_ids else b""
+        body = [dialect.before_text, prompt.encoded_echo, dialect.after_text]
+        return [self._before_choice, *body, _NO_LOGPROBS, b',"finish_reason":null', ids, b"}", self._tail]
 
     def _echoed(self, delta: TextDelta) -> bytes:
         """The part of the echo whose scores the delta brings; or the whole, if it has none."""
@@ -205,16 +224,14 @@ def _head(form: StreamForm) -> bytes:
     return b"data: " + _encode(start)[:-1] + b',"choices":[{"index":'
 
 
-def _logprobs_writer(
-    form: StreamForm, prompt_token_ids: list[int], echo: Echo | None
-) -> Callable[[TextDelta], bytes]:
+def _logprobs_writer(form: StreamForm, prompt: ShownPrompt) -> Callable[[TextDelta], bytes]:
     if not form.with_logprobs:
         return _no_logprobs
     if form.dialect is CHAT:
         return lambda delta: (
             b',"logprobs":' + _encode(chat_logprobs(delta.token_ids, delta.logprobs or [], form.token_bytes))
         )
-    writer = form.completion_logprobs(prompt_token_ids, echo)
+    writer = form.completion_logprobs(prompt.token_ids, prompt.echo)
     return lambda delta: b',"logprobs":' + _encode(writer.write(delta.token_ids, delta.logprobs or []))
 
 

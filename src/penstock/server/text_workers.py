@@ -1,7 +1,9 @@
 """Work on text that may take long (JSON, templates, tokenizing), kept off the event loop.
 
-Short text is done in place, since a change of threads costs more than the work. Long text goes to a small
-pool with a bounded number of waiting pieces; one more is answered 429.
+Short text is done in place, since a change of threads costs more than the work. Long text of new requests
+goes to a small pool with a bounded number of waiting pieces; one more is answered 429. Answers that are done
+are written by a thread of their own: they never wait for new requests, nor are refused for them. Of these
+there are no more than requests run.
 """
 
 from __future__ import annotations
@@ -20,12 +22,17 @@ T = TypeVar("T")
 class TextWorkers:
     def __init__(self, *, threads: int = 2, max_pending: int = 256, inline_bytes: int = 16 << 10) -> None:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="text")
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
         self._max_pending = max_pending
         self._inline_bytes = inline_bytes
         self._pending = 0
 
     async def run(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Result of `work(*args)`, which handles about `size` bytes of text."""
+        """Result of `work(*args)`, which handles about `size` bytes of text of a new request.
+
+        Raises:
+            OverloadedError: too many wait.
+        """
         if size <= self._inline_bytes:
             return work(*args, **kwargs)
         if self._pending >= self._max_pending:
@@ -37,5 +44,13 @@ class TextWorkers:
         finally:
             self._pending -= 1
 
+    async def answer(self, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """The same for an answer; never refused."""
+        if size <= self._inline_bytes:
+            return work(*args, **kwargs)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._answers, lambda: work(*args, **kwargs))
+
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._answers):
+            pool.shutdown(wait=False, cancel_futures=True)
