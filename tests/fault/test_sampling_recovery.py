@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from disturbed import Server, Stream, named
+from penstock.scheduler.admission import derive_seed
 
 NUM_TOKENS = 300
 PENALTIES: list[dict[str, Any]] = [
@@ -60,6 +61,21 @@ def test_d6_r4_penalised_streams_go_on_with_the_same_tokens(server: Server, vict
     for tokens, stream in zip(found, streams, strict=True):
         tokens.extend(stream)
     assert found == golden
+
+
+def test_r4_a_stream_without_a_seed_goes_on_by_the_seed_that_it_had(server: Server) -> None:
+    """Found out by asking for it again with the seeds of the first sequences, of which it was one."""
+    asked: dict[str, Any] = {"prompt": "JULIET:", "temperature": 1.0, "max_tokens": NUM_TOKENS}
+    stream = iter(Stream(server, asked))
+    found = [next(stream) for _ in range(40)]
+    named(server, "penstock core").kill()
+    found += stream
+    for place in range(200):
+        again = iter(Stream(server, asked | {"seed": derive_seed(0, place)}))
+        if [next(again) for _ in range(20)] == found[:20]:
+            assert found == [*found[:20], *again]
+            return
+    pytest.fail("its seed was none of the engine's")
 
 
 def choices(server: Server, victim: str = "") -> list[list[int]]:

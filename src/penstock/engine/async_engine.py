@@ -41,6 +41,7 @@ from penstock.engine.live_requests import LiveRequests
 from penstock.engine.outputs import Assembler, TextDelta, merge_deltas, output_assembler
 from penstock.engine.request_check import RequestLimits
 from penstock.engine.routing import DECODE_TOKENS
+from penstock.engine.seeds import Seeds
 from penstock.engine.siblings import with_siblings
 from penstock.engine.stats import CoreStats
 from penstock.engine.vectors import VectorAssembler
@@ -225,6 +226,7 @@ class AsyncEngine:
         self._max_alive = info.max_num_seqs + info.max_waiting_requests
         self._streams: dict[str, RequestStream] = {}
         self._live = LiveRequests()
+        self._seeds: Seeds | None = None  # from the first welcome on
         self._socket = ClientSocket(client_address)
         self._health = _Health(info, clock, wall_clock)
         self._welcome: asyncio.Future[Welcome] | None = None
@@ -319,6 +321,8 @@ class AsyncEngine:
             num_counted = 0 if one.follows else len(one.prompt_token_ids)
             streams.append(RequestStream(one.request_id, num_counted, make(one), self._abort))
         self._streams |= {stream.request_id: stream for stream in streams}
+        assert self._seeds is not None, "nobody asks before a core is there"
+        request = self._seeds.given(request)
         self._live.add(request)
         self._send(AddRequest(request))
         return streams
@@ -447,6 +451,7 @@ class AsyncEngine:
         """A core is there, the first one or another: it is asked for what is not done."""
         self._limits = msgspec.structs.replace(self._limits, max_model_len=message.max_model_len)
         self._health.heard_from_core()
+        self._seeds = self._seeds or Seeds(message)
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(message)
         again: list[ClientToCore] = [*self._operations.first(), *self._live.again()]

@@ -35,6 +35,7 @@ from penstock.engine.ipc import (
 from penstock.engine.launch import LaunchPlan
 from penstock.engine.live_requests import LiveRequests
 from penstock.engine.reports import EngineReady, Event, Failed, Reporter
+from penstock.engine.seeds import Seeds
 from penstock.engine.stats import CoreStats
 from penstock.engine.supervisor import CallerConfig
 from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, error_from_info
@@ -156,14 +157,16 @@ class ProcessClient:
         self._greeted_at = clock()
         self._heard_at = clock()
         try:
-            self.max_model_len = self._say_hello().max_model_len
+            welcome = self._say_hello()
         except BaseException:
             self.close()
             raise
+        self.max_model_len, self._seeds = welcome.max_model_len, Seeds(welcome)
 
     def add(self, request: GenerationRequest) -> None:
         """As in the protocol; raises the first cause once the engine is lost."""
         self._require_engine()
+        request = self._seeds.given(request)
         self._live.add(request, is_sent=not self._is_away)
         if not self._is_away:
             self._socket.send(AddRequest(request))

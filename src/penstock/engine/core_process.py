@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
+import msgspec
+
 from penstock.batch import AllocateKV
 from penstock.child_config import NO_RESTARTS, CoreConfig, CoreEnds, CoreProcessConfig, Restarts
 from penstock.engine.calibration import calibrate
@@ -320,6 +322,8 @@ class CoreServer:
             self._send(client, StepUpdates([], self._core.stats()))
 
     def _add(self, client: bytes, message: AddRequest) -> None:
+        asked = self._welcome.num_sequences + 1 + len(message.request.followers)
+        self._welcome = msgspec.structs.replace(self._welcome, num_sequences=asked)
         try:
             self._core.add_request(message.request, message.output_ids, message.num_scores)
             self._owners |= {one.request_id: client for one in message.request.alone()}
@@ -418,6 +422,7 @@ def _start(
         block_size=config.cache.block_size,
         max_model_len=scheduler.max_len,
         stages=kv_plan.ranks,
+        seed=config.seed,
     )
 
 

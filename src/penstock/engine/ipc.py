@@ -69,12 +69,16 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome", kw_only=True):
 
     Attributes:
         max_model_len: longest prompt + output served: the model's, or what the KV pool holds.
+        seed: of the engine, for sequences that bring none.
+        num_sequences: that this core was asked for so far.
     """
 
     num_blocks: int
     block_size: int
     max_model_len: int
     stages: list[RankLoaded]
+    seed: int = 0
+    num_sequences: int = 0
 
 
 class StepUpdates(msgspec.Struct, frozen=True, tag="updates"):

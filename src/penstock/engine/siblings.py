@@ -17,7 +17,7 @@ _SIBLINGS = 0x5DEECE66D  # sets these seeds apart from those of requests that br
 def sibling_seed(seed: int | None, index: int) -> int | None:
     """The seed of choice `index` of a request with this seed: of choice 0 the seed itself.
 
-    None stays None: the core then derives each sequence's seed from its own and the order of arrival.
+    None stays None: each sequence then gets a seed of the engine's, by its place in the order of arrival.
     """
     if seed is None or index == 0:
         return seed

@@ -11,6 +11,7 @@ from penstock.engine.ipc import AbortRequests, AddRequest
 from penstock.engine.siblings import sibling_seed
 from penstock.errors import OverloadedError
 from penstock.request import SamplingParams
+from penstock.scheduler.admission import derive_seed
 
 ROOM = msgspec.structs.replace(INFO, max_num_seqs=4, max_waiting_requests=0)
 THREE = SamplingParams(n=3, seed=5, max_tokens=20)
@@ -55,6 +56,24 @@ def test_r4_another_core_is_asked_for_each_that_lives_and_told_whom_it_follows()
         ]
         assert again[1].request.sampling.seed == sibling_seed(5, 2)
         assert not again[0].request.followers
+
+    with_rig(body, ROOM)
+
+
+def test_r4_sequences_without_a_seed_keep_the_one_that_the_front_has_drawn() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        rig.add("a")
+        rig.engine.add_all("r", [1, 2, 3], SamplingParams(n=2))
+        (message,) = rig.core.hear()
+        assert isinstance(message, AddRequest)
+        drawn = [derive_seed(0, place) for place in range(4)]
+        assert [one.sampling.seed for one in message.request.alone()] == drawn[1:3]
+        await rig.lose_core()
+        await rig.welcome()
+        assert [m.request.sampling.seed for m in rig.core.hear(3)] == drawn[:3]
+        rig.engine.add("b", [1], SamplingParams())
+        assert [m.request.sampling.seed for m in rig.core.hear()] == drawn[3:]
 
     with_rig(body, ROOM)
 

@@ -29,6 +29,7 @@ from penstock.engine.reports import Event, Failed, LogReporter, Recovered
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, WaitTimeoutError
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.scheduler.admission import derive_seed
 
 CONFIG = EngineConfig(model=ModelConfig(model="demo"))
 WELCOME = Welcome(num_blocks=64, block_size=4, max_model_len=64, stages=[])
@@ -98,8 +99,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(monkeypatch)
 
 
-def _request(name: str = "a") -> GenerationRequest:
-    return GenerationRequest(request_id=name, prompt_token_ids=[1], sampling=SamplingParams())
+def _request(name: str = "a", *, seed: int | None = None) -> GenerationRequest:
+    return GenerationRequest(request_id=name, prompt_token_ids=[1], sampling=SamplingParams(seed=seed))
 
 
 def _beat(*updates: RequestUpdate) -> StepUpdates:
@@ -129,7 +130,7 @@ def test_r1_a_lost_engine_is_remembered(rig: Rig) -> None:
 def test_r4_requests_go_on_with_another_core(rig: Rig) -> None:
     client = rig.client()
     for name in "abc":
-        client.add(_request(name))
+        client.add(_request(name, seed=8))
     rig.socket.inbox += [
         _beat(
             RequestUpdate(request_id="a", token_ids=[4, 5]),
@@ -141,16 +142,36 @@ def test_r4_requests_go_on_with_another_core(rig: Rig) -> None:
     for _ in range(59):
         assert client.poll(1.0) == []
     client.abort(["c"])
-    client.add(_request("d"))
+    client.add(_request("d", seed=9))
     rig.socket.sent.clear()
     rig.socket.inbox.append(WELCOME)
     assert client.poll(0.1) == []
-    assert rig.socket.sent == [AddRequest(_request("a"), [4, 5]), AddRequest(_request("d"), [])]
+    again = [AddRequest(_request("a", seed=8), [4, 5]), AddRequest(_request("d", seed=9), [])]
+    assert rig.socket.sent == again
+
+
+def test_r4_a_request_without_a_seed_goes_on_by_the_one_that_it_had(rig: Rig) -> None:
+    client = rig.client()
+    for name in "ab":
+        client.add(_request(name))
+    first = [message.request.sampling.seed for message in rig.socket.sent if isinstance(message, AddRequest)]
+    rig.socket.inbox += [
+        _beat(RequestUpdate(request_id="a", token_ids=[4], finish_reason="stop")),
+        CoreGone(),
+    ]
+    client.poll(0.1)
+    rig.socket.sent.clear()
+    rig.socket.inbox.append(WELCOME)
+    client.poll(0.1)
+    client.add(_request("c"))
+    again = [message.request.sampling.seed for message in rig.socket.sent if isinstance(message, AddRequest)]
+    assert first == [derive_seed(0, 0), derive_seed(0, 1)]
+    assert again == [derive_seed(0, 1), derive_seed(0, 2)]
 
 
 def test_g8_r4_another_core_hears_of_the_scores_that_have_come_and_they_are_progress(rig: Rig) -> None:
     client = rig.client()
-    client.add(_request("a"))
+    client.add(_request("a", seed=8))
     score = TokenLogprobs(-1.0, 1, [], [])
     for count in (2, 3):
         rig.socket.inbox += [
@@ -162,7 +183,7 @@ def test_g8_r4_another_core_hears_of_the_scores_that_have_come_and_they_are_prog
         rig.socket.sent.clear()
         rig.socket.inbox.append(WELCOME)
         assert client.poll(0.1) == []
-    assert rig.socket.sent == [AddRequest(_request("a"), [], 5)]
+    assert rig.socket.sent == [AddRequest(_request("a", seed=8), [], 5)]
     rig.socket.inbox.append(CoreGone())
     (update,) = client.poll(0.1)
     assert update.error is not None

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from fakes import CoreRig, FakeExecutor, oracle_scores, oracle_tokens
@@ -36,7 +37,7 @@ from penstock.executor.base import KVPlan
 from penstock.executor.child import Abandoned, Ready, StatusEvent
 from penstock.executor.control import ControlReader, ControlSocket, EpochLost, Stop
 from penstock.operations import CloseSession, OpenSession, Pause, Resume
-from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
+from penstock.request import Follower, GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
 CAUSE = ErrorInfo(kind="StageLostError", message="stage 1 was killed by signal 9", stage=1)
@@ -145,6 +146,17 @@ def test_d2_requests_run_to_their_end_and_hello_is_answered(served: ServedCore) 
         expected, _ = oracle_tokens([5, 6, 7], params, seed=0, eos_token_ids=[1], max_len=64)
         assert ids_of(updates[name]) == expected
         assert updates[name][-1].finish_reason == "length"
+
+
+def test_another_client_is_told_how_many_sequences_were_asked_for(served: ServedCore) -> None:
+    asked = msgspec.structs.replace(request("a", max_tokens=2), followers=[Follower("a/1", 4)])
+    served.client.send(AddRequest(asked))
+    served.client.send(AddRequest(request("b", max_tokens=2)))
+    collect(served.client, {"a", "a/1", "b"})
+    other = served.connect()
+    other.send(Hello())
+    assert receive(other) == [msgspec.structs.replace(WELCOME, num_sequences=3)]
+    other.close()
 
 
 def test_each_client_gets_its_own_updates_only(served: ServedCore) -> None:
