@@ -220,13 +220,16 @@ def test_sampling_fields_reach_the_engine(live: LiveServer) -> None:
 
 
 def test_silent_requests_take_the_models_defaults_and_lengths() -> None:
-    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9}
+    defaults = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     with LiveServer(model=fake_model(sampling_defaults=defaults)) as live:
         live.post(TEXT, {"prompt": "abc", "top_k": 5})
         text = live.engine.added[-1][2]
         live.post(CHAT, {"messages": USER})
         _, prompt, chat = live.engine.added[-1]
         assert (text.temperature, text.top_k, text.top_p, text.min_p) == (0.6, 5, 0.9, 0.0)
+        assert text.repetition_penalty == chat.repetition_penalty == 1.1
+        live.post(CHAT, {"messages": USER, "repetition_penalty": 1})
+        assert live.engine.added[-1][2].repetition_penalty == 1.0
         assert text.max_tokens == 16
         assert chat.max_tokens == 4096 - len(prompt)
         live.post(CHAT, {"messages": USER, "max_tokens": 7, "max_completion_tokens": 5})

@@ -308,8 +308,8 @@ def test_a_model_without_tokenizer_runs_on_ids(without_tokenizer: LLM) -> None:
 
 
 def test_defaults_come_from_the_generation_config() -> None:
-    found = default_sampling({"temperature": 0.5, "top_k": 20.0, "top_p": 0.8})
-    assert found == SamplingParams(temperature=0.5, top_k=20, top_p=0.8)
+    found = default_sampling({"temperature": 0.5, "top_k": 20.0, "top_p": 0.8, "repetition_penalty": 1.1})
+    assert found == SamplingParams(temperature=0.5, top_k=20, top_p=0.8, repetition_penalty=1.1)
     assert default_sampling({}) == SamplingParams()
 
 

@@ -62,6 +62,7 @@ _GENERATION_RANGES = {  # of penstock.request.SamplingParams
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
 }
+_PENALTY_RANGE = (1e-6, 10.0)
 
 
 def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
@@ -145,14 +146,17 @@ def load_vector_shape(directory: Path, hidden_size: int) -> VectorShape:
 
 
 def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, float]:
-    """Sampling that the checkpoint asks for; without `do_sample` its numbers are leftovers."""
-    if not fields.flag("do_sample", False):
-        return {}
+    """Sampling that the checkpoint asks for. Without `do_sample` its numbers are leftovers, all but the
+    penalty, which transformers applies to greedy texts too."""
+    ranges = {"repetition_penalty": _PENALTY_RANGE}
+    is_drawn = fields.flag("do_sample", False)
+    if is_drawn:
+        ranges |= _GENERATION_RANGES
     defaults: dict[str, float] = {
-        name: fields.number(name, low, high)
-        for name, (low, high) in _GENERATION_RANGES.items()
-        if fields.has(name)
+        name: fields.number(name, low, high) for name, (low, high) in ranges.items() if fields.has(name)
     }
+    if not is_drawn:
+        return defaults
     if fields.has("top_k"):
         defaults["top_k"] = fields.integer("top_k", -1, vocab_size)
     return defaults

@@ -31,8 +31,8 @@ class ModelSpec:
         max_position_embeddings: longest sequence in tokens, after rope scaling.
         dtype: of the checkpoint: "float32", "bfloat16" or "float16".
         eos_token_ids: all ids that end a text, from `config.json` and `generation_config.json`.
-        generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p`, where it gives
-        them.
+        generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p` and
+            `repetition_penalty`, where it gives them.
         quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
         latent: attention that keeps a latent vector in place of keys and values; None: plain attention.
         num_unused_layers: that the checkpoint has after the last, for other purposes.

@@ -15,7 +15,7 @@ from penstock.server.structured import structured_outputs
 from penstock.tokenizer.bad_words import with_bad_words
 
 DEFAULT_COMPLETION_TOKENS = 16
-_FROM_MODEL = ("temperature", "top_k", "top_p", "min_p")
+_FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> SamplingParams:

@@ -122,12 +122,19 @@ def test_generation_config_adds_ends_of_text_and_sampling(tmp_path: Path) -> Non
     }
     spec = load_spec(write(tmp_path, BASE, generation))
     assert spec.eos_token_ids == (7, 2)
-    assert spec.generation_defaults == {"temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    assert spec.generation_defaults == {
+        "temperature": 0.7,
+        "top_k": 20,
+        "top_p": 0.8,
+        "repetition_penalty": 1.1,
+    }
 
 
-def test_sampling_numbers_without_do_sample_are_left_out(tmp_path: Path) -> None:
+def test_sampling_numbers_without_do_sample_are_left_out_but_for_the_penalty(tmp_path: Path) -> None:
     spec = load_spec(write(tmp_path, BASE, {"temperature": 0.7, "top_p": 0.8}))
     assert spec.generation_defaults == {}
+    spec = load_spec(write(tmp_path, BASE, {"temperature": 0.7, "repetition_penalty": 1.05}))
+    assert spec.generation_defaults == {"repetition_penalty": 1.05}
 
 
 def test_auto_map_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -268,6 +275,8 @@ def test_windows_of_qwen_are_those_of_the_upper_layers_if_switched_on(tmp_path: 
         {"do_sample": True, "temperature": -1},
         {"do_sample": True, "top_p": 1.5},
         {"do_sample": True, "top_k": 0.5},
+        {"repetition_penalty": 0},
+        {"do_sample": True, "repetition_penalty": 11},
         [],
     ],
 )
