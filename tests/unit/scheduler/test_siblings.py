@@ -9,16 +9,20 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from fake_catalogue import FakeCatalogue
 from fakes import VOCAB_SIZE, CoreRig
+from penstock.batch import GREEDY, ScoredTokens, StepResult
 from penstock.config import SchedulerConfig
 from penstock.engine.siblings import sibling_seed, with_siblings
 from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError
 from penstock.operations import FlushCache, Pause, Resume
-from penstock.request import GenerationRequest, SamplingParams
+from penstock.request import GenerationRequest, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
+from penstock.scheduler.prompt_scores import returned_scores
+from penstock.scheduler.queues import RequestQueues, RequestState
 
 BLOCK = 4
 PROMPT = [(5 * index + 2) % VOCAB_SIZE for index in range(18)]  # four whole blocks and a half
@@ -334,6 +338,44 @@ def test_r13_another_core_goes_on_with_the_scores_that_each_had(had: tuple[int, 
     for name, num_scores in zip(names(3), had, strict=True):
         assert one.result(name) == one.expected(name)
         assert one.scores(name) == one.expected_scores(name)[num_scores:]
+
+
+def test_r13_scores_that_have_returned_before_are_not_waited_for() -> None:
+    one = rig()
+    params = SamplingParams(n=2, prompt_logprobs=1, **SEEDED)
+    for asked, num_scores in zip(with_siblings("r", PROMPT, params).alone(), (17, 3), strict=True):
+        one.core.add_request(asked, [], num_scores)
+        one.requests[asked.request_id], one.updates[asked.request_id] = asked, []
+    one.run_until_idle()
+    (entered,) = [plan.step_id for plan in one.plans if "r/1" in [new.request_id for new in plan.new_rows]]
+    assert entered == one.plans[0].step_id, "the leader's are not told again"
+
+
+def test_g8_who_has_scores_of_his_own_on_the_way_is_told_no_others() -> None:
+    """As after a preemption: each score comes once."""
+    queues = RequestQueues()
+    leader, follower, late = (state(arrival) for arrival in range(3))
+    for one in (leader, follower, late):
+        queues.add(one)
+    follower.leader = late.leader = queues.admit_head(0)
+    follower.num_scores_planned = 2
+    result = StepResult(step_id=0, scores=[[TokenLogprobs(-1.0, 1, [], [])] * 3])
+    told = list(returned_scores([(leader, ScoredTokens(0, 1, 3))], result, queues))
+    assert [request for request, _ in told] == [leader, late]
+    assert (follower.num_scores, late.num_scores, late.num_scores_planned) == (0, 3, 3)
+
+
+def state(arrival: int) -> RequestState:
+    return RequestState(
+        request_id=f"r{arrival}",
+        arrival=arrival,
+        arrival_time=0.0,
+        prompt_len=5,
+        max_len=9,
+        stop_ids=frozenset(),
+        sampling=msgspec.structs.replace(GREEDY, num_prompt_logprobs=0),
+        token_ids=[1, 2, 3, 4, 5],
+    )
 
 
 @pytest.mark.parametrize("leader_is_there", [True, False])
