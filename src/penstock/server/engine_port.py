@@ -153,8 +153,8 @@ class ServedModel:
     """The one model behind this server.
 
     `sampling_defaults`: values of temperature, top_k, top_p, min_p, repetition_penalty from the model's
-    generation_config, used where a request is silent. `syntax`: how the model writes reasoning and calls of tools. `grammar_model`:
-    None: of a model without structured output. `vector`: what vectors the model gives.
+    generation_config, used where a request is silent. `syntax`: how the model writes reasoning and calls of
+    tools. `grammar_model`: None: of a model without structured output. `vector`: what vectors it gives.
     """
 
     name: str
