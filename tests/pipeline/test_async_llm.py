@@ -41,6 +41,9 @@ CHOICE = SamplingParams(
     n=2, temperature=1.0, seed=1, structured_outputs=StructuredOutputs(choice=["Verona", "Mantua"])
 )
 
+BAD_WORDS = SamplingParams(temperature=0.0, max_tokens=40, bad_words=["the", "to", "I", "my"])
+SPECIAL = [THREE, SCORED, CHOICE, BAD_WORDS]
+
 
 async def collect(llm: AsyncLLM, prompt: Any, sampling: SamplingParams = GREEDY) -> list[RequestOutput]:
     return [output async for output in llm.generate(prompt, sampling)]
@@ -64,7 +67,7 @@ class Golden:
     ids: list[list[int]]
     texts: list[str]
     vectors: list[list[float]]
-    special: list[RequestOutput]  # of `THREE`, `SCORED` and `CHOICE`
+    special: list[RequestOutput]  # of `SPECIAL`
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +76,7 @@ def golden() -> Golden:
     with LLM("demo", **settings) as llm:
         outputs = [output.outputs[0] for output in llm.generate(PROMPTS, LONG)]
         vectors = [output.outputs.embedding for output in llm.embed(PROMPTS)]
-        special = llm.generate(PROMPTS[:1] * 3, [THREE, SCORED, CHOICE])
+        special = llm.generate(PROMPTS[:1] * 4, SPECIAL)
     return Golden(
         [output.token_ids for output in outputs], [output.text for output in outputs], vectors, special
     )
@@ -94,14 +97,14 @@ async def streams_say_what_llm_says(llm: AsyncLLM, golden: Golden) -> None:
 
 
 async def choices_scores_and_grammars_are_those_of_llm(llm: AsyncLLM, golden: Golden) -> None:
-    streams = await asyncio.gather(*(collect(llm, PROMPTS[0], one) for one in (THREE, SCORED, CHOICE)))
+    streams = await asyncio.gather(*(collect(llm, PROMPTS[0], one) for one in SPECIAL))
     for outputs, expected in zip(streams, golden.special, strict=True):
         last = outputs[-1]
         assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
         for found, wanted in zip(last.outputs, expected.outputs, strict=True):
             assert (found.index, found.text, found.token_ids) == (wanted.index, wanted.text, wanted.token_ids)
             assert found.finish_reason == wanted.finish_reason
-    three, scored, choice = (outputs[-1] for outputs in streams)
+    three, scored, choice, banned = (outputs[-1] for outputs in streams)
     assert len({tuple(one.token_ids) for one in three.outputs}) == 3
     assert scored.prompt_logprobs is not None
     assert len(scored.prompt_logprobs) == len(scored.prompt_token_ids)
@@ -113,6 +116,7 @@ async def choices_scores_and_grammars_are_those_of_llm(llm: AsyncLLM, golden: Go
         assert wanted_entry is not None
         assert list(place) == list(wanted_entry)
     assert {one.text for one in choice.outputs} <= {"Verona", "Mantua"}
+    assert banned.outputs[0].token_ids != golden.ids[0][: len(banned.outputs[0].token_ids)]
 
 
 async def leaving_the_loop_aborts_all_choices(llm: AsyncLLM, golden: Golden) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.engine.outputs import CompletionOutput
-from penstock.errors import InvalidRequestError
+from penstock.errors import ConstraintError, InvalidRequestError
 from penstock.request import GenerationRequest, RequestUpdate, StructuredOutputs
 from schemas import Schema, schemas
 
@@ -173,6 +173,20 @@ def test_r10_a_row_that_no_token_is_left_for_fails_alone(num_stages: int) -> Non
         assert len(found["0"]) > 1
         assert [u.token_ids for u in found["1"]] == [u.token_ids for u in alone]
         assert found["3"][-1].finish_reason == "stop"
+
+
+def test_g8_bad_words_hold_within_a_grammar_and_may_leave_nothing() -> None:
+    asked = StructuredOutputs(regex="(a|b){6}")
+    with engine() as llm:
+        tokenizer = llm.get_tokenizer()
+        (a,), (b,) = (tokenizer.encode(letter, add_special_tokens=False) for letter in "ab")
+        letters = {"temperature": 1.0, "allowed_token_ids": [a, b, 1], "structured_outputs": asked}
+        pairs = SamplingParams(seed=1, bad_word_ids=[[a, a], [b, b]], **letters)
+        assert llm.generate(PROMPT, pairs)[0].outputs[0].text in ("ababab", "bababa")
+        nothing = SamplingParams(seed=1, bad_word_ids=[[a, a], [b, b], [b, a, b], [a, b, a]], **letters)
+        with pytest.raises(ConstraintError, match=r"output token 2 .*its constraints leave none") as raised:
+            llm.generate(PROMPT, nothing)
+        assert raised.value.code == "constraint_unmet"
 
 
 def test_stop_strings_and_stop_ids_end_a_text_before_its_grammar_does() -> None:
