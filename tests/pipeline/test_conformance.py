@@ -118,6 +118,7 @@ SAMPLING: Mapping[str, Row] = {
     "repetition_penalty": Row(1.0, 4.0),
     "logit_bias": Row({}, {"203": -100, "48": 5}),
     "allowed_token_ids": Row(None, E_IDS),
+    "bad_words": Row([], [","]),
     "seed": Row(7, 8),
     "max_tokens": Row(24, 5),
     "stop": Row([], ["e", "zzz"]),
