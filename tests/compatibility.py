@@ -250,8 +250,8 @@ number: refused before anything starts, with this text.
 `pp`: stages, `tp`: ranks that share a stage, `dp`: pipelines side by side (here one of the two is run; the
 tests of the server run both).
 
-What ranks do not see is left out, since it goes with every layout: streams, stop strings, tools and reasoning,
-`/v1/responses`, `echo`, sessions, priorities and the operations of administrators.
+What ranks do not see is left out, since it goes with every layout: streams, stop strings, tools and
+reasoning, `/v1/responses`, `echo`, sessions, priorities and the operations of administrators.
 """
 _REFUSED = "\nRefused:\n"
 

@@ -59,6 +59,8 @@ def test_r16_a_full_disk_under_the_logs_stops_nothing(port: int, form: str) -> N
 # What shows a time to people, or gives one to a template; no wait and no deadline may.
 WALL_CLOCK = {
     "server/generation_route.py",  # `created` of an answer
+    "server/responses.py",  # `created_at`, and `completed_at`
+    "server/responses_output.py",
     "server/api_process.py",  # `created` of the model
     "server/lifecycle.py",  # since when it drains
     "server/request_log.py",

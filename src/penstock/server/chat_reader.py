@@ -52,9 +52,9 @@ class ChatReader:
         reading = reading_of(asked, use, model.syntax, is_open=is_open)
         asked_by = structured_field(asked)
         text = in_place_of_calls(sampling, use, model.syntax, asked_by)
-        grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
-        if grammar is None or text is not None:
+        if use.choice in ("none", "auto"):  # else there are only calls
             await route.prove(sampling, asked_by)
+        grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
         if grammar is None:
             grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
         else:

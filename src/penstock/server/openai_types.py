@@ -14,6 +14,7 @@ import msgspec
 from penstock.config import Pooling
 from penstock.request import FinishReason
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 ChatFinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
@@ -147,7 +148,7 @@ class ChatRequest(GenerateRequest, frozen=True, kw_only=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

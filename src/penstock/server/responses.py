@@ -18,7 +18,7 @@ from penstock.server.generation_route import GenerationRoute
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import Usage
 from penstock.server.request_record import record_of
-from penstock.server.responses_input import ChatOfResponse
+from penstock.server.responses_input import ChatOfResponse, check_logprobs, refuse_fields_of_chats
 from penstock.server.responses_output import Output, ResponseText, finished
 from penstock.server.responses_types import (
     ReasoningOptions,
@@ -41,6 +41,7 @@ class ResponsesRoute:
     async def _prepare(self, request: Request) -> GenerationResponse:
         route = self._route
         body = await route.read(request)
+        refuse_fields_of_chats(body)
         asked = convert(body, ResponsesRequest)
         route.check_model(asked.model)
         chat = ChatOfResponse(asked, route.limits)
@@ -48,6 +49,7 @@ class ResponsesRoute:
             read = await self._chats.read(chat.request)
         except RequestError as error:
             raise chat.renamed(error) from None
+        check_logprobs(chat.request, read.reading)
         unique = record_of(request.scope).unique_id
         response = _begun(asked, f"resp_{unique}", route.model.name, read.sequence.sampling)
         token_bytes = route.model.codec.token_bytes if chat.request.logprobs else None

@@ -7,11 +7,12 @@ an error back into the ones that the client has sent. Called by `responses`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError, RequestError
+from penstock.server.message_reader import Reading
 from penstock.server.openai_types import (
     ChatMessage,
     ChatRequest,
@@ -48,6 +49,15 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "prompt": ((None,), "Send the text itself in input or instructions."),
     "truncation": ((None, "disabled"), "Leave it out, and shorten the input where it is too long."),
 }
+# Fields of chats that would change the answer.
+_OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "messages": ((None,), "Send them in input."),
+    "n": ((None, 1), "Send several requests."),
+    "max_tokens": ((None,), "It is max_output_tokens here."),
+    "max_completion_tokens": ((None,), "It is max_output_tokens here."),
+    "response_format": ((None,), "It is text.format here."),
+    "logprobs": ((None, False), "Ask for them by include and top_logprobs."),
+}
 # And those that are taken and change nothing.
 _UNUSED: Mapping[str, tuple[object, ...]] = {
     "store": (None, False),
@@ -69,7 +79,7 @@ class ChatOfResponse:
     """
 
     def __init__(self, asked: ResponsesRequest, limits: Limits) -> None:
-        _check_refused(asked)
+        _refuse(_REFUSED, lambda name: getattr(asked, name))
         _check_notes(asked)
         messages, self.item_of = _messages(asked, limits)
         wants_logprobs = LOGPROBS in (asked.include or ())
@@ -103,7 +113,10 @@ class ChatOfResponse:
 
     def _own_name(self, found: re.Match[str]) -> str:
         if found["message"] is not None:
-            item = self.item_of[int(found["message"])]
+            index = int(found["message"])
+            if index >= len(self.item_of):  # the client's own words
+                return found[0]
+            item = self.item_of[index]
             return "instructions" if item is None else f"input[{item}]"
         if found["tool"] is not None:
             return f"tools[{found['tool']}]"
@@ -128,20 +141,37 @@ _OWN_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",
 }
-_CHAT_NAME = re.compile(
-    r"\bmessages\[(?P<message>\d+)\]|\btools\[(?P<tool>\d+)\]\.function|\b(?:"
+_CHAT_NAME = re.compile(  # behind a quote are the client's own words
+    r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\]|\btools\[(?P<tool>\d+)\]\.function|(?<!['\"])\b(?:"
     + "|".join(map(re.escape, _OWN_NAMES))
     + r")\b"
 )
+
+
+def check_logprobs(asked: ChatRequest, reading: Reading | None) -> None:
+    """Raise `InvalidRequestError` where tokens cannot be told to be of the text: where that is a part of what
+    comes out."""
+    if asked.logprobs and reading is not None:
+        raise _wrong(
+            "log-probabilities are not told of answers that may have reasoning or calls of tools.",
+            "include",
+            remedy="Ask by /v1/chat/completions, or leave out the tools.",
+            code="unsupported_parameter",
+        )
 
 
 def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = None) -> InvalidRequestError:
     return InvalidRequestError(message, remedy=remedy, param=param, code=code)
 
 
-def _check_refused(asked: ResponsesRequest) -> None:
-    for name, (neutral, remedy) in _REFUSED.items():
-        if getattr(asked, name) not in neutral:
+def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequestError` for a field that is another one here, before it is ignored as unknown."""
+    _refuse(_OF_CHATS, body.get)
+
+
+def _refuse(names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Callable[[str], object]) -> None:
+    for name, (neutral, remedy) in names.items():
+        if value_of(name) not in neutral:
             raise _wrong(
                 f"{name} is not supported by this version of Penstock.",
                 name,
@@ -184,7 +214,7 @@ def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage
     if asked.instructions is not None:
         messages.append(ChatMessage(role="system", content=asked.instructions))
         item_of.append(None)
-    for index, item in enumerate(_items(asked.input, limits)):
+    for index, item in enumerate(_items(asked.input, limits.max_messages - len(messages))):
         last = messages[-1] if messages else None
         if isinstance(last, _Turn) and last.takes(item):
             last.take(item, f"input[{index}]")
@@ -194,12 +224,12 @@ def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage
     return [one.message() if isinstance(one, _Turn) else one for one in messages], item_of
 
 
-def _items(given: str | list[InputItem], limits: Limits) -> list[InputItem]:
+def _items(given: str | list[InputItem], most: int) -> list[InputItem]:
     if isinstance(given, str):
         return [InputItem(role="user", content=given)]
-    if not 1 <= len(given) <= limits.max_messages:
+    if not 1 <= len(given) <= most:
         raise _wrong(
-            f"input must hold 1 to {limits.max_messages} items, got {len(given)}.",
+            f"input must hold 1 to {most} items, got {len(given)}.",
             "input",
             remedy="Leave out the oldest." if given else "Give at least one, or a text.",
             code="out_of_range",
@@ -209,9 +239,9 @@ def _items(given: str | list[InputItem], limits: Limits) -> list[InputItem]:
 
 def _begun(item: InputItem, where: str) -> ChatMessage | _Turn:
     """The message that begins with this item."""
-    if item.type == "function_call_output":
+    if item.kind == "function_call_output":
         return _result(item, where)
-    if item.type == "message" and item.role != "assistant":
+    if item.kind == "message" and item.role != "assistant":
         return _message(item, where)
     turn = _Turn()
     turn.take(item, where)
@@ -219,7 +249,8 @@ def _begun(item: InputItem, where: str) -> ChatMessage | _Turn:
 
 
 class _Turn:
-    """What the model said at once: a thought, a text, and calls, in this order; any may be missing."""
+    """What the model said at once: a thought, a text, and calls; any may be missing. Text between calls, or
+    behind them, belongs to it, so that results stand behind their calls."""
 
     def __init__(self) -> None:
         self._reasoning: str | None = None
@@ -228,22 +259,22 @@ class _Turn:
 
     def takes(self, item: InputItem) -> bool:
         """Whether the item goes on with this turn."""
-        if item.type == "function_call":
+        if item.kind == "function_call":
             return True
-        is_text = item.type == "message" and item.role == "assistant"
-        return is_text and self._text is None and not self._calls
+        is_text = item.kind == "message" and item.role == "assistant"
+        return is_text and (self._text is None or bool(self._calls))
 
     def take(self, item: InputItem, where: str) -> None:
         """Add an item. Raises `InvalidRequestError` for one that nobody has."""
-        if item.type == "message":
-            self._text = _text(item.content, f"{where}.content")
-        elif item.type == "reasoning":
+        if item.kind == "message":
+            self._text = (self._text or "") + _text(item.content, f"{where}.content")
+        elif item.kind == "reasoning":
             self._reasoning = _text(item.content or item.summary, f"{where}.content")
-        elif item.type == "function_call":
+        elif item.kind == "function_call":
             self._calls.append(_call(item, where))
         else:
             raise _wrong(
-                f"{where}.type is {item.type[:64]!r}, which this server does not take.",
+                f"{where}.type is {item.kind[:64]!r}, which this server does not take.",
                 f"{where}.type",
                 remedy="It takes message, reasoning, function_call and function_call_output.",
                 code="unsupported_content",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from penstock.server.openai_types import ChatTokenLogprob, NamedFunction, SampledRequest
+from penstock.server.openai_types import ChatTokenLogprob, NamedFunction, ReasoningEffort, SampledRequest
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Include = Literal[
@@ -36,7 +36,7 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     """A message, what the model thought, a call, or the result of one: by `type`, which a message may leave
     out. `id` and `status` of what came from here before are taken and mean nothing."""
 
-    type: str = "message"
+    type: str | None = None
     id: str | None = None
     status: str | None = None
     role: str | None = None
@@ -46,6 +46,11 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None = None
     arguments: str | None = None
     output: str | list[InputPart] | None = None
+
+    @property
+    def kind(self) -> str:
+        """What `type` says, or means where it says nothing."""
+        return "message" if self.type is None else self.type
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +85,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True):
 class ReasoningOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The answer has all of the reasoning, and no summary of it."""
 
-    effort: Literal["low", "medium", "high"] | None = None
+    effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 

@@ -9,7 +9,7 @@ from penstock.request import SamplingParams, StructuredOutputs
 from penstock.server.openai_types import GenerateRequest, ResponseFormat, StructuredOutputFields
 from penstock.server.tools import ToolUse
 from penstock.tokenizer.tool_formats import ModelSyntax
-from penstock.tokenizer.tool_grammar import answer_rule, reasoned_grammar
+from penstock.tokenizer.tool_grammar import has_rule, reasoned_grammar
 
 
 def structured_field(request: GenerateRequest) -> str:
@@ -45,7 +45,7 @@ def in_place_of_calls(
         return None
     if syntax.tools is None:
         why = "this server does not look for calls of tools, so that there would be none"
-    elif answer_rule(text) is None:
+    elif not has_rule(text):
         why = "a regex or grammar is not combined with calls of tools"
     else:
         return text

@@ -80,11 +80,16 @@ def reasoned_grammar(
     return f"{_thinking(reasoning, ids, is_open=is_open)}\nanswer: {answer}\n"
 
 
+def has_rule(structured: StructuredOutputs) -> bool:
+    """Whether this text can be a part of a larger one; one given by a pattern or a grammar cannot."""
+    return structured.choice is not None or structured.json is not None or structured.json_object
+
+
 def answer_rule(structured: StructuredOutputs) -> str | None:
     """What stands behind the colon of a rule for this text; None for one given by a pattern or a grammar."""
     if structured.choice is not None:
         return " | ".join(map(json.dumps, structured.choice))
-    if structured.json is None and not structured.json_object:
+    if not has_rule(structured):
         return None
     schema = json.loads(structured.json or '{"type": "object"}')
     return "%json " + json.dumps(schema | {"x-guidance": _spacing_of(structured)})
