@@ -34,6 +34,11 @@ class PlanDraft:
     def prefill_tokens(self) -> int:
         return sum(self.num_tokens) - self.num_decodes  # one token each
 
+    @property
+    def all_rows(self) -> list[int]:
+        """Those that only enter too."""
+        return [*self.rows, *(new.row for new in self.new_rows)]
+
     def add_decode(self, request: RequestState, blocks: list[int]) -> None:
         """One token, the one that the request's last sampling step yields."""
         self.token_from.append(request.last_sampled_step)

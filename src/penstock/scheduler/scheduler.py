@@ -296,12 +296,12 @@ class Scheduler:
         """The ranks have forgotten all rows and blocks, and no step in flight will return.
 
         Whoever runs goes back to the head of the line, with the tokens that it has; but a request that was in
-        the steps in flight now and at the loss before, and has gained nothing between, may be the reason, and
-        ends with an error.
+        the steps in flight, or had its grammar built, now and at the loss before, and has gained nothing
+        between, may be the reason, and ends with an error.
         """
         updates = []
-        in_flight = {row for issued in self._issued.values() for row in issued.rows}
-        for request in [running for running in self._queues.running if running.row in in_flight]:
+        in_flight = {row for issued in self._issued.values() for row in issued.all_rows}
+        for request in [one for one in self._queues.running if one.awaits_grammar or one.row in in_flight]:
             if request.lost_at == request.progress:
                 updates.append(self._fail(request, quarantined(request)))
             request.lost_at = request.progress

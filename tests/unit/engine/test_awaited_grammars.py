@@ -211,6 +211,31 @@ def test_r4_what_was_built_is_forgotten_with_the_ranks(stages: int, depth: int, 
     check(rig)
 
 
+@pytest.mark.parametrize("prompt", [[3], [3] * 7], ids=["entered alone", "held back"])
+@pytest.mark.parametrize(("stages", "depth", "tp"), LAYOUTS[::5])
+def test_r4_a_build_that_kills_its_rank_twice_is_not_tried_again(
+    prompt: list[int], stages: int, depth: int, tp: int
+) -> None:
+    """Its steps may all have returned by then."""
+    rig = make_rig(stages, depth, tp)
+    rig.add("bound", prompt, max_tokens=5, structured_outputs=DIGITS)
+    rig.turn_often(TURNS)
+    rig.add("free", 6, max_tokens=30, ignore_eos=True)
+    for ended in (False, True):
+        rig.turn_often(2)
+        assert not rig.is_finished("free")
+        rig.pipe.lose_stage(0)
+        rig.step()
+        rig.rejoin()
+        assert rig.is_finished("bound") == ended
+    (update,) = rig.updates["bound"]
+    assert update.error is not None
+    assert update.error.code == "quarantined"
+    rig.add("after", 7, max_tokens=5, structured_outputs=LETTERS)
+    finish(rig)
+    check(rig, "free", "after")
+
+
 @pytest.mark.parametrize("stages", [1, 3])
 def test_dr5_preempted_while_it_is_built(stages: int) -> None:
     rig = make_rig(stages, num_blocks=10)
