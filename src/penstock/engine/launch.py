@@ -19,6 +19,7 @@ import msgspec
 from penstock.child_config import CoreConfig, RankConfig, StageShape, StoreConfig
 from penstock.config import EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.engine.host import Host, cpus_of_core, cpus_of_ranks, devices_of_ranks, shared_threads
+from penstock.engine.seeds import replica_seed
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.faults import Fault
 from penstock.kernels.cpu.library import parse_kernels
@@ -128,7 +129,9 @@ def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
             model_path=str(directory),
             spec=spec,
             ranks=own,
-            core=msgspec.structs.replace(core, replica=own[0].replica),
+            core=msgspec.structs.replace(
+                core, replica=own[0].replica, seed=replica_seed(config.seed, own[0].replica or 0)
+            ),
             frame_bytes=frame_bytes(
                 max_num_tokens=config.scheduler.max_num_batched_tokens,
                 width=spec.hidden_size,

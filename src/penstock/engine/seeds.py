@@ -2,7 +2,8 @@
 
 Sequence k of an engine, in the order in which they are asked for, gets the k-th seed that follows from the
 engine's own (`scheduler.admission.derive_seed`). A core draws the same where nobody has, but another core
-would count from the beginning again. Used by both clients of a core's process.
+would count from the beginning again. Each replica has an engine's seed of its own. Used by both clients of a
+core's process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,13 @@ import msgspec
 from penstock.engine.ipc import Welcome
 from penstock.request import GenerationRequest
 from penstock.scheduler.admission import derive_seed
+
+_REPLICAS = 0x2545F4914F6CDD1D  # sets the seeds of engines apart from those of sequences
+
+
+def replica_seed(seed: int, replica: int) -> int:
+    """The engine's own seed in each replica, so that k-th sequences differ; the first has the given one."""
+    return derive_seed(seed ^ _REPLICAS, replica) if replica else seed
 
 
 class Seeds:

@@ -22,6 +22,7 @@ from penstock.distributed.group import open_meeting
 from penstock.engine import host as engine_host
 from penstock.engine.host import Host
 from penstock.engine.launch import LaunchPlan, _widths, resolve, resolve_replicas
+from penstock.engine.seeds import replica_seed
 from penstock.engine.wiring import Wiring
 from penstock.errors import (
     LinkClosedError,
@@ -540,13 +541,14 @@ def test_i13_one_setting_for_all_one_a_stage_or_one_a_rank() -> None:
 def test_i1_i4_replicas_share_the_host(model: str) -> None:
     parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size="1,2")
     host = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=0, cpus=(0, 1, 2, 3, 4, 5))
-    plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel), host)
+    plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel, seed=5), host)
     assert [[(rank.replica, rank.stage, rank.tp_rank) for rank in plan.ranks] for plan in plans] == [
         [(0, 0, 0), (0, 1, 0), (0, 1, 1)],
         [(1, 0, 0), (1, 1, 0), (1, 1, 1)],
     ]
     assert [rank.cpus for plan in plans for rank in plan.ranks] == [(0,), (1,), (2,), (3,), (4,), (5,)]
     assert [plan.core.replica for plan in plans] == [0, 1]
+    assert [plan.core.seed for plan in plans] == [replica_seed(5, 0), replica_seed(5, 1)]
     assert {rank.num_sharers for plan in plans for rank in plan.ranks} == {6}
 
 

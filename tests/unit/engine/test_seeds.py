@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from penstock.engine.ipc import Welcome
-from penstock.engine.seeds import Seeds
+from penstock.engine.seeds import Seeds, replica_seed
 from penstock.engine.siblings import sibling_seed, with_siblings
 from penstock.request import GenerationRequest, SamplingParams
 from penstock.scheduler.admission import derive_seed
 
 
-def seeds(*, num_sequences: int = 0) -> Seeds:
+def seeds(*, num_sequences: int = 0, seed: int = 7) -> Seeds:
     return Seeds(
-        Welcome(num_blocks=1, block_size=1, max_model_len=9, stages=[], seed=7, num_sequences=num_sequences)
+        Welcome(
+            num_blocks=1, block_size=1, max_model_len=9, stages=[], seed=seed, num_sequences=num_sequences
+        )
     )
 
 
@@ -40,3 +42,11 @@ def test_another_front_goes_on_where_the_core_stands() -> None:
 def test_a_vector_needs_no_seed() -> None:
     request = GenerationRequest(request_id="r", prompt_token_ids=[1], pooling="last")
     assert seeds().given(request) is request
+
+
+def test_sequences_of_one_place_have_another_seed_in_each_replica() -> None:
+    drawers = [seeds(seed=replica_seed(7, replica)) for replica in range(3)]
+    drawn = [seed for drawer in drawers for seed in given(drawer, n=50)]
+    assert len(set(drawn)) == 150
+    assert drawn[:50] == given(seeds(), n=50), "the first replica is as an engine alone"
+    assert [given(drawer, seed=5) for drawer in drawers] == [[5]] * 3
