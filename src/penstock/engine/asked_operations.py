@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from penstock.engine.ipc import Operate, Operated, SessionsChanged
 from penstock.engine.stats import CoreStats
-from penstock.operations import OpenSession, Operation, OperationDone, Pause, Resume, SlowDown
+from penstock.operations import CloseSession, OpenSession, Operation, OperationDone, Pause, Resume, SlowDown
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class AskedOperations:
         self._open: dict[int, Asked] = {}
         self._is_paused = False
         self._interval_ms = 0
+        self._closing: dict[str, OpenSession] = {}  # that are closed, and whose end is not
         self.sessions: dict[str, OpenSession] = {}
         self.knows_sessions = False
 
@@ -58,8 +59,15 @@ class AskedOperations:
 
     def note_sessions(self, changed: SessionsChanged) -> None:
         """The core has said which sessions are open."""
+        asked_to_close = {
+            asked.message.operation.session_id
+            for asked in self._open.values()
+            if isinstance(asked.message.operation, CloseSession)
+        }
         for session_id in changed.closed:
-            self.sessions.pop(session_id, None)
+            closed = self.sessions.pop(session_id, None)
+            if closed is not None and session_id in asked_to_close:
+                self._closing[session_id] = closed
         self.sessions |= {asked.session_id: asked for asked in changed.opened}
 
     def close(self, message: Operated) -> None:
@@ -72,15 +80,20 @@ class AskedOperations:
             self._is_paused = isinstance(operation, Pause)
         if message.done.error is None and isinstance(operation, SlowDown):
             self._interval_ms = operation.interval_ms
+        if isinstance(operation, CloseSession):
+            self._closing.pop(operation.session_id, None)
         if not asked.answer.done():
             asked.answer.set_result(message.done)
 
     def first(self) -> list[Operate]:
-        """What a new core is to be asked before it hears of any request: to begin as the last one was."""
+        """What a new core is to be asked before it hears of any request: to begin as the last one was.
+
+        A session that it will be asked again to close is open then.
+        """
         wanted: list[Operation] = [Pause("keep")] if self._is_paused else []
         if self._interval_ms:
             wanted.append(SlowDown(self._interval_ms))
-        wanted += self.sessions.values()
+        wanted += (self._closing | self.sessions).values()
         return [Operate(next(self._numbers), operation) for operation in wanted]
 
     def again(self) -> list[Operate]:

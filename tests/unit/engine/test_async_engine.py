@@ -694,6 +694,31 @@ def test_g4_another_core_is_told_of_open_sessions_before_it_hears_of_their_reque
     with_rig(body)
 
 
+def test_g4_a_session_that_was_closed_when_the_core_went_is_there_to_be_closed_again() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        a, b = OpenSession("a"), OpenSession("b", 64, 30.0)
+        rig.core.socket.send(rig.core.client, SessionsChanged([a, b], []))
+        rig.core.tell()
+        await until(lambda: rig.engine.sessions is not None)
+        asked = asyncio.ensure_future(rig.engine.operate(CloseSession("b"), WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(0, CloseSession("b"))]
+        rig.core.socket.send(rig.core.client, SessionsChanged([], ["a", "b"]))
+        await until(lambda: not rig.engine.sessions)
+        await rig.lose_core()
+        await rig.welcome()
+        assert rig.core.hear(2) == [Operate(1, b), Operate(0, CloseSession("b"))], "nobody closes a"
+        rig.core.socket.send(rig.core.client, operated(1))
+        rig.core.socket.send(rig.core.client, operated(0))
+        assert len(await asked) == 1
+        await rig.lose_core()
+        await rig.welcome()
+        rig.add()  # nothing came before it: the session stays closed
+
+    with_rig(body)
+
+
 def test_g4_another_core_hears_of_requests_before_it_is_to_abort_them() -> None:
     async def body(rig: Rig) -> None:
         await rig.start()
