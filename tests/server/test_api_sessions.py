@@ -11,7 +11,7 @@ from fake_engine import FakeEngine, Status, stats
 from live_server import LiveServer
 
 from penstock.config import Limits, ServerConfig
-from penstock.errors import NotFoundError, OverloadedError, UsageError
+from penstock.errors import NotFoundError, OverloadedError, UsageError, WaitTimeoutError
 from penstock.kvcache.sessions import unknown_session
 from penstock.operations import CloseSession, OpenSession
 
@@ -72,6 +72,15 @@ def test_g4_a_session_without_a_name_gets_one(server: LiveServer) -> None:
     for name in names:
         path, body = BODIES[0]
         assert server.request("POST", path, body | {"session_id": name}, AS_CLIENT)[0].status == 200
+
+
+def test_g4_whoever_waits_too_long_is_told_the_name(server: LiveServer) -> None:
+    server.engine.failure = WaitTimeoutError("the operation is not complete after 1 s.")
+    status, answer = ask(server, "/open_session")
+    assert (status, answer["error"]["code"]) == (503, "peer_timeout")
+    (operation,) = [asked for asked, _ in server.engine.operations]
+    assert isinstance(operation, OpenSession)
+    assert f"session {operation.session_id}: the operation is not complete" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

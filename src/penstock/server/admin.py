@@ -13,7 +13,7 @@ from fastapi import Query
 from starlette.responses import Response
 
 from penstock.config import Limits
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, WaitTimeoutError
 from penstock.operations import (
     MAX_PLAN_INTERVAL_MS,
     SESSION_ID,
@@ -182,11 +182,18 @@ class AdminRoute:
                 code="out_of_range",
             )
         asked = OpenSession(session_id or f"session-{uuid4().hex}", capacity_tokens, idle_s)
+        try:
+            done = await self._engine.operate(asked, timeout_s)
+        except WaitTimeoutError as error:
+            raise WaitTimeoutError(
+                f"session {asked.session_id}: {error.message}",
+                remedy="Ask for it once more, by its session_id, to wait longer.",
+            ) from error
         opened = SessionOpened(
             session_id=asked.session_id,
             capacity_tokens=capacity_tokens,
             idle_s=idle_s,
-            replicas=await self._engine.operate(asked, timeout_s),
+            replicas=done,
         )
         return json_response(msgspec.json.encode(opened))
 
