@@ -228,3 +228,5 @@ class Sessions:
         for session in self._open.values():
             while session.names and len(self._keepers) > self._max_blocks:
                 self._drop_first(session)
+            if len(self._keepers) <= self._max_blocks:
+                break
