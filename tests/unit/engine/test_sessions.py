@@ -232,13 +232,16 @@ def test_g4_sessions_at_any_moment_change_no_token(seed: int) -> None:
         FlushCache,
     ]
     talks: dict[str, list[int]] = {name: [ord(name) % 40] * 5 for name in "xyz-"}
-    num_refused = 0
-    for number in range(80):
+    for name in "xyz":
+        rig.core.operations.accept((b"", 0), OpenSession(name, None, 50.0), rig.core.steps_in_flight[1])
+    num_refused = most_kept = 0
+    for number in range(120):
         rig.clock.advance(chance.choice([0.0, 0.5, 3.0]))
         rig.step(timeout_s=chance.choice([0.0, 1.0]))
         what = chance.random()
         if what < 0.25:
-            rig.core.operations.accept((b"", number), chance.choice(kinds)(), rig.core.steps_in_flight[1])
+            (kind,) = chance.choices(kinds, [4, 1, 1])
+            rig.core.operations.accept((b"", number), kind(), rig.core.steps_in_flight[1])
         elif what < 0.3:
             for update in rig.core.lose_epoch(LOST):
                 rig.updates[update.request_id].append(update)
@@ -256,8 +259,12 @@ def test_g4_sessions_at_any_moment_change_no_token(seed: int) -> None:
                 )
             except NotFoundError:
                 num_refused += 1
+        most_kept = max(most_kept, sessions.num_kept)
         rig.core.check_invariants()
     rig.run_until_idle()
+    num_served = sum(request.sampling.session_id != "" for request in rig.requests.values())
+    assert num_served > 0, f"{num_refused} were refused"
+    assert most_kept > 0
     num_failed = 0
     for arrival, name in enumerate(rig.requests):
         if rig.finish_reason(name) == "error":  # in the pipe at two losses, with no token between
