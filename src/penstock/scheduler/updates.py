@@ -65,12 +65,25 @@ def row_error(request: RequestState, step_id: int, unmet: str | None) -> ErrorIn
     """Why a row has no token; `unmet`: the logits were good, and this left none of them."""
     if unmet is None:
         return numerical_error(request, step_id)
+    names = _constraints(request)
     return ConstraintError(
         f"no token is allowed as {_place(request)} of request {request.request_id} (step {step_id}): "
         f"{unmet}.",
-        remedy="Loosen the grammar, or the other constraints on tokens.",
-        param="structured_outputs" if request.sampling.structured is not None else None,
+        remedy=f"Loosen {' or '.join(names) or 'the constraints on tokens'}.",
+        param=names[0] if len(names) == 1 else None,
     ).info()
+
+
+def _constraints(request: RequestState) -> list[str]:
+    """Fields of the request that forbid tokens where it stands."""
+    sampling, changes = request.sampling, request.sampling.changes
+    found = {
+        "structured_outputs": sampling.structured is not None,
+        "allowed_token_ids": changes is not None and changes.allowed_ids is not None,
+        "bad_words": changes is not None and bool(changes.bad_words),
+        "min_tokens": bool(sampling.suppressed_ids) and request.num_outputs < sampling.min_tokens,
+    }
+    return [name for name, is_there in found.items() if is_there]
 
 
 def grammar_error(request: RequestState, why: str) -> ErrorInfo:

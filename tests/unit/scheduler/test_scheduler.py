@@ -11,7 +11,8 @@ from fakes import CoreRig, RankReplica
 from penstock.batch import KNOWN, ScheduledBatch
 from penstock.config import SchedulerConfig
 from penstock.errors import InvalidRequestError, OverloadedError, StageLostError
-from penstock.request import GenerationRequest, SamplingParams
+from penstock.request import GenerationRequest, SamplingParams, StructuredOutputs
+from penstock.scheduler.updates import row_error
 
 
 def rows_of(rig: CoreRig, request_id: str) -> list[tuple[int, int, int, bool]]:
@@ -332,6 +333,29 @@ def test_r10_a_row_whose_constraints_leave_no_token_ends_with_the_reason() -> No
     assert "output token 2 of request bad (step 2): its pattern grows too large." in error.message
     assert len(rig.tokens("bad")) == 2
     assert rig.result("a") == rig.expected("a", 0)
+
+
+@pytest.mark.parametrize(
+    ("constraints", "remedy", "param"),
+    [
+        ({"structured_outputs": StructuredOutputs(regex="a")}, "structured_outputs", "structured_outputs"),
+        ({"bad_word_ids": [[3]]}, "bad_words", "bad_words"),
+        ({"allowed_token_ids": [3], "min_tokens": 2}, "allowed_token_ids", "allowed_token_ids"),
+        ({"allowed_token_ids": [3], "min_tokens": 3}, "allowed_token_ids or min_tokens", None),
+        ({"allowed_token_ids": [3], "bad_word_ids": [[3]]}, "allowed_token_ids or bad_words", None),
+    ],
+)
+def test_r10_constraints_that_leave_no_token_are_named(
+    constraints: dict[str, Any], remedy: str, param: str | None
+) -> None:
+    sampling = SamplingParams(max_tokens=5, **constraints)
+    request = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
+    rig = CoreRig(eos_token_ids=(7,))
+    rig.scheduler.add(request)
+    (state,) = rig.scheduler._queues
+    state.token_ids += [8, 8]
+    error = row_error(state, 4, "its constraints leave none")
+    assert (error.remedy, error.param) == (f"Loosen {remedy}.", param)
 
 
 # Abort (rows D13, DR7)
