@@ -18,6 +18,8 @@ from penstock.config import MAX_BAD_WORD_TOKENS
 from penstock.errors import InvalidRequestError
 from penstock.request import SamplingParams
 
+_SHOWN = 40  # characters of a word that is refused
+
 
 class Encode(Protocol):
     """`Tokenizer.encode_trusted`."""
@@ -50,8 +52,10 @@ def _forms(word: str, encode: Encode) -> list[list[int]]:
     first, behind = forms
     if not first:
         raise _refused("a bad word is nothing but space.")
-    if max(map(len, forms)) > MAX_BAD_WORD_TOKENS:
-        raise _refused(f"a bad word has {len(first)} tokens, more than {MAX_BAD_WORD_TOKENS}.")
+    num_tokens = max(map(len, forms))
+    if num_tokens > MAX_BAD_WORD_TOKENS:
+        named = repr(word[:_SHOWN] + "…" * (len(word) > _SHOWN))
+        raise _refused(f"the bad word {named} has {num_tokens} tokens, more than {MAX_BAD_WORD_TOKENS}.")
     return [first, behind] if behind and behind[0] != first[0] else [first]
 
 

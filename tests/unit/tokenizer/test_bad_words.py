@@ -58,8 +58,10 @@ def test_what_is_no_word_is_refused(word: str) -> None:
 
 
 def test_a_word_of_too_many_tokens_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="257 tokens, more than 256"):
-        with_bad_words(SamplingParams(bad_words=["a"]), lambda text, **_: [1] * (256 + len(text)), 9)
+    with pytest.raises(InvalidRequestError, match="the bad word 'a' has 257 tokens, more than 256"):
+        with_bad_words(SamplingParams(bad_words=["a"]), lambda text, **_: [1] * (255 + len(text)), 9)
+    with pytest.raises(InvalidRequestError, match=f"the bad word '{'b' * 40}…' has 301 tokens"):
+        with_bad_words(SamplingParams(bad_words=["a", "b" * 300]), lambda text, **_: [1] * len(text), 9)
 
 
 def test_a_model_without_a_tokenizer_takes_ids_alone() -> None:
