@@ -18,7 +18,7 @@ from served import Served, is_alive, title_of, wait_until
 LAST_STEP = 64  # of those at which a stage is lost
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.soak)])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with Server(request.param) as served:
         yield served
