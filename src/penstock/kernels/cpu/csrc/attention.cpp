@@ -340,7 +340,7 @@ private:
             f32x16 factor = splat(1.0f / sums.total[row]);
             for (int64_t d = 0; d < size; d += kLanes) {
                 f32x16 values = load(sums.values + row * width_ + d) * factor;
-                size - d >= kLanes ? store(y + d, values) : store_some(y + d, values, size - d);
+                store_some(y + d, values, size - d);
             }
         }
     }

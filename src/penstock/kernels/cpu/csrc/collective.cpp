@@ -102,10 +102,9 @@ template <class T>
 static void sum_pieces(uint8_t* const* pieces, int64_t num_pieces, T* y, int64_t count) {
 #pragma omp parallel for schedule(static) if (count >= 1 << 15)
     for (int64_t k = 0; k < count; k += kLanes) {
-        int64_t some = count - k < kLanes ? count - k : kLanes;
-        f32x16 total = load_some((const T*)pieces[0] + k, some);
-        for (int64_t i = 1; i < num_pieces; i++) total += load_some((const T*)pieces[i] + k, some);
-        store_some(y + k, total, some);
+        f32x16 total = load_some((const T*)pieces[0] + k, count - k);
+        for (int64_t i = 1; i < num_pieces; i++) total += load_some((const T*)pieces[i] + k, count - k);
+        store_some(y + k, total, count - k);
     }
 }
 

@@ -17,8 +17,7 @@ void write_product(const Panels& panels, int64_t num_rows, int64_t out_size, con
     int64_t packed_size = gated ? (width + kLanes - 1) / kLanes * kPanel : out_size;
     for_each_tile(panels, num_rows, packed_size, [=](int64_t first, int rows, int64_t panel, const float* tile) {
         int64_t column = panel * (gated ? kLanes : kPanel);
-        int64_t low_count = width - column < kLanes ? width - column : kLanes;
-        int64_t high_count = width - column - kLanes < kLanes ? width - column - kLanes : kLanes;
+        int64_t low_count = width - column, high_count = low_count - kLanes;
         f32x16 bias_low = {}, bias_high = {};
         if (bias && gated) {
             bias_low = load_some(bias + column, low_count);
@@ -33,14 +32,11 @@ void write_product(const Panels& panels, int64_t num_rows, int64_t out_size, con
             f32x16 high = load(tile + r * kPanel + kLanes) + bias_high;
             if (gated) {
                 f32x16 product = (gated == kGeluTanh ? gelu_tanh(low) : silu(low)) * high;
-                low_count == kLanes ? store(to, product) : store_some(to, product, low_count);
+                store_some(to, product, low_count);
                 continue;
             }
-            low_count == kLanes ? store(to, low) : store_some(to, low, low_count);
-            if (high_count == kLanes)
-                store(to + kLanes, high);
-            else if (high_count > 0)
-                store_some(to + kLanes, high, high_count);
+            store_some(to, low, low_count);
+            if (high_count > 0) store_some(to + kLanes, high, high_count);
         }
     });
 }

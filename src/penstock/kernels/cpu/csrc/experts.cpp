@@ -170,8 +170,8 @@ struct Block {
         for (int64_t e = 1; e < args.num_experts; e++)
             if (!(widen(logits[e]) <= most)) most = widen(logits[e]);
         for (int64_t e = 0; e < args.num_experts; e += kLanes) {
-            int64_t count = args.num_experts - e < kLanes ? args.num_experts - e : kLanes;
-            store_some(values + e, exp(load_some(logits + e, count) - splat(most)), count);
+            int64_t left = args.num_experts - e;
+            store_some(values + e, exp(load_some(logits + e, left) - splat(most)), left);
         }
         for (int64_t e = 0; e < args.num_experts; e++) total += values[e];
         for (int64_t i = 0; i < args.num_chosen; i++) {
@@ -240,11 +240,11 @@ struct Block {
 #pragma omp for schedule(dynamic, at_once) nowait
                 for (int64_t panel = 0; panel < num; panel++)
                     for_tiles(panels, shapes, group.count, panel, [&](int64_t first, int rows, const float* tile) {
-                        int64_t column = panel * kLanes, count = width - column < kLanes ? width - column : kLanes;
+                        int64_t column = panel * kLanes;
                         for (int r = 0; r < rows; r++) {
                             T* to = (T*)group.inner.row(first + r) + column;
                             f32x16 gated = silu(load(tile + r * kPanel)) * load(tile + r * kPanel + kLanes);
-                            count == kLanes ? store(to, gated) : store_some(to, gated, count);
+                            store_some(to, gated, width - column);
                         }
                     });
             }
@@ -284,8 +284,7 @@ struct Block {
         for (int64_t t = 0; t < num_tokens; t++)
             for (int64_t half = 0; half < kPanel && half < left; half += kLanes) {
                 T* to = y + t * args.hidden_size + column + half;
-                f32x16 lanes = load(sums + t * kPanel + half);
-                left - half >= kLanes ? store(to, lanes) : store_some(to, lanes, left - half);
+                store_some(to, load(sums + t * kPanel + half), left - half);
             }
     }
 

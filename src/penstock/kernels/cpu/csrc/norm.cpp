@@ -5,8 +5,6 @@
 
 constexpr int64_t kManyTokens = 32;  // from here on the tokens are cut among the threads
 
-INLINE int64_t lanes_left(int64_t size, int64_t from) { return size - from < kLanes ? size - from : kLanes; }
-
 template <class T, int32_t kind>
 INLINE void put_normed(T* y, f32x16 normed, const T* weight, int64_t count) {
     if constexpr (kind == kPlainNorm) {
@@ -43,7 +41,7 @@ template <class T, int32_t kind>
 static void add_norm(const T* x, T* residual, const T* weight, T* y, int64_t size, float eps) {
     f32x16 squares = {};
     for (int64_t k = 0; k < size; k += kLanes) {
-        int64_t count = lanes_left(size, k);
+        int64_t count = size - k;
         f32x16 total = load_some(x + k, count) + load_some(residual + k, count);
         store_some(residual + k, total, count);
         total = load_some(residual + k, count);  // as rounded
@@ -51,7 +49,7 @@ static void add_norm(const T* x, T* residual, const T* weight, T* y, int64_t siz
     }
     f32x16 scale = splat(1.0f / sqrtf(sum(squares) / size + eps));
     for (int64_t k = 0; k < size; k += kLanes) {
-        int64_t count = lanes_left(size, k);
+        int64_t count = size - k;
         put_normed<T, kind>(y + k, load_some(residual + k, count) * scale, weight + k, count);
     }
 }
@@ -73,7 +71,7 @@ template <class T>
 static float sum_of_squares(const T* x, int64_t size) {
     f32x16 squares = {};
     for (int64_t k = 0; k < size; k += kLanes) {
-        f32x16 some = load_some(x + k, lanes_left(size, k));
+        f32x16 some = load_some(x + k, size - k);
         squares = fma(some, some, squares);
     }
     return sum(squares);
@@ -85,7 +83,7 @@ static void norm_token(const GroupNormArgs& args, T* x, const float* squares) {
         float mean = squares ? *squares / args.squared_size : sum_of_squares(x, args.size) / args.size;
         f32x16 scale = splat(1.0f / sqrtf(mean + args.eps));
         for (int64_t k = 0; k < args.size; k += kLanes) {
-            int64_t count = lanes_left(args.size, k);
+            int64_t count = args.size - k;
             put_normed<T, kind>(x + k, load_some(x + k, count) * scale, (const T*)args.weight + k, count);
         }
     }
@@ -121,7 +119,7 @@ static void change_all(T* x, int64_t num_tokens, int64_t size, const Change& cha
 #pragma omp parallel for schedule(static) if (num_tokens >= kManyTokens)
     for (int64_t t = 0; t < num_tokens; t++)
         for (int64_t k = t * size; k < (t + 1) * size; k += kLanes) {
-            int64_t count = lanes_left((t + 1) * size, k);
+            int64_t count = (t + 1) * size - k;
             store_some(x + k, change(load_some(x + k, count), k, count), count);
         }
 }

@@ -81,7 +81,7 @@ static void gather_group(const QuantizedGatherArgs& args, const uint8_t* column,
                                        : column[k / (2 * kQuad) * kLine + k % kQuad] >> k / kQuad % 2 * 4 & 0x0f;
             whole[i] = q - zero;
         }
-        store_some(y + first + start, __builtin_convertvector(whole, f32x16) * scale, some);
+        store_some(y + first + start, __builtin_convertvector(whole, f32x16) * scale, count - start);
     }
 }
 

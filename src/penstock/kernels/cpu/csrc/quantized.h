@@ -76,17 +76,12 @@ INLINE i32x16 to_nearest(f32x16 lanes) {
 #endif
 }
 
-template <class T>
-INLINE f32x16 load_up_to(const T* from, int64_t count) {
-    return count >= kLanes ? load(from) : load_some(from, count);
-}
-
 // The largest magnitude, as bits: ordered like the numbers, infinities and NaNs above all of them.
 template <class T>
 INLINE uint32_t largest_magnitude(const T* x, int64_t count) {
     i32x16 largest = {};
     for (int64_t k = 0; k < count; k += kLanes) {
-        i32x16 magnitude = (i32x16)load_up_to(x + k, count - k) & 0x7fffffff;
+        i32x16 magnitude = (i32x16)load_some(x + k, count - k) & 0x7fffffff;
         largest = magnitude > largest ? magnitude : largest;
     }
     int32_t found = 0;
@@ -106,7 +101,7 @@ INLINE int32_t round_group(const T* x, int64_t count, int8_t* values, float* sca
     i32x16 sum = {};
     for (int64_t k = 0; k < count; k += kLanes) {
         i32x16 whole = {};
-        if (is_finite) whole = to_nearest(load_up_to(x + k, count - k) * inverse);
+        if (is_finite) whole = to_nearest(load_some(x + k, count - k) * inverse);
         sum += whole;
         i8x16 narrow = __builtin_convertvector(whole, i8x16);
         memcpy(values + k, &narrow, kLanes);

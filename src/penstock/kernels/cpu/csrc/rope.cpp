@@ -12,7 +12,7 @@ static void angles_of(float position, const RopeAnglesArgs& args, float* angles)
         angles[half + i] = sinf(turn) * args.factor;
     }
     for (int64_t i = 0; i < 2 * half; i += kLanes) {
-        int64_t count = 2 * half - i < kLanes ? 2 * half - i : kLanes;
+        int64_t count = 2 * half - i;
         T rounded[kLanes];
         store(rounded, load_some(angles + i, count));
         store_some(angles + i, load(rounded), count);

@@ -63,9 +63,11 @@ INLINE void store(bf16* to, f32x16 lanes) {
     memcpy(to, &narrow, 32);
 }
 
-// The first `count` lanes, the others zero. 0 <= count <= 16.
+// The first `count` lanes, the others zero. All of them at once where there are 16 or more: copying a number of bytes
+// that the compiler does not know costs many times a vector.
 template <class T>
 INLINE f32x16 load_some(const T* from, int64_t count) {
+    if (count >= kLanes) return load(from);
     T padded[kLanes] = {};
     memcpy(padded, from, count * sizeof(T));
     return load(padded);
@@ -73,6 +75,7 @@ INLINE f32x16 load_some(const T* from, int64_t count) {
 
 template <class T>
 INLINE void store_some(T* to, f32x16 lanes, int64_t count) {
+    if (count >= kLanes) return store(to, lanes);
     T padded[kLanes];
     store(padded, lanes);
     memcpy(to, padded, count * sizeof(T));
