@@ -34,6 +34,7 @@ from penstock.kvcache.block_hash import block_hashes, root_hash
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.kvcache.sessions import Sessions
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestQueues, RequestState
 
@@ -242,7 +243,9 @@ def unused_step() -> float:
     """Seconds that the cache adds to a step: two notes of each decode, and a new block every so often."""
     cache = PrefixCache(4096, eviction_order("lru"))
     allocator = BlockAllocator(BlockPool(4096, cache), BLOCK)
-    prefixes = PrefixReuse(allocator, RequestQueues())
+    prefixes = PrefixReuse(
+        allocator, RequestQueues(), Sessions(allocator, max_sessions=1, clock=time.monotonic)
+    )
     requests = [
         RequestState(
             request_id=str(number),

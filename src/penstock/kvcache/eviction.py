@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from penstock.config import EvictionPolicy
@@ -49,8 +50,8 @@ class EvictionOrder(Protocol):
     def discard(self, block: int) -> None:
         """It is held again, or holds nothing any more."""
 
-    def pop(self) -> int:
-        """The one to give up now."""
+    def pop(self, worth_of: Callable[[int], Worth]) -> int:
+        """The one to give up now; `worth_of` tells what one that is here was worth when it came."""
 
     def __contains__(self, block: int) -> bool: ...
 
@@ -81,7 +82,7 @@ class HeapOrder:
     def discard(self, block: int) -> None:
         del self._entries[block]
 
-    def pop(self) -> int:
+    def pop(self, worth_of: Callable[[int], Worth]) -> int:
         self._drop_stale()
         block = heapq.heappop(self._heap)[-1]
         del self._entries[block]
@@ -111,22 +112,26 @@ class LruOrder:
     """Blocks come in the order of their worth, so a queue is enough, but for those that are restored."""
 
     def __init__(self) -> None:
-        self._queue: OrderedDict[int, Worth] = OrderedDict()
+        self._queue: OrderedDict[int, None] = OrderedDict()
         self._restored = HeapOrder("lru")
 
     def add(self, block: int, worth: Worth) -> None:
-        self._queue[block] = worth
+        self._queue[block] = None
 
     def restore(self, block: int, worth: Worth) -> None:
         self._restored.add(block, worth)
 
     def discard(self, block: int) -> None:
-        if self._queue.pop(block, None) is None:
+        if block in self._queue:
+            del self._queue[block]
+        else:
             self._restored.discard(block)
 
-    def pop(self) -> int:
-        if self._restored and self._is_restored_next():
-            return self._restored.pop()
+    def pop(self, worth_of: Callable[[int], Worth]) -> int:
+        if self._restored and (
+            not self._queue or self._restored.gives_before(worth_of(next(iter(self._queue))))
+        ):
+            return self._restored.pop(worth_of)
         return self._queue.popitem(last=False)[0]
 
     def __contains__(self, block: int) -> bool:
@@ -134,9 +139,6 @@ class LruOrder:
 
     def __len__(self) -> int:
         return len(self._queue) + len(self._restored)
-
-    def _is_restored_next(self) -> bool:
-        return not self._queue or self._restored.gives_before(next(iter(self._queue.values())))
 
 
 class KeptLast:
@@ -167,8 +169,8 @@ class KeptLast:
     def discard(self, block: int) -> None:
         (self._kept if block in self._kept else self._ordinary).discard(block)
 
-    def pop(self) -> int:
-        return (self._ordinary if self._ordinary else self._kept).pop()
+    def pop(self, worth_of: Callable[[int], Worth]) -> int:
+        return (self._ordinary if self._ordinary else self._kept).pop(worth_of)
 
     def __contains__(self, block: int) -> bool:
         return block in self._ordinary or block in self._kept

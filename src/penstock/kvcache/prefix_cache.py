@@ -125,7 +125,7 @@ class PrefixCache:
 
     def evict(self) -> int:
         """The idle block that is given up; it holds nothing any more."""
-        block = self._order.pop()
+        block = self._order.pop(self._worth)
         self._unname(block)
         self.num_evicted += 1
         return block

@@ -299,7 +299,7 @@ def test_h10_what_is_restored_goes_in_its_place(
         order.discard(block)
     for block in reversed(late):
         order.restore(block, made[block])
-    given_up = [order.pop() for _ in range(len(order))]
+    given_up = [order.pop(made.__getitem__) for _ in range(len(order))]
     rank = {"lru": lambda _: 0, "lfu": lambda one: one.uses, "priority": lambda one: one.priority}[policy]
     assert given_up == sorted(range(len(made)), key=lambda block: (rank(made[block]), block))
     assert len(order) == 0
