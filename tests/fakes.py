@@ -467,7 +467,7 @@ class FakeExecutor:
     def tell_built(self, number: int, why: str = "") -> None:
         """A grammar has been built, or `why` not."""
         self.replica.builds.remove(number)
-        self._built.append((number, why))
+        self._built.append(BuiltGrammar(number, why))
 
     def built_grammars(self) -> list[BuiltGrammar]:
         if self.builds_at_once:

@@ -243,11 +243,15 @@ class ReplicaPipe:
             able += [lambda number=number: self.build(rank, number) for number in rank.replica.builds]
         return able
 
-    def build(self, rank: Rank, number: int, why: str = "") -> None:
-        """A rank of the last stage has built a grammar, or `why` not, and tells."""
+    def build(self, rank: Rank, number: int, why: str = "", *, late: str = "") -> None:
+        """A rank of the last stage has built a grammar, or `why` or `late` says why not, and tells."""
         rank.replica.builds.remove(number)
-        failed = {number: why} if why else {}
-        self._reports.keep(GrammarsBuilt(built=[] if why else [number], failed=failed))
+        told = GrammarsBuilt(
+            built=[] if why or late else [number],
+            failed={number: why} if why else {},
+            unable={number: late} if late else {},
+        )
+        self._reports.keep(told)
 
     def run_steps(self) -> None:
         """Every plan runs on every rank; orders stay as they are."""

@@ -272,10 +272,20 @@ class GrammarsBuilt(msgspec.Struct, frozen=True, tag="grammars", kw_only=True):
 
     built: list[int]
     failed: dict[int, str]  # by number: why
+    unable: dict[int, str] = {}  # the same, where the rank is the reason and the grammar may be good
 
 
-# Of a grammar, by its number: why a rank of the last stage cannot build it; empty: all have built it.
-BuiltGrammar = tuple[int, str]
+class BuiltGrammar(msgspec.Struct, frozen=True):
+    """What has become of a grammar on all ranks of the last stage.
+
+    Attributes:
+        why: one of them cannot build it; empty: all have.
+        may_be_good: the reason is the state of the ranks, so that who asks again may get it.
+    """
+
+    number: int
+    why: str = ""
+    may_be_good: bool = False
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag="failed", kw_only=True):

@@ -82,7 +82,7 @@ def test_messages_to_a_rank_survive_the_wire(message: ScheduledBatch | AllocateK
         ),
         RankReady(stage=0),
         OrdersDone(done=[1], failed=[2, 3]),
-        GrammarsBuilt(built=[4], failed={5: "too large"}),
+        GrammarsBuilt(built=[4], failed={5: "too large"}, unable={6: "too late"}),
         RankFailed(stage=1, error=ErrorInfo(kind="CheckpointError", message="bad.")),
     ],
 )

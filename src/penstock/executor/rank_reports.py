@@ -4,6 +4,7 @@ Kept for whoever asks."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 
 from penstock.batch import (
     NO_STORE_USE,
@@ -31,7 +32,7 @@ class RankReports:
         self._spans: dict[int, deque[StageSpans]] = {}
         self._use = NO_STORE_USE  # that has not been taken
         self._answers: dict[int, list[bool | None]] = {}  # by order
-        self._grammars: dict[int, list[str]] = {}  # by number: why not, of each rank that has told
+        self._grammars: dict[int, list[BuiltGrammar]] = {}  # by number: of each rank that has told
 
     @property
     def has_answers(self) -> bool:
@@ -45,8 +46,8 @@ class RankReports:
         elif isinstance(report, StageSpans):
             self._keep_spans(report)
         elif isinstance(report, GrammarsBuilt):
-            for number, why in [*((number, "") for number in report.built), *report.failed.items()]:
-                self._grammars.setdefault(number, []).append(why)
+            for told in _each(report):
+                self._grammars.setdefault(told.number, []).append(told)
         else:
             self._use = self._use.plus(report.use)
             for order in report.done:
@@ -56,7 +57,7 @@ class RankReports:
             for order in report.late:
                 self._answers.setdefault(order, []).append(None)
 
-    def _is_told(self, told: list[str]) -> bool:
+    def _is_told(self, told: list[BuiltGrammar]) -> bool:
         return len(told) == self._num_last
 
     def _keep_spans(self, spans: StageSpans) -> None:
@@ -91,11 +92,22 @@ class RankReports:
 
     def built_grammars(self) -> list[BuiltGrammar]:
         """See `Executor.built_grammars`."""
-        built = [
-            (number, next(filter(None, told), ""))
-            for number, told in sorted(self._grammars.items())
-            if self._is_told(told)
-        ]
-        for number, _ in built:
-            del self._grammars[number]
+        built = [max(told, key=_gravity) for _, told in sorted(self._grammars.items()) if self._is_told(told)]
+        for grammar in built:
+            del self._grammars[grammar.number]
         return built
+
+
+def _each(report: GrammarsBuilt) -> Iterator[BuiltGrammar]:
+    """What one rank has told."""
+    for number in report.built:
+        yield BuiltGrammar(number)
+    for number, why in report.failed.items():
+        yield BuiltGrammar(number, why)
+    for number, why in report.unable.items():
+        yield BuiltGrammar(number, why, may_be_good=True)
+
+
+def _gravity(told: BuiltGrammar) -> tuple[bool, bool]:
+    """What one rank knows against a grammar is true, whatever hinders another."""
+    return bool(told.why), not told.may_be_good

@@ -157,22 +157,23 @@ class GrammarRows(NoGrammars):
     def collect(self) -> GrammarsBuilt | None:
         if not self._untold:
             return None
-        now, built, failed = self._clock(), list[int](), dict[int, str]()
+        now, told = self._clock(), GrammarsBuilt(built=[], failed={}, unable={})
         for number, grammar in self._untold.items():
             if grammar.is_dropped:
-                failed[number] = "it was dropped"
+                told.unable[number] = "it was dropped"
+            elif grammar.built.done() and not grammar.error:
+                told.built.append(number)
             elif grammar.built.done():
-                built += [] if grammar.error else [number]
-                failed |= {number: grammar.error} if grammar.error else {}
+                (told.unable if grammar.may_be_good else told.failed)[number] = grammar.error
             elif now >= grammar.due:
-                failed[number] = f"it was not there after {self._timeout_s:g} s"
-        for number in [*built, *failed]:
+                told.unable[number] = f"it was not there after {self._timeout_s:g} s"
+        for number in (*told.built, *told.failed, *told.unable):
             del self._untold[number]
-        there = [self._grammars[number] for number in built]
+        there = [self._grammars[number] for number in told.built]
         for row in self._rows.values():
             if row.grammar in there:
                 row.pending = self._masking.submit(row.enter)
-        return GrammarsBuilt(built=built, failed=failed) if built or failed else None
+        return told if told.built or told.failed or told.unable else None
 
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
         held = self._held(rows)
@@ -249,6 +250,7 @@ class _Grammar:
         self.structured, self.due = structured, due
         self.built: Future[None]
         self.error = ""  # why it cannot be had
+        self.may_be_good = False  # though it cannot be had here and now
         self.is_dropped = False
         self.vocabulary: Vocabulary
         self._matcher: Matcher
@@ -261,7 +263,7 @@ class _Grammar:
             self._matcher.mask()
             self.error = self._matcher.error
         except BaseException as error:  # a panic of the library is no Exception
-            self.error = _said(error)
+            self.error, self.may_be_good = _said(error), isinstance(error, MemoryError | OSError)
 
     def copy(self) -> Matcher:
         """A matcher at the beginning of its text."""

@@ -111,7 +111,7 @@ class GrammarDesk:
         if not grammar.rows:
             self._leave_unused(grammar)
 
-    def settle(self, told: Iterable[BuiltGrammar]) -> list[tuple[RequestState, str]]:
+    def settle(self, told: Iterable[BuiltGrammar]) -> list[tuple[RequestState, BuiltGrammar]]:
         """Take what the last stage has told; rows of what is built may be sampled from now on.
 
         Returns:
@@ -119,12 +119,12 @@ class GrammarDesk:
             has it tried again.
         """
         failed = []
-        for number, why in told:
-            grammar = self._by_number.get(number)
+        for one in told:
+            grammar = self._by_number.get(one.number)
             if grammar is None:  # it was dropped meanwhile
                 continue
-            if why:
-                failed += [(request, why) for request in grammar.rows]
+            if one.why:
+                failed += [(request, one) for request in grammar.rows]
             else:
                 grammar.is_built = True
                 for request in grammar.rows:

@@ -234,7 +234,7 @@ class Scheduler:
 
     def settle_grammars(self, told: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
         """Take what the last stage has told of grammars; whose cannot be built ends."""
-        return [self._fail(one, grammar_error(one, why)) for one, why in self.grammars.settle(told)]
+        return [self._fail(one, grammar_error(one, what)) for one, what in self.grammars.settle(told)]
 
     def schedule(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from penstock.errors import ConstraintError, ErrorInfo, NumericalError, QuarantinedError
+from penstock.batch import BuiltGrammar
+from penstock.errors import ConstraintError, ErrorInfo, NumericalError, QuarantinedError, UnavailableError
 from penstock.request import FinishReason, RequestUpdate, TokenLogprobs
 from penstock.scheduler.queues import RequestState
 
@@ -86,12 +87,16 @@ def _constraints(request: RequestState) -> list[str]:
     return [name for name, is_there in found.items() if is_there]
 
 
-def grammar_error(request: RequestState, why: str) -> ErrorInfo:
-    return ConstraintError(
-        f"the last stage could not build the grammar of request {request.request_id}: {why}.",
-        remedy="Make the grammar smaller, or try again later.",
-        param="structured_outputs",
-    ).info()
+def grammar_error(request: RequestState, told: BuiltGrammar) -> ErrorInfo:
+    """Where nothing is known against the grammar, the same request may be good a moment later."""
+    message = f"the last stage could not build the grammar of request {request.request_id}: {told.why}."
+    if told.may_be_good:
+        return UnavailableError(
+            message,
+            remedy="Try again later: the stage is short of time or memory.",
+            code="grammar_not_built",
+        ).info()
+    return ConstraintError(message, remedy="Make the grammar smaller.", param="structured_outputs").info()
 
 
 def numerical_error(request: RequestState, step_id: int) -> ErrorInfo:

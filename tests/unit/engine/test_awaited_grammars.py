@@ -12,7 +12,7 @@ from fake_catalogue import FakeCatalogue
 from fakes import VOCAB_SIZE
 from penstock.batch import ScheduledBatch
 from penstock.config import SchedulerConfig
-from penstock.errors import PeerError
+from penstock.errors import PeerError, error_from_info
 from penstock.request import RequestUpdate, StructuredOutputs
 from replicas import Rank, ReplicaRig
 
@@ -187,6 +187,27 @@ def test_r10_who_shares_a_grammar_that_fails_ends_and_nobody_else() -> None:
     check(rig, "free", "other", "again")
 
 
+def test_r10_who_waits_for_a_stage_that_is_late_is_not_told_that_the_request_is_wrong() -> None:
+    rig = make_rig(tp=2)
+    for name, structured in (("a", DIGITS), ("free", None), ("b", DIGITS)):
+        rig.add(name, 7, max_tokens=5, structured_outputs=structured)
+    rig.turn_often(3)
+    good, late = builders(rig)
+    rig.pipe.build(good, 0)
+    rig.pipe.build(late, 0, late="it was not there after 5 s")
+    rig.turn_often(3)
+    for name in ("a", "b"):
+        (update,) = rig.updates[name]
+        assert update.error is not None
+        error = error_from_info(update.error)
+        assert (error.http_status, error.code, error.param) == (503, "grammar_not_built", None)
+        assert f"request {name}: it was not there after 5 s." in error.message
+        assert error.remedy.startswith("Try again later")
+    rig.add("again", 7, max_tokens=5, structured_outputs=DIGITS)
+    finish(rig)
+    check(rig, "free", "again")
+
+
 @pytest.mark.parametrize(("stages", "depth", "tp"), LAYOUTS)
 def test_r4_what_was_built_is_forgotten_with_the_ranks(stages: int, depth: int, tp: int) -> None:
     rig = make_rig(stages, depth, tp)
@@ -331,7 +352,8 @@ def drive(seed: int) -> Counter[str]:
             rig.scheduler.prefixes.flush(with_store=False)
         elif chance.random() < 0.15 and (able := [r for r in builders(rig) if r.replica.builds]):
             rank = chance.choice(able)
-            rig.pipe.build(rank, rank.replica.builds[0], "it must not be")
+            why, late = chance.choice([("it must not be", ""), ("", "it is late")])
+            rig.pipe.build(rank, rank.replica.builds[0], why, late=late)
         elif chance.random() < 0.1:
             seen["lost"] += 1
             rig.pipe.lose_stage(0)
@@ -355,7 +377,8 @@ def drive(seed: int) -> Counter[str]:
 def failed(updates: list[RequestUpdate], seen: Counter[str]) -> set[str]:
     """Whose grammar was not built, or who was lost twice."""
     errors = {update.request_id: update.error for update in updates if update.error is not None}
-    assert {error.code for error in errors.values()} <= {"constraint_unmet", "quarantined"}
+    codes = {"constraint_unmet", "grammar_not_built", "quarantined"}
+    assert {error.code for error in errors.values()} <= codes
     seen["failed"] += len(errors)
     return set(errors)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from penstock.batch import NO_STORE_USE, GrammarsBuilt, OrdersDone, StoreUse
+from penstock.batch import NO_STORE_USE, BuiltGrammar, GrammarsBuilt, OrdersDone, StoreUse
 from penstock.executor.rank_reports import RankReports
 
 
@@ -22,9 +22,26 @@ def test_dr5_a_grammar_is_there_when_all_ranks_of_the_last_stage_have_told() -> 
     assert reports.built_grammars() == []
     reports.keep(GrammarsBuilt(built=[7, 5, 3], failed={4: "too late"}))
     assert reports.has_answers
-    assert reports.built_grammars() == [(3, ""), (4, "too late"), (5, "too large"), (7, "")]
+    assert reports.built_grammars() == [
+        BuiltGrammar(3),
+        BuiltGrammar(4, "too late"),
+        BuiltGrammar(5, "too large"),
+        BuiltGrammar(7),
+    ]
     assert reports.built_grammars() == []
     assert not reports.has_answers
+
+
+def test_r10_what_one_rank_knows_against_a_grammar_counts_more_than_what_hinders_another() -> None:
+    reports = RankReports(3, 2)
+    reports.keep(GrammarsBuilt(built=[1], failed={2: "too large"}, unable={3: "late", 4: "late"}))
+    reports.keep(GrammarsBuilt(built=[4], failed={3: "too large"}, unable={1: "full", 2: "full"}))
+    assert reports.built_grammars() == [
+        BuiltGrammar(1, "full", may_be_good=True),
+        BuiltGrammar(2, "too large"),
+        BuiltGrammar(3, "too large"),
+        BuiltGrammar(4, "late", may_be_good=True),
+    ]
 
 
 def test_what_ranks_do_with_the_store_is_added_up_and_taken_once() -> None:

@@ -46,16 +46,17 @@ def new_row(row: int, structured: StructuredOutputs | None, outputs: list[int] |
 
 def told(grammars: GrammarRows) -> GrammarsBuilt:
     """Once all has been built that is being built."""
-    built, failed = list[int](), dict[int, str]()
+    found = GrammarsBuilt(built=[], failed={}, unable={})
     while grammars.is_building:
         for grammar in grammars._untold.values():
             if not grammar.is_dropped:
                 grammar.built.result(60)
         answers = grammars.collect()
         assert answers is not None
-        built += answers.built
-        failed |= answers.failed
-    return GrammarsBuilt(built=built, failed=failed)
+        found.built.extend(answers.built)
+        found.failed.update(answers.failed)
+        found.unable.update(answers.unable)
+    return found
 
 
 def head_request(num_rows: int, allowed: np.ndarray | None = None) -> HeadRequest:
@@ -300,7 +301,9 @@ def test_what_is_dropped_before_it_was_built_is_told_of_and_not_built(vocabulary
     grammars.free(1)
     grammars.drop([number_of(other), 10**6])
     assert waiting.cancelled()
-    assert grammars.collect() == GrammarsBuilt(built=[], failed={number_of(other): "it was dropped"})
+    assert grammars.collect() == GrammarsBuilt(
+        built=[], failed={}, unable={number_of(other): "it was dropped"}
+    )
     grammars.reset()
     assert not grammars.is_building
     grammars.add(new_row(1, AB))  # of the next epoch
@@ -322,9 +325,37 @@ def test_a_grammar_that_is_not_built_in_time_fails(vocabulary: Vocabulary) -> No
     now = 104.9
     assert grammars.collect() is None
     now = 105.0
-    assert grammars.collect() == GrammarsBuilt(built=[], failed={number_of(AB): "it was not there after 5 s"})
+    late = {number_of(AB): "it was not there after 5 s"}
+    assert grammars.collect() == GrammarsBuilt(built=[], failed={}, unable=late)
     assert not grammars.is_building
     hold.set()
+    grammars.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "may_be_good"),
+    [
+        (MemoryError("no room"), True),
+        (OSError(5, "bad disk"), True),
+        (InvalidRequestError("no text satisfies it."), False),
+        (BaseException("a panic"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_r10_what_the_rank_lacks_is_not_told_of_the_grammar(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, error: BaseException, may_be_good: bool
+) -> None:
+    def build(*_: object) -> Matcher:
+        raise error
+
+    monkeypatch.setattr(grammar_rows, "new_matcher", build)
+    grammars = GrammarRows(VOCAB_SIZE, lambda: vocabulary)
+    grammars.add(new_row(0, AB))
+    found = told(grammars)
+    assert found.built == []
+    assert (list(found.failed), list(found.unable)) == (
+        ([], [number_of(AB)]) if may_be_good else ([number_of(AB)], [])
+    )
     grammars.close()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.batch import GREEDY, NO_GRAMMAR
+from penstock.batch import GREEDY, NO_GRAMMAR, BuiltGrammar
 from penstock.request import StructuredOutputs
 from penstock.scheduler.grammars import BYTES_AT_LEAST, BYTES_PER_BYTE, GrammarDesk
 from penstock.scheduler.queues import RequestState
@@ -33,7 +33,7 @@ def used(desk: GrammarDesk, arrival: int, text: str) -> int:
     """Of a request that has come and gone."""
     one = request(arrival, text)
     number = desk.enter(one)
-    desk.settle([(number, "")])
+    desk.settle([BuiltGrammar(number)])
     desk.leave(one)
     return number
 
@@ -101,9 +101,11 @@ def test_what_is_told_late_concerns_nobody() -> None:
     assert desk.is_any_awaited
     desk.leave(gone)
     assert desk.take_dropped() == [number]
-    assert desk.settle([(number, ""), (number, "no"), (77, "no")]) == []
+    told = [BuiltGrammar(number), BuiltGrammar(number, "no"), BuiltGrammar(77, "no")]
+    assert desk.settle(told) == []
     assert other.awaits_grammar
-    assert desk.settle([(other.grammar, "no")]) == [(other, "no")]
+    failed = BuiltGrammar(other.grammar, "no")
+    assert desk.settle([failed]) == [(other, failed)]
     desk.leave(other)
     assert not desk.is_any_awaited
     desk.check_invariants([])
