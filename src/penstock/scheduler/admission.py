@@ -16,7 +16,6 @@ from penstock.errors import InvalidRequestError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import root_hash
 from penstock.request import GenerationRequest, SamplingParams
-from penstock.scheduler.pooled import check_pooled_length
 from penstock.scheduler.queues import RequestQueues, RequestState
 
 POOLS_IN_QUEUE = 8  # as many tokens as fill the KV pool so often may wait
@@ -133,12 +132,7 @@ class Admission:
             InvalidRequestError: it could never come to its end: the prompt is empty or too long.
         """
         prompt_len = len(request.prompt_token_ids)
-        if request.pooling is None:
-            self._check_lengths(prompt_len, request.sampling)
-            max_len = self._longest(prompt_len, request.sampling)
-        else:
-            check_pooled_length(prompt_len, self._max_model_len, self._allocator.capacity_tokens)
-            max_len = prompt_len
+        self._check_lengths(request)
         arrival = self._num_arrivals
         self._num_arrivals += 1
         return RequestState(
@@ -146,7 +140,7 @@ class Admission:
             arrival=arrival,
             arrival_time=now,
             prompt_len=prompt_len,
-            max_len=max_len,
+            max_len=prompt_len if request.pooling else self._longest(prompt_len, request.sampling),
             stop_ids=self._stop_ids(request.sampling),
             sampling=self._row_sampling(request.sampling, arrival),
             token_ids=[*request.prompt_token_ids, *output_ids],
@@ -169,21 +163,26 @@ class Admission:
         wanted = sampling.max_tokens
         return self.max_len if wanted is None else min(self.max_len, prompt_len + wanted)
 
-    def _check_lengths(self, prompt_len: int, sampling: SamplingParams) -> None:
+    def _check_lengths(self, request: GenerationRequest) -> None:
+        """Room for the prompt and, unless it is pooled or nothing is to be generated, for one token more. The
+        last token of all needs no place in the KV cache, but where it is pooled it does."""
+        prompt_len, sampling = len(request.prompt_token_ids), request.sampling
+        is_pooled = request.pooling is not None
+        least = 0 if is_pooled or sampling.max_tokens == 0 else 1
+        room, capacity = self._max_model_len, self._allocator.capacity_tokens
         if prompt_len == 0:
             raise InvalidRequestError("the prompt has no tokens.", param="prompt", code="empty_prompt")
-        least = 0 if sampling.max_tokens == 0 else 1
-        if prompt_len + least > self._max_model_len:
+        if prompt_len + least > room:
+            share = "" if is_pooled else f" tokens in all, with at least {least} of them for the output"
             raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens; the model takes {self._max_model_len} tokens in all, "
-                f"with at least {least} of them for the output.",
-                remedy=f"Shorten the prompt to {self._max_model_len - least} tokens.",
+                f"the prompt has {prompt_len} tokens; the model takes {room}{share}.",
+                remedy=f"Shorten the prompt to {room - least} tokens.",
                 param="prompt",
                 code="context_length_exceeded",
             )
-        if prompt_len + least > self.max_len:
+        if prompt_len + least > (capacity if is_pooled else capacity + 1):
             raise InvalidRequestError(
-                f"the prompt has {prompt_len} tokens; the KV cache holds {self._allocator.capacity_tokens}.",
+                f"the prompt has {prompt_len} tokens; the KV cache holds {capacity}.",
                 remedy="Shorten the prompt or start the engine with more KV blocks.",
                 param="prompt",
                 code="kv_capacity_exceeded",

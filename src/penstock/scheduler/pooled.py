@@ -18,29 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from penstock.batch import StepResult
-from penstock.errors import InvalidRequestError
 from penstock.scheduler.queues import Phase, RequestState
-
-
-def check_pooled_length(prompt_len: int, max_model_len: int, capacity_tokens: int) -> None:
-    """Raise `InvalidRequestError` for a prompt that can never be computed whole: nothing follows it, but its
-    last token attends as well and needs its place in the KV cache."""
-    if prompt_len == 0:
-        raise InvalidRequestError("the prompt has no tokens.", param="prompt", code="empty_prompt")
-    if prompt_len > max_model_len:
-        raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens; the model takes {max_model_len}.",
-            remedy=f"Shorten the prompt to {max_model_len} tokens.",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if prompt_len > capacity_tokens:
-        raise InvalidRequestError(
-            f"the prompt has {prompt_len} tokens; the KV cache holds {capacity_tokens}.",
-            remedy="Shorten the prompt or start the engine with more KV blocks.",
-            param="prompt",
-            code="kv_capacity_exceeded",
-        )
 
 
 def returned_vectors(

@@ -56,6 +56,40 @@ def test_a_prompt_longer_than_the_pool_names_both_numbers() -> None:
     assert caught.value.code == "kv_capacity_exceeded"
 
 
+@pytest.mark.parametrize(
+    ("asked", "longest", "takes"),
+    [
+        ({"sampling": SamplingParams()}, 19, "20 tokens in all, with at least 1 of them for the output"),
+        (
+            {"sampling": SamplingParams(max_tokens=0)},
+            20,
+            "20 tokens in all, with at least 0 of them for the output",
+        ),
+        ({"pooling": "last"}, 20, "20"),
+    ],
+    ids=["generated", "only scored", "pooled"],
+)
+def test_e3_the_longest_prompt_of_each_kind(asked: dict[str, Any], longest: int, takes: str) -> None:
+    """Beyond it the answer names what stands in the way: of the KV cache the last token takes a place only
+    where it is pooled."""
+
+    def of(length: int) -> GenerationRequest:
+        return GenerationRequest(request_id="r", prompt_token_ids=[3] * length, **asked)
+
+    assert make().receive(of(longest), now=0.0).prompt_len == longest
+    with pytest.raises(InvalidRequestError) as caught:
+        make().receive(of(longest + 1), now=0.0)
+    assert caught.value.message == f"the prompt has {longest + 1} tokens; the model takes {takes}."
+    assert caught.value.remedy == f"Shorten the prompt to {longest} tokens."
+    assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
+    small, most = make(num_blocks=2), 8 + (longest == 20 and "pooling" not in asked)
+    assert small.receive(of(most), now=0.0).prompt_len == most
+    with pytest.raises(InvalidRequestError) as caught:
+        small.receive(of(most + 1), now=0.0)
+    assert caught.value.message == f"the prompt has {most + 1} tokens; the KV cache holds 8."
+    assert (caught.value.param, caught.value.code) == ("prompt", "kv_capacity_exceeded")
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="the prompt has no tokens"):
         make().receive(request(0), now=0.0)
