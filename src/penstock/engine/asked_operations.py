@@ -48,6 +48,15 @@ class AskedOperations:
         self._open[number] = asked = Asked(Operate(number, operation), answer)
         return asked
 
+    @property
+    def sessions_asked(self) -> set[str]:
+        """Ids of those that are to be opened or closed, by what has no answer yet."""
+        return {
+            asked.message.operation.session_id
+            for asked in self._open.values()
+            if isinstance(asked.message.operation, OpenSession | CloseSession)
+        }
+
     def note(self, stats: CoreStats) -> None:
         """The core has said how it is; while it is asked to change that, it may not know of it yet. Which
         sessions are open it has said before."""

@@ -263,6 +263,11 @@ class AsyncEngine:
         """Ids of those that are open, as far as the core has said; None before its first word."""
         return self._operations.sessions if self._operations.knows_sessions else None
 
+    @property
+    def sessions_asked(self) -> Collection[str]:
+        """Ids of those whose opening or closing is under way, perhaps for the next core."""
+        return self._operations.sessions_asked
+
     def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
         """Start one sequence; as `add_all`."""
         (stream,) = self.add_all(request_id, prompt_token_ids, sampling)

@@ -38,7 +38,7 @@ from penstock.scheduler.scheduler import Scheduler
 Ticket = tuple[bytes, int]  # of a client, and its number for the operation
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     ticket: Ticket
     operation: Operation
@@ -58,7 +58,10 @@ class OperationDesk:
         self._scheduler = scheduler
         self.pace = pace
         self._next_step = 0  # as told last: the next one, when no plan is in flight
-        self._open: list[_Open] = []
+        # A core that takes another's place is asked for as many sessions at once as there may be: nothing
+        # here looks at all operations for each of them.
+        self._open: dict[_Open, None] = {}  # oldest first
+        self._unquiet: dict[_Open, None] = {}  # of these, those without a proving step
         self._done: list[tuple[Ticket, OperationDone]] = []
 
     def accept(self, ticket: Ticket, operation: Operation, next_step: int) -> list[RequestUpdate]:
@@ -91,7 +94,7 @@ class OperationDesk:
             self._give_up_pauses(_RESUMED)
         elif isinstance(operation, OpenSession | CloseSession):
             refusal = self._apply_to_sessions(operation)
-        self._open.append(found)
+        self._open[found] = self._unquiet[found] = None
         if refusal is not None:
             self._finish(found, error=refusal)
         self._next_step = next_step
@@ -107,7 +110,7 @@ class OperationDesk:
     def wants_plan(self) -> bool:
         """Whether a plan should go out, though without rows, when none is in flight."""
         self._note_quiet()
-        return any(found.proving_step is not None for found in self._open)
+        return len(self._open) > len(self._unquiet)
 
     @property
     def wants_times(self) -> bool:
@@ -138,9 +141,9 @@ class OperationDesk:
         return None
 
     def _note_quiet(self) -> None:
-        for found in self._open:
-            if found.proving_step is None and self._is_quiet(found):
-                found.proving_step = self._next_step
+        for found in [found for found in self._unquiet if self._is_quiet(found)]:
+            found.proving_step = self._next_step
+            del self._unquiet[found]
 
     def _is_quiet(self, found: _Open) -> bool:
         if isinstance(found.operation, Pause):
@@ -157,7 +160,8 @@ class OperationDesk:
     def _finish(
         self, found: _Open, *, completed_step: int | None = None, error: ErrorInfo | None = None
     ) -> None:
-        self._open.remove(found)
+        del self._open[found]
+        self._unquiet.pop(found, None)
         done = OperationDone(
             accepted_step=found.accepted_step,
             completed_step=completed_step,

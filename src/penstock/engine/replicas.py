@@ -196,7 +196,7 @@ class Replicas:
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
         """Have every replica do it, one that is away too as soon as it is back. A session is one replica's:
-        the one that has it, or else the one that has fewest.
+        the one that has it, or is to have it, or else the one that has fewest.
 
         Raises what `AsyncEngine.operate` does; the others have done it all the same.
         """
@@ -223,6 +223,9 @@ class Replicas:
             assert home is not None, "a session has a name"
             return home
         except (NotFoundError, UnavailableError):
+            for index, engine in enumerate(self._engines):
+                if operation.session_id in engine.sessions_asked:
+                    return index  # it may be away, and will do what it was asked for when it is back
             if isinstance(operation, CloseSession):
                 raise
         is_ready = [status.ready for status in self.statuses()]

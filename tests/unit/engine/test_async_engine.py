@@ -719,6 +719,27 @@ def test_g4_a_session_that_was_closed_when_the_core_went_is_there_to_be_closed_a
     with_rig(body)
 
 
+def test_g4_whose_opening_is_under_way_is_told_until_it_has_ended_whatever_became_of_who_asked() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        with pytest.raises(WaitTimeoutError):
+            await rig.engine.operate(OpenSession("s"), 0.001)
+        rig.core.hear()
+        assert set(rig.engine.sessions_asked) == {"s"}
+        await rig.lose_core()
+        assert set(rig.engine.sessions_asked) == {"s"}
+        await rig.welcome()
+        assert rig.core.hear() == [Operate(0, OpenSession("s"))]
+        rig.core.socket.send(rig.core.client, SessionsChanged([OpenSession("s")], []))
+        rig.core.socket.send(rig.core.client, operated(0))
+        await until(lambda: not rig.engine.sessions_asked)
+        rig.core.tell()
+        await until(lambda: rig.engine.sessions is not None)
+        assert set(rig.engine.sessions or ()) == {"s"}
+
+    with_rig(body)
+
+
 def test_g4_another_core_hears_of_requests_before_it_is_to_abort_them() -> None:
     async def body(rig: Rig) -> None:
         await rig.start()

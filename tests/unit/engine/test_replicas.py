@@ -53,6 +53,7 @@ class OneEngine:
         self.asked: list[str] = []
         self.is_closed = self.is_full = False
         self.sessions: set[str] | None = set()
+        self.sessions_asked: set[str] = set()
         self.named: list[str] = []  # sessions that its requests name
 
     async def start(self, timeout_s: float | None = None) -> None:
@@ -238,6 +239,24 @@ def test_g4_a_session_is_opened_in_one_replica_and_closed_there() -> None:
             await three.operate(CloseSession("new"), 1.0)
         assert (away.asked, one.asked) == ([], ["OpenSession"])
         assert other.asked == ["OpenSession", "CloseSession"]
+
+    asyncio.run(run())
+
+
+def test_g4_a_session_that_was_asked_of_a_replica_that_went_away_is_opened_nowhere_else() -> None:
+    async def run() -> None:
+        here, away = OneEngine(ahead=3), OneEngine(ready=False, ahead=5)
+        here.sessions = {"x", "y"}
+        away.sessions_asked = {"s"}
+        both = replicas(here, away)
+        for operation in (OpenSession("s"), CloseSession("s")):
+            (done,) = await both.operate(operation, 1.0)
+            assert done.replica == 1
+        away.sessions = None
+        (done,) = await both.operate(OpenSession("s"), 1.0)
+        assert done.replica == 1
+        (done,) = await both.operate(OpenSession("t"), 1.0)
+        assert (done.replica, here.asked) == (0, ["OpenSession"])
 
     asyncio.run(run())
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from fakes import CoreRig
 from penstock.config import EvictionPolicy, SchedulerConfig
+from penstock.engine import operation_desk
 from penstock.errors import ErrorInfo, NotFoundError
 from penstock.operations import Abort, CloseSession, FlushCache, OpenSession, Operation, OperationDone
 from penstock.request import GenerationRequest, SamplingParams
@@ -108,6 +110,36 @@ def test_g4_more_than_may_be_open_are_refused_and_the_others_stay() -> None:
     assert (done.error.kind, done.error.code) == ("OverloadedError", "too_many_sessions")
     assert done.completed_step is None
     assert talk.turn("r", PROMPT, session_id="s")[0] == 0
+
+
+def test_g4_another_core_opens_thousands_of_sessions_without_a_look_at_all_of_them_for_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    number, looks = 3000, 0
+
+    class Counted(operation_desk._Open):
+        def __getattribute__(self, name: str) -> Any:
+            nonlocal looks
+            looks += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setattr(operation_desk, "_Open", Counted)
+    talk = Talk(scheduler=SchedulerConfig(max_num_seqs=8, max_sessions=number - 1))
+    core = talk.rig.core
+    talk.rig.add("r", PROMPT, max_tokens=20, ignore_eos=True)
+    talk.rig.step(timeout_s=1.0)
+    for ticket in range(number):
+        core.operations.accept((b"", ticket), OpenSession(str(ticket)), core.steps_in_flight[1])
+    done = []
+    while len(done) < number:
+        talk.rig.step(timeout_s=1.0)
+        done += core.operations.take_done()
+    errors = [ticket for (_, ticket), how in done if how.error is not None]
+    assert (errors, core.stats().num_sessions) == ([number - 1], number - 1)
+    assert [ticket for (_, ticket), _ in done if ticket not in errors] == list(range(number - 1))
+    assert looks <= 50 * number
+    talk.rig.run_until_idle()
+    assert talk.rig.result("r") == talk.rig.expected("r", 0)
 
 
 def test_g4_the_core_closes_a_session_that_nobody_uses() -> None:
