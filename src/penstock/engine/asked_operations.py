@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.engine.ipc import Operate, Operated, SessionsChanged
+from penstock.engine.ipc import AddRequest, Operate, Operated, SessionsChanged
 from penstock.engine.stats import CoreStats
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone, Pause, Resume, SlowDown
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An operation under way; whoever waits for the answer may give up."""
+    """An operation under way; whoever waits for the answer may give up.
+
+    Attributes:
+        num_requests: how many this front had asked for before (`LiveRequests.num_asked`).
+    """
 
     message: Operate
     answer: asyncio.Future[OperationDone]
+    num_requests: int
 
 
 class AskedOperations:
@@ -41,11 +48,11 @@ class AskedOperations:
         self.sessions: dict[str, OpenSession] = {}
         self.knows_sessions = False
 
-    def ask(self, operation: Operation) -> Asked:
-        """It is to be sent to the core, if there is one."""
+    def ask(self, operation: Operation, num_requests: int) -> Asked:
+        """It is to be sent to the core, if there is one. `num_requests`: see `Asked`."""
         number = next(self._numbers)
         answer: asyncio.Future[OperationDone] = asyncio.get_running_loop().create_future()
-        self._open[number] = asked = Asked(Operate(number, operation), answer)
+        self._open[number] = asked = Asked(Operate(number, operation), answer, num_requests)
         return asked
 
     @property
@@ -105,9 +112,20 @@ class AskedOperations:
         wanted += (self._closing | self.sessions).values()
         return [Operate(next(self._numbers), operation) for operation in wanted]
 
-    def again(self) -> list[Operate]:
-        """And what when it has heard of all: whatever an operation says of them is true of it then."""
-        return [asked.message for asked in self._open.values()]
+    def again(self, requests: Iterable[tuple[int, AddRequest]]) -> list[Operate | AddRequest]:
+        """And what then: all that has no end yet, in the order in which it was asked. So an operation finds
+        the requests that were there when it was asked for, and ends none that came after.
+
+        Args:
+            requests: as `LiveRequests.again` gives them.
+        """
+        operations = deque(self._open.values())
+        merged: list[Operate | AddRequest] = []
+        for number, request in requests:
+            while operations and operations[0].num_requests <= number:
+                merged.append(operations.popleft().message)
+            merged.append(request)
+        return merged + [asked.message for asked in operations]
 
     def _is_open(self, *kinds: type[Operation]) -> bool:
         return any(isinstance(asked.message.operation, kinds) for asked in self._open.values())

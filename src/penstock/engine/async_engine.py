@@ -357,7 +357,7 @@ class AsyncEngine:
             WaitTimeoutError: it is not complete after `timeout_s`; it stays in force, or will be.
             PenstockError: it came to nothing.
         """
-        asked = self._operations.ask(operation)
+        asked = self._operations.ask(operation, self._live.num_asked)
         if self._health.has_core:
             self._send(asked.message)
         try:
@@ -459,8 +459,7 @@ class AsyncEngine:
         self._seeds = self._seeds or Seeds(message)
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(message)
-        again: list[ClientToCore] = [*self._operations.first(), *self._live.again()]
-        for asked in (*again, *self._operations.again()):
+        for asked in (*self._operations.first(), *self._operations.again(self._live.again())):
             self._send(asked)
 
     def _core_gone(self) -> None:
@@ -473,7 +472,8 @@ class AsyncEngine:
         self._greet(loop)
 
     def _fail_all(self, error: ErrorInfo) -> None:
-        streams, self._streams, self._live = self._streams, {}, LiveRequests()
+        streams, self._streams = self._streams, {}
+        self._live.forget_all()
         for stream in streams.values():
             stream.fail(error_from_info(error))
         self._fail_traces(error)

@@ -226,7 +226,7 @@ class ProcessClient:
             self._is_away = True
         elif isinstance(message, Welcome):
             self._is_away = False
-            for request in self._live.again():  # of another core
+            for _, request in self._live.again():  # of another core
                 self._socket.send(request)
 
     def _deliver(self, updates: Sequence[RequestUpdate]) -> None:

@@ -15,6 +15,7 @@ from penstock.request import GenerationRequest, RequestUpdate
 
 @dataclass(slots=True)
 class _Live:
+    number: int
     request: GenerationRequest
     output_ids: list[int] = field(default_factory=list)
     num_scores: int = 0  # of its prompt's tokens
@@ -28,10 +29,15 @@ class _Live:
 
 
 class LiveRequests:
-    """In the order in which they were asked."""
+    """In the order in which they were asked, which is that of their numbers.
+
+    Attributes:
+        num_asked: how many there were ever: the number of the next.
+    """
 
     def __init__(self) -> None:
         self._live: dict[str, _Live] = {}
+        self.num_asked = 0
 
     def __len__(self) -> int:
         return len(self._live)
@@ -43,7 +49,8 @@ class LiveRequests:
     def add(self, request: GenerationRequest, *, is_sent: bool = True) -> None:
         """It has been sent to the core, or waits for another one, which is asked for each sequence alone."""
         for one in request.alone():
-            self._live[one.request_id] = _Live(one, is_sent=is_sent)
+            self._live[one.request_id] = _Live(self.num_asked, one, is_sent=is_sent)
+            self.num_asked += 1
 
     def note(self, update: RequestUpdate) -> None:
         """Tokens or scores have come, or the end."""
@@ -58,6 +65,10 @@ class LiveRequests:
     def forget(self, request_id: str) -> bool:
         """It was aborted; whether it was live."""
         return self._live.pop(request_id, None) is not None
+
+    def forget_all(self) -> None:
+        """They have ended."""
+        self._live.clear()
 
     def core_lost(self) -> list[RequestUpdate]:
         """The core is gone. Returns the end of those that another core was lost with before, and that have
@@ -77,9 +88,9 @@ class LiveRequests:
             live.lost_at = live.progress
         return given_up
 
-    def again(self) -> list[AddRequest]:
-        """What the present core has not been asked, and is asked now."""
+    def again(self) -> list[tuple[int, AddRequest]]:
+        """What the present core has not been asked, and is asked now; with its numbers."""
         unsent = [live for live in self._live.values() if not live.is_sent]
         for live in unsent:
             live.is_sent = True
-        return [AddRequest(live.request, live.output_ids, live.num_scores) for live in unsent]
+        return [(live.number, AddRequest(live.request, live.output_ids, live.num_scores)) for live in unsent]

@@ -40,6 +40,7 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.operations import (
+    Abort,
     CloseSession,
     FlushCache,
     OpenSession,
@@ -754,6 +755,66 @@ def test_g4_another_core_hears_of_requests_before_it_is_to_abort_them() -> None:
         assert again == Operate(0, Pause("abort"))
         rig.core.socket.send(rig.core.client, operated(0))
         await asked
+
+    with_rig(body)
+
+
+@pytest.mark.parametrize("operation", [Abort(), Pause("abort")], ids=["abort", "pause"])
+def test_g4_what_ends_all_ends_nobody_newer_when_it_is_asked_again_of_another_core(
+    operation: Operation,
+) -> None:
+    """The core had done it and had not said so; then two more requests came, and then it was lost, twice."""
+
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        old, ended = rig.add("old"), rig.add("ended")
+        asked = asyncio.ensure_future(rig.engine.operate(operation, WAIT_S))
+        await asyncio.sleep(0)
+        assert rig.core.hear() == [Operate(0, operation)]
+        rig.core.tell(update("ended", b"", "error", error=AbortedError("ended.").info()))
+        with pytest.raises(AbortedError):
+            await ended.next()
+        rig.add("new")
+        for _ in range(2):
+            await rig.lose_core()
+            await rig.welcome()
+            first, again, last = rig.core.hear(3)
+            assert isinstance(first, AddRequest)
+            assert isinstance(last, AddRequest)
+            assert (first.request.request_id, again) == ("old", Operate(0, operation))
+            assert last.request.request_id == "new"
+            rig.core.tell(update("new", b"x"))  # it gains something, and so is tried again
+            rig.core.tell(update("old", b"x"))
+            await old.next()
+        rig.core.socket.send(rig.core.client, operated(0))
+        assert len(await asked) == 1
+
+    with_rig(body)
+
+
+def test_g4_requests_that_come_after_all_were_given_up_are_newer_than_what_was_asked_before() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        streams = [rig.add("a"), rig.add("b")]
+        asked = asyncio.ensure_future(rig.engine.operate(Abort(), WAIT_S))
+        await asyncio.sleep(0)
+        rig.core.hear()
+        rig.clock.advance(INFO.silence_limit_s)
+        rig.engine.check_core()
+        for stream in streams:
+            with pytest.raises(WaitTimeoutError):
+                await stream.next()
+        assert rig.core.hear() == [AbortRequests(["a", "b"])]
+        rig.core.tell()
+        await until(lambda: rig.engine.status().ready)
+        rig.add("new")
+        await rig.lose_core()
+        await rig.welcome()
+        again, request = rig.core.hear(2)
+        assert again == Operate(0, Abort())
+        assert isinstance(request, AddRequest)
+        rig.core.socket.send(rig.core.client, operated(0))
+        assert len(await asked) == 1
 
     with_rig(body)
 
