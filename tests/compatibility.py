@@ -200,16 +200,16 @@ def tokens_from_store(model: Path, settings: Mapping[str, Any], layout: Mapping[
         return answers
 
 
-def found(feature: Feature, directory: Path, is_left_out: Callable[[int], bool]) -> list[str]:
-    """A cell for each layout, the pair having been run, unless its number is left out."""
+def found(feature: Feature, directory: Path) -> list[str]:
+    """A cell for each layout, the pair having been run."""
     feature.model(directory)
     alone, cells = tokens(feature, directory, {}), []
     seen: list[Mapping[str, Any]] = []  # what one replica is; replicas are alike
-    for number, layout in enumerate(LAYOUTS.values()):
+    for layout in LAYOUTS.values():
         reason = refusal(feature, directory, layout)
         cells.append(reason or promise(feature, layout))
         of_one = {name: value for name, value in layout.items() if name != "data_parallel_size"}
-        if reason or is_left_out(number) or of_one in seen:
+        if reason or of_one in seen:
             continue
         seen.append(of_one)
         shared = tokens(feature, directory, layout)
@@ -226,22 +226,13 @@ def check_equal(feature: Feature, shared: list[list[int]], alone: list[list[int]
         assert np.abs(np.subtract(shared, alone)).max() <= 1
 
 
-def page(one_in: int = 1) -> str:
-    """The whole page; what is refused is said below the table.
-
-    Args:
-        one_in: of so many pairs one is run, so that each feature and each layout is in some of them; the
-            others are taken to be as promised.
-    """
+def page() -> str:
+    """The whole page; what is refused is said below the table."""
     reasons: dict[str, int] = {}
     lines = [f"| | {' | '.join(LAYOUTS)} |", f"|---|{'---|' * len(LAYOUTS)}"]
-    for row, (name, feature) in enumerate(FEATURES.items()):
-
-        def is_left_out(column: int, row: int = row) -> bool:
-            return (row + column) % one_in > 0
-
+    for name, feature in FEATURES.items():
         with tempfile.TemporaryDirectory() as directory:
-            cells = found(feature, Path(directory), is_left_out)
+            cells = found(feature, Path(directory))
         shown = [
             cell if cell in (EQUAL, RUNS) else f"[{reasons.setdefault(cell, len(reasons) + 1)}]"
             for cell in cells
@@ -253,8 +244,7 @@ def page(one_in: int = 1) -> str:
 
 _HEAD = """# What goes with what
 
-Written by `tests/compatibility.py`, which runs each pair with small models, and kept up to date by a test
-(`./run soak` runs each pair again, `./run test` every other one).
+Written by `tests/compatibility.py`, which runs each pair with small models, and kept up to date by a test.
 `=`: the tokens are those of one rank, whatever they are, and the numbers of vectors within 1e-5. `~`: it
 runs; numbers are rounded so that sums over ranks may end in another token where two are almost as likely. A
 number: refused before anything starts, with this text.
