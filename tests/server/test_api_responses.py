@@ -7,12 +7,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import openai
 import pytest
-from fake_engine import DEMO, ByteCodec, FakeEngine, fake_model, syntax_of
+from fake_engine import DEMO, ByteCodec, FakeEngine, fake_logprobs, fake_model, syntax_of
 from live_server import LiveServer
 
+from penstock.engine.outputs import TextDelta
 from penstock.errors import StageLostError
+from penstock.server.message_reader import Reading
+from penstock.server.responses_output import Output
+from penstock.server.responses_types import OutputMessage
 from penstock.tokenizer.tool_formats import ModelSyntax
 
 PATH = "/v1/responses"
@@ -256,9 +261,32 @@ def test_logprobs_are_those_of_the_messages_text(live: LiveServer, client: opena
     )
     deltas = [event for event in got if event["type"] == "response.output_text.delta"]
     streamed = [entry for event in deltas for entry in event["logprobs"]]
-    assert streamed == got[-1]["response"]["output"][0]["content"][0]["logprobs"]
+    text, part_done, item_done, last = got[-4:]
+    for shown in (
+        text,
+        part_done["part"],
+        item_done["item"]["content"][0],
+        last["response"]["output"][0]["content"][0],
+    ):
+        assert shown["logprobs"] == streamed
     assert [entry["token"] for entry in streamed] == [entry.token for entry in part.logprobs]  # type: ignore[union-attr]
     assert "".join(event["delta"] for event in deltas) == "user: é"
+
+
+def test_log_probabilities_are_encoded_once() -> None:
+    output = Output("u", Reading().reader("r", 0), lambda token_id: bytes([token_id]))
+    deltas = [
+        TextDelta(text="ab", token_ids=[97, 98], logprobs=[fake_logprobs(97, 1), fake_logprobs(98, 1)]),
+        TextDelta(text="", token_ids=[], logprobs=[]),
+        TextDelta(text="c", token_ids=[99], logprobs=[fake_logprobs(99, 1)], finish_reason="stop"),
+    ]
+    got = [event["logprobs"] for delta in deltas for event in output.take(delta) if "logprobs" in event]
+    (message,) = output.items
+    assert isinstance(message, OutputMessage)
+    got.append(message.content[0].logprobs)
+    assert all(isinstance(one, msgspec.Raw) for one in got)
+    shown = [[entry["token"] for entry in msgspec.json.decode(one)] for one in got]
+    assert shown == [["a", "b"], ["c"], ["a", "b", "c"], ["a", "b", "c"]]
 
 
 def test_a_schema_binds_the_text(client: openai.OpenAI) -> None:

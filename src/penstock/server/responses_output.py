@@ -5,12 +5,16 @@ An item is a message, what the model thought, or a call of a function. Grammar o
 `response.output_item.done`; then `response.completed` or `response.incomplete`, and `[DONE]`. After a failure
 `error` and `response.failed`, without `[DONE]`. Every event has a `sequence_number`; `: ping` may stand
 anywhere. A whole answer is the last event's `response`, so that both forms say the same.
+
+Log-probabilities stand in the delta that they come with, and all of them in each of the last four events:
+they are encoded once, and copied from then on.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Any, ClassVar
 
 import msgspec
@@ -43,6 +47,22 @@ from penstock.tokenizer.pieces import Piece
 Event = dict[str, Any]
 
 _encode = msgspec.json.Encoder().encode
+
+
+class _EncodedList:
+    """A JSON list that is put together of lists which are encoded already."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def extend(self, encoded: bytes) -> None:
+        """Add the entries of a list."""
+        if entries := encoded[1:-1]:
+            self._parts += (b",", entries) if self._parts else (entries,)
+
+    def whole(self) -> msgspec.Raw:
+        """The list with all entries."""
+        return msgspec.Raw(b"".join((b"[", *self._parts, b"]")))
 
 
 class _OpenItem:
@@ -90,25 +110,29 @@ class _OpenMessage(_OpenItem):
 
     def __init__(self, unique: str) -> None:
         super().__init__(unique)
-        self._logprobs: list[ChatTokenLogprob] = []
+        self._logprobs = _EncodedList()
 
     def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        self._logprobs += logprobs
-        return super().add(text, logprobs) | {"content_index": 0, "logprobs": logprobs}
+        encoded = _encode(logprobs)
+        self._logprobs.extend(encoded)
+        return super().add(text, logprobs) | {"content_index": 0, "logprobs": msgspec.Raw(encoded)}
 
     def begin(self) -> list[Event]:
         return [_part_event("added", OutputText(text=""))]
 
     def end(self) -> list[Event]:
-        whole = {"text": self.text, "logprobs": self._logprobs, "content_index": 0}
-        return [{"type": f"{self._events}.done", **whole}, _part_event("done", self._part())]
+        part = self._part
+        whole = {"text": part.text, "logprobs": part.logprobs, "content_index": 0}
+        return [{"type": f"{self._events}.done", **whole}, _part_event("done", part)]
 
     def item(self, status: Status) -> OutputMessage:
-        content = [] if status == "in_progress" else [self._part()]
+        content = [] if status == "in_progress" else [self._part]
         return OutputMessage(id=self.id, status=status, content=content)
 
+    @cached_property
     def _part(self) -> OutputText:
-        return OutputText(text=self.text, logprobs=self._logprobs)
+        """All of it, when nothing is added any more."""
+        return OutputText(text=self.text, logprobs=self._logprobs.whole())
 
 
 class _OpenReasoning(_OpenItem):
@@ -322,9 +346,9 @@ class ResponseText:
         )
 
     def _written(self, events: Iterable[Event]) -> bytes:
-        written = []
+        written: list[bytes] = []
         for event in events:
             event["sequence_number"] = self._number
             self._number += 1
-            written.append(b"event: %s\ndata: %s\n\n" % (event["type"].encode(), _encode(event)))
+            written += (b"event: ", event["type"].encode(), b"\ndata: ", _encode(event), b"\n\n")
         return b"".join(written)

@@ -6,11 +6,11 @@ server can follow them that keeps nothing. Read and written by msgspec, as `open
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from penstock.server.openai_types import ChatTokenLogprob, NamedFunction, ReasoningEffort, SampledRequest
+from penstock.server.openai_types import NamedFunction, ReasoningEffort, SampledRequest
 
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Include = Literal[
@@ -24,6 +24,13 @@ Include = Literal[
     "message.output_text.logprobs",
 ]
 LOGPROBS: Include = "message.output_text.logprobs"
+# A list of `ChatTokenLogprob`, encoded: it may be long, and stands in several events.
+EncodedLogprobs = Annotated[
+    msgspec.Raw,
+    msgspec.Meta(
+        extra_json_schema={"type": "array", "items": {"$ref": "#/components/schemas/ChatTokenLogprob"}}
+    ),
+]
 
 
 class InputPart(msgspec.Struct, frozen=True):
@@ -124,7 +131,7 @@ class ResponsesRequest(SampledRequest, frozen=True, kw_only=True):
 class OutputText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = msgspec.field(default_factory=list)
-    logprobs: list[ChatTokenLogprob] = msgspec.field(default_factory=list)
+    logprobs: EncodedLogprobs = msgspec.field(default_factory=lambda: msgspec.Raw(b"[]"))
 
 
 class ReasoningText(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
