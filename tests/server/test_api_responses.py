@@ -188,6 +188,31 @@ def test_a_call_that_breaks_off_is_incomplete() -> None:
         assert without_times(stream(live, tools=TOOLS)[-1]["response"]) == without_times(answer)
 
 
+CALL = '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}'
+
+
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "room", "status"),
+    [
+        (CALL, "none", len(CALL) - 1, "completed"),  # its arguments end before the last bracket
+        (CALL, "none", len(CALL) - 2, "incomplete"),
+        (THOUGHT, "qwen3", THOUGHT.index("</think>") + len("</think>"), "completed"),
+        (THOUGHT, "qwen3", THOUGHT.index("</think>") + len("</think>") - 1, "incomplete"),
+        (THOUGHT, "qwen3", THOUGHT.index("Well.") + len("Well."), "incomplete"),
+    ],
+)
+def test_an_item_that_has_come_to_its_end_is_complete_in_an_answer_that_is_cut(
+    answer: str, reasoning: str, room: int, status: str
+) -> None:
+    with serving(answer, reasoning) as live:
+        _, whole = live.post(PATH, {"input": "hi", "tools": TOOLS, "max_output_tokens": room})
+        got = stream(live, tools=TOOLS, max_output_tokens=room)
+    assert (whole["status"], whole["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+    assert whole["output"][-1]["status"] == status
+    assert [item["status"] for item in whole["output"][:-1]] == ["completed"] * (len(whole["output"]) - 1)
+    assert without_times(got[-1]["response"]) == without_times(whole)
+
+
 def text_part(text: str) -> dict[str, Any]:
     return {"type": "input_text", "text": text}
 
@@ -381,7 +406,7 @@ def test_another_model_is_not_found(live: LiveServer) -> None:
     assert (status, answer["error"]["code"]) == (404, "model_not_found")
 
 
-def test_errors_of_a_turn_name_the_item_it_began_with() -> None:
+def test_an_error_about_calls_names_the_first_call_of_the_turn() -> None:
     model = fake_model(syntax=ModelSyntax())
     items = [
         {"role": "user", "content": "a"},
@@ -391,7 +416,8 @@ def test_errors_of_a_turn_name_the_item_it_began_with() -> None:
     ]
     with LiveServer(FakeEngine(), model=model) as live:
         status, answer = live.post(PATH, {"input": items, "instructions": "c"})
-    assert (status, answer["error"]["param"]) == (400, "input[2].tool_calls")
+    assert (status, answer["error"]["param"]) == (400, "input[3]")
+    assert answer["error"]["message"].startswith("input[3] is a function_call, and the chat template")
 
 
 def test_what_changes_nothing_is_named_in_a_header(live: LiveServer) -> None:

@@ -107,6 +107,11 @@ class MessageReader:
             return self._tokens_to_end
         return self._num_tokens if self._splitter.is_thinking else 0
 
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the reasoning has begun, and has not ended."""
+        return self._splitter.is_thinking
+
     def note_tokens(self, token_ids: Sequence[int]) -> None:
         """Count these among the answer's."""
         end = self._reading.reasoning_end

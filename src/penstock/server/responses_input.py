@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError, RequestError
@@ -71,17 +71,24 @@ MAX_METADATA = 16
 _MAX_METADATA_KEY, _MAX_METADATA_VALUE, _MAX_NOTE = 64, 512, 512
 
 
+class _Origin(NamedTuple):
+    """Of a message: the item of the input that it began with, None where it is not of the input; and the item
+    that is its first call, if it has any."""
+
+    item: int | None
+    call: int | None = None
+
+
 class ChatOfResponse:
     """Attributes:
     request: the same as a chat.
-    item_of: for each message, the item of the input that it began with; None: not of the input.
     unused: fields of the request that change nothing here.
     """
 
     def __init__(self, asked: ResponsesRequest, limits: Limits) -> None:
         _refuse(_REFUSED, lambda name: getattr(asked, name))
         _check_notes(asked)
-        messages, self.item_of = _messages(asked, limits)
+        messages, self._origins = _messages(asked, limits)
         wants_logprobs = LOGPROBS in (asked.include or ())
         if asked.top_logprobs and not wants_logprobs:
             raise _wrong(
@@ -114,10 +121,12 @@ class ChatOfResponse:
     def _own_name(self, found: re.Match[str]) -> str:
         if found["message"] is not None:
             index = int(found["message"])
-            if index >= len(self.item_of):  # the client's own words
+            if index >= len(self._origins):  # the client's own words
                 return found[0]
-            item = self.item_of[index]
-            return "instructions" if item is None else f"input[{item}]"
+            item, call = self._origins[index]
+            if found["calls"] and call is not None:
+                return f"input[{call}]" + _OF_CALLS[found["calls"]]
+            return ("instructions" if item is None else f"input[{item}]") + (found["calls"] or "")
         if found["tool"] is not None:
             return f"tools[{found['tool']}]"
         return _OWN_NAMES[found[0]]
@@ -141,10 +150,10 @@ _OWN_NAMES: Mapping[str, str] = {
     "reasoning_effort": "reasoning.effort",
     "logprobs": "top_logprobs",
 }
+_OF_CALLS = {".tool_calls": "", " has tool_calls": " is a function_call"}
 _CHAT_NAME = re.compile(  # behind a quote are the client's own words
-    r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\]|\btools\[(?P<tool>\d+)\]\.function|(?<!['\"])\b(?:"
-    + "|".join(map(re.escape, _OWN_NAMES))
-    + r")\b"
+    r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\](?P<calls>(?:\.| has )tool_calls\b)?"
+    r"|\btools\[(?P<tool>\d+)\]\.function|(?<!['\"])\b(?:" + "|".join(map(re.escape, _OWN_NAMES)) + r")\b"
 )
 
 
@@ -207,21 +216,24 @@ def _unused(asked: ResponsesRequest) -> list[str]:
     return names
 
 
-def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[int | None]]:
-    """The conversation, and the item that each message began with."""
+def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[_Origin]]:
+    """The conversation, and where each message comes from."""
     messages: list[ChatMessage | _Turn] = []
-    item_of: list[int | None] = []
+    origins: list[_Origin] = []
     if asked.instructions is not None:
         messages.append(ChatMessage(role="system", content=asked.instructions))
-        item_of.append(None)
+        origins.append(_Origin(None))
     for index, item in enumerate(_items(asked.input, limits.max_messages - len(messages))):
         last = messages[-1] if messages else None
+        call = index if item.kind == "function_call" else None
         if isinstance(last, _Turn) and last.takes(item):
             last.take(item, f"input[{index}]")
+            if origins[-1].call is None:
+                origins[-1] = _Origin(origins[-1].item, call)
             continue
         messages.append(_begun(item, f"input[{index}]"))
-        item_of.append(index)
-    return [one.message() if isinstance(one, _Turn) else one for one in messages], item_of
+        origins.append(_Origin(index, call))
+    return [one.message() if isinstance(one, _Turn) else one for one in messages], origins
 
 
 def _items(given: str | list[InputItem], most: int) -> list[InputItem]:

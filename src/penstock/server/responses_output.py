@@ -238,7 +238,14 @@ class Output:
             events += self._begin(_OpenMessage(self._name()))
         if self._logprobs and self._open is not None and self._open.kind == "content":
             events += self._add("")
-        return events + self._close("incomplete" if reason == "length" else "completed")
+        return events + self._close("incomplete" if reason == "length" and self._is_cut else "completed")
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether more tokens might have been of the open item. A call that is open has all of its arguments:
+        one that breaks off is closed as such."""
+        kind = None if self._open is None else self._open.kind
+        return kind == "content" or (kind == "reasoning" and self._reader.is_thinking)
 
     def _name(self) -> str:
         return f"{self._unique}_{len(self.items)}"
