@@ -60,6 +60,18 @@ class ByteCodec:
         return ByteDetokenizer()
 
 
+class SeenCodec(ByteCodec):
+    """Remembers what the template was given, of which all prompts are the same."""
+
+    def __init__(self, suffix: str = "") -> None:
+        self.seen: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
+        self._suffix = suffix
+
+    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+        self.seen.append((messages, options))
+        return self.encode("prompt" + self._suffix)
+
+
 class ByteDetokenizer:
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import openai
 import pytest
-from fake_engine import DEMO, ByteCodec, FakeEngine, fake_logprobs, fake_model, syntax_of
+from fake_engine import DEMO, ByteCodec, FakeEngine, SeenCodec, fake_logprobs, fake_model, syntax_of
 from live_server import LiveServer
 
 from penstock.engine.outputs import TextDelta
@@ -27,17 +27,6 @@ THOUGHT = (
     "<think>\nHm.\n</think>\n\nWell."
     '<tool_call>\n{"name": "look", "arguments": {"city": "Rome"}}\n</tool_call>'
 )
-
-
-class SeenCodec(ByteCodec):
-    """Remembers what the template was given."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
-
-    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        self.seen.append((messages, options))
-        return self.encode("prompt")
 
 
 def serving(answer: str | None = None, reasoning: str = "none", codec: ByteCodec | None = None) -> LiveServer:

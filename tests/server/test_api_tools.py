@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from fake_engine import DEMO, ByteCodec, FakeEngine, fake_model, syntax_of
+from fake_engine import DEMO, FakeEngine, SeenCodec, fake_model, syntax_of
 from live_server import LiveServer, events
 
 from penstock.config import GrammarLimits, Limits, ServerConfig
@@ -36,18 +36,6 @@ ANSWERS = {
     '{"name": "add", "parameters": {}}',
     "json": f'[{{"name": "look", "arguments": {ROME}}}, {{"name": "add", "arguments": {{}}}}]',
 }
-
-
-class SeenCodec(ByteCodec):
-    """Remembers what the template was given."""
-
-    def __init__(self, suffix: str = "") -> None:
-        self.seen: list[tuple[list[dict[str, Any]], dict[str, Any]]] = []
-        self._suffix = suffix
-
-    def encode_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        self.seen.append((messages, options))
-        return self.encode("prompt" + self._suffix)
 
 
 def serving(

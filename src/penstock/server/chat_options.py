@@ -1,6 +1,6 @@
 """What a chat request tells the chat template beside messages and tools, and how its answers are read.
 
-Called by the chat route.
+Called by `chat_reader`.
 """
 
 from __future__ import annotations

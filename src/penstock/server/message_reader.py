@@ -1,8 +1,8 @@
 """From the text of an answer to the message that it is: reasoning, content and calls of tools.
 
 A `Reading` says how the answers of one request are read; it makes a `MessageReader` for each. Pieces come
-out as the text comes in, for `message_stream`; `whole_message` is for answers that are not streamed. Called
-by the chat route. How a model writes is `tokenizer.tool_formats`'.
+out as the text comes in, for `message_stream` and `responses_output`; `whole_message` is for a chat's answers
+that are not streamed. How a model writes is `tokenizer.tool_formats`'.
 """
 
 from __future__ import annotations
@@ -82,9 +82,14 @@ class Reading:
 
 
 class MessageReader:
-    """Of one choice; `name` is that of no other choice, nor of another response's."""
+    """Of one choice; `name` is that of no other choice, nor of another response's.
+
+    Attributes:
+        num_calls: calls that `new_call_id` has named.
+    """
 
     def __init__(self, reading: Reading, name: str) -> None:
+        self.num_calls = 0
         self._reading = reading
         self._name = name
         self._splitter: _Splitter = _AllContent()
@@ -93,7 +98,7 @@ class MessageReader:
             self._splitter = ReasoningSplitter(reading.reasoning, is_open=reading.is_open)
         if reading.tools is not None:
             self._calls = ToolCallParser(reading.tools, reading.names)
-        self._num_calls = 0
+        self._num_read = 0  # calls, sound or not
         self._is_first_broken = False
         self._num_tokens = 0
         self._tokens_to_end: int | None = None  # of the reasoning
@@ -138,9 +143,9 @@ class MessageReader:
 
     def _up_to_one_call(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
         for piece in pieces:
-            self._num_calls += piece.kind == "call"
-            self._is_first_broken |= piece.kind == "broken" and self._num_calls == 1
-            if self._num_calls <= 1 or piece.kind in ("content", "reasoning"):
+            self._num_read += piece.kind == "call"
+            self._is_first_broken |= piece.kind == "broken" and self._num_read == 1
+            if self._num_read <= 1 or piece.kind in ("content", "reasoning"):
                 yield piece
 
     def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
@@ -148,9 +153,10 @@ class MessageReader:
         is_given = self._reading.is_parallel or not self._is_first_broken
         return "tool_calls" if reason == "stop" and self._calls.num_sound and is_given else reason
 
-    def call_id(self, index: int) -> str:
-        """Of the choice's index-th call, in the form that the model's templates take."""
-        digest = hashlib.sha256(f"{self._name}:{index}".encode()).digest()
+    def new_call_id(self) -> str:
+        """Of the choice's next call, in the form that the model's templates take."""
+        digest = hashlib.sha256(f"{self._name}:{self.num_calls}".encode()).digest()
+        self.num_calls += 1
         letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
         form = self._reading.tools
         if form is not None and form.has_short_ids:
@@ -176,9 +182,9 @@ def whole_message(reader: MessageReader, text: str) -> AssistantMessage:
             content += piece.text
     made = [
         MadeToolCall(
-            id=reader.call_id(index), function=MadeFunctionCall(name=name, arguments="".join(arguments))
+            id=reader.new_call_id(), function=MadeFunctionCall(name=name, arguments="".join(arguments))
         )
-        for index, (name, arguments) in enumerate(calls)
+        for name, arguments in calls
     ]
     return AssistantMessage(
         content=content or (None if made else ""),

@@ -30,7 +30,6 @@ class MessageWriter:
     def __init__(self, writer: ChunkWriter, reader: MessageReader) -> None:
         self._writer = writer
         self._reader = reader
-        self._num_calls = 0
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -61,10 +60,11 @@ class MessageWriter:
         if piece.kind == "reasoning":
             return {"reasoning_content": piece.text}
         if piece.kind == "arguments":
-            return {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": piece.text}}]}
-        index, self._num_calls = self._num_calls, self._num_calls + 1
+            index = self._reader.num_calls - 1
+            return {"tool_calls": [{"index": index, "function": {"arguments": piece.text}}]}
+        index, id_ = self._reader.num_calls, self._reader.new_call_id()
         function = {"name": piece.text, "arguments": ""}
-        call = {"index": index, "id": self._reader.call_id(index), "type": "function", "function": function}
+        call = {"index": index, "id": id_, "type": "function", "function": function}
         return {"tool_calls": [call]}
 
 

@@ -7,8 +7,8 @@ against the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -26,6 +26,15 @@ _MESSAGE_BYTES = 64  # of text that take a template about as long as one more me
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Prompt = str | list[str | int | list[int]]
+
+
+class _Typed(Protocol):
+    @property
+    def type(self) -> str: ...
+
+
+Part = TypeVar("Part", bound=_Typed)
+PartText = Callable[[Part], str | None]
 
 
 class PromptReader:
@@ -227,7 +236,8 @@ def _plain_message(index: int, message: ChatMessage) -> dict[str, Any]:
         "tool_call_id": message.tool_call_id if message.role == "tool" else None,
         "reasoning_content": message.reasoning_content if message.role == "assistant" else None,
     }
-    plain = {"role": message.role, "content": _text(message.content, where)}
+    content = joined_text(message.content, f"{where}.content", _part_text)
+    plain = {"role": message.role, "content": content}
     return plain | {name: value for name, value in others.items() if value is not None}
 
 
@@ -241,24 +251,37 @@ def _message_bytes(message: dict[str, Any]) -> int:
 
 def text_of(message: ChatMessage) -> str:
     """The text of a message that was taken."""
-    return _text(message.content, "messages")
+    return joined_text(message.content, "messages.content", _part_text)
 
 
-def _text(content: str | list[ContentPart] | None, where: str) -> str:
-    if isinstance(content, list):
-        return "\n".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(content))
-    return content or ""
+def joined_text(content: str | Sequence[Part] | None, where: str, part_text: PartText[Part]) -> str:
+    """The text of a content; that of parts is joined by line ends.
+
+    Args:
+        where: the content's name in errors.
+        part_text: the text of a part; None for one that is no text.
+
+    Raises:
+        InvalidRequestError: a part is no text.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for index, part in enumerate(content):
+        text = part_text(part)
+        if text is None:
+            raise InvalidRequestError(
+                f"{where}[{index}] must be text, got a part of type {part.type[:64]!r}.",
+                remedy="This server takes text only.",
+                param=f"{where}[{index}]",
+                code="unsupported_content",
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
-def _part_text(part: ContentPart, where: str) -> str:
-    if part.type == "text" and part.text is not None:
-        return part.text
-    raise InvalidRequestError(
-        f"{where} must be text, got a part of type {part.type[:64]!r}.",
-        remedy="This server takes text only.",
-        param=where,
-        code="unsupported_content",
-    )
+def _part_text(part: ContentPart) -> str | None:
+    return part.text if part.type == "text" else None
 
 
 def _num_bytes(text: str) -> int:

@@ -26,6 +26,7 @@ from penstock.server.openai_types import (
     Tool,
     ToolCall,
 )
+from penstock.server.prompts import joined_text
 from penstock.server.responses_types import (
     LOGPROBS,
     FunctionTool,
@@ -279,9 +280,9 @@ class _Turn:
     def take(self, item: InputItem, where: str) -> None:
         """Add an item. Raises `InvalidRequestError` for one that nobody has."""
         if item.kind == "message":
-            self._text = (self._text or "") + _text(item.content, f"{where}.content")
+            self._text = (self._text or "") + joined_text(item.content, f"{where}.content", _part_text)
         elif item.kind == "reasoning":
-            self._reasoning = _text(item.content or item.summary, f"{where}.content")
+            self._reasoning = joined_text(item.content or item.summary, f"{where}.content", _part_text)
         elif item.kind == "function_call":
             self._calls.append(_call(item, where))
         else:
@@ -305,7 +306,8 @@ def _message(item: InputItem, where: str) -> ChatMessage:
     if item.role not in _ROLES:
         given = "nothing" if item.role is None else repr(item.role[:64])
         raise _wrong(f"{where}.role must be one of {', '.join(_ROLES)}, got {given}.", f"{where}.role")
-    return ChatMessage(role=item.role, content=_text(item.content, f"{where}.content"))
+    content = joined_text(item.content, f"{where}.content", _part_text)
+    return ChatMessage(role=item.role, content=content)
 
 
 def _result(item: InputItem, where: str) -> ChatMessage:
@@ -314,7 +316,7 @@ def _result(item: InputItem, where: str) -> ChatMessage:
     return ChatMessage(
         role="tool",
         tool_call_id=_required(item.call_id, f"{where}.call_id"),
-        content=_text(item.output, f"{where}.output"),
+        content=joined_text(item.output, f"{where}.output", _part_text),
     )
 
 
@@ -336,22 +338,8 @@ def _missing(where: str) -> InvalidRequestError:
     return _wrong(f"{where} is required.", where, code="missing_required_parameter")
 
 
-def _text(content: str | list[InputPart] | None, where: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "\n".join(_part(part, f"{where}[{index}]") for index, part in enumerate(content))
-
-
-def _part(part: InputPart, where: str) -> str:
-    text = part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
-    if text is None:
-        raise _wrong(
-            f"{where} must be text, got a part of type {part.type[:64]!r}.",
-            where,
-            remedy="This server takes text only.",
-            code="unsupported_content",
-        )
-    return text
+def _part_text(part: InputPart) -> str | None:
+    return part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
 
 
 def _tool(index: int, tool: FunctionTool) -> Tool:

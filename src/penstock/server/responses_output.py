@@ -194,7 +194,6 @@ class Output:
         self._token_bytes = token_bytes
         self._open: _OpenItem | None = None
         self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text has not come
-        self._num_calls = 0
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -227,9 +226,7 @@ class Output:
 
     def _call(self, name: str) -> list[Event]:
         closed = self._close()
-        call_id = self._reader.call_id(self._num_calls)
-        self._num_calls += 1
-        return closed + self._begin(_OpenCall(self._name(), call_id, name))
+        return closed + self._begin(_OpenCall(self._name(), self._reader.new_call_id(), name))
 
     def _finish(self, reason: FinishReason) -> list[Event]:
         self.finish_reason = reason

@@ -2,7 +2,7 @@
 
 `tool_use` checks the fields against each other, the limits and the model. A model whose chat template knows
 no tools is told of them by a text of our own if the server was started with `--tool-parser json`; else they
-are refused. Called by the chat route.
+are refused. Called by `chat_reader`.
 """
 
 from __future__ import annotations

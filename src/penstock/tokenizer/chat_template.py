@@ -12,7 +12,7 @@ tools and all else that a client may hand to the template.
 Templates differ in how they take the arguments of former calls of tools: as an object or as JSON text. Which
 one a template takes is found out by trying (`CallForm`).
 
-Called by `llm` and by the server's chat route.
+Called by `llm` and by the server's routes that take conversations.
 """
 
 from __future__ import annotations
