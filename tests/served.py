@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Thread
 from time import monotonic, sleep
@@ -28,10 +28,17 @@ class Served:
     Args:
         arguments: after `penstock serve`.
         port: 0 lets the system choose.
+        program: what Python is to run, as its own arguments say it.
     """
 
-    def __init__(self, *arguments: str, env: dict[str, str] | None = None, port: int = 0) -> None:
-        command = [sys.executable, "-m", "penstock", "serve", *arguments, "--port", str(port)]
+    def __init__(
+        self,
+        *arguments: str,
+        env: dict[str, str] | None = None,
+        port: int = 0,
+        program: Sequence[str] = ("-m", "penstock"),
+    ) -> None:
+        command = [sys.executable, *program, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {})
         )

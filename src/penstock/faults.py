@@ -7,8 +7,8 @@ The supervisor reads the variable and tells the stages in their configs; a stage
 lost one is told nothing. `armed` is asked once for each place, when a process puts its parts together, and
 gives the function itself back where no fault is meant for it: the hot path has not one call more.
 
-Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (never come back), `raise` (an exception that is nobody's
-own), `nan` (the first row of the result's hidden states is not a number).
+Actions: `kill` (SIGKILL), `stop` (SIGSTOP), `hang` (say so on standard error, and never come back), `raise`
+(an exception that is nobody's own), `nan` (the first row of the result's hidden states is not a number).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -107,6 +108,8 @@ def _break(action: str, point: str) -> None:
     if action == "raise":
         raise InjectedError(f"a fault at {point}")
     if action == "hang":
+        sys.stderr.write(f"a fault at {point}: hang\n")
+        sys.stderr.flush()
         threading.Event().wait()
     os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from disturbed import REQUESTS, Stream, StreamFailedError
-from served import Served
+from served import Served, wait_until
 
 TOKENS = 80
 FAULTS = (
@@ -58,19 +60,34 @@ def test_r16_nan_in_one_row_ends_that_request_only(golden: list[list[int]]) -> N
         assert served.metric("penstock_epoch") == 0
 
 
-def test_r3_a_stage_that_loads_for_ever_is_not_waited_for() -> None:
-    command = [sys.executable, "-m", "penstock", "serve", "demo", "--pp", "2", "--port", "0"]
-    ended = subprocess.run(
-        [*command, "--threads-per-rank", "1", "--load-timeout", "6"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=os.environ | {"PENSTOCK_FAULTS": "rank.load@1:1=hang"},
-    )
-    assert ended.returncode == 5
-    assert "had not loaded after 6 s, and was killed" in ended.stderr
-    assert "faults.py" in ended.stderr, "where the stage was"
+# The program, with a clock of its own where it looks how long stages have loaded: ten minutes pass there when
+# a file appears.
+WITH_A_CLOCK = """
+import os, time, types
+from penstock.engine import members
+from penstock.server.cli import main
+
+def monotonic():
+    return time.monotonic() + 600 * os.path.exists(os.environ["TEN_MINUTES_LATER"])
+
+members.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+raise SystemExit(main())
+"""
+
+
+def test_r3_a_stage_that_loads_for_ever_is_not_waited_for(tmp_path: Path) -> None:
+    later = tmp_path / "later"
+    flags = ("--threads-per-rank", "1", "--load-timeout", "500")
+    env = {"PENSTOCK_FAULTS": "rank.load@1:1=hang", "TEN_MINUTES_LATER": str(later)}
+    served = Served("demo", "--pp", "2", *flags, env=env, program=("-c", WITH_A_CLOCK))
+    with contextlib.ExitStack() as stack:
+        stack.push(served)  # it will not be ready
+        wait_until(lambda: "a fault at rank.load: hang" in served.output, 120)
+        assert served.process.poll() is None
+        later.touch()
+        assert served.process.wait(120) == 5
+    assert "had not loaded after 500 s, and was killed" in served.output
+    assert "faults.py" in served.output, "where the stage was"
 
 
 def outcome(stream: Stream) -> list[int] | str:
