@@ -57,12 +57,13 @@ _FAMILIES: dict[str, _Read] = {
 }
 SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
 
-_GENERATION_RANGES = {  # of penstock.request.SamplingParams
+_ABOVE_ZERO = 1e-6
+_GENERATION_RANGES = {  # within those of penstock.request.SamplingParams
     "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
+    "top_p": (_ABOVE_ZERO, 1.0),
     "min_p": (0.0, 1.0),
 }
-_PENALTY_RANGE = (1e-6, 10.0)
+_PENALTY_RANGE = (_ABOVE_ZERO, 10.0)
 
 
 def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:

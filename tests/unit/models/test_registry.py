@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import checkpoints
 from paths import shared_data
+from penstock.engine.text_side import default_sampling
 from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.models.config_fields import MAX_CONFIG_BYTES
 from penstock.models.registry import SUPPORTED_ARCHITECTURES, load_spec, resolve_model_directory
@@ -128,6 +129,24 @@ def test_generation_config_adds_ends_of_text_and_sampling(tmp_path: Path) -> Non
         "top_p": 0.8,
         "repetition_penalty": 1.1,
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("temperature", value) for value in (0, 2)),
+        *(("top_p", value) for value in (1e-6, 1)),
+        *(("min_p", value) for value in (0, 1)),
+        *(("top_k", value) for value in (-1, 0, 512)),
+        *(("repetition_penalty", value) for value in (1e-6, 10)),
+    ],
+)
+def test_every_sampling_that_a_model_may_ask_for_is_one_that_requests_may_have(
+    tmp_path: Path, name: str, value: float
+) -> None:
+    spec = load_spec(write(tmp_path, BASE, {"do_sample": True, name: value}))
+    assert spec.generation_defaults == {name: value}
+    default_sampling(spec.generation_defaults).validate(spec.vocab_size)
 
 
 def test_sampling_numbers_without_do_sample_are_left_out_but_for_the_penalty(tmp_path: Path) -> None:
@@ -274,6 +293,7 @@ def test_windows_of_qwen_are_those_of_the_upper_layers_if_switched_on(tmp_path: 
         {"do_sample": "yes"},
         {"do_sample": True, "temperature": -1},
         {"do_sample": True, "top_p": 1.5},
+        {"do_sample": True, "top_p": 0},
         {"do_sample": True, "top_k": 0.5},
         {"repetition_penalty": 0},
         {"do_sample": True, "repetition_penalty": 11},
