@@ -12,7 +12,7 @@ import argparse
 import statistics
 import time
 
-from penstock.batch import encode
+from penstock.batch import StageSpans, StageTimes, encode
 from penstock.trace.phases import Phase, PhaseClock, StageReporter
 
 CALLS = (
@@ -45,7 +45,11 @@ def step_seconds(steps: int) -> float:
 
 def report_seconds(steps: int) -> float:
     """Of making and encoding a report over so many steps."""
-    reporter = StageReporter(0, PhaseClock(keeps_spans=True), encode)
+
+    def send(report: StageTimes | StageSpans) -> None:
+        encode(report)
+
+    reporter = StageReporter(0, PhaseClock(keeps_spans=True), send)
     for step in range(steps):
         reporter.step_begun(step, 32)
         for phase in CALLS:

@@ -30,7 +30,7 @@ from penstock.engine.ipc import AddRequest, CoreSocket, Hello, StepUpdates, Welc
 from penstock.engine.stats import CoreStats
 from penstock.models.registry import load_spec
 from penstock.models.spec import ModelSpec
-from penstock.request import RequestUpdate
+from penstock.request import FinishReason, RequestUpdate
 
 BAR_MS = 2.5
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -60,7 +60,7 @@ class StubCore:
 
     def step(self, index: int, *, last: bool = False) -> None:
         token_id = FIRST_ID + index % (self._vocab_size - FIRST_ID)
-        reason = "length" if last else None
+        reason: FinishReason | None = "length" if last else None
         updates = [
             RequestUpdate(request_id=name, token_ids=[token_id], finish_reason=reason, queue_seconds=0.0)
             for name in self._ids
@@ -150,7 +150,7 @@ def drain(streams: list[socket.socket]) -> dict[socket.socket, int]:
 
 def cpu_seconds(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
+    return float(times.user + times.system)
 
 
 def measure(core: StubCore, pid: int, steps: int, step_s: float) -> float:

@@ -17,12 +17,13 @@ from statistics import median
 
 from penstock import LLM, SamplingParams
 from penstock.attention import metadata
+from penstock.config import DType
 
 NUM_TOKENS = 256
 STEPS = {"unpadded": 1, "padded": metadata.CONTEXT_STEP}
 
 
-def measure(dtype: str, num_stages: int, num_requests: int, step: int) -> float:
+def measure(dtype: DType, num_stages: int, num_requests: int, step: int) -> float:
     """Milliseconds a token of the requests, all started together; contexts that the process meets anew."""
     metadata.CONTEXT_STEP = step
     prompts = [{"prompt_token_ids": [0, 5 + number]} for number in range(num_requests)]

@@ -17,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from penstock.kernels.cpu.library import KERNEL_NAMES, load
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.compute import Compute
-from penstock.layers.experts import RoutedExperts, choose
+from penstock.layers.experts import Expert, RoutedExperts, choose
 from penstock.layers.experts_spec import ExpertsSpec
 from penstock.layers.matrix import GATE, PLAIN, UP, PackedMatrix
 
@@ -82,12 +83,12 @@ class Layer:
             num_local_experts=options.experts,
             num_experts_per_tok=options.chosen,
         )
-        self.theirs = MixtralSparseMoeBlock(config).to(self.dtype).eval()
+        self.theirs: Any = MixtralSparseMoeBlock(config).to(self.dtype).eval()
         self._fill()
 
     @property
     def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self.theirs.parameters())
+        return int(sum(parameter.nbytes for parameter in self.theirs.parameters()))
 
     @torch.no_grad()
     def _fill(self) -> None:
@@ -95,6 +96,7 @@ class Layer:
             parameter.normal_(0, parameter.shape[-1] ** -0.5)
         _put(self.ours.router.weight, self.theirs.gate.weight, PLAIN)
         for index, expert in enumerate(self.ours.experts):
+            assert isinstance(expert, Expert)
             gate, up = self.theirs.experts.gate_up_proj[index].chunk(2)
             _put(expert.gate_up_proj.weight, gate, GATE)
             _put(expert.gate_up_proj.weight, up, UP)

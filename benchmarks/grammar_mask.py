@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from generated_vocabulary import write_tokenizer
 
-from penstock.grammar.matcher import Matcher, load_vocabulary
+from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.kernels.candidates import HeadRequest, SparseBias, constrained
 from penstock.request import StructuredOutputs
 
@@ -54,14 +54,15 @@ def main() -> None:
 
 
 def walk(
-    vocabulary: object, structured: StructuredOutputs, end: int, most: int, chance: random.Random
+    vocabulary: Vocabulary, structured: StructuredOutputs, end: int, most: int, chance: random.Random
 ) -> tuple[float, list[float]]:
     """Milliseconds of CPU: to the first mask, and of each one after it."""
-    words = np.zeros(vocabulary.num_words, dtype=np.int32)  # type: ignore[attr-defined]
+    words = np.zeros(vocabulary.num_words, dtype=np.int32)
     began = time.thread_time()
-    matcher = Matcher(vocabulary, structured)  # type: ignore[arg-type]
+    matcher = Matcher(vocabulary, structured)
     matcher.fill(words.ctypes.data, words.nbytes)
-    build, took = time.thread_time() - began, []
+    build = time.thread_time() - began
+    took: list[float] = []
     while not matcher.error and len(took) < most:
         allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         token_id = int(allowed[chance.randrange(len(allowed))])

@@ -17,14 +17,12 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import numpy as np
 from prefix_trace import conversations, lru_hits
 
 from penstock import LLM, SamplingParams
 from penstock.batch import TierOrder
-from penstock.executor import loading
 from penstock.runner.kv_transfer import KVTransfer
 
 BLOCK = 32  # the default
@@ -51,23 +49,25 @@ def codecs() -> dict[str, Codec]:
     return found
 
 
-class Watched(KVTransfer):
-    """Keeps what it takes out."""
+def keep_what_is_saved() -> dict[bytes, bytes]:
+    """From now on whatever is taken out of a cache is kept here too."""
+    taken: dict[bytes, bytes] = {}
+    save = KVTransfer._save
 
-    taken: ClassVar[dict[bytes, bytes]] = {}
-
-    def _save(self, orders: Sequence[TierOrder]) -> None:
+    def save_and_keep(self: KVTransfer, orders: Sequence[TierOrder]) -> None:
         for order in orders:
             exported = self._codec.export_blocks([(kv, order.block) for kv in self._kv])
-            self.taken.update(zip(self._all_keys(order), exported, strict=True))
-        super()._save(orders)
+            taken.update(zip(self._all_keys(order), exported, strict=True))
+        save(self, orders)
+
+    KVTransfer._save = save_and_keep  # type: ignore[method-assign]
+    return taken
 
 
 def blocks_of(model: str, text: Path | None, num_tokens: int) -> list[bytes]:
     """Records of the whole blocks of a text's beginning, or of random ids, layer by layer."""
-    loading.KVTransfer = Watched  # type: ignore[misc]
-    settings = {"dtype": "bfloat16", "kv_host_bytes": 1 << 30}
-    with LLM(model, distributed_executor_backend="inprocess", **settings) as llm:
+    taken = keep_what_is_saved()
+    with LLM(model, distributed_executor_backend="inprocess", dtype="bfloat16", kv_host_bytes=1 << 30) as llm:
         prompt = [int(token) for token in np.random.default_rng(0).integers(100, 400, num_tokens)]
         if text is not None:
             prompt = llm.get_tokenizer().encode(text.read_text()[: 8 * num_tokens])[:num_tokens]
@@ -75,7 +75,7 @@ def blocks_of(model: str, text: Path | None, num_tokens: int) -> list[bytes]:
         llm.generate({"prompt_token_ids": prompt}, one)
         while (stats := llm.stats()) is None or stats.stored_blocks < len(prompt) // BLOCK:
             llm.generate({"prompt_token_ids": [5]}, one)
-    return list(Watched.taken.values())
+    return list(taken.values())
 
 
 def apart(raw: bytes) -> bytes:

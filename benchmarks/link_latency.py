@@ -193,7 +193,7 @@ class PlainEnd:
             for ring in (outgoing, incoming)
         )
         self._written, self._there = (
-            memoryview(end[:HEAD_BYTES].numpy()).cast("Q") for end in (self._outgoing, self._incoming)
+            end[:HEAD_BYTES].numpy().data.cast("Q") for end in (self._outgoing, self._incoming)
         )
         self.clock = PhaseClock()
 

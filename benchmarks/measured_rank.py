@@ -9,12 +9,15 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from penstock.child_config import RankConfig
 from penstock.executor import child, worker
+
+if TYPE_CHECKING:
+    from penstock.executor.rank import RankConnections, Report
 
 
 def private_bytes() -> int:
@@ -32,33 +35,36 @@ def bytes_read() -> int:
 
 
 def observe() -> None:
-    """Wrap the making of the model (`executor.loading`) and the status events (`executor.rank`)."""
-    from penstock.executor import loading, rank
+    """Wrap the making of the model (`models.decoder`) and the status events (`executor.rank`)."""
+    from penstock.executor import rank
+    from penstock.models.decoder import Decoder
 
-    run_rank = rank.run_rank
+    run_rank, make_decoder = rank.run_rank, Decoder.__init__
     seen: dict[str, int] = {}
 
-    class MeasuredDecoder(loading.Decoder):
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            seen.update(private_before=private_bytes(), read_before=bytes_read())
-            super().__init__(*arguments, **named)
+    def measured_making(self: Decoder, *arguments: Any, **named: Any) -> None:
+        seen.update(private_before=private_bytes(), read_before=bytes_read())
+        make_decoder(self, *arguments, **named)
 
-    def measured_run(config: Any, epochs: Any, report: Callable[[Any], None]) -> Any:
+    def measured_run(
+        config: RankConfig, epochs: Iterable[RankConnections], report: Report, *, loads_first: bool = False
+    ) -> child.Failed | None:
         def measured_report(event: child.StatusEvent) -> None:
             if isinstance(event, child.Loaded):
-                seen.update(block_bytes=event.rank.block_bytes, told_bytes_read=event.rank.bytes_read)
-                seen.update(read_loaded=bytes_read())
+                seen.update(told_bytes_read=event.bytes_read, read_loaded=bytes_read())
             elif isinstance(event, child.Ready):
-                seen.update(private_ready=private_bytes())
+                assert event.rank is not None
+                seen.update(block_bytes=event.rank.block_bytes, private_ready=private_bytes())
                 path = Path(os.environ["MEASURED_RANK_DIR"], f"stage-{config.stage}.json")
                 path.write_text(json.dumps(seen))
             report(event)
 
-        return run_rank(config, epochs, measured_report)
+        return run_rank(config, epochs, measured_report, loads_first=loads_first)
 
-    loading.Decoder, rank.run_rank = MeasuredDecoder, measured_run
+    Decoder.__init__ = measured_making  # type: ignore[method-assign]
+    rank.run_rank = measured_run
 
 
 if __name__ == "__main__":
     observe()
-    sys.exit(worker.main())
+    child.leave(worker.main())

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import torch
 from kernel_head import packed_vocabulary
@@ -45,10 +46,7 @@ class Rows:
         self._index += history - history // 2
         self._sampling = SamplingRows(TokenHistory(token_ids=ids, prompt_len=prompt_len), vocab)
         for row in range(num_rows):
-            sampling = type(GREEDY)(
-                *(getattr(GREEDY, name) for name in GREEDY.__struct_fields__[:-1]), changes
-            )
-            self._sampling.add(row, sampling)
+            self._sampling.add(row, msgspec.structs.replace(GREEDY, changes=changes))
 
     def next(self) -> HeadRequest:
         self._index += 1

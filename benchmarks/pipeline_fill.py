@@ -35,7 +35,7 @@ from trace_events import read_spans, within
 from penstock.server.bench.http_stream import Target
 from penstock.server.bench.online import Sender, replay
 from penstock.server.bench.workload import BenchRequest
-from penstock.trace.chrome import Span
+from penstock.trace.chrome import Span, Stage
 from penstock.trace.phases import Phase
 
 HERE = Path(__file__).resolve().parent
@@ -151,7 +151,7 @@ def report_steady(server: ServerProcess, options: argparse.Namespace, depth: int
     shares = phase_shares(within(spans_of(server), *window), *window)
     bubbles = {stage: 1 - of_stage[Phase.FORWARD] for stage, of_stage in shares.items()}
     fine = max(bubbles.values()) < STEADY_BAR
-    rows = [[str(stage), f"{bubble:.2%}", causes(shares[stage])] for stage, bubble in bubbles.items()]
+    rows = [[str(stage.number), f"{bubble:.2%}", causes(shares[stage])] for stage, bubble in bubbles.items()]
     print(f"\nsteady decode, {batch} requests, {(window[1] - window[0]) / 1e9:.1f} s, async depth {depth}\n")
     word = "met" if fine else "missed"
     print(markdown(["stage", f"bubble (below {STEADY_BAR:.0%}: {word})", "of it"], rows), flush=True)
@@ -172,9 +172,9 @@ def fill_bubble(spans: Sequence[Span], num_stages: int) -> tuple[float, int]:
     return 1 - busy_ns / (num_stages * wall_ns), len({span.step for span in forward})
 
 
-def phase_shares(spans: Sequence[Span], begin_ns: int, end_ns: int) -> dict[int, Counter[Phase]]:
+def phase_shares(spans: Sequence[Span], begin_ns: int, end_ns: int) -> dict[Stage, Counter[Phase]]:
     """By stage, the share of the window that it spent in each phase."""
-    shares: dict[int, Counter[Phase]] = {}
+    shares: dict[Stage, Counter[Phase]] = {}
     for span in spans:
         of_stage = shares.setdefault(span.stage, Counter())
         of_stage[span.phase] += (span.end_ns - span.start_ns) / (end_ns - begin_ns)  # type: ignore[assignment]

@@ -57,7 +57,7 @@ def main() -> int:
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--partitions", default="16,8;even", help="of Penstock's layers; empty: not Penstock")
+    parser.add_argument("--partitions", help="of Penstock's layers, default 16,8;even; empty: not Penstock")
     parser.add_argument("--prefill-chunk", default="128", help="of Penstock, tokens; 0: its default")
     parser.add_argument("--vllm-chunk", default="0", help="tokens of one of vLLM's steps; 0: 2048")
     parser.add_argument("--batches", type=lambda text: [int(part) for part in text.split(",")])
@@ -68,6 +68,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--vllm-python", help="without it vLLM is left out")
     options = parser.parse_args()
     options.batches = options.batches or [8, 32]
+    if options.partitions is None:
+        options.partitions = "1,1;even" if options.quick else "16,8;even"
     options.partitions = [part for part in options.partitions.split(";") if part]
     return options
 

@@ -176,6 +176,8 @@ def decode_rate(llm: LLM, batch: int, context: int, output: int) -> float:
         updates = client.poll(POLL_S)
         now = time.perf_counter()
         for update in updates:
+            if update.error is not None:
+                raise SystemExit(update.error.message)
             lengths[update.request_id] += len(update.token_ids)
         if not began and min(lengths.values()):
             began = now

@@ -60,12 +60,17 @@ def conversations(
         num_alive: conversations at a time; each has two turns on average, and another one takes its place.
     """
     source = random.Random(seed)
-    ids = lambda count: [source.randrange(1 << 15) for _ in range(count)]  # noqa: E731
-    length = lambda middle: max(1, round(source.lognormvariate(math.log(middle), 0.7)))  # noqa: E731
+
+    def ids(count: int) -> list[int]:
+        return [source.randrange(1 << 15) for _ in range(count)]
+
+    def length(middle: int) -> int:
+        return max(1, round(source.lognormvariate(math.log(middle), 0.7)))
+
     systems = [ids(min(length(120), 1024)) for _ in range(num_systems)]
     weights = [(rank + 1) ** -zipf for rank in range(num_systems)]
     alive: list[list[int]] = []
-    trace = []
+    trace: list[TracedRequest] = []
     while len(trace) < num_requests:
         if len(alive) < num_alive:
             alive.append(list(source.choices(systems, weights)[0]))

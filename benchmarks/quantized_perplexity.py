@@ -56,6 +56,7 @@ def quantized(model: LlamaForCausalLM, bits: int, group_size: int | None) -> Lla
         parent, _, child = name.rpartition(".")
         if name == "lm_head":
             embedding = model.get_input_embeddings()
+            assert isinstance(embedding, nn.Embedding)
             embedding.weight = nn.Parameter(weight.to(embedding.weight.dtype), requires_grad=False)
         setattr(model.get_submodule(parent), child, EmulatedLinear(weight, size))
     return model
@@ -64,7 +65,7 @@ def quantized(model: LlamaForCausalLM, bits: int, group_size: int | None) -> Lla
 def log_probabilities(model: LlamaForCausalLM, windows: Tensor) -> Tensor:
     """float32 [windows, WINDOW, vocabulary], each window behind the token that begins a document."""
     inputs = torch.cat([torch.full((len(windows), 1), BOS), windows[:, :-1]], dim=1)
-    return torch.cat([model(some).logits.float().log_softmax(-1) for some in inputs.split(8)])
+    return torch.cat([model(some).logits.float().log_softmax(-1) for some in torch.split(inputs, 8)])
 
 
 def decoder_log_probabilities(quantization: str, windows: Tensor) -> Tensor:
@@ -133,7 +134,10 @@ def main() -> None:
     windows = ids[: len(ids) // WINDOW * WINDOW].reshape(-1, WINDOW)
 
     def fresh() -> LlamaForCausalLM:
-        return LlamaForCausalLM.from_pretrained(DEMO, dtype=getattr(torch, options.dtype)).eval()
+        model = LlamaForCausalLM.from_pretrained(DEMO, dtype=getattr(torch, options.dtype))
+        assert isinstance(model, LlamaForCausalLM)
+        model.eval()
+        return model
 
     plain = log_probabilities(fresh(), windows)
     expected = perplexity(plain, windows)

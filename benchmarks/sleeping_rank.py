@@ -1,6 +1,7 @@
 """A rank whose layers sleep for a fixed time in place of computing; all else of it is the real one.
 
-Started by `stand_in.py` in place of `penstock.executor.worker`; it is that worker with another decoder.
+Started by `stand_in.py` in place of `penstock.executor.worker`; it is that worker, whose decoder does not
+compute.
 From the environment:
 
     SLEEPING_RANK_MS   milliseconds of a step in the layers of each stage; steps without tokens do not sleep
@@ -9,34 +10,46 @@ From the environment:
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from penstock.executor import worker
+from penstock.executor.child import bound_thread_pools, leave
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from penstock.attention.metadata import AnyKV, AttentionMetadata
+    from penstock.models.interfaces import BeforeLayer
 
 
 def let_layers_sleep(seconds: float) -> None:
-    """Wrap the decoder of `executor.loading`."""
-    from penstock.executor import loading
+    """Put other methods into the decoder."""
+    from penstock.models.decoder import Decoder
     from penstock.models.intermediate import IntermediateTensors
 
-    class SleepingDecoder(loading.Decoder):
-        def record(self, kv: Sequence[Any], max_num_tokens: int) -> None:
-            """Nothing is replayed."""
+    def record(self: Decoder, kv: Sequence[AnyKV], max_num_tokens: int) -> None:
+        """Nothing is replayed."""
 
-        def forward(self, tensors: IntermediateTensors, *arguments: Any) -> IntermediateTensors:
-            passed = IntermediateTensors(dict(tensors.tensors))  # waits for the stage before
-            if len(passed["hidden_states"]):
-                time.sleep(seconds)
-            return passed
+    def forward(
+        self: Decoder,
+        tensors: IntermediateTensors,
+        positions: Tensor,
+        kv: Sequence[AnyKV],
+        metadata: AttentionMetadata,
+        before_layer: BeforeLayer | None = None,
+    ) -> IntermediateTensors:
+        passed = IntermediateTensors(dict(tensors.tensors))  # waits for the stage before
+        if len(passed["hidden_states"]):
+            time.sleep(seconds)
+        return passed
 
-    loading.Decoder = SleepingDecoder  # type: ignore[misc]
+    Decoder.record = record  # type: ignore[method-assign]
+    Decoder.forward = forward  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"  # before torch comes, as the worker does
+    bound_thread_pools(1)  # before torch comes, as the worker does
     let_layers_sleep(float(os.environ["SLEEPING_RANK_MS"]) / 1000)
-    sys.exit(worker.main())
+    leave(worker.main())

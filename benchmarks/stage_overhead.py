@@ -21,8 +21,9 @@ import torch
 
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, decode_to_rank, encode
 from penstock.child_config import RankConfig
+from penstock.distributed.group import SOLO
 from penstock.executor.compute_choice import load_kernels
-from penstock.executor.loading import build_model, build_runner
+from penstock.executor.loading import LoadedRank, build_model, build_runner
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.registry import load_spec
 from penstock.pipeline.decision_log import DecisionLog
@@ -131,11 +132,22 @@ def rank_config(model: Path, batch: int, options: argparse.Namespace) -> RankCon
 def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleSink]:
     spec, device = load_spec(Path(config.model_path)), torch.device("cpu")
     model = build_model(config, spec, kernels, None)
-    load_weights(model, Checkpoint(Path(config.model_path)), lambda done, total: None)
+    report = load_weights(model, Checkpoint(Path(config.model_path)), lambda done, total: None)
     storage = KVStorage(
         model.attention, num_layers=spec.num_layers, block_size=config.block_size, device=device
     )
-    runner = build_runner(config, model, storage.allocate(config.num_blocks or 1))
+    loaded = LoadedRank(
+        spec=spec,
+        device=device,
+        group=SOLO,
+        model=model,
+        storage=storage,
+        report=report,
+        kernels="timed",
+        has_kernels=True,
+        is_invariant=True,
+    )
+    runner = build_runner(config, loaded, storage.allocate(config.num_blocks or 1))
     sink = SampleSink(runner, TokenSender([]), Discard())  # type: ignore[arg-type]
     return Stage(0, runner, EmbedSource(runner), sink), sink
 

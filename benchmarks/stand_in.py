@@ -12,21 +12,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.engine import supervisor
+from penstock.engine import children, members
 
 WORKER = "penstock.executor.worker"
 
 
-def use_rank(module: str) -> None:
-    """From now on supervisors of this process start `module` in place of a rank."""
+def use_rank(stand_in: str) -> None:
+    """From now on supervisors of this process start the module `stand_in` in place of a rank."""
     directory = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([directory, *filter(None, [os.environ.get("PYTHONPATH")])])
-    spawn = supervisor.spawn
+    spawn = children.spawn
+    assert members.spawn is spawn  # type: ignore[attr-defined]  # what is replaced is what it calls
 
-    def spawn_stand_in(asked: str, *arguments: Any, **named: Any) -> Any:
-        return spawn(module if asked == WORKER else asked, *arguments, **named)
+    def spawn_stand_in(module: str, *arguments: Any, **named: Any) -> children.Child:
+        return spawn(stand_in if module == WORKER else module, *arguments, **named)
 
-    supervisor.spawn = spawn_stand_in
+    members.spawn = spawn_stand_in  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """A rank without a model: answers plans at a fixed cadence, so that core and API process are measured alone.
 
 Started by `core_step_cost.py` in place of `penstock.executor.worker`, with the same arguments and config;
-speaks the same messages over the same channel, as the only stage. Needs no torch. From the environment:
+speaks the same messages over the same channels, as the only stage and through one epoch. Needs no torch. From
+the environment:
 
     STUB_RANK_CADENCE_MS   milliseconds from one answered plan to the next; 0 answers at once
     STUB_RANK_COUNTER      a file of 8 bytes: the number of answered plans that had rows
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import mmap
 import os
-import sys
 import time
 
 from penstock.batch import (
@@ -26,10 +26,19 @@ from penstock.batch import (
     encode,
 )
 from penstock.child_config import RankConfig, RankEnds, RankProcessConfig
-from penstock.errors import LinkClosedError
-from penstock.executor.child import Loaded, Ready, StatusWriter, enter_child, read_config
+from penstock.executor.child import (
+    Loaded,
+    Ready,
+    StatusWriter,
+    enter_child,
+    keep_saying_alive,
+    leave,
+    run_child,
+)
 from penstock.executor.control import ControlReader
 from penstock.executor.plan_channel import ZmqChannel, connect_address
+from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.ring_channel import RingChannel
 
 BLOCK_BYTES = 4096
 COUNTER_BYTES = 8
@@ -78,8 +87,8 @@ def answer(plan: ScheduledBatch) -> StepResult:
     )
 
 
-def load(config: RankConfig, channel: ZmqChannel, status: StatusWriter) -> None:
-    """The handshake of a rank that loads nothing."""
+def start(config: RankConfig, plans: MessageChannel, status: StatusWriter) -> None:
+    """The handshake of a rank that has loaded nothing."""
     blocks = config.num_blocks or config.max_num_seqs * -(-config.max_model_len // config.block_size)
     rank = RankLoaded(
         stage=config.stage,
@@ -90,52 +99,49 @@ def load(config: RankConfig, channel: ZmqChannel, status: StatusWriter) -> None:
         load_seconds=0.0,
         is_invariant=False,
     )
-    status.write(Loaded(rank=rank))
-    channel.send(encode(rank))
-    frame = channel.recv(None)
+    plans.send(encode(rank))
+    frame = plans.recv(None)
     assert frame is not None
     assert isinstance(decode_to_rank(frame), AllocateKV)
-    status.write(Ready())
-    channel.send(encode(RankReady(stage=config.stage)))
+    status.write(Ready(rank=rank))
+    plans.send(encode(RankReady(stage=config.stage)))
 
 
-def serve(channel: ZmqChannel, cadence: Cadence, counter: StepCounter) -> None:
+def serve(plans: MessageChannel, results: MessageChannel, cadence: Cadence, counter: StepCounter) -> None:
     """Answer plans until told to stop."""
-    while (frame := channel.recv(None)) is not None:
+    while (frame := plans.recv(None)) is not None:
         plan = decode_to_rank(frame)
         if isinstance(plan, Shutdown):
             return
         assert isinstance(plan, ScheduledBatch)
         if plan.rows:
             cadence.wait()
-        channel.send(encode(answer(plan)))
+        results.send(encode(answer(plan)))
         if plan.rows:
             counter.add()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="stub_rank")
-    parser.add_argument("--config-fd", type=int, required=True)
-    parser.add_argument("--status-fd", type=int, required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    options = parser.parse_args()
-    status = StatusWriter(options.status_fd)
-    config = read_config(options.config_fd, RankProcessConfig)
+def live(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
+    """From the first word to the end of the only epoch, as `penstock.executor.worker` does it."""
     assert config.rank.num_stages == 1
     enter_child("penstock stub stage 0", config.parent_pid)
+    keep_saying_alive(status)
+    status.write(Loaded(bytes_read=0, seconds=0.0))
     ends = ControlReader(options.control_fd).receive()
-    assert isinstance(ends, RankEnds)
-    channel = ZmqChannel.connect(connect_address(ends.plan_fd))
-    load(config.rank, channel, status)
+    if not isinstance(ends, RankEnds):  # it is over before it has begun
+        return 0
+    assert ends.results is not None
+    plans = ZmqChannel.connect(connect_address(ends.plan_fd))
+    results = RingChannel(ends.results, "results")
     cadence = Cadence(float(os.environ.get("STUB_RANK_CADENCE_MS", "0")) / 1000)
     try:
-        serve(channel, cadence, StepCounter(os.environ["STUB_RANK_COUNTER"]))
-    except LinkClosedError:
-        return 5
+        start(config.rank, plans, status)
+        serve(plans, results, cadence, StepCounter(os.environ["STUB_RANK_COUNTER"]))
     finally:
-        channel.close()
+        plans.close()
+        results.close()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(run_child("stub_rank", None, RankProcessConfig, live, more=["--control-fd"]))

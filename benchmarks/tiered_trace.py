@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from prefix_trace import BLOCK, MAX_LEN, TracedRequest, belady_hits, conversations, ideal_hits
 
-from penstock.batch import NO_STORE_USE, StepResult, TierOrder
+from penstock.batch import NO_STORE_USE, Outcome, StepResult, TierOrder
 from penstock.config import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -68,14 +68,17 @@ class BoundedStore:
         self._num_bytes = 0
         self._records: OrderedDict[bytes, bytes] = OrderedDict()
 
-    def scan(self, prefix: bytes) -> Iterator[list[Found]]:
+    def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
         yield [Found(key, len(r)) for key, r in self._records.items() if key.startswith(prefix)]
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        self.used(keys)
+        return [self._records.get(key) for key in keys]
+
+    def used(self, keys: Sequence[bytes]) -> None:
         for key in reversed(keys):
             if key in self._records:
                 self._records.move_to_end(key)
-        return [self._records.get(key) for key in keys]
 
     def put(self, records: Mapping[bytes, bytes]) -> None:
         for key in reversed(list(records)):
@@ -166,11 +169,13 @@ class TieredEngine:
         keys = {order: record_key(SPACE, order.name, 0, 0) for order in orders}
         loads = [order for order in orders if order.is_load]
         records = self._store.get([keys[order] for order in loads])
-        done = [(order.order, record is not None) for order, record in zip(loads, records, strict=True)]
+        done: list[Outcome] = [
+            (order.order, record is not None) for order, record in zip(loads, records, strict=True)
+        ]
         stores = [order for order in orders if not order.is_load]
         if stores:
             self._store.put({keys[order]: order.name[:1] * PART_BYTES for order in stores})
-        finished = [*done, *((order.order, True) for order in stores)]
+        finished: list[Outcome] = [*done, *((order.order, True) for order in stores)]
         self._scheduler.settle_orders(finished, NO_STORE_USE)
         return all(is_done for _, is_done in done)
 
@@ -335,7 +340,7 @@ def print_hits(trace: Sequence[TracedRequest]) -> bool:
     same = True
     for num_blocks, num_stored in ((256, 256), (256, 1024), (256, 4096), (1024, 1024), (1024, 16384)):
         store = BoundedStore(num_stored * BLOCK_SIZE)
-        served = served_hits(trace, num_blocks, lambda store=store: store)
+        served = served_hits(trace, num_blocks, lambda: store)  # noqa: B023
         rules = lru_hits(trace, num_blocks, Queue(num_stored * BLOCK_SIZE))
         best = belady_hits(trace, num_blocks + num_stored)
         same &= served == rules

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trace_events import read_spans, within
 
-from penstock.trace.chrome import Span
+from penstock.trace.chrome import Span, Stage
 from penstock.trace.phases import BUBBLES, BUSY, Phase
 
 MAX_BYTES = 60_000
@@ -135,12 +135,12 @@ class Picture:
             yield f'<path class="g" d="M{x:.1f} {TOP}V{self._bottom + 4}"/>'
             yield f'<text class="t" x="{x:.1f}" y="{self._bottom + 17}">{tick}{" ms" * (tick == 0)}</text>'
 
-    def _band(self, stage: int) -> Iterator[str]:
+    def _band(self, stage: Stage) -> Iterator[str]:
         """A path for each phase, the numbers of the steps, and how busy the stage is."""
         top, spans = self._tops[stage], self._spans[stage]
         busy_ns = sum(span.end_ns - span.start_ns for span in spans if span.phase in BUSY)
         busy = busy_ns / (self._end_ns - self._begin_ns)
-        yield f'<text x="4" y="{top + 19}">stage {stage}</text>'
+        yield f'<text x="4" y="{top + 19}">{self._name(stage)}</text>'
         yield f'<text class="t" style="text-anchor:start" x="4" y="{top + 35}">{busy:.0%} busy</text>'
         shown = merged(spans, LEAST_PX / self._px_per_ns)
         for phase in NAMES:
@@ -157,6 +157,11 @@ class Picture:
                 x = self._x((span.start_ns + span.end_ns) // 2)
                 yield f'<text class="n" x="{x:.0f}" y="{top + BAND // 2 + 4}">{span.step}</text>'
 
+    def _name(self, stage: Stage) -> str:
+        """Replicas are named where there are several."""
+        is_alone = all(other.replica == 0 for other in self._spans)
+        return f"stage {stage.number}" if is_alone else f"dp {stage.replica} stage {stage.number}"
+
     def _box(self, span: Span, top: int) -> str:
         begin, end = self._x(span.start_ns), self._x(span.end_ns)
         return f"M{begin:.1f} {top}H{end:.1f}v{BAND}H{begin:.1f}z"
@@ -164,6 +169,8 @@ class Picture:
     def _arrows(self) -> Iterator[str]:
         """From a stage's last copying in a step to the next stage's first, as `trace.chrome` has them."""
         for earlier, later in pairwise(self._spans):
+            if later != earlier.next:
+                continue
             came: dict[int, int] = {}
             for span in self._spans[later]:
                 if span.phase is Phase.COMM and span.num_tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from peer_protocol import Loaded, Settings, serve
 
+from penstock.config import SchedulerConfig
 from penstock.llm import LLM, SamplingParams
 
 KV_CACHE_BYTES = 1 << 30
@@ -20,7 +21,7 @@ class Penstock:
             pipeline_parallel_size=settings.stages,
             tensor_parallel_size=settings.ranks,
             partition=settings.partition,
-            **({"prefill_chunk": settings.chunk} if settings.chunk else {}),
+            prefill_chunk=settings.chunk or SchedulerConfig().prefill_chunk,
             max_model_len=settings.max_len,
             max_num_seqs=settings.max_batch,
             kv_cache_bytes=KV_CACHE_BYTES,

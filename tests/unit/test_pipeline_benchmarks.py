@@ -13,7 +13,7 @@ import pytest
 from paths import REPOSITORY
 from penstock.batch import StageSpans
 from penstock.server.bench.workload import TraceRow
-from penstock.trace.chrome import Span, chrome_trace
+from penstock.trace.chrome import Span, Stage, chrome_trace
 from penstock.trace.phases import Phase
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -34,7 +34,7 @@ MS = 1_000_000
 
 
 def span(stage: int, phase: Phase, start_ms: float, end_ms: float, step: int = 0, tokens: int = 1) -> Span:
-    return Span(stage, phase, round(start_ms * MS), round(end_ms * MS), step, tokens)
+    return Span(Stage(0, stage), phase, round(start_ms * MS), round(end_ms * MS), step, tokens)
 
 
 def filling(num_stages: int, count: int, step_ms: int = 10) -> list[Span]:
@@ -87,8 +87,9 @@ def test_shares_are_of_the_window_and_causes_are_named_longest_first() -> None:
         span(0, Phase.WAIT_NEXT, 8, 10),
     ]
     shares = pipeline_fill.phase_shares(spans, 0, 10 * MS)
-    assert shares[0][Phase.FORWARD] == pytest.approx(0.7)
-    assert pipeline_fill.causes(shares[0]) == "wait_next 20.0%, take 10.0%"
+    found = shares[Stage(0, 0)]
+    assert found[Phase.FORWARD] == pytest.approx(0.7)
+    assert pipeline_fill.causes(found) == "wait_next 20.0%, take 10.0%"
 
 
 # --- pipeline_peers, pipeline_scaling ---------------------------------------------------------------
@@ -176,7 +177,7 @@ def test_bars_of_mixed_load_are_of_the_same_offered_load() -> None:
 # --- traces -----------------------------------------------------------------------------------------
 
 
-def trace() -> dict[str, Any]:
+def trace(num_replicas: int = 1) -> dict[str, Any]:
     """Two steps of two stages, as `/debug/trace` serves them."""
     phases = {
         0: [Phase.TAKE, Phase.FORWARD, Phase.COMM, Phase.TAKE, Phase.FORWARD, Phase.COMM],
@@ -190,7 +191,9 @@ def trace() -> dict[str, Any]:
                 phases=bytes(found),
                 durations_ns=[5 * MS] * len(found),
                 steps=[(0, 7, 32), (3, 8, 32)],
+                replica=replica,
             )
+            for replica in range(num_replicas)
             for stage, found in phases.items()
         ]
     )
@@ -198,8 +201,8 @@ def trace() -> dict[str, Any]:
 
 def test_spans_come_back_out_of_a_chrome_trace() -> None:
     spans = trace_events.read_spans(trace())
-    assert [found.stage for found in spans] == [0] * 6 + [1] * 6
-    assert spans[1] == Span(0, Phase.FORWARD, 10**12 + 5 * MS, 10**12 + 10 * MS, 7, 32)
+    assert [found.stage for found in spans] == [Stage(0, 0)] * 6 + [Stage(0, 1)] * 6
+    assert spans[1] == Span(Stage(0, 0), Phase.FORWARD, 10**12 + 5 * MS, 10**12 + 10 * MS, 7, 32)
 
 
 def test_spans_are_cut_at_the_window() -> None:
@@ -224,16 +227,20 @@ def test_the_window_is_in_the_middle_unless_it_is_given() -> None:
     assert trace_picture.choose_window(spans, 5.0, 40.0) == (25 * MS, 65 * MS)
 
 
+@pytest.mark.parametrize(
+    ("num_replicas", "names"),
+    [(1, {"stage 0", "stage 1"}), (2, {"dp 0 stage 0", "dp 0 stage 1", "dp 1 stage 0", "dp 1 stage 1"})],
+)
 def test_a_picture_is_well_formed_and_has_bands_steps_and_arrows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_replicas: int, names: set[str]
 ) -> None:
     source, target = tmp_path / "trace.json", tmp_path / "picture.svg"
-    source.write_text(json.dumps(trace()))
+    source.write_text(json.dumps(trace(num_replicas)))
     words = ["trace_picture", str(source), str(target), "--length-ms", "30", "--title", "P < 3 & full"]
     monkeypatch.setattr("sys.argv", words)
     assert trace_picture.main() == 0
     root = ElementTree.fromstring(target.read_text())
-    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
-    assert {"P < 3 & full", "stage 0", "stage 1", "7", "8", "layers", "copying"} <= set(texts)
+    texts = {element.text for element in root.iter() if element.tag.endswith("text")}
+    assert {"P < 3 & full", "7", "8", "layers", "copying"} | names <= texts
     arrows = [element for element in root.iter() if element.get("class") == "a"]
-    assert len(arrows) == 2
+    assert len(arrows) == 2 * num_replicas  # none from one replica to another
