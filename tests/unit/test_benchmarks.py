@@ -1,0 +1,34 @@
+"""Every script under `benchmarks/` can be imported and knows its own arguments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from paths import REPOSITORY
+
+PROGRAM = REPOSITORY / "tests" / "benchmark_help.py"
+PARTS = {  # of others, without a command line
+    "generated_vocabulary.py",
+    "measured_rank.py",
+    "prefix_trace.py",
+    "sleeping_rank.py",
+    "stand_in.py",
+    "stub_rank.py",
+    "trace_events.py",
+}
+
+
+def test_every_benchmark_can_be_imported_and_tells_its_arguments() -> None:
+    command = [sys.executable, str(PROGRAM)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout)
+    assert len(found) > 50
+    for script, outcome in found.items():
+        if script in PARTS or script.startswith("peers/"):
+            is_fine = outcome == "imported" or outcome.startswith("needs ")
+        else:
+            is_fine = outcome == "help"
+        assert is_fine, f"{script}: {outcome}"
