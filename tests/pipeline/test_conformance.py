@@ -191,6 +191,19 @@ def tells_usage_of_streams(client: Client) -> None:
             model="demo", prompt=PROMPT, stream=True, stream_options={"include_usage": wanted}, max_tokens=3
         )
         assert (last.usage.completion_tokens if last.usage else None) == (3 if wanted else None)
+    fields: dict[str, Any] = {
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        "extra_body": FIXED | {"max_tokens": 5},
+    }
+    for chunks in (
+        client.completions.create(model="demo", prompt=PROMPT, stream=True, **fields),
+        client.chat.completions.create(model="demo", messages=MESSAGES, stream=True, **fields),
+    ):
+        told = [chunk.usage for chunk in chunks]
+        counted = [usage.completion_tokens for usage in told]
+        assert counted == sorted(counted)
+        assert counted[0] < counted[-1] == 5, "a chunk says how much there is when it is sent"
+        assert {usage.total_tokens - usage.completion_tokens for usage in told} == {told[-1].prompt_tokens}
 
 
 def is_ignored(**fields: Any) -> Callable[[Client], None]:

@@ -67,6 +67,61 @@ def test_text_stream_is_contents_finish_usage_done(live: LiveServer) -> None:
     }
 
 
+def _numbers(usage: dict[str, Any]) -> tuple[int, int, int]:
+    return usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]
+
+
+CONTINUOUS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_continuous_usage_counts_the_tokens_of_each_chunk_and_changes_nothing_else(
+    live: LiveServer, path: str
+) -> None:
+    body = (_chat("é!") if path == CHAT else {"prompt": "é!"}) | {"max_tokens": 4, "return_token_ids": True}
+    _, plain = _stream(live, path, body | {"stream_options": {"include_usage": True}})
+    _, got = _stream(live, path, body | {"stream_options": CONTINUOUS})
+    *chunks, last, done = got
+    assert done == "[DONE]"
+    assert last["choices"] == []
+    assert last["usage"] == plain[-2]["usage"]
+    prompt, counted = last["usage"]["prompt_tokens"], 0
+    for chunk, same in zip(chunks, plain, strict=False):
+        counted += len(chunk["choices"][0]["token_ids"])
+        assert _numbers(chunk["usage"]) == (prompt, counted, prompt + counted)
+        assert same["usage"] is None
+        assert chunk["choices"] == same["choices"]
+    assert counted == last["usage"]["completion_tokens"] == 4
+    assert len(got) == len(plain)
+
+
+def test_continuous_usage_is_that_of_the_chunks_choice(live: LiveServer) -> None:
+    body = {"prompt": ["a", "bcd"], "n": 2, "echo": True, "logprobs": 1, "max_tokens": 5, "ignore_eos": True}
+    *chunks, last, _done = _stream(live, TEXT, body | {"stream_options": CONTINUOUS})[1]
+    for index, prompt in enumerate((2, 2, 4, 4)):
+        told = [_numbers(chunk["usage"]) for chunk in chunks if chunk["choices"][0]["index"] == index]
+        assert told == sorted(told)
+        assert told[-1] == (prompt, 5, prompt + 5)
+        assert {one[0] for one in told} == {prompt}
+    assert _numbers(last["usage"]) == (6, 20, 26), "that of a prompt counts once for all of its choices"
+
+
+def test_continuous_usage_counts_tokens_that_show_nothing_with_the_next_chunk(live: LiveServer) -> None:
+    body = {"prompt": "👋!", "stop": ["!!"], "stream_options": CONTINUOUS}
+    *chunks, _last, _done = _stream(live, TEXT, body)[1]
+    told = [(c["choices"][0]["text"], c["usage"]["completion_tokens"]) for c in chunks]
+    assert told == [("👋", 4), ("!", 6), ("", 6)]
+
+
+def test_continuous_usage_needs_usage(live: LiveServer) -> None:
+    for options in ({"continuous_usage_stats": True}, {**CONTINUOUS, "include_usage": False}):
+        body = {"prompt": "a", "stream": True, "stream_options": options}
+        status, answer = live.post(TEXT, body)
+        assert (status, answer["error"]["param"]) == (400, "stream_options.continuous_usage_stats")
+    _, got = _stream(live, TEXT, {"prompt": "a", "stream_options": {"continuous_usage_stats": False}})
+    assert all("usage" not in chunk for chunk in got[:-1])
+
+
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_returned_token_ids_of_chunks_add_up(live: LiveServer, path: str) -> None:
     prompt = _chat("é") if path == CHAT else {"prompt": "é"}

@@ -208,6 +208,12 @@ class GenerationRoute:
             raise InvalidRequestError(
                 "stream_options may only be set together with stream: true.", param="stream_options"
             )
+        if asked.counts_tokens and not asked.include_usage:
+            raise InvalidRequestError(
+                "stream_options.continuous_usage_stats may only be set together with include_usage: true.",
+                remedy="Set both, or leave it out.",
+                param="stream_options.continuous_usage_stats",
+            )
         if asked.prompt_logprobs is not None and asked.stream:
             raise InvalidRequestError(
                 "prompt_logprobs are not told in a stream.",
@@ -254,6 +260,7 @@ class GenerationRoute:
             model=self.model.name,
             dialect=dialect,
             include_usage=asked.include_usage,
+            counts_tokens=asked.counts_tokens,
             return_token_ids=bool(asked.return_token_ids),
             with_logprobs=sequences[0].sampling.logprobs is not None,
             codec=self.model.codec,

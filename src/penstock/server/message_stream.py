@@ -41,6 +41,7 @@ class MessageWriter:
     def chunk(self, delta: TextDelta) -> bytes:
         """The events for a delta: none, one, or more; may be empty."""
         reason = delta.finish_reason
+        self._writer.count(delta)
         self._reader.note_tokens(delta.token_ids)
         pieces = self._reader.read(delta.text, is_last=reason is not None)
         bodies = [self._body(piece) for piece in pieces if piece.kind != "broken"]

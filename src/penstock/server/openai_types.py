@@ -19,7 +19,10 @@ ChatFinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 
 class StreamOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """`continuous_usage_stats` is vLLM's: usage so far in every chunk, beside that at the end."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +92,10 @@ class GenerateRequest(SampledRequest, frozen=True, kw_only=True):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_tokens(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
 class ContentPart(msgspec.Struct, frozen=True):

@@ -3,8 +3,9 @@
 Grammar of a stream (chat and text alike): for chat one role chunk per choice; the echoed prompt if asked for;
 content chunks, in a chat that is read for them also chunks of reasoning and of calls of tools
 (`message_stream`); per choice exactly one chunk with a finish_reason; one usage chunk with no choices if
-asked for; `[DONE]`. After a failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`.
-`: ping` may stand anywhere.
+asked for (and then, if that was asked for too, the usage so far in all others: `stream_usage`); `[DONE]`.
+After a failure: one `data: {"error": ...}` and the end of the body, without `[DONE]`. `: ping` may stand
+anywhere.
 
 A chunk differs from the one before only in its text, so everything else is encoded once per choice, and a
 token costs one small encoding and a concatenation.
@@ -23,6 +24,7 @@ from penstock.server.engine_port import TextCodec
 from penstock.server.logprobs import CompletionLogprobsWriter, TokenBytes, chat_logprobs
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import Usage
+from penstock.server.stream_usage import ChunkEnd, CountedEnd, PlainEnd
 
 PING = b": ping\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -70,6 +72,7 @@ TEXT = Dialect(
 class StreamForm:
     """What all chunks of one response have in common.
 
+    `counts_tokens`: every chunk tells the usage of its choice so far; only with `include_usage`.
     `codec`, `skips_special_tokens`: how texts were made of tokens. `reading`: how a chat's answers are read;
     None: all of their text is content.
     """
@@ -83,11 +86,18 @@ class StreamForm:
     with_logprobs: bool
     codec: TextCodec
     skips_special_tokens: bool = True
+    counts_tokens: bool = False
     reading: Reading | None = None
 
     @property
     def token_bytes(self) -> TokenBytes:
         return self.codec.token_bytes
+
+    def chunk_end(self, prompt_tokens: int) -> ChunkEnd:
+        """Of the chunks of a choice whose prompt has so many tokens."""
+        if self.counts_tokens:
+            return CountedEnd(prompt_tokens)
+        return PlainEnd(shows_null=self.include_usage)
 
     def completion_logprobs(self, prompt_token_ids: list[int], echo: Echo | None) -> CompletionLogprobsWriter:
         """Of the tokens behind this prompt, whose text stands behind the echo."""
@@ -125,9 +135,9 @@ class ChunkWriter:
     def __init__(self, form: StreamForm, index: int, prompt: ShownPrompt) -> None:
         dialect = form.dialect
         self._before_choice = _head(form) + b"%d," % index
-        self._tail = b'],"usage":null}\n\n' if form.include_usage else b"]}\n\n"
+        self._end = form.chunk_end(len(prompt.token_ids))
         self._before_text = self._before_choice + dialect.before_text
-        self._after_text = dialect.after_text + b',"logprobs":null,"finish_reason":null}' + self._tail
+        self._after_text = dialect.after_text + b',"logprobs":null,"finish_reason":null}'
         self._dialect = dialect
         self._is_plain = not (form.with_logprobs or form.return_token_ids)
         self._return_ids = form.return_token_ids
@@ -139,11 +149,16 @@ class ChunkWriter:
 
     def chunk(self, delta: TextDelta) -> bytes:
         """The events for a delta: none, one, or more; may be empty."""
+        self.count(delta)
         if self._is_plain and delta.finish_reason is None and not self._opening:
-            return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
+            return self._plain(delta.text)
         reason = delta.finish_reason
         end = b"" if reason is None else self.finish(delta, reason)
         return self.opening() + self._echoed(delta) + self._content(delta) + end
+
+    def count(self, delta: TextDelta) -> None:
+        """Let the chunks from now on tell these tokens, where they tell any; the opening never does."""
+        self._end.count(len(delta.token_ids))
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -167,15 +182,23 @@ class ChunkWriter:
         head = [self._before_choice, body, b',"logprobs":null,"finish_reason":null']
         none_yet = [b',"token_ids":[]'] if self._return_ids else []
         if self._dialect is CHAT:  # whose clients look for the prompt's ids beside the choices as well
-            return [*head, *shown, *none_yet, b"}]", *shown, self._tail[1:]]
-        return [*head, *shown, *none_yet, b"}", self._tail]
+            return [*head, *shown, *none_yet, b"}]", *shown, self._end.encoded[1:]]
+        return [*head, *shown, *none_yet, b"}", self._end.encoded]
 
     def _echo_chunk(self, prompt: ShownPrompt) -> list[bytes]:
         if not prompt.encoded_echo:
             return []
         dialect, ids = self._dialect, b',"token_ids":[]' if self._return_ids else b""
         body = [dialect.before_text, prompt.encoded_echo, dialect.after_text]
-        return [self._before_choice, *body, _NO_LOGPROBS, b',"finish_reason":null', ids, b"}", self._tail]
+        return [
+            self._before_choice,
+            *body,
+            _NO_LOGPROBS,
+            b',"finish_reason":null',
+            ids,
+            b"}",
+            self._end.encoded,
+        ]
 
     def _echoed(self, delta: TextDelta) -> bytes:
         """The part of the echo whose scores the delta brings; or the whole, if it has none."""
@@ -186,10 +209,13 @@ class ChunkWriter:
 
     def _content(self, delta: TextDelta) -> bytes:
         if self._is_plain:
-            return self._before_text + _encode(delta.text) + self._after_text if delta.text else b""
+            return self._plain(delta.text)
         if not (delta.text or delta.token_ids):
             return b""
         return self.event(self._body(delta.text), delta)
+
+    def _plain(self, text: str) -> bytes:
+        return self._before_text + _encode(text) + self._after_text + self._end.encoded if text else b""
 
     def _body(self, text: str) -> bytes:
         return self._dialect.before_text + _encode(text) + self._dialect.after_text
@@ -203,7 +229,7 @@ class ChunkWriter:
     def _event(self, body: bytes, logprobs: bytes, token_ids: list[int]) -> bytes:
         ids = b',"token_ids":' + _encode(token_ids) if self._return_ids else b""
         return b"".join(
-            (self._before_choice, body, logprobs, b',"finish_reason":null', ids, b"}", self._tail)
+            (self._before_choice, body, logprobs, b',"finish_reason":null', ids, b"}", self._end.encoded)
         )
 
     def finish(self, delta: TextDelta, finish_reason: str) -> bytes:
@@ -211,7 +237,9 @@ class ChunkWriter:
         ids = b',"token_ids":[]' if self._return_ids else b""
         reason = b',"logprobs":null,"finish_reason":"%s"' % finish_reason.encode()
         stop = b',"stop_reason":' + _encode(delta.stop_reason)
-        return b"".join((self._before_choice, self._dialect.no_text, reason, stop, ids, b"}", self._tail))
+        return b"".join(
+            (self._before_choice, self._dialect.no_text, reason, stop, ids, b"}", self._end.encoded)
+        )
 
 
 def _head(form: StreamForm) -> bytes:

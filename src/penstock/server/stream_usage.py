@@ -1,0 +1,59 @@
+"""What the chunks of a stream end with, behind their choices: the usage, where the client wants it there.
+
+Of a stream without usage, nothing; with `include_usage`, null, since the usage has a chunk of its own; with
+`continuous_usage_stats` as well, the numbers of the chunk's choice so far, in vLLM's form: the tokens of its
+prompt, those generated up to this chunk, and their sum. Called by `sse`.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class ChunkEnd(Protocol):
+    """Of the chunks of one choice."""
+
+    @property
+    def encoded(self) -> bytes:
+        """What follows on the choice, to the end of the event."""
+
+    def count(self, num_tokens: int) -> None:
+        """Take note of tokens that were generated; chunks from now on tell them."""
+
+
+class PlainEnd:
+    """The same for all chunks.
+
+    Args:
+        shows_null: whether a usage of null stands there.
+    """
+
+    def __init__(self, *, shows_null: bool) -> None:
+        self.encoded = b'],"usage":null}\n\n' if shows_null else b"]}\n\n"
+
+    def count(self, num_tokens: int) -> None:
+        pass
+
+
+class CountedEnd:
+    """With the usage so far.
+
+    Args:
+        prompt_tokens: of the choice's prompt.
+    """
+
+    def __init__(self, prompt_tokens: int) -> None:
+        self._prompt_tokens = prompt_tokens
+        self._completion_tokens = 0
+
+    @property
+    def encoded(self) -> bytes:
+        prompt, completion = self._prompt_tokens, self._completion_tokens
+        return b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % (
+            prompt,
+            completion,
+            prompt + completion,
+        )
+
+    def count(self, num_tokens: int) -> None:
+        self._completion_tokens += num_tokens
