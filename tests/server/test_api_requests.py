@@ -13,6 +13,7 @@ from live_server import LiveServer
 
 from penstock.config import Limits
 from penstock.errors import OverloadedError
+from penstock.server.fields import REASONING_BUDGETS
 from penstock.server.limits import parse_json
 from penstock.server.text_workers import TextWorkers
 
@@ -116,6 +117,10 @@ def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[lis
         ({"prompt": "a", "stream": "yes"}, "stream"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
         ({"prompt": "a", "stream_options": 3}, "stream_options"),
+        ({"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"prompt": "a", "max_output_tokens": 5}, "max_output_tokens"),
+        ({"prompt": "a", "top_logprobs": 0}, "top_logprobs"),
+        ({"prompt": "a", "add_special_tokens": False}, "add_special_tokens"),
     ],
 )
 def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, Any], param: str) -> None:
@@ -147,6 +152,8 @@ def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, A
         ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
         ({"messages": USER, "max_completion_tokens": -1}, "max_tokens"),
         ({"messages": USER, "echo": True}, "echo"),
+        ({"messages": USER, "max_output_tokens": 5}, "max_output_tokens"),
+        ({"messages": USER, "add_special_tokens": True}, "add_special_tokens"),
     ],
 )
 def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], param: str) -> None:
@@ -155,6 +162,9 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
 
 UNSUPPORTED = [
     ("best_of", 3, 1),
+    ("max_completion_tokens", 5, None),
+    ("top_logprobs", 2, None),
+    ("add_special_tokens", False, True),
     ("tools", [{"type": "function"}], []),
     ("tool_choice", "required", "none"),
     ("suffix", "end", ""),
@@ -176,6 +186,24 @@ def test_unsupported_features_are_refused_unless_neutral(
         response, _ = live.request("POST", TEXT, {"prompt": "a", name: harmless})
         assert response.status == 200
         assert response.getheader("x-penstock-warning") is None
+
+
+@pytest.mark.parametrize("name", REASONING_BUDGETS)
+@pytest.mark.parametrize("path", [TEXT, CHAT, "/v1/responses"])
+def test_a_bound_on_reasoning_is_refused_by_name_and_with_what_there_is(
+    live: LiveServer, path: str, name: str
+) -> None:
+    prompt = {TEXT: {"prompt": "a"}, CHAT: {"messages": USER}}.get(path, {"input": "a"})
+    error = _refused(live, path, prompt | {name: 64})
+    assert (error["param"], error["code"]) == (name, "unsupported_parameter")
+    bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    assert f"Reasoning has no bound of its own here: {bound} bounds it" in error["message"]
+    assert live.post(path, prompt | {name: None})[0] == 200
+
+
+def test_best_of_says_what_to_do_instead(live: LiveServer) -> None:
+    message = _refused(live, TEXT, {"prompt": "a", "best_of": 3})["message"]
+    assert message.endswith("Ask for n answers with logprobs, and choose among them.")
 
 
 def test_unknown_fields_are_ignored_with_a_warning_header(live: LiveServer) -> None:

@@ -13,7 +13,14 @@ from typing import Any, TypeVar
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.server.openai_types import GenerateRequest, StreamOptions
+from penstock.server.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerateRequest,
+    StreamOptions,
+)
+from penstock.server.responses_types import ResponsesRequest, ResponsesStreamOptions
 
 R = TypeVar("R", bound=msgspec.Struct)
 
@@ -21,6 +28,14 @@ WARNING_HEADER = "x-penstock-warning"
 MAX_NAMED_FIELDS = 16
 MAX_FIELD_CHARACTERS = 64
 
+# What others call a bound on the reasoning alone.
+REASONING_BUDGETS = (
+    "thinking",
+    "thinking_budget",
+    "thinking_budget_tokens",
+    "thinking_token_budget",
+    "reasoning_budget",
+)
 # Known fields without support yet, and the values under which they ask for nothing (null always does).
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "best_of": (1,),
@@ -52,16 +67,43 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "detokenize": (True,),
-}
+} | dict.fromkeys(REASONING_BUDGETS, ())
+
+_NO_BUDGET = (
+    "Reasoning has no bound of its own here: max_tokens bounds it and the answer together, and "
+    "reasoning_effort or chat_template_kwargs shorten it or switch it off where its template reads them."
+)
 
 # What to use in place of fields that will not come, or have another name now.
 _IN_PLACE: Mapping[str, str] = {
+    "best_of": "It hides what a request costs. Ask for n answers with logprobs, and choose among them.",
+    **dict.fromkeys(REASONING_BUDGETS, _NO_BUDGET),
     "functions": "Leave it out and use tools.",
     "session_params": "Leave it out and use session_id.",
     "function_call": "Leave it out and use tool_choice.",
 } | {
     f"guided_{kind}": f'Leave it out and use structured_outputs: {{"{kind}": ...}}.'
     for kind in ("json", "regex", "choice", "grammar")
+}
+
+# Fields of other routes that would change the answer of these: the values that ask for nothing, and what to
+# do in place of others. Those of the Responses API stand in `responses_input`.
+_ADDED = "Token ids in prompt, such as those of /tokenize, are taken as they are."
+_WRITTEN = "The chat template writes the special tokens."
+OF_OTHER_ROUTES: Mapping[type[msgspec.Struct], Mapping[str, tuple[tuple[object, ...], str]]] = {
+    ChatRequest: {
+        "max_output_tokens": ((), "It is max_completion_tokens here."),
+        "add_special_tokens": ((False,), _WRITTEN),
+    },
+    CompletionRequest: {
+        "max_completion_tokens": ((), "It is max_tokens here."),
+        "max_output_tokens": ((), "It is max_tokens here."),
+        "top_logprobs": ((), "It is logprobs here, a number."),
+        "add_special_tokens": ((True,), _ADDED),
+    },
+    EmbeddingRequest: {
+        "add_special_tokens": ((True,), _ADDED.replace("prompt", "input")),
+    },
 }
 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names
@@ -79,14 +121,21 @@ def convert(body: dict[str, Any], request_type: type[R]) -> R:
 
 def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
     known = request_type.__struct_fields__
+    elsewhere = OF_OTHER_ROUTES.get(request_type, {})
     for name, value in body.items():
-        if value is None or name in known or name not in NEUTRAL_VALUES:
+        if value is None or name in known:
             continue
-        neutral = NEUTRAL_VALUES[name]
+        if name in elsewhere:
+            neutral, remedy = elsewhere[name]
+        elif name in NEUTRAL_VALUES:
+            neutral = NEUTRAL_VALUES[name]
+            remedy = _IN_PLACE.get(name, f"Leave it out or set it to {_alternatives(neutral)}.")
+        else:
+            continue
         if not any(_is_same(value, one) for one in neutral):
             raise InvalidRequestError(
                 f"{name} is not supported by this version of Penstock.",
-                remedy=_IN_PLACE.get(name, f"Leave it out or set it to {_alternatives(neutral)}."),
+                remedy=remedy,
                 param=name,
                 code="unsupported_parameter",
             )
@@ -114,12 +163,18 @@ def _invalid(message: str) -> InvalidRequestError:
 
 
 def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
-    """Names in `body` that neither the request type nor `NEUTRAL_VALUES` has."""
-    known = request_type.__struct_fields__
-    names = [name for name in body if name not in known and name not in NEUTRAL_VALUES]
-    options = (body.get("stream_options") or {}) if issubclass(request_type, GenerateRequest) else {}
-    nested = [f"stream_options.{name}" for name in options if name not in StreamOptions.__struct_fields__]
-    return names + nested
+    """Names in a body that was converted which mean nothing: the request type has none of them, and they are
+    no known ones without support."""
+    known = {*request_type.__struct_fields__, *NEUTRAL_VALUES, *OF_OTHER_ROUTES.get(request_type, ())}
+    names = [name for name in body if name not in known]
+    return names + _unknown_options(body, request_type)
+
+
+def _unknown_options(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
+    is_generating = issubclass(request_type, GenerateRequest | ResponsesRequest)
+    options = (body.get("stream_options") or {}) if is_generating else {}
+    of = ResponsesStreamOptions if request_type is ResponsesRequest else StreamOptions
+    return [f"stream_options.{name}" for name in options if name not in of.__struct_fields__]
 
 
 def warning_headers(unknown: Sequence[str], unused: Sequence[str] = ()) -> dict[str, str]:

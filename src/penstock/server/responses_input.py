@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError, RequestError
+from penstock.server.fields import REASONING_BUDGETS
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import (
     ChatMessage,
@@ -50,7 +51,8 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "prompt": ((None,), "Send the text itself in input or instructions."),
     "truncation": ((None, "disabled"), "Leave it out, and shorten the input where it is too long."),
 }
-# Fields of chats that would change the answer.
+_NO_BUDGET = "Reasoning has no bound of its own here: max_output_tokens bounds it and the answer together."
+# Fields of chats that would change the answer, and bounds on reasoning.
 _OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "messages": ((None,), "Send them in input."),
     "n": ((None, 1), "Send several requests."),
@@ -58,6 +60,14 @@ _OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
     "max_completion_tokens": ((None,), "It is max_output_tokens here."),
     "response_format": ((None,), "It is text.format here."),
     "logprobs": ((None, False), "Ask for them by include and top_logprobs."),
+    "prompt_logprobs": ((None,), "Ask for them by /v1/chat/completions."),
+    "return_token_ids": ((None, False), "Ask for them by /v1/chat/completions."),
+    "add_special_tokens": ((None, False), "The chat template writes the special tokens."),
+    **dict.fromkeys(REASONING_BUDGETS, ((None,), _NO_BUDGET)),
+}
+# What `reasoning` has elsewhere, by several names.
+_OF_REASONING: Mapping[str, tuple[tuple[object, ...], str]] = {
+    f"reasoning.{name}": ((None,), _NO_BUDGET) for name in ("max_tokens", "budget_tokens", "budget")
 }
 # And those that are taken and change nothing.
 _UNUSED: Mapping[str, tuple[object, ...]] = {
@@ -175,8 +185,12 @@ def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = Non
 
 
 def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequestError` for a field that is another one here, before it is ignored as unknown."""
+    """Raise `InvalidRequestError` for a field that is another one here, or a bound on reasoning, before it is
+    ignored as unknown."""
     _refuse(_OF_CHATS, body.get)
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict):
+        _refuse(_OF_REASONING, lambda name: reasoning.get(name.removeprefix("reasoning.")))
 
 
 def _refuse(names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Callable[[str], object]) -> None:
