@@ -527,6 +527,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         admin_keys: for pausing and the like, which nobody may where there is none.
+        allowed_origins: whose web pages may use the server, such as https://chat.example; none but its own.
         reuse_port: take the port over from a server that has the same, once everything is ready.
         min_free_bytes: of the host's memory; with less left new requests are answered 503. 0 never.
         profile_dir: where profiles are written; None refuses them.
@@ -540,6 +541,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     reuse_port: bool = False
     api_keys: list[str] = []
     admin_keys: list[str] = []
+    allowed_origins: list[str] = []
     served_model_name: str | None = None
     insecure: bool = False  # allow a non-loopback address without a key
     drain_s: float = 30.0

@@ -107,6 +107,37 @@ def test_a_bad_word_is_refused_by_name(server: LiveServer, query: str, param: st
     assert server.engine.operations == []
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "query", "name", "known"),
+    [
+        ("POST", "/pause", "mod=abort", "mod", "It takes mode and timeout_s."),
+        ("POST", "/pause", "mode=abort&Timeout_s=1", "Timeout_s", "It takes mode and timeout_s."),
+        ("POST", "/abort", "request_id=a&every=true", "every", "It takes request_id and all and timeout_s."),
+        ("POST", "/resume", "mode=keep", "mode", "It takes timeout_s."),
+        ("POST", "/flush_cache", "stores=true", "stores", "It takes store and timeout_s."),
+        ("GET", "/is_paused", "timeout_s=1", "timeout_s", "It takes none."),
+    ],
+)
+def test_a_name_that_a_route_does_not_have_is_refused_with_those_that_it_has(
+    server: LiveServer, method: str, path: str, query: str, name: str, known: str
+) -> None:
+    response, raw = server.request(method, f"{path}?{query}", None, AS_ADMIN)
+    assert response.status == 400
+    error = json.loads(raw)["error"]
+    assert (error["param"], error["code"]) == (name, "unknown_parameter")
+    assert error["message"] == f"{name!r} is no parameter of {path}. {known}"
+    assert server.engine.operations == []
+
+
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
+def test_no_admin_route_takes_a_name_that_it_does_not_have(server: LiveServer, path: str) -> None:
+    method = "GET" if path == "/is_paused" else "POST"
+    response, raw = server.request(method, f"{path}?x%00{'y' * 900}=1", None, AS_ADMIN)
+    assert response.status == 400
+    assert json.loads(raw)["error"]["code"] == "unknown_parameter"
+    assert server.engine.operations == []
+
+
 def test_g4_h16_a_flush_reaches_the_engine_and_says_nothing_of_pauses(server: LiveServer) -> None:
     for query, operation, timeout_s in (
         ("", FlushCache(), 60.0),

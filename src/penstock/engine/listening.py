@@ -13,6 +13,7 @@ import ctypes
 import errno
 import ipaddress
 import os
+import re
 import socket
 import struct
 from collections.abc import Sequence
@@ -24,16 +25,21 @@ from penstock.errors import PortInUseError, UsageError
 BACKLOG = 2048
 _SO_ATTACH_REUSEPORT_CBPF = 51
 _BPF_RETURN, _SECOND = 0x06, 1
+_HOST = r"(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?)"
+_ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://{_HOST}(?::(?P<port>[1-9][0-9]{{0,4}}))?")
+_IMPLIED_PORTS = frozenset({("http", "80"), ("https", "443")})
 
 
 def listen(config: ServerConfig) -> socket.socket:
     """Bind, and listen unless the port is to be taken over later.
 
     Raises:
-        UsageError: the address does not exist, or is open to others and has no key; or a key is blank.
+        UsageError: the address does not exist, or is open to others and has no key; or a key is blank, or an
+            origin of pages is none.
         PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
     """
     refuse_bad_keys(config.api_keys, config.admin_keys)
+    refuse_bad_origins(config.allowed_origins)
     family, address = _resolve(config)
     _require_key_unless_loopback(config, address[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -82,6 +88,25 @@ def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
             remedy="Make another key for administrators.",
             param="admin_keys",
         )
+
+
+def refuse_bad_origins(origins: Sequence[str]) -> None:
+    """Raise `UsageError` for what is not an origin of web pages as browsers write it."""
+    for index, origin in enumerate(origins):
+        named, found = f"allowed_origins[{index}] is {origin[:128]!r}", _ORIGIN.fullmatch(origin)
+        if found is None:
+            raise UsageError(
+                f"{named}, which is no origin.",
+                remedy="Write it as browsers send it, such as https://chat.example or http://localhost:3000: "
+                "lower case, no path, no pattern. For several, give --allowed-origins once for each.",
+                param="allowed_origins",
+            )
+        if (found["scheme"], found["port"]) in _IMPLIED_PORTS:
+            raise UsageError(
+                f"{named}; browsers leave out port {found['port']} there.",
+                remedy="Leave it out as well.",
+                param="allowed_origins",
+            )
 
 
 def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:

@@ -2,9 +2,9 @@
 
 Paths of administrators are there only where an admin key is set, and need that key. It opens the others too.
 
-Browsers: no CORS header is ever sent. A page of another origin is refused by its `Origin` header; a host name
-that was re-bound to this machine (DNS rebinding) is refused by the `Host` header while the server listens
-on a loopback address.
+Browsers: a page of another origin is refused by its `Origin` header unless the server was told of that
+origin (`cross_origin`); a host name that was re-bound to this machine (DNS rebinding) is refused by the
+`Host` header while the server listens on a loopback address.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ApiKeys:
         if path in OPEN_PATHS or not (self._keys or is_admin_path):
             return
         fitting = self._admin_keys if is_admin_path else [*self._keys, *self._admin_keys]
-        given = _bearer(_header(headers, b"authorization"))
+        given = _bearer(header_value(headers, b"authorization"))
         matches = [hmac.compare_digest(given, key) for key in fitting]
         if not any(matches):
             kind = "admin key" if is_admin_path else "API key"
@@ -72,24 +72,31 @@ def _bearer(value: bytes) -> bytes:
 class HostPolicy:
     """Args:
     host: the address that the server listens on.
+    allowed_origins: whose pages may use the server beside its own.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, allowed_origins: Sequence[str] = ()) -> None:
+        self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
         self._is_loopback = is_loopback(host)
         self._own_name = host.lower()
 
     def check(self, headers: Headers) -> None:
-        """Raise `ForbiddenError` for a foreign `Host` on loopback, or an `Origin` that is not our own."""
-        host = _header(headers, b"host").decode("latin-1").lower()
+        """Raise `ForbiddenError` for a foreign `Host` on loopback, or an `Origin` that is neither our own nor
+        allowed."""
+        host = header_value(headers, b"host").decode("latin-1").lower()
         if self._is_loopback and host and not self._is_ours(_without_port(host)):
             raise ForbiddenError(
                 "This server listens on a loopback address and does not answer to that Host.",
                 remedy="Use http://127.0.0.1 or http://localhost.",
                 code="host_not_allowed",
             )
-        origin = _header(headers, b"origin").decode("latin-1").lower()
-        if origin and origin.partition("://")[2] != host:
-            raise ForbiddenError("Requests from web pages of another origin are refused.")
+        sent = header_value(headers, b"origin")
+        origin = sent.decode("latin-1").lower()
+        if origin and sent not in self._allowed_origins and origin.partition("://")[2] != host:
+            raise ForbiddenError(
+                "Requests from web pages of another origin are refused.",
+                remedy="Whoever runs the server can allow the origin by --allowed-origins.",
+            )
 
     def _is_ours(self, name: str) -> bool:
         return name == self._own_name or is_loopback(name)
@@ -111,5 +118,6 @@ def _without_port(host: str) -> str:
     return host.partition(":")[0]
 
 
-def _header(headers: Headers, wanted: bytes) -> bytes:
+def header_value(headers: Headers, wanted: bytes) -> bytes:
+    """Of the first header of that name, which is lower case; empty if there is none."""
     return next((value for name, value in headers if name == wanted), b"")

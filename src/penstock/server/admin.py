@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import msgspec
 from fastapi import Query
+from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.config import Limits
@@ -60,6 +61,22 @@ IdleTime = Annotated[
     float | None, Query(gt=0, description="Seconds without a request after which it is closed.")
 ]
 DEFAULT_TIMEOUT_S = 60.0
+
+
+def refuse_unknown_queries(request: Request) -> None:
+    """Raise `InvalidRequestError` for a name in the query that its route does not have: who asks for
+    something by a word with a slip in it must not get something else."""
+    route = request.scope["route"]
+    known = [field.alias for field in route.dependant.query_params]  # codespell:ignore dependant
+    unknown = next((name for name in request.query_params if name not in known), None)
+    if unknown is not None:
+        named = unknown[:MAX_ID_CHARACTERS]
+        raise InvalidRequestError(
+            f"{named!r} is no parameter of {route.path}.",
+            remedy=f"It takes {' and '.join(known)}." if known else "It takes none.",
+            param=named,
+            code="unknown_parameter",
+        )
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):

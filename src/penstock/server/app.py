@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,10 +26,11 @@ from penstock.errors import PenstockError
 from penstock.grammar.proving import GrammarProver
 from penstock.server import openapi
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
-from penstock.server.admin import AdminRoute
+from penstock.server.admin import AdminRoute, refuse_unknown_queries
 from penstock.server.chat import ChatRoute
 from penstock.server.chat_reader import ChatReader
 from penstock.server.completions import CompletionsRoute
+from penstock.server.cross_origin import CrossOrigin
 from penstock.server.debug import DebugRoute
 from penstock.server.embeddings import EmbeddingsRoute
 from penstock.server.engine_port import EngineLike, ServedModel
@@ -140,7 +141,8 @@ def create_app(
     gate = Gate(
         routes,
         keys=ApiKeys(config.api_keys, config.admin_keys),
-        hosts=HostPolicy(config.host),
+        hosts=HostPolicy(config.host, config.allowed_origins),
+        pages=CrossOrigin(config.allowed_origins),
         log=log,
         metrics=metrics,
         lifecycle=context.lifecycle,
@@ -305,6 +307,7 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
             methods=[method],
             response_class=Response,
             name=name,
+            dependencies=[Depends(refuse_unknown_queries)],
             **openapi.plain_route(path),
         )
 

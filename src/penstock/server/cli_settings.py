@@ -372,6 +372,10 @@ class FrontSettings:
     admin_key_file: Annotated[
         Path | None, flag("file of admin keys, one a line", "--admin-key-file", group="server")
     ] = None
+    allowed_origins: Annotated[
+        tuple[str, ...],
+        flag("web page that may use the server: https://chat.example", "--allowed-origins", group="server"),
+    ] = ()
     profile_dir: Annotated[
         Path | None, flag("directory for what /start_profile records", "--profile-dir", group="server")
     ] = None
@@ -399,6 +403,7 @@ class FrontSettings:
             reuse_port=self.reuse_port,
             api_keys=[*self.api_key, *read_keys(self.api_key_file)],
             admin_keys=[*self.admin_key, *read_keys(self.admin_key_file, "--admin-key-file")],
+            allowed_origins=list(self.allowed_origins),
             served_model_name=self.served_model_name,
             insecure=self.insecure,
             drain_s=self.drain_seconds,

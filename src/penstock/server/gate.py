@@ -1,7 +1,8 @@
 """The outermost layer of the app: every request passes here before any route.
 
-It names the request, checks host, origin and key, sees to it that every failure becomes an error object, and
-writes the request's one log line. It knows nothing of routes: a path that does not exist asks for a key too.
+It names the request, checks host, origin and key, tells browsers which pages may read the answer, sees to it
+that every failure becomes an error object, and writes the request's one log line. It knows nothing of routes:
+a path that does not exist asks for a key too.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.errors import PenstockError
 from penstock.server.access import ApiKeys, HostPolicy, refuse_odd_path
+from penstock.server.cross_origin import CrossOrigin
 from penstock.server.errors import error_response
 from penstock.server.keep_alive import Clock
 from penstock.server.lifecycle import Lifecycle
@@ -33,6 +35,7 @@ class Gate:
         *,
         keys: ApiKeys,
         hosts: HostPolicy,
+        pages: CrossOrigin,
         log: RequestLog,
         metrics: Metrics,
         lifecycle: Lifecycle,
@@ -41,6 +44,7 @@ class Gate:
         self._app = app
         self._keys = keys
         self._hosts = hosts
+        self._pages = pages
         self._log = log
         self._metrics = metrics
         self._lifecycle = lifecycle
@@ -62,12 +66,17 @@ class Gate:
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
                 _complete_head(message, record)
+                message["headers"] += self._pages.headers(scope["headers"])
                 if self._lifecycle.is_draining:  # the next request may find another server
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
         try:
             self._hosts.check(scope["headers"])
+            preflight = self._pages.preflight(scope)
+            if preflight is not None:
+                await preflight(scope, receive, send_named)
+                return
             self._keys.check(scope["path"], scope["headers"])
             refuse_odd_path(scope["path"])
             await self._app(scope, receive, send_named)

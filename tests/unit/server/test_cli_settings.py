@@ -163,6 +163,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
  --max-waiting-tokens 30 --built-grammar-bytes 62
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
+--allowed-origins https://a.example --allowed-origins http://localhost:3000
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
 --max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
@@ -247,6 +248,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "port": 21,
         "api_keys": ["k0", "k1", "k2"],
         "admin_keys": ["a0"],
+        "allowed_origins": ["https://a.example", "http://localhost:3000"],
         "served_model_name": "s",
         "insecure": True,
         "reuse_port": True,
@@ -314,6 +316,17 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (settings["port"], settings["kernels"]) == (21, "-attention,-head")
     assert settings["api-key"] == settings["api-key-file"] == settings["admin-key"] == "set"
     assert settings["admin-key-file"] == "not set"
+
+
+def test_allowed_origins_come_from_everywhere(tmp_path: Path) -> None:
+    shown = print_config("m", "--allowed-origins", "https://a.example", "--allowed-origins", "http://b:3000")
+    values = 'allowed-origins = ["https://a.example", "http://b:3000"]'
+    assert line_of(shown, "allowed-origins") == f"{values}  # flag"
+    path = settings_file(tmp_path, shown)
+    assert line_of(print_config("--config", path), "allowed-origins") == f"{values}  # file {path}"
+    shown = print_config("m", PENSTOCK_ALLOWED_ORIGINS="https://a.example,http://b:3000")
+    assert line_of(shown, "allowed-origins") == f"{values}  # environment PENSTOCK_ALLOWED_ORIGINS"
+    assert line_of(print_config("m"), "allowed-origins") == "allowed-origins = []  # default"
 
 
 def test_rule_4_what_a_client_is_shown_holds_no_secret(
