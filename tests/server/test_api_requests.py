@@ -203,7 +203,9 @@ def test_a_bound_on_reasoning_is_refused_by_name_and_with_what_there_is(
 
 def test_best_of_says_what_to_do_instead(live: LiveServer) -> None:
     message = _refused(live, TEXT, {"prompt": "a", "best_of": 3})["message"]
-    assert message.endswith("Ask for n answers with logprobs, and choose among them.")
+    assert message.endswith(
+        "One request could cost any number. Leave it out: ask for n with logprobs, and choose."
+    )
 
 
 def test_unknown_fields_are_ignored_with_a_warning_header(live: LiveServer) -> None:

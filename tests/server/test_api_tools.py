@@ -131,6 +131,19 @@ def test_the_grammar_of_a_streamed_call() -> None:
     assert reasons == [None] * (len(reasons) - 1) + ["tool_calls"]
 
 
+def test_continuous_usage_of_a_streamed_call_counts_every_token_once() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with serving(THOUGHT + ANSWERS["hermes"], reasoning="qwen3") as live:
+        *chunks, last, _done = stream(live, stream_options=options, return_token_ids=True)
+    counted = 0
+    for chunk in chunks:
+        counted += len(chunk["choices"][0]["token_ids"])
+        assert chunk["usage"]["completion_tokens"] == counted
+        assert chunk["usage"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
+    assert counted == last["usage"]["completion_tokens"]
+    assert accumulated([*chunks, "[DONE]"])["finish_reason"] == "tool_calls"
+
+
 def client_of(live: LiveServer) -> openai.OpenAI:
     return openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0)
 

@@ -314,7 +314,9 @@ def test_g4_profiles_over_http(tmp_path: Path) -> None:
     config = ServerConfig(admin_keys=["an-admin"], profile_dir=str(tmp_path))
     with LiveServer(FakeEngine(), config=config) as server:
         assert server.request("POST", "/start_profile")[0].status == 401
-        response, raw = server.request("POST", "/start_profile?name=../../x&timeout_s=3", None, AS_ADMIN)
+        response, _ = server.request("POST", "/start_profile?name=../../x&timeout_s=3", None, AS_ADMIN)
+        assert response.status == 400, "nobody but the server names the file"
+        response, raw = server.request("POST", "/start_profile?timeout_s=3", None, AS_ADMIN)
         assert response.status == 200
         assert json.loads(raw)["max_seconds"] == 60.0
         assert server.request("POST", "/start_profile", None, AS_ADMIN)[0].status == 400

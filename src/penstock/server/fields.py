@@ -71,12 +71,13 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
 
 _NO_BUDGET = (
     "Reasoning has no bound of its own here: max_tokens bounds it and the answer together, and "
-    "reasoning_effort or chat_template_kwargs shorten it or switch it off where its template reads them."
+    "reasoning_effort or chat_template_kwargs shorten it or switch it off where the model's template "
+    "reads them. Leave it out."
 )
 
 # What to use in place of fields that will not come, or have another name now.
 _IN_PLACE: Mapping[str, str] = {
-    "best_of": "It hides what a request costs. Ask for n answers with logprobs, and choose among them.",
+    "best_of": "One request could cost any number. Leave it out: ask for n with logprobs, and choose.",
     **dict.fromkeys(REASONING_BUDGETS, _NO_BUDGET),
     "functions": "Leave it out and use tools.",
     "session_params": "Leave it out and use session_id.",
