@@ -11,10 +11,12 @@ import pytest
 from fake_engine import BOS, VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
 
+from paths import REPOSITORY
 from penstock.config import Limits
 from penstock.errors import OverloadedError
-from penstock.server.fields import REASONING_BUDGETS
+from penstock.server.fields import OF_OTHER_ROUTES, REASONING_BUDGETS
 from penstock.server.limits import parse_json
+from penstock.server.openai_types import StreamOptions
 from penstock.server.text_workers import TextWorkers
 
 TEXT = "/v1/completions"
@@ -199,6 +201,13 @@ def test_a_bound_on_reasoning_is_refused_by_name_and_with_what_there_is(
     bound = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     assert f"Reasoning has no bound of its own here: {bound} bounds it" in error["message"]
     assert live.post(path, prompt | {name: None})[0] == 200
+
+
+def test_fields_of_other_routes_and_stream_options_are_on_the_page() -> None:
+    page = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
+    options = [f"stream_options.{name}" for name in StreamOptions.__struct_fields__]
+    for name in {*options}.union(*OF_OTHER_ROUTES.values()):
+        assert f"`{name}`" in page, name
 
 
 def test_best_of_says_what_to_do_instead(live: LiveServer) -> None:
