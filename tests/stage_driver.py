@@ -61,6 +61,7 @@ class StageDriver:
         ]
         blocks_per_row = -(-max_len // block_size)
         num_blocks = num_rows * blocks_per_row
+        self.memory: list[Tensor] = []  # of each layer's keys and values, as bytes
         self.kv = [[self._layer_kv(num_blocks, stage) for _ in stage_layers(stage)] for stage in self.stages]
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(7))
         self.block_tables = order.view(num_rows, blocks_per_row)  # [num_rows, blocks_per_row]
@@ -70,7 +71,8 @@ class StageDriver:
         # Storage that was never written holds NaN: reading it would show at once.
         num_bytes = num_blocks * stage.attention.block_bytes(self.block_size)
         device = next(stage.parameters()).device
-        return stage.attention.layer_kv(torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=device))
+        self.memory.append(torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=device))
+        return stage.attention.layer_kv(self.memory[-1])
 
     def metadata(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[AttentionMetadata, Tensor]:
         """Metadata and positions ([num_tokens]) of a step that gives `counts` tokens to `rows`."""
