@@ -20,6 +20,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp 2": {"tensor_parallel_size": 2},
     "pp 2, tp 2,1": {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1"},
 }
+# The grid of exactness; where four ranks share a stage, each of two KV heads is held twice.
+GRID: dict[str, dict[str, Any]] = {
+    f"pp {pp}, tp {tp}": {"pipeline_parallel_size": pp, "tensor_parallel_size": tp}
+    for pp in (1, 2, 3)
+    for tp in (1, 2, 4)
+}
 
 
 def small_engine(model: Path, store: Path | None = None, **settings: Any) -> LLM:

@@ -24,7 +24,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return checkpoints.make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=96)
+    return checkpoints.make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=150)
 
 
 def engine(model: Path, **settings: Any) -> LLM:
@@ -44,7 +44,12 @@ def cold(model: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("kernels", ["auto", "off"])
 @pytest.mark.parametrize(
-    ("pp", "tp", "depth"), [(1, 1, 0), (2, 1, 0), (3, 1, 1), (1, 2, 0), (2, 2, 1), (2, "2,1", 0)], ids=str
+    ("pp", "tp", "depth"),
+    [
+        *((1, 1, 0), (2, 1, 0), (3, 1, 1), (1, 2, 0), (2, 2, 1), (2, "2,1", 0)),
+        *(pytest.param(pp, tp, 0, marks=pytest.mark.soak) for pp, tp in ((3, 2), (1, 4), (2, 4), (3, 4))),
+    ],
+    ids=str,
 )
 def test_a10_cached_prefixes_give_the_tokens_of_a_cold_run(
     model: Path, cold: list[list[int]], pp: int, tp: int | str, depth: int, kernels: str

@@ -8,7 +8,7 @@ import pytest
 
 import checkpoints
 from penstock.errors import UsageError
-from small_engines import BLOCK, LAYOUTS, findable, run, small_engine
+from small_engines import BLOCK, GRID, LAYOUTS, findable, run, small_engine
 
 PROMPTS = [[(11 * index + 5 * number) % 90 for index in range(41)] for number in range(4)]
 NUM_FOUND = findable(PROMPTS[0])
@@ -19,7 +19,7 @@ HOST_BYTES = 64 << 20
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
-    checkpoints.make_checkpoint(directory, layers=3, vocab_size=96, seed=2)
+    checkpoints.make_checkpoint(directory, layers=3, vocab_size=150, seed=2)
     return directory
 
 
@@ -29,12 +29,12 @@ def cold(model: Path) -> list[list[int]]:
         return [run(llm, [prompt])[0][0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in GRID)])
 def test_h1_what_the_pool_has_given_up_is_found_in_host_memory(
     model: Path, cold: list[list[int]], layout: str
 ) -> None:
     small = {"num_blocks": POOL, "kv_host_bytes": HOST_BYTES, "dtype": "float32"}
-    with small_engine(model, **small | LAYOUTS[layout]) as llm:
+    with small_engine(model, **small | (LAYOUTS | GRID)[layout]) as llm:
         for turn in range(3):
             for prompt, wanted in zip(PROMPTS, cold, strict=True):
                 (tokens,), num_found = run(llm, [prompt])

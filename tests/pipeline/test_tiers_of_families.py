@@ -22,7 +22,7 @@ import deepseek_models
 from families import FAMILIES
 from foreign_families import FOREIGN
 from penstock import SamplingParams
-from small_engines import BLOCK, CHUNK, GREEDY, LAYOUTS, findable, run, small_engine, wait_until_stored
+from small_engines import BLOCK, CHUNK, GREEDY, GRID, LAYOUTS, findable, run, small_engine, wait_until_stored
 
 SHARED = [(11 * index + index // 7) % 90 for index in range(64)]
 # Ends on a block, behind it, on a chunk, behind it; branches inside of a block; all longer than any window.
@@ -37,6 +37,7 @@ PROMPTS = [
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=6, ignore_eos=True)
 PARAMS = [*[GREEDY] * (len(PROMPTS) - 1), SEEDED]
 NUM_FOUND = sum(map(findable, PROMPTS))
+ENGINES = LAYOUTS | GRID
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,14 @@ SOAK_ONLY = {
 
 def finds_what_it_computes(case: Case, model: Path, store: Path, writer: str, readers: list[str]) -> None:
     common = {"dtype": "float32", "prefill_chunk": CHUNK} | case.settings
-    with small_engine(model, enable_prefix_caching=False, **common, **LAYOUTS[case.layouts[0]]) as llm:
+    with small_engine(model, enable_prefix_caching=False, **common, **ENGINES[case.layouts[0]]) as llm:
         cold = [run(llm, [prompt], [each])[0][0] for prompt, each in zip(PROMPTS, PARAMS, strict=True)]
-    with small_engine(model, store, **common, **LAYOUTS[writer]) as llm:
+    with small_engine(model, store, **common, **ENGINES[writer]) as llm:
         assert run(llm, PROMPTS, PARAMS)[0] == cold, f"{writer}, side by side"
         assert run(llm, PROMPTS, PARAMS) == (cold, NUM_FOUND), f"{writer}, found in the pool"
         wait_until_stored(llm, PROMPTS, cold)
     for reader in readers:
-        with small_engine(model, store, **common, **LAYOUTS[reader]) as llm:
+        with small_engine(model, store, **common, **ENGINES[reader]) as llm:
             assert run(llm, PROMPTS, PARAMS) == (cold, NUM_FOUND), f"{reader}, stored by {writer}"
             stats = llm.stats()
             assert stats is not None
@@ -120,3 +121,26 @@ def test_h1_d15_every_family_finds_in_every_layout_what_every_other_stored(name:
     for number, writer in enumerate(case.layouts):
         store = tmp_path / f"store {number}"
         finds_what_it_computes(case, tmp_path / "model", store, writer, case.layouts)
+
+
+# One that holds keys and values, one with experts beside them, and one with latent vectors.
+OF_THE_GRID = {name: CASES[name] for name in ("small tied llama", "mixtral", "deepseek v3")}
+
+
+def test_h1_h18_what_four_ranks_of_a_stage_store_other_grids_find_and_back(tmp_path: Path) -> None:
+    """Each of two KV heads is held by two of the four."""
+    case = OF_THE_GRID["small tied llama"]
+    case.make(tmp_path / "model")
+    for writer, readers in (("pp 1, tp 4", ["pp 3, tp 2", "pp 1, tp 1"]), ("pp 3, tp 2", ["pp 2, tp 4"])):
+        finds_what_it_computes(case, tmp_path / "model", tmp_path / writer, writer, readers)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("writer", GRID)
+@pytest.mark.parametrize("name", OF_THE_GRID)
+def test_h1_every_layout_of_the_grid_finds_what_every_other_stored(
+    name: str, writer: str, tmp_path: Path
+) -> None:
+    case = OF_THE_GRID[name]
+    case.make(tmp_path / "model")
+    finds_what_it_computes(case, tmp_path / "model", tmp_path / "store", writer, list(GRID))
