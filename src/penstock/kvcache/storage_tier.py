@@ -111,6 +111,18 @@ class Prefetch:
     held: list[int] = field(default_factory=list)
     ordered_at: float = -math.inf
 
+    def num_come(self) -> int:
+        """Blocks from the first on that were loaded, up to one that was not, or not yet."""
+        return next((place for place in range(len(self.blocks)) if place not in self.good), len(self.blocks))
+
+    def take_first(self, count: int) -> list[int]:
+        """The first blocks, which are among those `before` from now on."""
+        taken, self.blocks = self.blocks[:count], self.blocks[count:]
+        self.before, self.names = [*self.before, *self.names[:count]], self.names[count:]
+        self.good = {place - count for place in self.good if place >= count}
+        self.open_orders = {order: place - count for order, place in self.open_orders.items()}
+        return taken
+
 
 @dataclass(slots=True)
 class _Manner:
@@ -237,11 +249,15 @@ class StorageTier:
             self._catalogue.look_up(ticket, wanted)
 
     def must_wait(self, arrival: int) -> bool:
-        """Whether blocks of this request are on their way, and it is worth while to wait."""
+        """Whether blocks of this request are on their way, and it is worth while to wait. If not, those that
+        have come are findable: as many as nothing is missing before."""
         prefetch = self._prefetches.get(arrival)
-        if prefetch is None or prefetch.is_flushed or self._manner.is_slow:
+        if prefetch is None or prefetch.is_flushed:
             return False
-        self._manner.is_slow = self._clock() >= prefetch.give_up_at
+        self._manner.is_slow = self._manner.is_slow or self._clock() >= prefetch.give_up_at
+        if self._manner.is_slow and (count := prefetch.num_come()):
+            first, names = len(prefetch.before), prefetch.names[:count]
+            self._allocator.release_reserved(prefetch.take_first(count), first, names)
         return not self._manner.is_slow
 
     def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
@@ -349,7 +365,7 @@ class StorageTier:
             return []
         del self._prefetches[arrival]
         wanted = len(prefetch.blocks)
-        come = next((n for n in range(wanted) if n not in prefetch.good), wanted)
+        come = prefetch.num_come()
         took_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
         self._manner.block_s = took_s / wanted
         self._release(prefetch, 0 if prefetch.is_flushed else come)

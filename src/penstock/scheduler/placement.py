@@ -174,9 +174,10 @@ class Placement:
         while self._rows.num_free and (head := self._queues.head()) is not None:
             if not (newcomers or head.has_started):
                 return
+            must_wait = self._prefixes.must_wait(head)  # where it need not, more may be found
             found = self._prefixes.find(head)
             coming = self._prefixes.on_the_way(head, len(found))
-            if self._prefixes.must_wait(head) and not coming:
+            if must_wait and not coming:
                 return
             if self._prefixes.must_follow(head, len(found)):
                 return

@@ -98,6 +98,36 @@ def test_h3_a_request_waits_for_its_blocks_and_only_so_long() -> None:
     assert run(other, "c", [1] * 13) == 12, "what came too late is there for the next"
 
 
+@pytest.mark.parametrize(("num_come", "is_first_lost"), [(1, False), (2, False), (2, True)])
+def test_h3_a_request_that_waits_no_longer_begins_with_what_has_come(
+    num_come: int, is_first_lost: bool
+) -> None:
+    """Of three blocks, as far as none is missing; the rest comes later, and no block is lost."""
+    one, catalogue = rig()
+    prompt = list(range(2, 15))
+    run(one, "a", prompt)
+    settle_store(one)
+    other = again(one, catalogue, num_blocks=16, max_model_len=32)
+    other.executor.answers_at_once = False
+    if is_first_lost:
+        del other.executor.stored[next(iter(other.executor.stored))]
+    other.add("b", prompt, max_tokens=4, ignore_eos=True)
+    for _ in range(3):
+        other.step(timeout_s=1.0)
+    other.executor.answer(num_come)
+    other.step(timeout_s=1.0)
+    assert not other.updates["b"], "it waits for the rest"
+    other.clock.advance(2.5)
+    other.run_until_idle()
+    assert other.updates["b"][0].num_cached_tokens == (0 if is_first_lost else num_come * BLOCK)
+    assert tokens_of(other, "b") == tokens_of(one, "a")
+    other.executor.answer(3)
+    other.step(timeout_s=1.0)
+    assert other.scheduler.stats().free_blocks == 16
+    assert run(other, "c", prompt) == 12
+    assert tokens_of(other, "c") == tokens_of(one, "a")
+
+
 def test_nobody_wakes_up_for_a_request_that_waits_no_longer() -> None:
     """A store that does not answer must not keep the core busy."""
     one, catalogue = rig()
