@@ -232,9 +232,12 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     bytes_read: int = 0  # of payloads that were what they should be
     bytes_written: int = 0
+    records_read: int = 0  # parts of blocks that were there and what they should be
     verify_failures: int = 0  # records that were not what their keys say
     call_failures: int = 0  # of the store, or half answers
     host_bytes_read: int = 0  # of payloads that were in the host tier, and the store was not asked for
+    host_records_read: int = 0  # of them, how many
+    host_bytes_written: int = 0  # of payloads put into it: computed, or got from the store
     host_bytes_used: int = 0  # of its memory: how many more, or fewer
     switched_off: int = 0  # 1: it is left alone from now on because it failed too often; -1: no longer so
 
@@ -242,9 +245,12 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return StoreUse(
             bytes_read=self.bytes_read + other.bytes_read,
             bytes_written=self.bytes_written + other.bytes_written,
+            records_read=self.records_read + other.records_read,
             verify_failures=self.verify_failures + other.verify_failures,
             call_failures=self.call_failures + other.call_failures,
             host_bytes_read=self.host_bytes_read + other.host_bytes_read,
+            host_records_read=self.host_records_read + other.host_records_read,
+            host_bytes_written=self.host_bytes_written + other.host_bytes_written,
             host_bytes_used=self.host_bytes_used + other.host_bytes_used,
             switched_off=self.switched_off + other.switched_off,
         )

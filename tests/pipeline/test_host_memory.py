@@ -43,9 +43,11 @@ def test_h1_what_the_pool_has_given_up_is_found_in_host_memory(
         stats = llm.stats()
         assert stats is not None
         assert stats.evicted_blocks
-        assert stats.host_bytes_read
+        assert stats.host_bytes_read > stats.host_records_read > 0
+        assert stats.host_bytes_written
+        assert stats.host_bytes_used <= HOST_BYTES * 12, "of each rank"
         assert not stats.failed_blocks
-        assert not stats.store_bytes_read
+        assert (stats.store_records_read, stats.store_bytes_read) == (0, 0)
 
 
 def test_h8_write_back_stores_what_host_memory_gives_up_and_the_rest_at_the_end(

@@ -26,6 +26,7 @@ from small_engines import BLOCK, findable, small_engine, wait_until_stored
 ADMIN_KEY = "key-of-an-administrator"
 PROMPTS = [[(11 * index + number) % 90 for index in range(17 + 24 * number)] for number in range(3)]
 NUM_FOUND = sum(map(findable, PROMPTS))
+NUM_RECORDS = NUM_FOUND // BLOCK * 3 * 2  # of three layers and two heads
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +45,15 @@ def fill(llm: LLM) -> list[list[int]]:
     return tokens
 
 
+def alone(model: Path, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[list[int]]:
+    """Each by itself in an engine that keeps nothing."""
+    with small_engine(model, enable_prefix_caching=False, kernels="off") as llm:
+        return [run(llm, [prompt])[0][0] for prompt in prompts]
+
+
 @pytest.fixture(scope="module")
 def cold(model: Path) -> list[list[int]]:
-    with small_engine(model, enable_prefix_caching=False, kernels="off") as llm:
-        return [run(llm, [prompt])[0][0] for prompt in PROMPTS]
+    return alone(model)
 
 
 LAYOUTS = small_engines.LAYOUTS | {"without kernels": {"kernels": "off"}}
@@ -62,16 +68,19 @@ def test_h1_d15_what_one_layout_stores_every_other_finds(
     for reader, layout in LAYOUTS.items():
         with small_engine(model, tmp_path, **layout) as llm:
             assert run(llm) == (cold, NUM_FOUND), reader
+            stats = llm.stats()
+            assert stats is not None
+            assert stats.store_records_read == NUM_RECORDS, "no rank's part is read twice, or by nobody"
 
 
-def test_h17_another_model_finds_nothing(model: Path, tmp_path: Path) -> None:
+def test_h17_another_model_finds_nothing(model: Path, cold: list[list[int]], tmp_path: Path) -> None:
     with small_engine(model, tmp_path / "store") as llm:
         fill(llm)
     other = checkpoints.make_checkpoint(tmp_path / "other", layers=3, vocab_size=96, seed=1)
     with small_engine(other, tmp_path / "store") as llm:
-        assert run(llm)[1] == 0
+        assert run(llm) == (alone(other), 0)
     with small_engine(model, tmp_path / "store", block_size=BLOCK // 2) as llm:
-        assert run(llm)[1] == 0
+        assert run(llm) == (cold, 0)
 
 
 @contextmanager
@@ -133,7 +142,7 @@ def test_r9_a_store_that_vanishes_is_no_store(model: Path, cold: list[list[int]]
         shutil.rmtree(store)
         store.write_text("in its place")
         others = [[90 - token for token in prompt] for prompt in PROMPTS]
-        run(llm, others)
+        assert run(llm, others)[0] == alone(model, others), "these ask the store"
         assert run(llm)[0] == cold
     store.unlink()
     with small_engine(model, store, pipeline_parallel_size=2) as llm:

@@ -39,9 +39,12 @@ _TOTALS = (
     "failed_blocks",
     "store_bytes_read",
     "store_bytes_written",
+    "store_records_read",
     "store_verify_failures",
     "store_call_failures",
     "host_bytes_read",
+    "host_records_read",
+    "host_bytes_written",
     "reaped_sessions",
 )
 _SUMS = (

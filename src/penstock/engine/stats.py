@@ -41,9 +41,12 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     failed_blocks: int = 0  # that could not be stored or loaded
     store_bytes_read: int = 0  # by ranks and core together, as in `batch.StoreUse`
     store_bytes_written: int = 0
+    store_records_read: int = 0
     store_verify_failures: int = 0
     store_call_failures: int = 0
     host_bytes_read: int = 0  # of ranks' host tiers
+    host_records_read: int = 0
+    host_bytes_written: int = 0
     host_bytes_used: int = 0  # now
     store_switched_off: int = 0  # processes that leave the store alone now
     num_sessions: int = 0  # open ones (`kvcache.sessions`)

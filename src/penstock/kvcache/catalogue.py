@@ -11,6 +11,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from penstock.batch import StoreUse
 from penstock.errors import ErrorInfo
 from penstock.kvstore.description import description_key
@@ -65,7 +67,7 @@ class StoreCatalogue:
         self._jobs.put(lambda: self._store.delete([self._key(name) for name in names]))
 
     def use(self) -> StoreUse:
-        return self._store.use()
+        return msgspec.structs.replace(self._store.use(), records_read=0)  # entries are parts of no block
 
     def empty(self) -> StoreEmptying:
         emptying = StoreEmptying(self._store, self._namespace)

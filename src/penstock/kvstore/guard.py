@@ -131,6 +131,7 @@ class GuardedStore:
         return StoreUse(
             bytes_read=counts.num_bytes_read,
             bytes_written=counts.num_bytes_written,
+            records_read=counts.num_hits,
             verify_failures=counts.num_verify_failures,
             call_failures=counts.num_failures,
             switched_off=int(counts.is_open),

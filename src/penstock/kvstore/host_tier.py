@@ -68,7 +68,7 @@ class HostTier(GuardedStore):
         self._memory_lock = threading.Lock()  # of what follows; never held while the store is asked
         self._payloads: OrderedDict[bytes, bytes] = OrderedDict()  # what was used longest ago comes first
         self._unwritten: set[bytes] = set()  # of these, those that the store has not
-        self._num_bytes = self._num_bytes_hit = 0
+        self._num_bytes = self._num_bytes_hit = self._num_hits = self._num_bytes_kept = 0
 
     @property
     def num_bytes(self) -> int:
@@ -76,13 +76,19 @@ class HostTier(GuardedStore):
         return self._num_bytes
 
     def use(self) -> StoreUse:
-        own = {"host_bytes_read": self._num_bytes_hit, "host_bytes_used": self._num_bytes}
-        return msgspec.structs.replace(super().use(), **own)
+        return msgspec.structs.replace(
+            super().use(),
+            host_bytes_read=self._num_bytes_hit,
+            host_records_read=self._num_hits,
+            host_bytes_written=self._num_bytes_kept,
+            host_bytes_used=self._num_bytes,
+        )
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._memory_lock:
             found = {key: self._payloads[key] for key in keys if key in self._payloads}
             self._num_bytes_hit += sum(map(len, found.values()))
+            self._num_hits += len(found)
             self._touch(found)
         missing = [key for key in keys if key not in found]
         fetched = zip(missing, super().get(missing), strict=True) if missing else ()
@@ -131,6 +137,7 @@ class HostTier(GuardedStore):
                 self._drop(key)
                 self._payloads[key] = records[key]
                 self._num_bytes += _size(key, records[key])
+                self._num_bytes_kept += len(records[key])
                 if not are_written:
                     self._unwritten.add(key)
                 while self._num_bytes > self._max_bytes:

@@ -71,9 +71,12 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     failed_blocks: int  # that could not be stored or loaded
     store_bytes_read: int
     store_bytes_written: int
+    store_records_read: int
     store_verify_failures: int
     store_call_failures: int
     host_bytes_read: int
+    host_records_read: int
+    host_bytes_written: int
     host_bytes_used: int
     store_switched_off: int
     num_sessions: int

@@ -75,8 +75,9 @@ def test_h1_memory_is_asked_first_and_the_store_for_the_rest() -> None:
     assert in_memory(tier) == [1, 0]
     store.records.clear()
     assert tier.get([KEYS[0], KEYS[2], KEYS[1]]) == [payload(0), None, payload(1)]
-    assert tier.use().host_bytes_read == 200
-    assert tier.use().bytes_read == 0
+    use = tier.use()
+    assert (use.host_records_read, use.host_bytes_read, use.host_bytes_written) == (2, 200, 400)
+    assert (use.records_read, use.bytes_read, use.bytes_written) == (0, 0, 400)
 
 
 def test_h9_what_belongs_together_stays_from_its_beginning() -> None:

@@ -223,11 +223,12 @@ def test_a_rank_tells_what_it_has_done_with_the_store_since_it_told_last() -> No
     block_bytes = LAYERS * HEADS * codec().record_bytes
     with transfer(store, layers(seed=1), clock=clock) as one:
         assert use_of(one, stores(0, 1)) == StoreUse(bytes_written=2 * block_bytes)
-        assert use_of(one, [TierOrder(7, True, 3, NAMES[0])]) == StoreUse(bytes_read=block_bytes)
+        loaded = use_of(one, [TierOrder(7, True, 3, NAMES[0])])
+        assert loaded == StoreUse(bytes_read=block_bytes, records_read=LAYERS * HEADS)
         key = record_key(SPACE, NAMES[1], 0, 0)
         store.records[key] = store.records[key][:-1]
         bad = use_of(one, [TierOrder(8, True, 4, NAMES[1])])
-        assert bad == StoreUse(bytes_read=codec().record_bytes, verify_failures=1), (
+        assert bad == StoreUse(bytes_read=codec().record_bytes, records_read=1, verify_failures=1), (
             "further layers are not asked"
         )
 
