@@ -68,6 +68,10 @@ class BoundedStore:
         self._num_bytes = 0
         self._records: OrderedDict[bytes, bytes] = OrderedDict()
 
+    def __iter__(self) -> Iterator[bytes]:
+        """Keys, that of the oldest record first."""
+        return iter(self._records)
+
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
         yield [Found(key, len(r)) for key, r in self._records.items() if key.startswith(prefix)]
 
@@ -168,7 +172,10 @@ class TieredEngine:
         """Whether all that was to be loaded was."""
         keys = {order: record_key(SPACE, order.name, 0, 0) for order in orders}
         loads = [order for order in orders if order.is_load]
-        records = self._store.get([keys[order] for order in loads])
+        # One by one, as layers come, which leaves the last block used last; what was used together is told.
+        records = [self._store.get([keys[order]])[0] for order in loads]
+        come = zip(loads, records, strict=True)
+        self._store.used([keys[order] for order, record in come if record is not None])
         done: list[Outcome] = [
             (order.order, record is not None) for order, record in zip(loads, records, strict=True)
         ]

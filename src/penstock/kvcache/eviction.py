@@ -109,7 +109,8 @@ class HeapOrder:
 
 
 class LruOrder:
-    """Blocks come in the order of their worth, so a queue is enough, but for those that are restored."""
+    """Blocks come in the order of their worth, so a queue is enough, but for those that are restored. None
+    are equal: those of one event are let go as a chain, the deepest first (`BlockPool.give_back`)."""
 
     def __init__(self) -> None:
         self._queue: OrderedDict[int, None] = OrderedDict()

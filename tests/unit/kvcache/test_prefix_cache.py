@@ -148,6 +148,7 @@ def test_h9_each_policy_gives_up_its_own(policy: EvictionPolicy, expected: list[
 
 @pytest.mark.parametrize("policy", ["lfu", "priority"])
 def test_h10_equal_blocks_go_by_their_hash_however_they_came(policy: EvictionPolicy) -> None:
+    """By `lru` no two are equal: those of one event are of one chain (next test)."""
     orders = []
     for seed in range(4):
         cache = PrefixCache(6, eviction_order(policy))
@@ -159,6 +160,23 @@ def test_h10_equal_blocks_go_by_their_hash_however_they_came(policy: EvictionPol
             cache.let_go(block)
         orders.append([names[cache.evict()] for _ in range(6)])
     assert all(order == sorted(order) for order in orders)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
+def test_h10_blocks_that_were_let_go_together_go_the_deepest_first(policy: EvictionPolicy) -> None:
+    """Of each chain, and all of the one that was let go first before any of the other."""
+    blocks = allocator(6, policy)
+    chains = [block_hashes(ROOT, [token] * 3 * BLOCK, BLOCK) for token in (2, 1)]
+    for owner in (0, 1):
+        blocks.grow(owner, 3 * BLOCK)
+        blocks.name(owner, 0, chains[owner])
+    for owner in (0, 1):
+        blocks.free(owner)
+    left = []
+    for number in range(6):
+        blocks.grow(2 + number, BLOCK)
+        left.append(tuple(len(blocks.find(chain)) for chain in chains))
+    assert left == [(2, 3), (1, 3), (0, 3), (0, 2), (0, 1), (0, 0)]
 
 
 # --- against a plain model --------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -313,6 +314,26 @@ def test_r9_a_read_only_directory_is_an_error(directory: Path, monkeypatch: pyte
         LmdbStore(directory)
 
 
+def test_r9_a_directory_that_becomes_read_only_is_an_error_until_it_is_writable_again(
+    store: LmdbStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was put before is there then."""
+    store.put(some([5]))
+
+    def read_only(*args: object, **kwargs: object) -> None:
+        raise lmdb.ReadonlyError("Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LmdbTables, "write", read_only)
+        patch.setattr(lmdb, "open", read_only)  # after the failed call it is opened again
+        for call in (lambda: store.put(some([6])), lambda: store.get([key_of(5)])):
+            with pytest.raises(StoreError, match="ReadonlyError: Read-only file system"):
+                call()
+    assert kept(store, range(10)) == [5]
+    store.put(some([6]))
+    assert kept(store, range(10)) == [5, 6]
+
+
 @pytest.mark.parametrize("left", [0, 100, 2 * PAGE, 3 * PAGE, 10 * PAGE + 17], ids=str)
 def test_r9_a_file_that_was_cut_short_is_never_believed_nor_fatal(directory: Path, left: int) -> None:
     records = {key_of(n): record_of(n) for n in range(30)}
@@ -320,15 +341,18 @@ def test_r9_a_file_that_was_cut_short_is_never_believed_nor_fatal(directory: Pat
     with_seals.put(records)
     with_seals.close()
     os.truncate(directory / "data.mdb", left)
-    try:
-        inner = LmdbStore(directory)
-    except StoreError:
-        return
-    guard = GuardedStore(inner)
+    if left:  # an empty file is a new one
+        for _ in range(2):
+            with pytest.raises(StoreError, match=re.escape(str(directory))) as raised:
+                LmdbStore(directory)
+            assert "delete the directory" in raised.value.remedy
+        shutil.rmtree(directory)
+    guard = GuardedStore(LmdbStore(directory))
     for key, record in records.items():
         assert guard.get([key])[0] in (None, record)
-    assert guard.counts().num_hits < 30
+    assert guard.counts().num_hits == 0
     guard.put(records)
+    assert guard.get(list(records)) == list(records.values())
     guard.close()
 
 
@@ -369,6 +393,7 @@ import random, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[3])
 from test_lmdb_store import key_of, record_of, some
+from penstock.kvstore.lmdb_tables import LmdbTables
 from penstock.kvstore.lmdb_store import LmdbStore
 quota = int(sys.argv[2]) or None
 store = LmdbStore(Path(sys.argv[1]), quota_bytes=quota)
