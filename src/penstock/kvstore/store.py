@@ -29,6 +29,8 @@ _REMEDY = f"Give a path, or one of {', '.join(f'{name}://' for name in _SCHEMES[
 class KVStore(Protocol):
     """Records by key. Keys have 32 to 64 bytes. Several threads may call at once; every call may block.
 
+    One method more than seams have here: `used`, as only who loads a chain knows what belongs together.
+
     All methods raise `StoreError` for whatever goes wrong: disk full or read-only, server gone, no right to
     it. What a failed `put` or `delete` has done of its work is open.
     """
