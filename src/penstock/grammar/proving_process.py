@@ -31,7 +31,7 @@ from penstock.request import StructuredOutputs
 _STACK_BYTES = 2 << 20
 _MEMORY_BYTES = 1 << 30  # beside what the vocabulary takes
 _PR_SET_PDEATHSIG = 1
-_UNSUPPORTED = re.compile(r"^(Unimplemented keys|Unknown format)|not supported")
+_UNSUPPORTED = re.compile(r"^(Unimplemented keys|Unknown format)|(not|only) supported")
 
 
 def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> Answer:

@@ -121,6 +121,7 @@ class _Reader:
             if isinstance(count, bool) or not isinstance(count, int | float):
                 raise _unsupported(keyword, f"it is a number, not {_kind(count)}")
             _at_most(keyword, count, limits.max_repeats, "--max-repeats")
+        _check_num_fields(schema)
         for pattern in _patterns(schema):
             size = len(pattern.encode("utf-8", "replace"))
             _at_most(
@@ -166,6 +167,15 @@ def _nested(schema: dict[str, Any]) -> Iterator[Any]:
     for keyword in _NESTED:
         if keyword in schema:
             yield schema[keyword]
+
+
+def _check_num_fields(schema: dict[str, Any]) -> None:
+    """The grammar counts fields as they are written, and one whose name is free may be written twice: it can
+    promise the required ones and one more."""
+    required = schema.get("required")
+    surely = 1 + (len(required) if isinstance(required, list) else 0)
+    if schema.get("minProperties", 0) > surely:
+        raise _unsupported("minProperties", f"of fields with different names only {surely} can be promised")
 
 
 def _patterns(schema: dict[str, Any]) -> Iterator[str]:

@@ -68,6 +68,8 @@ WRONG = [
     ({"x-guidance": {"lenient": True}}, "x-guidance", "Leave x-guidance out"),
     ({"items": [{}, {}]}, "prefixItems", "Leave items out"),
     ({"exclusiveMinimum": True, "minimum": 3}, "exclusiveMinimum", "Leave exclusiveMinimum out"),
+    ({"minProperties": 2}, "only 1 can be promised", "Leave minProperties out"),
+    ({"minProperties": 4, "required": ["a", "b"]}, "only 3 can be", "Leave minProperties out"),
     ({"minItems": "3"}, "minItems", "Leave minItems out"),
 ]
 
