@@ -88,6 +88,15 @@ _TYPES = (
     ResponsesRequest,
     Version,
 )
+_REQUESTS = (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    ResponsesRequest,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+    DetokenizeRequest,
+)
 _ANY_ROUTE = (401, 403, 500)
 _GENERATION = (400, 404, 413, 429, 503)
 _TEXT = (400, 404, 413, 429)
@@ -204,6 +213,8 @@ def complete(routes: FastAPI, model: ServedModel, config: ServerConfig) -> None:
     _, definitions = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
     for name, bounds in _bounds(model, config.limits).items():
         _bound(definitions[name]["properties"], bounds)
+    for request in _REQUESTS:
+        _bound(definitions[request.__name__]["properties"], {"model": {"string": {"enum": [model.name]}}})
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # the framework's own word for what is 400 here
