@@ -194,6 +194,27 @@ def test_g8_bad_words_hold_within_a_grammar_and_may_leave_nothing() -> None:
         assert raised.value.code == "constraint_unmet"
 
 
+def test_g8_d12_biases_penalties_choices_and_scores_go_with_a_grammar() -> None:
+    asked = {"structured_outputs": StructuredOutputs(regex="(a|b){6}"), "seed": 3}
+    with engine(pipeline_parallel_size=2, async_depth=1) as llm:
+        (a,), (b,) = (llm.get_tokenizer().encode(letter, add_special_tokens=False) for letter in "ab")
+
+        def texts(**changes: Any) -> list[str]:
+            (output,) = llm.generate(PROMPT, SamplingParams(**asked | {"max_tokens": 20} | changes))
+            return [completion.text for completion in output.outputs]
+
+        assert texts(temperature=0.0, allowed_token_ids=[a, b, 1], logit_bias={a: -100.0}) == ["bbbbbb"]
+        (greedy,) = texts(temperature=0.0)
+        (varied,) = texts(temperature=0.0, frequency_penalty=2.0)
+        assert varied != greedy
+        three = texts(n=3)
+        assert three[:1] == texts()
+        assert all(re.fullmatch("(a|b){6}", text) for text in [greedy, varied, *three])
+        (scored,) = llm.generate(PROMPT, SamplingParams(**asked, max_tokens=0, prompt_logprobs=0))
+        assert scored.outputs[0].text == ""
+        assert len(scored.prompt_logprobs or []) == len(scored.prompt_token_ids)
+
+
 def test_stop_strings_and_stop_ids_end_a_text_before_its_grammar_does() -> None:
     asked = StructuredOutputs(regex="(abc){3}")
     with engine() as llm:

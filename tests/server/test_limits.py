@@ -11,11 +11,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from fake_engine import VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
 
-from penstock.config import ConnectionLimits, Limits, SchedulerConfig
+from penstock.config import ConnectionLimits, GrammarLimits, Limits, SchedulerConfig
 from penstock.server.limits import ByteLimits
 from penstock.server.openai_types import ChatMessage
 from penstock.server.prompts import PromptReader
@@ -139,37 +140,74 @@ def test_r8_the_documents_bounds_are_the_servers(small: LiveServer) -> None:
     assert schemas["ChatRequest"]["properties"]["messages"]["maxItems"] == 3
 
 
-def test_r8_every_default_is_finite() -> None:
-    """The numbers of the table."""
-    assert Limits() == Limits(
-        max_json_depth=64,
-        max_messages=4096,
-        max_prompts=256,
-        max_prompt_scores=524_288,
-        max_event_streams=16,
-        max_profile_s=60.0,
-        max_profile_bytes=256 << 20,
-        max_profiles=16,
-        max_logprobs=20,
-        max_stop_strings=16,
-        max_stop_string_bytes=256,
-        max_stop_token_ids=64,
-        max_logit_bias=1024,
-        max_allowed_token_ids=1024,
-        max_bad_words=128,
-        max_bad_word_bytes=128,
-        max_n=128,
-        max_choices=256,
-        session_idle_s=600.0,
-        max_session_idle_s=86_400.0,
-    )
-    assert SchedulerConfig().max_sessions == 64
+# The numbers of the table of limits, each once more: a default that is changed is meant to be noticed here.
+DEFAULTS: dict[msgspec.Struct, dict[str, Any]] = {
+    Limits(): {
+        "max_body_bytes": None,  # these two follow from the context
+        "max_prompt_bytes": None,
+        "max_json_depth": 64,
+        "max_messages": 4096,
+        "max_prompts": 256,
+        "max_prompt_scores": 524_288,
+        "max_event_streams": 16,
+        "max_profile_s": 60.0,
+        "max_profile_bytes": 268_435_456,
+        "max_profiles": 16,
+        "max_tools": 128,
+        "max_tool_bytes": 262_144,
+        "max_template_kwargs": 16,
+        "max_choices": 256,
+        "max_embedding_inputs": 2048,
+        "max_embedding_tokens": 300_000,
+        "session_idle_s": 600.0,
+        "max_session_idle_s": 86_400.0,
+        "max_logprobs": 20,
+        "max_stop_strings": 16,
+        "max_stop_string_bytes": 256,
+        "max_stop_token_ids": 64,
+        "max_logit_bias": 1024,
+        "max_allowed_token_ids": 1024,
+        "max_bad_words": 128,
+        "max_bad_word_bytes": 128,
+        "max_n": 128,
+    },
+    GrammarLimits(): {
+        "max_schema_bytes": 65_536,
+        "max_schema_depth": 32,
+        "max_enum_items": 4096,
+        "max_pattern_bytes": 512,
+        "max_repeats": 10_000,
+        "max_compiling": 2,
+        "max_compile_waiting": 64,
+        "compile_timeout_s": 1.0,
+        "grammar_cache_bytes": 67_108_864,
+    },
+    ConnectionLimits(): {
+        "max_connections": 4096,
+        "max_request_line": 8192,
+        "max_header_bytes": 16_384,
+        "max_headers": 64,
+        "header_timeout_s": 10.0,
+        "body_timeout_s": 75.0,
+        "keep_alive_timeout_s": 75.0,
+        "write_timeout_s": 60.0,
+        "min_body_rate": 1024,
+        "max_discarded_bytes": 67_108_864,
+        "max_pipelined": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("limits", DEFAULTS, ids=lambda limits: type(limits).__name__)
+def test_r8_every_default_is_finite(limits: msgspec.Struct) -> None:
+    assert msgspec.structs.asdict(limits) == DEFAULTS[limits]
+
+
+def test_r8_the_queue_and_what_follows_from_the_context_are_finite() -> None:
+    scheduler = SchedulerConfig()
+    assert (scheduler.max_waiting_requests, scheduler.queue_timeout_s) == (1024, 60.0)
+    assert (scheduler.max_sessions, scheduler.built_grammar_bytes) == (64, 536_870_912)
     assert ByteLimits.resolve(Limits(), 1000) == ByteLimits(max_body=2 * 2**20 + 8000, max_prompt=16_000)
-    connections = ConnectionLimits()
-    assert (connections.max_connections, connections.max_request_line) == (4096, 8192)
-    assert (connections.max_header_bytes, connections.max_headers) == (16_384, 64)
-    times = (connections.header_timeout_s, connections.keep_alive_timeout_s, connections.write_timeout_s)
-    assert times == (10, 75, 60)
 
 
 @pytest.mark.parametrize(

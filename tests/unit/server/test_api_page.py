@@ -1,53 +1,130 @@
-"""The API page of the docs names every parameter, and each limit as it is."""
+"""The pages of the docs name every parameter, where its request is described, and each limit as it is."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 
 import pytest
 
+from pages import page, rows, section, told_of, words, written
 from paths import REPOSITORY
-from penstock.config import Limits
+from penstock.config import GrammarLimits, Limits, SchedulerConfig
+from penstock.server import openai_types, responses_types
 from penstock.server.cli_limits import LimitSettings
 from penstock.server.fields import NEUTRAL_VALUES
-from penstock.server.openai_types import ChatMessage, ChatRequest, CompletionRequest, Function
-from penstock.server.responses_types import FunctionTool, InputItem, ResponsesRequest, TextOptions
+from penstock.server.limits import ByteLimits
+from penstock.server.openai_types import ChatRequest, CompletionRequest, EmbeddingRequest, Function
+from penstock.server.text_routes import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeChatRequest,
+    TokenizeResponse,
+    TokenizeTextRequest,
+)
 from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
-PAGE = (REPOSITORY / "docs" / "api.md").read_text(encoding="utf-8")
-QUOTED = frozenset(re.findall(r"[a-z_0-9]+", " ".join(re.findall(r"`[^`]*`", PAGE))))
+DEFAULTS = {field.name.replace("_", "-"): field.default for field in fields(LimitSettings)} | {
+    "max-sessions": SchedulerConfig().max_sessions
+}
+PAGES = sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md"))
+
+
+def flag_of(name: str) -> str:
+    return re.sub("_s$", "" if name == "compile_timeout_s" else "_seconds", name).replace("_", "-")
+
+
+def sections(name: str, *titles: str) -> str:
+    return "\n".join(section(name, title) for title in titles)
 
 
 @pytest.mark.parametrize(
-    "of",
+    ("of", "where"),
     [
-        CompletionRequest,
-        ChatRequest,
-        ChatMessage,
-        Function,
-        ResponsesRequest,
-        InputItem,
-        FunctionTool,
-        TextOptions,
+        (CompletionRequest, ("api", "All three", "Completions")),
+        (ChatRequest, ("api", "All three", "Chat")),
+        (Function, ("api", "Tools")),
+        (EmbeddingRequest, ("embeddings", "Embeddings")),
+        (TokenizeTextRequest, ("endpoints", "Text and ids")),
+        (TokenizeChatRequest, ("endpoints", "Text and ids")),
     ],
 )
-def test_every_field_is_on_the_page(of: type) -> None:
-    assert set(of.__struct_fields__) - QUOTED == set()  # type: ignore[attr-defined]
+def test_every_parameter_has_a_row(of: type, where: tuple[str, ...]) -> None:
+    assert set(of.__struct_fields__) - rows(sections(*where)).keys() == set()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("of", "where"),
+    [
+        (openai_types.StreamOptions, ("api", "All three")),
+        (openai_types.StructuredOutputFields, ("api", "All three")),
+        (openai_types.StructuredOutputFields, ("structured-output", "Asking for it")),
+        (openai_types.ResponseFormat, ("structured-output", "Asking for it")),
+        (openai_types.ChatMessage, ("api", "Messages", "Refused")),
+        (openai_types.ContentPart, ("api", "Messages")),
+        (openai_types.ToolCall, ("api", "Messages")),
+        (openai_types.FunctionCall, ("api", "Messages")),
+        (openai_types.Tool, ("api", "Tools")),
+        (openai_types.NamedTool, ("api", "Chat")),
+        (openai_types.RenderedPrompt, ("endpoints", "Text and ids")),
+        (openai_types.ModelCard, ("endpoints", "Models, health and metrics")),
+        (responses_types.ResponsesRequest, ("api", "All three", "Responses")),
+        (responses_types.InputItem, ("api", "Responses")),
+        (responses_types.InputPart, ("api", "Responses")),
+        (responses_types.FunctionTool, ("api", "Responses")),
+        (responses_types.NamedChoice, ("api", "Responses")),
+        (responses_types.TextOptions, ("api", "Responses")),
+        (responses_types.ReasoningOptions, ("api", "Responses")),
+        (responses_types.ResponsesStreamOptions, ("api", "Responses")),
+        (DetokenizeRequest, ("endpoints", "Text and ids")),
+        (DetokenizeResponse, ("endpoints", "Text and ids")),
+        (TokenizeResponse, ("endpoints", "Text and ids")),
+    ],
+)
+def test_every_field_of_a_nested_type_or_an_answer_is_named_where_it_belongs(
+    of: type, where: tuple[str, ...]
+) -> None:
+    assert set(of.__struct_fields__) - words(sections(*where)) == set()  # type: ignore[attr-defined]
 
 
 def test_everything_that_is_refused_is_on_the_page() -> None:
-    assert set(NEUTRAL_VALUES) - QUOTED == set()
+    assert set(NEUTRAL_VALUES) - words(section("api")) == set()
 
 
-def test_every_form_of_calls_and_of_reasoning_is_on_the_page() -> None:
-    assert {form.name for form in (*TOOL_FORMATS, *REASONING_FORMATS)} - QUOTED == set()
+def test_every_form_of_calls_and_of_reasoning_has_a_row() -> None:
+    assert {form.name for form in TOOL_FORMATS} <= rows(section("api", "Tools")).keys()
+    assert {form.name for form in REASONING_FORMATS} <= rows(section("api", "Reasoning")).keys()
 
 
-def test_every_limit_of_a_request_is_on_the_page_with_its_flag() -> None:
-    numbers = set(re.findall(r"\d+", PAGE.replace(",", "")))
-    for name in Limits.__struct_fields__:
-        setting = re.sub("_s$", "_seconds", name)
-        assert hasattr(LimitSettings(), setting)
-        assert f"--{setting.replace('_', '-')}" in PAGE, name
-        value = int(getattr(Limits(), name) or 0)
-        assert not value or {str(value), str(value >> 10), str(value >> 20)} & numbers, name
+@pytest.mark.parametrize(("limits", "name"), [(Limits(), "api"), (GrammarLimits(), "structured-output")])
+def test_every_limit_of_a_request_is_on_its_page_with_its_flag(
+    limits: Limits | GrammarLimits, name: str
+) -> None:
+    for field in limits.__struct_fields__:
+        flag, value = flag_of(field), getattr(limits, field)
+        assert DEFAULTS[flag] == value
+        assert f"`--{flag}`" in page(name)
+        assert value is None or told_of(flag, page(name)), flag
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_number_beside_the_flag_of_a_limit_is_its_default(name: str) -> None:
+    for flag, value in DEFAULTS.items():
+        assert value is None or set(told_of(flag, page(name))) <= written(value), flag
+
+
+def test_limits_that_follow_from_the_context_are_told_as_they_are() -> None:
+    fixed, more = (ByteLimits.resolve(Limits(), length) for length in (0, 1))
+    body = f"{fixed.max_body >> 20} MiB + {more.max_body - fixed.max_body} bytes a token"
+    assert f"{body} of context (`--max-body-bytes`" in page("api")
+    assert f"({more.max_prompt} bytes a token, `--max-prompt-bytes`)" in page("api")
+    assert (fixed.max_body % (1 << 20), fixed.max_prompt) == (0, 0)
+
+
+def test_numbers_are_found_wherever_they_may_stand() -> None:
+    text = "1 to 1,024 ids (`--a` ≤), `--b` (86,400) and 2 KiB as JSON (`--c`) | `--d` | 64 MiB |"
+    assert [told_of(flag, text) for flag in "abcde"] == [["1,024"], ["86,400"], ["2 KiB"], ["64 MiB"], []]
+    assert written(1024) == {"1,024", "1 KiB"}
+    assert written(60.0) == {"60"}
+    assert written(64 << 20) == {"67,108,864", "64 MiB"}
+    assert written(300_000) == {"300,000"}
