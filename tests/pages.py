@@ -7,6 +7,7 @@ import re
 from paths import REPOSITORY
 
 _QUOTED = re.compile(r"`([^`]*)`")
+_EXAMPLE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _WORD = re.compile(r"[a-z_0-9]+")
 _NUMBER = r"\d[\d,.]*(?: [KMG]iB)?"
 
@@ -27,8 +28,8 @@ def section(name: str, title: str = "") -> str:
 
 
 def words(text: str) -> set[str]:
-    """Names that stand in backticks, alone or as parts of something."""
-    return {word for quoted in _QUOTED.findall(text) for word in _WORD.findall(quoted)}
+    """Names that stand in backticks, alone or as parts of something; examples do not count."""
+    return {word for quoted in _QUOTED.findall(_EXAMPLE.sub("", text)) for word in _WORD.findall(quoted)}
 
 
 def rows(text: str) -> dict[str, str]:
