@@ -131,8 +131,8 @@ def test_r8_bad_requests_of_our_document_are_refused(live: LiveServer, path: str
 @pytest.mark.soak
 @pytest.mark.parametrize("path", GENERATING)
 def test_r8_soak_many_requests_of_our_document(live: LiveServer, path: str) -> None:
-    check_good(live, path, 200)
-    check_bad(live, path, 200)
+    check_good(live, path, 120)
+    check_bad(live, path, 120)
 
 
 @pytest.mark.parametrize("path", TEXT)

@@ -214,7 +214,8 @@ def complete(routes: FastAPI, model: ServedModel, config: ServerConfig) -> None:
     for name, bounds in _bounds(model, config.limits).items():
         _bound(definitions[name]["properties"], bounds)
     for request in _REQUESTS:
-        _bound(definitions[request.__name__]["properties"], {"model": {"string": {"enum": [model.name]}}})
+        names = {"enum": [model.name, ""]}  # an empty one asks for the model that is served
+        _bound(definitions[request.__name__]["properties"], {"model": {"string": names}})
     for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # the framework's own word for what is 400 here
