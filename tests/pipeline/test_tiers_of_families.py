@@ -127,12 +127,11 @@ def test_h1_d15_every_family_finds_in_every_layout_what_every_other_stored(name:
 OF_THE_GRID = {name: CASES[name] for name in ("small tied llama", "mixtral", "deepseek v3")}
 
 
-def test_h1_h18_what_four_ranks_of_a_stage_store_other_grids_find_and_back(tmp_path: Path) -> None:
+def test_h1_h18_what_four_ranks_of_a_stage_store_another_layout_of_the_grid_finds(tmp_path: Path) -> None:
     """Each of two KV heads is held by two of the four."""
     case = OF_THE_GRID["small tied llama"]
     case.make(tmp_path / "model")
-    for writer, readers in (("pp 1, tp 4", ["pp 3, tp 2", "pp 1, tp 1"]), ("pp 3, tp 2", ["pp 2, tp 4"])):
-        finds_what_it_computes(case, tmp_path / "model", tmp_path / writer, writer, readers)
+    finds_what_it_computes(case, tmp_path / "model", tmp_path / "store", "pp 1, tp 4", ["pp 3, tp 2"])
 
 
 @pytest.mark.soak
