@@ -16,13 +16,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Family = Literal["llama", "qwen2", "mixtral", "qwen2_moe"]
+Family = Literal["llama", "qwen2", "mixtral", "qwen2_moe", "qwen3_moe"]
 
 _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 # Fields that a family's checkpoints have besides those of Llama; an argument wins.
@@ -34,6 +35,14 @@ _FAMILY_FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 40,
         "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
@@ -130,6 +139,8 @@ def tensor_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}.{name}.weight"] = (rows, columns)
             if has_bias:
                 shapes[f"{prefix}.{name}.bias"] = (rows,)
+        if config["model_type"] == "qwen3_moe":
+            shapes |= {f"{prefix}.self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
         shapes[f"{prefix}.input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}.post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
@@ -145,7 +156,7 @@ def _mlp_shapes(config: Mapping[str, Any], layer: int) -> dict[str, tuple[int, i
         block, (gate, up, down), count = "block_sparse_moe", ("w1", "w3", "w2"), config["num_local_experts"]
     else:
         block, (gate, up, down), count = "mlp", ("gate_proj", "up_proj", "down_proj"), 0
-    if config["model_type"] == "qwen2_moe" and _is_sparse(config, layer):
+    if config["model_type"] in ("qwen2_moe", "qwen3_moe") and _is_sparse(config, layer):
         inner, count = config["moe_intermediate_size"], config["num_experts"]
     expert = {gate: (inner, hidden), up: (inner, hidden), down: (hidden, inner)}
     if not count:

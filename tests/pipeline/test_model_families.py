@@ -11,12 +11,15 @@ from torch import Tensor
 
 from families import FAMILIES
 from hand_core import Wanted, small_core
+from hf_reference import MIN_MARGIN
 from kernel_builds import built
+from margins import smallest_margin
 from penstock.distributed.group import MemoryGroup
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.models.registry import load_spec
 from rank_configs import make_rank_configs
 from stage_driver import StageDriver
 from tensor_ranks import joined, together
@@ -49,6 +52,7 @@ def tokens(model: Path, tp: tuple[int, ...], kernels: str) -> list[list[int]]:
 
 def test_a10_b1_d13_every_layout_gives_the_tokens_of_one_rank(checkpoint: Path) -> None:
     whole = tokens(checkpoint, (1,), "off")
+    assert smallest_margin(checkpoint, PROMPTS, whole) > MIN_MARGIN
     assert tokens(checkpoint, (2, 1), "off") == whole
     for tp in LAYOUTS:
         assert tokens(checkpoint, tp, "auto") == whole, tp
@@ -95,3 +99,49 @@ def test_a10_b1_logits_are_the_same_bits_for_every_cut_and_near_for_every_share(
         assert torch.equal(logits(checkpoint, cuts, 1, kernels)[0], alone)
         for found in logits(checkpoint, cuts, 2, kernels):
             assert torch.equal(found, shared[0]), cuts
+
+
+@pytest.mark.parametrize("with_kernels", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_b1_logits_of_four_ranks_are_near_those_of_one(checkpoint: Path, with_kernels: bool) -> None:
+    kernels = CpuKernels(built(), frozenset(KERNEL_NAMES)) if with_kernels else None
+    (alone,), shared = (logits(checkpoint, (), size, kernels) for size in (1, 4))
+    torch.testing.assert_close(shared[0], alone, atol=1e-4, rtol=0)
+    assert torch.equal(shared[0].argmax(-1), alone.argmax(-1))
+    assert all(torch.equal(found, shared[0]) for found in shared)
+
+
+class Counting(MemoryGroup):
+    """A group that counts its sums."""
+
+    num_reduced = 0
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        self.num_reduced += 1
+        return super().all_reduce(x)
+
+
+@pytest.mark.parametrize("with_kernels", [False, True])
+def test_b5_a_layer_costs_two_sums_and_a_norm_over_all_heads_one_more(
+    checkpoint: Path, with_kernels: bool
+) -> None:
+    """And the embedding one; counted by the memory that ranks share where calls are recorded."""
+    where = {"name": "stage 0", "timeout_s": 60.0}
+    own = [CpuKernels(built(), frozenset(KERNEL_NAMES)) if with_kernels else None for _ in range(2)]
+    groups = [
+        Counting(rank, 2, **where) if kernels is None else SharedGroup(kernels, rank, 2, **where)
+        for rank, kernels in enumerate(own)
+    ]
+
+    def count(group: Counting | SharedGroup) -> int:
+        driver = StageDriver(checkpoint, kernels=own[group.rank], group=group)
+        (stage,), (kv,) = driver.stages, driver.kv
+        stage.record(kv, 64)
+        assert stage.is_recorded == with_kernels
+        for step in ({0: PROMPTS[1]}, {0: [5]}):
+            before = group.num_reduced
+            driver.step(step)
+            counted = group.num_reduced - before
+        return counted
+
+    a_layer = 3 if load_spec(checkpoint).qk_norm == "all_heads" else 2
+    assert together(joined(groups), count) == [3 * a_layer + 1] * 2

@@ -26,6 +26,7 @@ PROMPT = [1, 40, 7, 7, 90, 3, 22, 5, 61, 11, 2]
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "num_local_experts": 5},
     "qwen2_moe": {"family": "qwen2_moe", "mlp_only_layers": [1]},
+    "qwen3_moe": {"family": "qwen3_moe", "mlp_only_layers": [1], "head_dim": 16},
 }
 WAYS = pytest.mark.parametrize("expert_parallel", [False, True], ids=["by width", "whole experts"])
 

@@ -15,12 +15,17 @@ from head_requests import request as head_request
 from hf_reference import MIN_MARGIN, reference
 from kernel_builds import built
 from penstock.distributed.group import MemoryGroup
+from penstock.distributed.share import vocab_share
 from penstock.kernels.candidates import head_output_of
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.models.decoder import Decoder
 from penstock.models.intermediate import IntermediateTensors
 from penstock.models.registry import load_spec
 from penstock.models.sharding import require_shardable
+from penstock.models.spec import ModelSpec
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loader import load_weights
 from stage_driver import StageDriver
 
 PROMPT = torch.randint(0, 150, (40,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -118,32 +123,40 @@ def test_any_kernel_of_any_family_can_be_switched_off(checkpoint: Path) -> None:
         torch.testing.assert_close(driver.prefill(0, PROMPT, 16), by_torch, rtol=0, atol=1e-4)
 
 
-def test_s5_stages_and_ranks_hold_what_the_spec_counts(checkpoint: Path) -> None:
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_s5_a4_a12_every_rank_holds_and_reads_what_the_spec_counts(checkpoint: Path, size: int) -> None:
+    """Of layers the ranks of a stage have equally much; of the vocabulary blocks."""
     spec = load_spec(checkpoint)
-    for cuts in ((), (1,), (1, 2)):
-        for stage in StageDriver(checkpoint, cuts).stages:
-            held = sum(parameter.numel() for parameter in stage.parameters())
-            assert held == spec.stage_parameters(stage.start_layer, stage.end_layer)
-    require_shardable(spec, 2)
-    halves = [
-        StageDriver(checkpoint, group=MemoryGroup(rank, 2, name="stage 0", timeout_s=1.0)) for rank in (0, 1)
-    ]
-    held = sum(p.numel() for half in halves for stage in half.stages for p in stage.parameters())
-    assert held == spec.stage_parameters(0, spec.num_layers) + held_twice(halves[0])
+    require_shardable(spec, size)
+    groups = [MemoryGroup(rank, size, name="stage 0", timeout_s=1.0) for rank in range(size)]
+    for cuts in ((), (1, 2)):
+        ranks = [StageDriver(checkpoint, cuts, group=group) for group in groups]
+        for stages in zip(*(rank.stages for rank in ranks), strict=True):
+            counts = spec.parameter_counts(stages[0].start_layer, stages[0].end_layer)
+            tables, rest = divmod(counts["embedding"] + counts["head"], spec.embedding_parameters())
+            assert rest == 0
+            layers = counts["layers"] + counts["norm"] + held_again(stages[0], spec, size)
+            for rank, stage in enumerate(stages):
+                held = sum(parameter.numel() for parameter in stage.parameters())
+                ids = vocab_share(spec.vocab_size, rank, size).size
+                assert held * size == layers + tables * ids * spec.hidden_size * size
+                read = load_weights(stage, Checkpoint(checkpoint), lambda done, total: None)
+                assert read.bytes_read == read.tensor_bytes == 4 * held
 
 
-def held_twice(half: StageDriver) -> int:
-    """Parameters that both of two ranks have: norms but those over all heads, biases of sums, one KV head."""
-    spec, twice = half.spec, 0
-    replicated = spec.kv_size if spec.num_kv_heads == 1 else 0
-    for name, parameter in half.stages[0].named_parameters():
-        if name.endswith("qkv_proj.weight"):
-            twice += 2 * replicated * spec.hidden_size
+def held_again(stage: Decoder, spec: ModelSpec, size: int) -> int:
+    """Parameters that ranks have beyond one copy: norms but those over all heads, biases, and heads of
+    keys and values where there are fewer than ranks."""
+    more, copies = 0, max(1, size // spec.num_kv_heads) - 1
+    for name, parameter in stage.named_parameters():
+        if "qkv_proj" in name:
+            inputs = spec.hidden_size if name.endswith("weight") else 1
+            more += 2 * copies * spec.kv_size * inputs
         elif spec.qk_norm == "all_heads" and "k_norm" in name:
-            twice += replicated
+            more += copies * spec.kv_size
         elif "norm" in name and not (spec.qk_norm == "all_heads" and "q_norm" in name):
-            twice += parameter.numel()
-    return twice
+            more += (size - 1) * parameter.numel()
+    return more
 
 
 @pytest.mark.parametrize("with_kernels", [False, True])

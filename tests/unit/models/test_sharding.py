@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 import checkpoints
@@ -17,9 +19,12 @@ from penstock.errors import UsageError
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.models.decoder import Decoder
 from penstock.models.registry import load_spec
 from penstock.models.sharding import require_shardable
 from penstock.models.spec import ModelSpec
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loader import load_weights
 from stage_driver import StageDriver
 from tensor_ranks import joined, together
 
@@ -73,8 +78,9 @@ def test_b1_b7_ranks_together_give_the_logits_of_one(
 def test_a4_a12_ranks_hold_and_read_their_shares(checkpoint: Path, size: int) -> None:
     whole = StageDriver(checkpoint)
     groups, _ = connect(size, False)
-    held = [Counter(sizes(StageDriver(checkpoint, group=group))) for group in groups]
-    for name, number in sizes(StageDriver(checkpoint)).items():
+    ranks = [StageDriver(checkpoint, group=group) for group in groups]
+    held = [Counter(sizes(rank)) for rank in ranks]
+    for name, number in sizes(whole).items():
         own = [each[name] for each in held]
         if "norm" in name or name.endswith(("o_proj.bias", "down_proj.bias")):
             assert own == [number] * size
@@ -84,7 +90,59 @@ def test_a4_a12_ranks_hold_and_read_their_shares(checkpoint: Path, size: int) ->
             assert own == [rows * number // (spec.query_size + 2 * spec.kv_size)] * size
         else:
             assert sum(own) == number
+            if "embed_tokens" not in name and "lm_head" not in name:
+                assert own == [number // size] * size
             assert max(own) - min(own) < 2 * IDS * whole.spec.hidden_size
+    for rank in ranks:
+        (stage,) = rank.stages
+        read = load_weights(stage, Checkpoint(checkpoint), lambda done, total: None)
+        assert read.bytes_read == read.tensor_bytes == 4 * sum(p.numel() for p in stage.parameters())
+
+
+@pytest.mark.parametrize(("size", "ids"), [(2, (0, 96, 150)), (4, (0, 64, 96, 128, 150))])
+def test_a13_b3_every_rank_has_its_slices_of_the_checkpoint(
+    checkpoint: Path, size: int, ids: tuple[int, ...]
+) -> None:
+    """Ids in blocks of 32; of fewer key-value heads than ranks each is whole on some."""
+    stored = load_file(checkpoint / "model.safetensors")
+    for group in connect(size, False)[0]:
+        rank, driver = group.rank, StageDriver(checkpoint, group=group)
+        held = dict(driver.stages[0].named_parameters())
+        num_kv = driver.spec.num_kv_heads
+        kv_parts = min(size, num_kv)
+        expected = {"model.norm.weight": stored["model.norm.weight"]}
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            if name in stored:
+                expected[name] = stored[name][ids[rank] : ids[rank + 1]]
+        for layer in range(driver.spec.num_layers):
+            prefix = f"model.layers.{layer}."
+            for kind in ("weight", "bias"):
+                parts = [stored.get(f"{prefix}self_attn.{part}_proj.{kind}") for part in "qkv"]
+                if (query := parts[0]) is not None:
+                    own = [query.chunk(size)[rank]]
+                    own += [part.chunk(kv_parts)[rank * kv_parts // size] for part in parts[1:]]
+                    expected[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat(own)
+            mlp = [stored[f"{prefix}mlp.{part}_proj.weight"].chunk(size)[rank] for part in ("gate", "up")]
+            expected[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat(mlp)
+            for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+                expected[prefix + name] = stored[prefix + name].chunk(size, dim=1)[rank]
+            for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+                expected[prefix + name] = stored[prefix + name]
+        assert held.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert torch.equal(held[name], tensor), name
+
+
+def test_b2_b8_s10_a_block_of_a_70b_model_on_one_of_four_ranks(checkpoint: Path) -> None:
+    """80 KiB for each token, 1.25 MiB for a block; the numbers of the blocks are the same on all ranks."""
+    sizes_of_70b = {"hidden_size": 8192, "intermediate_size": 28672, "vocab_size": 128256}
+    heads = {"num_heads": 64, "num_kv_heads": 8, "head_dim": 128}
+    spec = replace(load_spec(checkpoint), num_layers=80, qkv_bias=False, **sizes_of_70b, **heads)
+    for rank in range(4):
+        group = MemoryGroup(rank, 4, name="stage 0", timeout_s=1.0)
+        layer = Decoder(spec, (0, 1), dtype=torch.bfloat16, device="meta", group=group)
+        assert 80 * layer.attention.block_bytes(16) == 16 * 80 << 10 == 1280 << 10
+        assert layer.layers[0].self_attn.qkv_proj.weight.shape == (2048 + 256 + 256, 8192)
 
 
 def sizes(driver: StageDriver) -> dict[str, int]:
