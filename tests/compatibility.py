@@ -11,7 +11,8 @@ import itertools
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,10 @@ from penstock.request import StructuredOutputs
 from small_engines import findable, run, small_engine, wait_until_stored
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "compatibility.md"
-PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(3)]
+Prompt = dict[str, list[int]]
+PROMPTS: list[Prompt] = [
+    {"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(3)
+]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 CHOICES = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
 CHANGED = SamplingParams(
@@ -112,7 +116,6 @@ FEATURES = {
     "float32": Feature(plain),
     "bfloat16": Feature(plain, {"dtype": "bfloat16"}, is_rounded=True),
     "without our kernels": Feature(plain, {"kernels": "off"}),
-    "a plan issued ahead": Feature(plain, {"async_depth": 1}),
     "prompts in chunks of 4": Feature(plain, {"prefill_chunk": 4}),
     "prompts found in the prefix cache": Feature(plain, {"block_size": 4}, is_warm=True),
     "prompts found in a store that one rank has written": Feature(plain, is_stored=True),
@@ -138,12 +141,12 @@ FEATURES = {
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2": {"pipeline_parallel_size": 2},
-    "pp 3": {"pipeline_parallel_size": 3},
+    "pp 3, depth 2": {"pipeline_parallel_size": 3, "async_depth": 2},
     "tp 2": {"tensor_parallel_size": 2},
     "tp 4": {"tensor_parallel_size": 4},
     "pp 2, tp 2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
     "pp 2, tp 2,1": {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1"},
-    "dp 2, pp 2": {"data_parallel_size": 2, "pipeline_parallel_size": 2},
+    "dp 2, pp 2, depth 1": {"data_parallel_size": 2, "pipeline_parallel_size": 2, "async_depth": 1},
 }
 
 
@@ -168,19 +171,37 @@ def refusal(feature: Feature, model: Path, layout: Mapping[str, Any]) -> str:
 
 
 def tokens(feature: Feature, model: Path, layout: Mapping[str, Any]) -> list[list[int]]:
-    """Of one replica, its ranks as threads; replicas are alike. Of vectors: numbers in steps of `STEP`."""
-    settings = {"dtype": "float32", "threads_per_rank": 1, **feature.settings, **layout}
-    settings.pop("data_parallel_size", None)
+    """All that came for each prompt, in a row. Replicas run at the same time and take the prompts in turn."""
+    layout = dict(layout)
+    num_replicas = layout.pop("data_parallel_size", 1)
+    parts = [PROMPTS[replica::num_replicas] for replica in range(num_replicas)]
+    found: list[list[int]] = [[] for _ in PROMPTS]
+    with ThreadPoolExecutor(num_replicas) as pool:
+        of_replicas = pool.map(lambda prompts: tokens_of_replica(feature, model, layout, prompts), parts)
+        for replica, answers in enumerate(of_replicas):
+            found[replica::num_replicas] = answers
+    return found
+
+
+def tokens_of_replica(
+    feature: Feature, model: Path, layout: Mapping[str, Any], prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    """Of one pipeline, its ranks as threads. Of vectors: numbers in steps of `STEP`."""
+    settings = {"dtype": "float32", "threads_per_rank": 1, "async_depth": 0, **feature.settings, **layout}
     if feature.is_stored:
-        return tokens_from_store(model, settings, layout)
+        return tokens_from_store(model, settings, layout, prompts)
     with LLM(str(model), distributed_executor_backend="inprocess", num_blocks=64, **settings) as llm:
         if feature.pooling is not None:
-            vectors = llm.encode(PROMPTS, pooling=feature.pooling)
+            vectors = llm.encode(prompts, pooling=feature.pooling)
             return [np.rint(vector.outputs.data / STEP).astype(int).tolist() for vector in vectors]
-        runs = [llm.generate(PROMPTS, feature.sampling) for _ in range(1 + feature.is_warm)]
+        runs = [llm.generate(prompts, feature.sampling) for _ in range(1 + feature.is_warm)]
         assert not feature.is_warm or all(output.num_cached_tokens for output in runs[-1])
-        chosen = [one.token_ids for output in runs[-1] for one in output.outputs]
-        return chosen + [likeliest(output) for output in runs[-1]]
+        return [[*chosen(output), *likeliest(output)] for output in runs[-1]]
+
+
+def chosen(output: RequestOutput) -> list[int]:
+    """Of all choices."""
+    return [token_id for one in output.outputs for token_id in one.token_ids]
 
 
 def likeliest(output: RequestOutput) -> list[int]:
@@ -188,15 +209,17 @@ def likeliest(output: RequestOutput) -> list[int]:
     return [token_id for entry in output.prompt_logprobs or [] for token_id in entry or ()]
 
 
-def tokens_from_store(model: Path, settings: Mapping[str, Any], layout: Mapping[str, Any]) -> list[list[int]]:
-    """As `tokens`; without a layout what is run goes into the store, else it is found there."""
-    prompts = [prompt["prompt_token_ids"] for prompt in PROMPTS]
+def tokens_from_store(
+    model: Path, settings: Mapping[str, Any], layout: Mapping[str, Any], prompts: Sequence[Prompt]
+) -> list[list[int]]:
+    """As `tokens_of_replica`; without a layout what is run goes into the store, else it is found there."""
+    ids = [prompt["prompt_token_ids"] for prompt in prompts]
     with small_engine(model, model / "store", **settings) as llm:
-        answers, num_found = run(llm, prompts, GREEDY)
+        answers, num_found = run(llm, ids, GREEDY)
         if layout:
-            assert num_found == sum(map(findable, prompts))
+            assert num_found == sum(map(findable, ids))
         else:
-            wait_until_stored(llm, prompts, answers)
+            wait_until_stored(llm, ids, answers)
         return answers
 
 
@@ -204,14 +227,11 @@ def found(feature: Feature, directory: Path) -> list[str]:
     """A cell for each layout, the pair having been run."""
     feature.model(directory)
     alone, cells = tokens(feature, directory, {}), []
-    seen: list[Mapping[str, Any]] = []  # what one replica is; replicas are alike
     for layout in LAYOUTS.values():
         reason = refusal(feature, directory, layout)
         cells.append(reason or promise(feature, layout))
-        of_one = {name: value for name, value in layout.items() if name != "data_parallel_size"}
-        if reason or of_one in seen:
+        if reason:
             continue
-        seen.append(of_one)
         shared = tokens(feature, directory, layout)
         assert [len(ids) for ids in shared] == [len(ids) for ids in alone]
         if promise(feature, layout) == EQUAL:
@@ -249,8 +269,9 @@ Written by `tests/compatibility.py`, which runs each pair with small models, and
 runs; numbers are rounded so that sums over ranks may end in another token where two are almost as likely. A
 number: refused before anything starts, with this text.
 
-`pp`: stages, `tp`: ranks that share a stage, `dp`: pipelines side by side (here one of the two is run; the
-tests of the server run both).
+`pp`: stages, `tp`: ranks that share a stage, `depth`: plans issued ahead of the pipe (none where nothing is
+said), `dp`: pipelines side by side. Ranks are threads here, and of replicas both are run at the same time and
+take the prompts in turn; one server before both is what `tests/pipeline/test_replicated.py` is about.
 
 What ranks do not see is left out, since it goes with every layout: streams, stop strings, tools and
 reasoning, `/v1/responses`, `echo`, sessions, priorities and the operations of administrators.

@@ -6,9 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from checkpoints import make_checkpoint
+from penstock import LLM
+from penstock.child_config import RankConfig
 from penstock.config import ParallelConfig
+from penstock.engine.launch import LaunchPlan
 from penstock.engine.topology import with_topology
-from penstock.errors import UsageError
+from penstock.errors import PartitionError, UsageError
+from penstock.executor.inprocess import InprocessExecutor
+from penstock.server.cli_settings import EngineSettings
+from small_engines import run, small_engine
 
 UNLIKE = """
 [[stage]]
@@ -88,3 +95,56 @@ def test_layers_may_be_left_to_a_policy(tmp_path: Path) -> None:
         read(tmp_path, UNLIKE, auto)
     with pytest.raises(UsageError, match="threads_per_rank is 0"):
         read(tmp_path, "[[stage]]\nthreads = 0")
+
+
+RAGGED = """
+[[stage]]
+layers = 1
+tp = 2
+threads = 1
+
+[[stage]]
+layers = 2
+threads = 1
+"""
+PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]
+
+
+def test_d13_an_llm_over_the_stages_of_a_file_gives_the_tokens_of_one_rank(tmp_path: Path) -> None:
+    model, path = (
+        make_checkpoint(tmp_path / "model", layers=3, vocab_size=150, seed=4),
+        tmp_path / "unlike.toml",
+    )
+    path.write_text(RAGGED)
+    with small_engine(model, dtype="float32") as alone:
+        expected, _ = run(alone, PROMPTS)
+    ranks: list[RankConfig] = []
+
+    def make(plan: LaunchPlan) -> InprocessExecutor:
+        ranks.extend(plan.ranks)
+        return InprocessExecutor(plan.ranks)
+
+    settings = {"dtype": "float32", "threads_per_rank": None, "topology": path}
+    with small_engine(model, **settings, distributed_executor_backend=make) as unlike:
+        assert run(unlike, PROMPTS)[0] == expected
+    assert [(rank.stage, rank.tp_rank) for rank in ranks] == [(0, 0), (0, 1), (1, 0)]
+    assert [(rank.start_layer, rank.end_layer) for rank in ranks] == [(0, 1), (0, 1), (1, 3)]
+
+
+def test_d13_layers_that_are_not_those_of_the_model_are_refused(tmp_path: Path) -> None:
+    """The sum of the file's is 3, and the model has 4: before anything is allocated."""
+    model, path = make_checkpoint(tmp_path / "model", layers=4), tmp_path / "unlike.toml"
+    (model / "model.safetensors").unlink()
+    path.write_text(RAGGED)
+    with pytest.raises(PartitionError, match=r'partition "1,2" sums to 3, the model has 4 layers'):
+        LLM(str(model), distributed_executor_backend="inprocess", topology=path)
+
+
+def test_d13_the_flag_is_the_same_file(tmp_path: Path) -> None:
+    path = tmp_path / "unlike.toml"
+    path.write_text(RAGGED)
+    parallel = EngineSettings(topology=path).engine_config("m").parallel
+    assert parallel == with_topology(ParallelConfig(), path)
+    assert parallel.tp_sizes == [2, 1]
+    with pytest.raises(UsageError, match="both pipeline_parallel_size and a topology file"):
+        EngineSettings(topology=path, pipeline_parallel_size=2).engine_config("m")

@@ -1,7 +1,8 @@
 """A model checker of what two stages could disagree about: a real core over ranks that go their own pace.
 
 Every rank replays the plans on its own; plans, copies, answers and results come as late as a seed, or a test,
-has it. After every step of every rank its residency digest is the core's (rows H10 to H16).
+has it. After every step of every rank, also of ranks that share a stage, its residency digest is the core's
+(rows C13, H10 to H16).
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ EVERYTHING = {
 }
 
 
-def test_h12_ranks_at_their_own_pace_have_the_cores_table_after_every_step() -> None:
+def test_c13_h12_ranks_at_their_own_pace_have_the_cores_table_after_every_step() -> None:
     seen: Counter[str] = Counter()
     for seed in range(24):
         seen += drive(seed, num_requests=16)
