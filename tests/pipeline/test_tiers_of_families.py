@@ -72,10 +72,11 @@ CASES: dict[str, Case] = {
         )
         for layout, bits in (("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("int8", 8))
     },
+    "qwen3_moe": Case(partial(make, family="qwen3_moe", head_dim=16, mlp_only_layers=[1], seed=5, **SIZES)),
 }
 # Differ from others in what a cache does not see: how weights lie in files, how they are routed and rotated.
 SOAK_ONLY = {
-    *("gptq 8", "awq 4", "packed 4", "deepseek v2", "deepseek v3 yarn", "deepseek v3 halves"),
+    *("gptq 8", "awq 4", "packed 4", "deepseek v2", "deepseek v3 yarn", "deepseek v3 halves", "qwen3_moe"),
     *(f"transformers {name}" for name in ("gpt_neox", "phi", "cohere", "stablelm", "ctrl")),
 }
 

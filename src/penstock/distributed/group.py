@@ -1,6 +1,7 @@
 """The ranks of one stage, which hold shares of the same layers, and what they do together.
 
-    all_reduce    every rank gets the sum      after the row-parallel projections: two a layer (row B5)
+    all_reduce    every rank gets the sum      after the row-parallel projections: two a layer (row B5), and
+                                               one more where queries and keys are normalised over all heads
     all_gather    every rank gets all parts    hidden states that came by shares, candidates of a vocabulary
 
 Sums are taken in the order of the ranks, so every rank gets the same bits. Three carriers: `MemoryGroup` here
