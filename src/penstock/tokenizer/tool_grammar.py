@@ -174,7 +174,7 @@ def _object_schema(schema: dict[str, Any] | None, spacing: dict[str, Any]) -> di
 
 
 def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -> str:
-    """The rule `start`: reasoning and the answer behind it."""
+    """The rule `start`: reasoning, and the answer behind it and a bounded number of line ends."""
     closing = _marker(form.closing, ids)
     if closing.startswith("<["):
         thought = f"thought: {_ANY} {closing}"
@@ -182,7 +182,7 @@ def _thinking(form: ReasoningFormat, ids: Mapping[str, int], *, is_open: bool) -
         thought = f"thought[lazy]: /(?s:.*){_in_regex(form.closing)}/"
     begin = "" if is_open or form.is_open else _marker(form.opening, ids) + " "
     optional = "" if is_open or form.is_open else "?"
-    return f"start: ({begin}thought /\\n*/){optional} answer\n{thought}"
+    return f"start: ({begin}thought /\\n{{0,32}}/){optional} answer\n{thought}"
 
 
 def _marker(marker: str, ids: Mapping[str, int]) -> str:
