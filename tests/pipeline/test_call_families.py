@@ -236,6 +236,11 @@ def test_d12_an_answer_is_what_the_tokens_say_whole_and_streamed(
         last = stream.get_final_completion()
     assert made_of(last.choices[0]) == made
     assert num_chunks > 4
+    if "reasoning" in case:
+        hidden = pipe.client.chat.completions.create(
+            **asked | {"extra_body": body | {"include_reasoning": False}}
+        )
+        assert made_of(hidden.choices[0]) == made._replace(reasoning="")
     ids = {call.id for one in (choice, last.choices[0]) for call in one.message.tool_calls or []}
     assert len(ids) == 2 * len(made.calls)
 

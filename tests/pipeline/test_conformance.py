@@ -1,7 +1,7 @@
 """Every parameter of the API, by the openai client, against two stages: its default, and what it does.
 
 What a sampling parameter does is what `LLM` with one stage does for the same `SamplingParams`. Bounds are
-`server/test_openapi_fuzz`'s; what only responses have is in `server/test_api_responses`. A field of another
+`server/test_openapi_fuzz`'s; what only responses have is in `test_call_families`. A field of another
 request without a row here is an error.
 """
 
@@ -206,6 +206,12 @@ def tells_usage_of_streams(client: Client) -> None:
         assert {usage.total_tokens - usage.completion_tokens for usage in told} == {told[-1].prompt_tokens}
 
 
+def shows_reasoning(client: Client) -> None:
+    """This model has none: `test_call_families` has one that thinks."""
+    for wanted in (True, False):
+        assert chat(client, include_reasoning=wanted) == chat(client)
+
+
 def is_ignored(**fields: Any) -> Callable[[Client], None]:
     def check(client: Client) -> None:
         assert chat(client, **fields) == chat(client)
@@ -343,6 +349,7 @@ PARAMETERS = {
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": PARAMETERS}} for name in ("look", "find")
 ]
+BRACE, OPENING, CLOSING = "95", "63", "65"  # ids of { [ ]
 
 
 def calls(client: Client, **fields: Any) -> list[str]:
@@ -358,7 +365,13 @@ def calls(client: Client, **fields: Any) -> list[str]:
 def calls_tools(client: Client) -> None:
     assert usage(client, tools=TOOLS).prompt_tokens > usage(client).prompt_tokens
     assert usage(client, tools=TOOLS, tool_choice="none").prompt_tokens == usage(client).prompt_tokens
-    assert calls(client, tool_choice="auto") == calls(client)
+    bound = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    to_call: dict[str, Any] = {
+        "tools": bound,
+        "logit_bias": {BRACE: 50},
+    }  # this model calls nothing by itself
+    assert len(calls(client, tool_choice="auto", **to_call)) == 1
+    assert calls(client, tool_choice="auto", **to_call) == calls(client, **to_call)
     made = set(calls(client, tool_choice="required"))
     assert made
     assert made <= {"look", "find"}
@@ -367,9 +380,11 @@ def calls_tools(client: Client) -> None:
 
 
 def calls_one_tool(client: Client) -> None:
-    many = calls(client, tool_choice="required", parallel_tool_calls=True)
-    assert many == calls(client, tool_choice="required")
-    assert len(calls(client, tool_choice="required", parallel_tool_calls=False)) == 1
+    listed: dict[str, Any] = {"tool_choice": "required", "logit_bias": {OPENING: 100, CLOSING: -100}}
+    many = calls(client, parallel_tool_calls=True, **listed)
+    assert len(many) > 1
+    assert many == calls(client, **listed)
+    assert len(calls(client, parallel_tool_calls=False, **listed)) == 1
 
 
 def rendered(client: Client, **fields: Any) -> str:
@@ -437,7 +452,7 @@ FURTHER: Mapping[str, Callable[[Client], None]] = {
     "tool_choice": calls_tools,
     "parallel_tool_calls": calls_one_tool,
     "reasoning_effort": is_without_effect("reasoning_effort", reasoning_effort="low"),
-    "include_reasoning": is_ignored(include_reasoning=True),
+    "include_reasoning": shows_reasoning,
     "add_generation_prompt": begins_answers,
     "continue_final_message": continues_messages,
     "chat_template_kwargs": is_without_effect(
@@ -450,6 +465,49 @@ FURTHER: Mapping[str, Callable[[Client], None]] = {
 @pytest.mark.parametrize("check", FURTHER)
 def test_a_further_parameter_does_what_the_page_says(client: Client, check: str) -> None:
     FURTHER[check](client)
+
+
+def test_usage_says_what_was_found_and_a_salt_finds_its_own(client: Client) -> None:
+    asked: Any = [{"role": "user", "content": "Who comes there, and who comes with him? " * 6}]
+
+    def cached(**fields: Any) -> int:
+        found = usage(client, messages=asked, extra_body=fields)
+        assert found.prompt_tokens_details is not None
+        return int(found.prompt_tokens_details.cached_tokens)
+
+    whole = (usage(client, messages=asked, extra_body={"cache_salt": "first"}).prompt_tokens - 1) // 16 * 16
+    assert whole > 32
+    assert [cached(), cached()] == [0, whole]
+    assert [cached(cache_salt=salt) for salt in ("mine", "mine", "first", "other", "")] == [
+        0,
+        whole,
+        whole,
+        0,
+        whole,
+    ]
+    answer = client.responses.create(model="demo", input=asked, max_output_tokens=1)
+    assert answer.usage is not None
+    assert answer.usage.input_tokens_details.cached_tokens == whole
+
+
+def test_text_becomes_ids_and_ids_text(client: Client) -> None:
+    root = str(client.base_url).removesuffix("v1/")
+
+    def post(path: str, **body: Any) -> Any:
+        return client.post(root + path, body=body, cast_to=object)
+
+    ids = post("tokenize", prompt=PROMPT)["tokens"]
+    assert post("detokenize", tokens=ids[1:])["prompt"] == PROMPT
+    assert post("detokenize", tokens=ids)["prompt"] == "<|begin|>" + PROMPT
+    texts = post("v1/completions/render", prompt=[PROMPT, "So"])
+    assert [one["prompt"] for one in texts] == [PROMPT, "So"]
+    assert texts[0]["token_ids"] == ids
+    ran: Any = client.completions.create(
+        model="demo", prompt=[PROMPT, "So"], max_tokens=1, extra_body={"return_token_ids": True}
+    )
+    assert [one.prompt_token_ids for one in ran.choices] == [one["token_ids"] for one in texts]
+    (of_ids,) = post("v1/completions/render", prompt=ids)
+    assert (of_ids["prompt"], of_ids["token_ids"], of_ids["count"]) == (None, ids, len(ids))
 
 
 @pytest.mark.parametrize("of", [ChatRequest, CompletionRequest, SampledRequest])

@@ -100,16 +100,27 @@ def test_d12_an_answer_is_calls_or_fits_its_format_whole_and_streamed(client: op
         with client.chat.completions.stream(**asked) as stream:
             (streamed,) = stream.get_final_completion().choices
         assert (streamed.message.content or "") == (whole.message.content or "")
+        assert said(streamed) == said(whole)
     assert kinds == {"tool_calls", "stop"}
 
 
+def said(choice: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
+
+
 def test_a_strict_tool_that_is_not_called_leaves_text_alone(client: openai.OpenAI) -> None:
-    (choice,) = client.chat.completions.create(
-        model="demo",
-        messages=[{"role": "user", "content": "Speak."}],
-        tools=TOOLS,
-        max_tokens=16,
-        temperature=0,
-    ).choices
-    assert choice.finish_reason in ("stop", "length", "tool_calls")
-    assert choice.message.content or choice.message.tool_calls
+    def spoken(tools: Any) -> Any:
+        (choice,) = client.chat.completions.create(
+            model="demo",
+            messages=[{"role": "user", "content": "Speak."}],
+            tools=tools,
+            max_tokens=16,
+            temperature=0,
+        ).choices
+        return choice
+
+    loose = [{"type": "function", "function": {"name": "look", "parameters": SCHEMA}}, TOOLS[1]]
+    bound, free = spoken(TOOLS), spoken(loose)
+    assert not said(bound)
+    assert bound.message.content
+    assert (bound.message.content, bound.finish_reason) == (free.message.content, free.finish_reason)
