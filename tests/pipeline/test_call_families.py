@@ -347,7 +347,7 @@ def test_a_conversation_goes_on_over_calls(hermes: Pipe) -> None:
 
 def test_a_schema_binds_the_text_behind_the_reasoning(hermes: Pipe) -> None:
     asked = responding(hermes, "reasoning, then a bound answer", **PLACE)
-    whole = hermes.client.responses.create(**asked)
+    whole: Any = hermes.client.responses.create(**asked)
     assert [(item.type, item.status) for item in whole.output] == [
         ("reasoning", "completed"),
         ("message", "completed"),

@@ -50,6 +50,12 @@ def test_the_four_forms_of_a_prompt(live: LiveServer, prompt: Any, ids: list[lis
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(ids)))
 
 
+def test_a_salt_and_a_priority_reach_the_engine(live: LiveServer) -> None:
+    assert live.post(TEXT, {"prompt": "a", "cache_salt": "mine", "priority": -5})[0] == 200
+    _, _, sampling = live.engine.added[-1]
+    assert (sampling.cache_salt, sampling.priority) == ("mine", -5)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
