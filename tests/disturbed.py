@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -39,10 +38,6 @@ class Server(Served):
     def stage(self, stage: int) -> psutil.Process:
         return named(self, f"penstock stage {stage} tp 0")
 
-    @property
-    def num_recoveries(self) -> int:
-        return len(re.findall(r"recovered in", self.output))
-
 
 @functools.cache
 def _golden() -> list[list[int]]:
@@ -60,14 +55,17 @@ class StreamFailedError(Exception):
 
 
 class Stream:
-    """Ids of a completion, as they come; raises `StreamFailedError` at an error event."""
+    """Ids of a completion, as they come; raises `StreamFailedError` at an error event.
 
-    def __init__(self, served: Served, request: dict[str, Any]) -> None:
+    Args:
+        name: its `x-request-id`, if it is to have one of ours.
+    """
+
+    def __init__(self, served: Served, request: dict[str, Any], name: str = "") -> None:
         body = {"model": "demo", "max_tokens": NUM_TOKENS, "ignore_eos": True, "stream": True}
         encoded = json.dumps(body | {"return_token_ids": True} | request).encode()
-        asked = urllib.request.Request(
-            served.url + "/v1/completions", encoded, {"content-type": "application/json"}
-        )
+        headers = {"content-type": "application/json"} | ({"x-request-id": name} if name else {})
+        asked = urllib.request.Request(served.url + "/v1/completions", encoded, headers)
         self._answer = urllib.request.urlopen(asked, timeout=60)
 
     def close(self) -> None:

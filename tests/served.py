@@ -64,6 +64,10 @@ class Served:
     def output(self) -> str:
         return "".join(self.lines)
 
+    @property
+    def num_recoveries(self) -> int:
+        return self.output.count("recovered in")
+
     def family(self) -> list[psutil.Process]:
         """The supervisor and its children, as far as they live."""
         try:

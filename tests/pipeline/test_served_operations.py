@@ -1,5 +1,9 @@
 """Every operation on a real server under load, with a rank late or killed in its middle: all ranks have done
-it at the same step, and no token changes (rows G4, d18)."""
+it at the same step, and no token changes (rows G4, d18).
+
+A rank stands still before an operation is asked for, and goes on or dies once the cores have it and it is not
+complete: whatever becomes of the rank then happens in the operation's middle.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +29,19 @@ NUM_TOKENS = 300
 class Operated(Server):
     """Attributes:
     replicas: their number.
+    tp: ranks of each stage.
     folder: of profiles.
     """
 
-    def __init__(self, replicas: int, folder: Path) -> None:
+    def __init__(self, replicas: int, tp: int, folder: Path) -> None:
         self.replicas = replicas
-        self.folder = folder
+        self.tp = tp
+        self.folder = folder / "profiles"
+        self.folder.mkdir()
         words = ["--dp", str(replicas)] if replicas > 1 else []
-        super().__init__(2, *words, "--admin-key", ADMIN_KEY, "--profile-dir", str(folder))
+        # Who stands still must not be taken for lost; how long a test needs is the machine's affair.
+        words += ["--tp", str(tp), "--heartbeat-limit", "120", "--kv-store", str(folder / "store")]
+        super().__init__(2, *words, "--admin-key", ADMIN_KEY, "--profile-dir", str(self.folder))
 
     def operate(self, path: str) -> Any:
         asked = urllib.request.Request(
@@ -41,19 +50,31 @@ class Operated(Server):
         with urllib.request.urlopen(asked, timeout=90) as answer:
             return json.load(answer)
 
-    def rank(self, stage: int) -> psutil.Process:
-        """Of the last replica."""
-        replica = f"replica {self.replicas - 1} " if self.replicas > 1 else ""
-        return named(self, f"penstock {replica}stage {stage} tp 0")
+    def rank(self, stage: int, replica: int = -1) -> psutil.Process:
+        """The last one of the stage; of the last replica."""
+        return named(self, f"{self._prefix(replica)}stage {stage} tp {self.tp - 1}")
 
-    def core(self) -> psutil.Process:
-        replica = f"replica {self.replicas - 1} " if self.replicas > 1 else ""
-        return named(self, f"penstock {replica}core")
+    def core(self, replica: int = -1) -> psutil.Process:
+        return named(self, f"{self._prefix(replica)}core")
+
+    def _prefix(self, replica: int) -> str:
+        return f"penstock replica {range(self.replicas)[replica]} " if self.replicas > 1 else "penstock "
+
+    def steps_told(self) -> dict[tuple[int, int], set[int]]:
+        """What each stage has told that it ran lately: steps, by replica and stage."""
+        steps: dict[tuple[int, int], set[int]] = {}
+        for event in json.loads(self.get("/debug/trace"))["traceEvents"]:
+            if event["ph"] == "X" and event["cat"] == "forward":
+                steps.setdefault(divmod(event["pid"], 1000), set()).add(event["args"]["step"])
+        return steps
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+LAYOUTS = [(1, 1), (2, 1), pytest.param((1, 2), marks=pytest.mark.soak)]  # replicas, ranks of a stage
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids=["one", "dp2", "tp2"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operated]:
-    with Operated(request.param, tmp_path_factory.mktemp("profiles")) as served:
+    with Operated(*request.param, tmp_path_factory.mktemp("operated")) as served:
         yield served
 
 
@@ -75,8 +96,9 @@ class Load:
         ]
 
 
-def assert_complete(server: Operated, done: list[dict[str, Any]]) -> None:
-    assert [one["replica"] for one in done] == [*range(server.replicas)]
+def assert_complete(server: Operated, done: list[dict[str, Any]], *, everywhere: bool = True) -> None:
+    replicas = [one["replica"] for one in done]
+    assert replicas == [*range(server.replicas)] if everywhere else len(replicas) == 1
     for one in done:
         assert one["error"] is None
         assert one["completed_step"] >= one["accepted_step"]
@@ -95,28 +117,128 @@ def disturb(server: Operated, how: str) -> None:
         server.rank(0).send_signal(signal.SIGKILL)
 
 
-OPERATIONS = (
-    "/slow_down?interval_ms=5",
-    "/slow_down?interval_ms=0",
-    "/abort?request_id=nobody",
-    "/flush_cache",
+def soaked(*values: Any) -> list[Any]:
+    """Parameters that only the soak has."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+# What becomes of the rank that stands still, and of which stage it is. Or the core is lost meanwhile.
+LATE, KILLED = ("late", 1), ("killed", 0)
+LATE_FIRST, KILLED_LAST, CORE = ("late", 0), ("killed", 1), ("core", 1)
+OPERATIONS = (  # whether every replica does it, or one
+    ("/abort?request_id=the-one", True),
+    ("/slow_down?interval_ms=1", True),
+    ("/flush_cache", True),
+    ("/flush_cache?store=true", True),
+    ("/open_session?session_id=opened", False),
+    ("/close_session?session_id=closed", False),
+    ("/start_profile", True),
 )
 
 
-@pytest.mark.parametrize("how", ["late", "killed", pytest.param("core", marks=pytest.mark.soak)])
-def test_d18_g4_operations_while_a_rank_is_late_or_lost(server: Operated, how: str) -> None:
-    before = server.num_recoveries
+def disturbed_while_open(
+    server: Operated, how: tuple[str, int], *asked: tuple[str, bool]
+) -> list[dict[str, Any]]:
+    """The answers to these operations.
+
+    A rank of each replica stands still before they are asked for, and until every core has accepted its own
+    and none is complete; then all go on but that of the last replica, which may be killed; or its core is.
+    """
+    fate, stage = how
+    before, replicas = server.num_recoveries, range(server.replicas)
+    ranks = [server.rank(stage, replica) for replica in replicas]
+    victim = {"late": None, "killed": ranks[-1], "core": server.core()}[fate]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        try:
+            for rank in ranks:
+                rank.suspend()
+            wait_until(lambda: all(rank.status() == psutil.STATUS_STOPPED for rank in ranks), 30)
+            answers = [pool.submit(server.operate, path) for path, _ in asked]
+            due = sum(server.replicas if everywhere else 1 for _, everywhere in asked)
+            wait_until(lambda: server.metric("penstock_operations_open") == due, 50)
+            assert not any(answer.done() for answer in answers)
+        finally:
+            if victim is not None:
+                victim.kill()
+            for rank in ranks:
+                if rank is not victim:
+                    rank.resume()
+        found = [answer.result() for answer in answers]
+    if victim is not None:
+        wait_until(lambda: server.num_recoveries == before + 1, 60)
+    return found
+
+
+def assert_ranks_tell_the_same(server: Operated, done: list[dict[str, Any]]) -> None:
+    """Each stage by itself tells that it has run the steps that completed the operations."""
+    proofs = [((one["replica"], stage), one["completed_step"]) for one in done for stage in (0, 1)]
+
+    def are_told() -> bool:
+        told = server.steps_told()
+        return all(step in told.get(place, ()) for place, step in proofs)
+
+    wait_until(are_told, 60)
+
+
+@pytest.mark.parametrize("how", [LATE, KILLED, *soaked(LATE_FIRST, KILLED_LAST, CORE)], ids=str)
+def test_d18_g4_what_is_open_while_a_rank_is_late_or_lost(server: Operated, how: tuple[str, int]) -> None:
+    server.operate("/open_session?session_id=closed")
+    server.operate("/slow_down?interval_ms=20")
     load = Load(server)
-    with ThreadPoolExecutor(len(OPERATIONS) + 1) as pool:
-        disturbing = pool.submit(disturb, server, how)
-        answers = [pool.submit(server.operate, path) for path in OPERATIONS]
-        disturbing.result()
-        for answer in answers:
-            assert_complete(server, answer.result()["replicas"])
+    doomed = iter(Stream(server, REQUESTS[0], name="the-one"))
+    ids = [next(doomed)]
+    answers = disturbed_while_open(server, how, *OPERATIONS)
+    for (_, everywhere), answer in zip(OPERATIONS, answers, strict=True):
+        assert_complete(server, answer["replicas"], everywhere=everywhere)
+    assert_ranks_tell_the_same(server, [one for answer in answers for one in answer["replicas"]])
+    with pytest.raises(StreamFailedError, match="administrator"):
+        ids.extend(doomed)
+    assert ids == server.golden[0][: len(ids)]
+    if how[0] != "core":  # the next one may find that the one before has ended it
+        assert sum(len(one["aborted"]) for one in answers[0]["replicas"]) == 1
     server.operate("/slow_down?interval_ms=0")
     load.assert_exact()
-    if how != "late":
-        wait_until(lambda: server.num_recoveries == before + 1, 60)
+    server.operate("/stop_profile")
+    wait_until(lambda: server.metric("penstock_sessions{") == 1, 30)
+    server.operate("/close_session?session_id=opened")
+    assert server.metric("penstock_operations_open") == 0
+    assert [*Stream(server, REQUESTS[0] | {"max_tokens": 16})] == server.golden[0][:16]
+
+
+@pytest.mark.parametrize("mode", ["keep", *soaked("wait", "abort")])
+@pytest.mark.parametrize(
+    "hows",  # a request in which a stage is lost twice ends
+    [
+        (KILLED, LATE),
+        *soaked((LATE, KILLED), (LATE_FIRST, KILLED_LAST), (KILLED_LAST, LATE_FIRST)),
+        *soaked((CORE, LATE), (LATE, CORE)),
+    ],
+    ids=str,
+)
+def test_d18_g4_a_pause_and_its_end_while_a_rank_is_late_or_lost(
+    server: Operated, mode: str, hows: tuple[tuple[str, int], tuple[str, int]]
+) -> None:
+    server.operate("/slow_down?interval_ms=20")
+    load = Load(server, num_tokens=60)
+    (paused,) = disturbed_while_open(server, hows[0], (f"/pause?mode={mode}", True))
+    assert paused["is_paused"]
+    assert_complete(server, paused["replicas"])
+    generated = server.metric("penstock_generation_tokens_total")
+    assert_ranks_tell_the_same(server, paused["replicas"])
+    assert server.metric("penstock_generation_tokens_total") == generated
+    if mode == "wait":
+        load.assert_exact()
+    elif mode == "abort":
+        for number, (ids, stream) in enumerate(zip(load.found, load.streams, strict=True)):
+            with pytest.raises(StreamFailedError, match="paused"):
+                ids.extend(stream)
+            assert ids == server.golden[number % 3][: len(ids)]
+    (resumed,) = disturbed_while_open(server, hows[1], ("/resume", True))
+    assert not resumed["is_paused"]
+    assert_complete(server, resumed["replicas"])
+    server.operate("/slow_down?interval_ms=0")
+    if mode == "keep":
+        load.assert_exact()
     assert [*Stream(server, REQUESTS[0] | {"max_tokens": 16})] == server.golden[0][:16]
 
 
@@ -175,26 +297,43 @@ def test_g4_all_can_be_aborted_while_a_rank_is_late(server: Operated) -> None:
     assert [*Stream(server, REQUESTS[0] | {"max_tokens": 16})] == server.golden[0][:16]
 
 
-@pytest.mark.parametrize(
-    "how", ["", "killed", *(pytest.param(how, marks=pytest.mark.soak) for how in ("late", "core"))]
-)
-def test_g4_a_profile_has_the_same_steps_of_every_stage(server: Operated, how: str) -> None:
-    before = server.num_recoveries
-    load = Load(server, num_tokens=600)
-    started = server.operate("/start_profile")["replicas"]
+# What becomes of a rank while it begins, between, and while it ends.
+PROFILED = [
+    ("late", "", "late"),
+    ("killed", "", ""),
+    *soaked(("", "late", ""), ("", "killed", ""), ("", "", "killed")),
+    *soaked(("core", "", ""), ("", "core", ""), ("", "", "core")),
+]
+
+
+@pytest.mark.parametrize("fates", PROFILED, ids="-".join)
+def test_d18_g4_a_profile_has_the_same_steps_of_every_stage(
+    server: Operated, fates: tuple[str, str, str]
+) -> None:
+    at_begin, between, at_end = fates
+
+    def operate(path: str, fate: str) -> Any:
+        return disturbed_while_open(server, (fate, 1), (path, True))[0] if fate else server.operate(path)
+
+    server.operate("/slow_down?interval_ms=4")
+    load = Load(server)
+    started = operate("/start_profile", at_begin)["replicas"]
     assert_complete(server, started)
-    if how:
-        disturb(server, how)
-    load.assert_exact()
-    if how in ("killed", "core"):
+    before = server.num_recoveries
+    if between:
+        disturb(server, between)
+    if between in ("killed", "core"):
         wait_until(lambda: server.num_recoveries == before + 1, 60)
-    answer = server.operate("/stop_profile")
+    answer = operate("/stop_profile", at_end)
+    server.operate("/slow_down?interval_ms=0")
+    load.assert_exact()
     path = server.folder / answer["file"]
     trace = json.loads(path.read_text())
     path.unlink()
-    assert answer["complete"] == (how in ("", "late"))
-    assert answer["ended_by"] == ("core_lost" if how == "core" else "stop")
-    if not answer["complete"]:
+    is_whole = at_begin in ("", "late", "core") and {between, at_end} <= {"", "late"}
+    assert answer["complete"] == is_whole
+    assert answer["ended_by"] == ("core_lost" if "core" in (between, at_end) else "stop")
+    if not is_whole:
         return
     steps: dict[int, set[int]] = {}
     for event in trace["traceEvents"]:
@@ -202,6 +341,7 @@ def test_g4_a_profile_has_the_same_steps_of_every_stage(server: Operated, how: s
             steps.setdefault(event["pid"], set()).add(event["args"]["step"])
     for replica, (first, end) in enumerate(zip(started, answer["stopped"], strict=True)):
         wanted = set(range(first["accepted_step"], end["accepted_step"]))
+        assert wanted
         for stage in (0, 1):
             assert steps.get(1000 * replica + stage, set()) == wanted
     assert any(steps.values())

@@ -261,8 +261,9 @@ def test_g4_a_pace_reaches_the_engine_within_its_bounds(server: LiveServer) -> N
         assert response.status == 400
         assert json.loads(raw)["error"]["param"] == "interval_ms"
     assert server.engine.operations == []
-    server.engine.state = Status(stats=stats(plan_interval_ms=250))
+    server.engine.state = Status(stats=stats(plan_interval_ms=250, open_operations=3))
     _, raw = server.request("GET", "/metrics", None, AS_ADMIN)
     assert b'penstock_plan_interval_seconds{model_name="fake"} 0.25' in raw
+    assert b'penstock_operations_open{model_name="fake"} 3.0' in raw
     _, raw = server.request("GET", "/debug/pipeline", None, AS_ADMIN)
     assert json.loads(raw)["replicas"][0]["plan_interval_ms"] == 250

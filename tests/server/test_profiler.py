@@ -224,6 +224,28 @@ def test_a_lost_stage_is_said(tmp_path: Path) -> None:
     run(body())
 
 
+@pytest.mark.parametrize(
+    ("lost", "complete"), [({"epoch": 1}, False), ({"epoch": 1, "restarts": Restarts(core=1)}, True)], ids=str
+)
+def test_g4_a_loss_while_it_begins_leaves_out_what_a_stage_had_done_and_nothing_of_another_core(
+    tmp_path: Path, lost: dict[str, Any], complete: bool
+) -> None:
+    async def body() -> None:
+        rig = Rig(tmp_path)
+        operate = rig.engine.operate
+
+        async def operate_and_lose(operation: Operation, timeout_s: float) -> list[OperationDone]:
+            done = await operate(operation, timeout_s)
+            rig.engine.state = Status(stats=stats(**lost))
+            return done
+
+        rig.engine.operate = operate_and_lose  # type: ignore[method-assign]
+        await rig.profiler.start(5.0)
+        assert (await rig.profiler.stop(1.0)).complete is complete
+
+    run(body())
+
+
 def test_a_trace_that_is_late_ends_nothing(tmp_path: Path) -> None:
     async def body() -> None:
         rig = Rig(tmp_path)

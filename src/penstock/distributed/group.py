@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from penstock.child_config import MeetingHandle
@@ -84,6 +85,15 @@ class SoloGroup:
 
 
 SOLO = SoloGroup()
+
+
+def meet(group: TensorGroup) -> None:
+    """Wait until all ranks are here, where there is nothing to exchange; errors as for `all_gather`.
+
+    A call with tensors that have no elements may make nobody wait.
+    """
+    if group.size > 1:
+        group.all_gather(torch.zeros(1))
 
 
 def missed(name: str, absent: Sequence[int], timeout_s: float | None) -> PenstockError:

@@ -233,6 +233,7 @@ class EngineCore:
             stalled_s=self.stalled_s(),
             stall_limit_s=self.stall_limit_s(),
             plan_interval_ms=self.operations.pace.interval_ms,
+            open_operations=self.operations.num_open,
             epoch=self._epoch,
             loss=self._loss,
             restarts=self._restarts,

@@ -107,6 +107,11 @@ class OperationDesk:
         return self._scheduler.prefixes.sessions
 
     @property
+    def num_open(self) -> int:
+        """How many are in force and not complete."""
+        return len(self._open)
+
+    @property
     def wants_plan(self) -> bool:
         """Whether a plan should go out, though without rows, when none is in flight."""
         self._note_quiet()

@@ -59,6 +59,7 @@ _SUMS = (
     "host_bytes_used",
     "num_sessions",
     "session_blocks",
+    "open_operations",
 )
 _WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches", "plan_interval_ms")
 
@@ -256,7 +257,13 @@ class SteadyStats:
         last = self._last
         if stats is None and last is not None:
             stats = msgspec.structs.replace(
-                last, num_running=0, num_waiting=0, free_blocks=last.num_blocks, inflight=0, stage_times=[]
+                last,
+                num_running=0,
+                num_waiting=0,
+                free_blocks=last.num_blocks,
+                inflight=0,
+                open_operations=0,
+                stage_times=[],
             )
         if stats is None:
             return None

@@ -14,6 +14,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
 
     paused: bool = False  # an administrator has asked for it (`penstock.operations`)
     plan_interval_ms: int = 0  # an administrator has slowed the engine down; 0: not
+    open_operations: int = 0  # of administrators, accepted and not complete
     num_running: int
     num_waiting: int  # preempted requests included
     num_blocks: int

@@ -197,7 +197,7 @@ class Rank:
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
         desk = OrderDesk(self._transfer, plans, runner.grammars)
-        stage = Stage(config.stage, runner, source, sink, times, config.faults, desk)
+        stage = Stage(config.stage, runner, source, sink, times, config.faults, desk, loaded.group)
         self._report(Ready(epoch=start.epoch, rank=self._message))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
         log = DecisionLog(start.epoch, start.first_step)

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 
 from penstock.batch import MADE_UP, ScheduledBatch, Shutdown, decode_to_rank
+from penstock.distributed.group import SOLO, TensorGroup, meet
 from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostError
 from penstock.faults import Fault, armed
 from penstock.models.interfaces import BeforeLayer
@@ -39,6 +40,8 @@ class Stage:
         times: hears of each step's end; its clock is that of the ports.
         faults: what a test has armed.
         desk: takes the orders of plans, if they may have any.
+        group: the ranks of this stage. A plan without tokens gives them nothing to exchange, so they meet for
+            its sake: its result says that every rank has come to it, and not one rank of each stage.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class Stage:
         times: StageReporter | None = None,
         faults: Sequence[Fault] = (),
         desk: OrderDesk | None = None,
+        group: TensorGroup = SOLO,
     ) -> None:
         self._stage = stage
+        self._group = group
         self._runner = runner
         self._source = source
         self._sink = sink
@@ -72,6 +77,8 @@ class Stage:
                 batch = self._prepare(plan)
                 hidden = self._source.take(batch)
                 self._times.clock.begin(Phase.FORWARD)
+                if plan.total_tokens == 0:
+                    meet(self._group)
                 hidden = self._forward(hidden, batch, self._layers_there(plan))
                 self._times.clock.begin(Phase.PUT)
                 self._put(hidden, batch)

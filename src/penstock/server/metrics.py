@@ -125,6 +125,11 @@ class Metrics:
         )
         yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.paused)
         yield self._gauge(
+            "operations_open",
+            "Administrators' operations that are accepted and that not all ranks have behind them.",
+            stats.open_operations,
+        )
+        yield self._gauge(
             "plan_interval_seconds",
             "Time between plans that an administrator has asked for at least; 0: full speed.",
             stats.plan_interval_ms / 1000,

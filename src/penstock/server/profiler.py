@@ -108,9 +108,17 @@ class Profiler:
                     "a profile is running.", remedy="Stop it first.", code="profile_running"
                 )
             await asyncio.to_thread(self._folder.require_room)
+            asked = self._cores(), self._epochs()
             done = await self._engine.operate(StartProfile(), timeout_s)
             self._ended = None
-            self._running = running = _Running(done, self._clock(), self._cores(), self._epochs())
+            cores, epochs = self._cores(), self._epochs()
+            # A stage that was lost since it was asked for has taken along what it did from the first step on;
+            # a core that was lost counts the steps of the next one.
+            whole = [
+                then if core == core_then else now
+                for core_then, core, then, now in zip(asked[0], cores, asked[1], epochs, strict=True)
+            ]
+            self._running = running = _Running(done, self._clock(), cores, whole)
             running.following = asyncio.create_task(self._follow(running))
         return ProfileStarted(max_seconds=self._limits.max_profile_s, replicas=done)
 

@@ -25,6 +25,7 @@ from hand_core import (
     new_row,
 )
 from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.distributed.group import MemoryGroup, meet
 from penstock.distributed.share import Share
 from penstock.errors import (
     LinkClosedError,
@@ -47,6 +48,7 @@ from penstock.runner.buffers import BufferPool
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
 from penstock.trace.phases import Phase, PhaseClock, StageReporter
+from tensor_ranks import joined
 
 NUM_ROWS, NUM_BLOCKS, BLOCK, MAX_TOKENS, MAX_LEN = 4, 40, 4, 64, 48
 CPU = torch.device("cpu")
@@ -229,6 +231,18 @@ def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:
         assert pipe.poll(20.0) == [StepResult(step_id=step, digest=pipe.log.digest)]
     pipe.shutdown()
     assert seen == [(0, 0), (1, 0), (2, 0)] * 2
+
+
+def test_d18_the_ranks_of_a_stage_meet_for_a_plan_that_gives_them_nothing_to_exchange() -> None:
+    """Else its result would be there while one of them stands still, and prove nothing of it."""
+    pipe = Pipe(2)
+    groups = joined([MemoryGroup(rank, 2, name="stage 1", timeout_s=20.0) for rank in (0, 1)])
+    pipe.stages[1]._group = groups[0]
+    pipe.submit(make_plan(0))
+    assert pipe.core_ends[-1].recv(0.05) is None, "the other rank of the last stage has not come"
+    meet(groups[1])
+    assert [result.step_id for result in pipe.poll(20.0)] == [0]
+    pipe.shutdown()
 
 
 @pytest.mark.parametrize("why", [{}, {"starved": True}, {"held": True}])
