@@ -14,7 +14,7 @@ from penstock import LLM, SamplingParams
 from penstock.engine.outputs import CompletionOutput
 from penstock.errors import ConstraintError, InvalidRequestError
 from penstock.request import GenerationRequest, RequestUpdate, StructuredOutputs
-from schemas import Schema, schemas
+from schemas import Schema, formats, schemas
 
 MAX_TOKENS = 300
 PROMPT = "Answer in a form that a machine can read: "
@@ -28,7 +28,7 @@ OTHERS = [
 ]
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp 2, a plan ahead, chunks": {"pipeline_parallel_size": 2, "async_depth": 1, "prefill_chunk": 3},
-    "pp 3, two plans ahead": {"pipeline_parallel_size": 3, "async_depth": 2},
+    "pp 4, two plans ahead": {"pipeline_parallel_size": 4, "async_depth": 2},
     "tp 2": {"tensor_parallel_size": 2},
     "pp 2, tp 1,2": {"pipeline_parallel_size": 2, "tensor_parallel_size": "1,2", "async_depth": 1},
     "few blocks": {"pipeline_parallel_size": 2, "async_depth": 1, "num_blocks": 40, "block_size": 8},
@@ -53,12 +53,17 @@ def of_schemas(made: Sequence[Schema]) -> list[StructuredOutputs]:
     return [StructuredOutputs(json=json.dumps(schema)) for schema in made]
 
 
+def is_valid(value: Any, schema: Schema) -> None:
+    """Raise what it is not by the schema, formats included."""
+    jsonschema.validate(value, schema, cls=jsonschema.Draft202012Validator, format_checker=formats())
+
+
 def check(made: Sequence[Schema], found: Sequence[CompletionOutput]) -> None:
     """Whatever has stopped is valid; almost all have."""
     stopped = [(s, o) for s, o in zip(made, found, strict=True) if o.finish_reason == "stop"]
     assert len(stopped) >= 0.95 * len(made)
     for schema, output in stopped:
-        jsonschema.validate(json.loads(output.text), schema, cls=jsonschema.Draft202012Validator)
+        is_valid(json.loads(output.text), schema)
         assert json.loads(output.text) is None or not re.match(r"\s", output.text)
 
 
@@ -105,7 +110,7 @@ def test_d12_every_way_of_sampling_keeps_to_the_grammar(made: list[Schema], chan
     with engine(pipeline_parallel_size=2, async_depth=1) as llm:
         for schema, output in zip(some, sampled(llm, of_schemas(some), **changes), strict=True):
             if output.finish_reason == "stop":
-                jsonschema.validate(json.loads(output.text), schema)
+                is_valid(json.loads(output.text), schema)
         (alone,) = sampled(llm, of_schemas(some[:1]), **changes)
     with engine() as llm:
         assert sampled(llm, of_schemas(some[:1]), **changes)[0].token_ids == alone.token_ids
@@ -250,22 +255,23 @@ def test_r4_d12_texts_go_on_valid_and_the_same_when_a_stage_is_lost(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("num_stages", [1, 2, 3])
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 def test_d12_soak_hundreds_of_schemas(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made = schemas(300)
     with engine() as llm:
         expected = [output.token_ids for output in sampled(llm, of_schemas(made))]
     for depth in (0, 1, 2):
-        settings = {
-            "pipeline_parallel_size": num_stages,
-            "async_depth": depth,
-            "prefill_chunk": 3 + 4 * depth,
-        }
-        with engine(**settings) as llm:
+        layout = {"pipeline_parallel_size": num_stages, "async_depth": depth, "prefill_chunk": 3 + 4 * depth}
+        with engine(**layout) as llm:
             found = sampled(llm, of_schemas(made))
         assert [output.token_ids for output in found] == expected
         check(made, found)
-    for lost in range(num_stages):
-        monkeypatch.setenv("PENSTOCK_FAULTS", f"stage.forward@{lost}:{101 + 50 * lost}=kill")
-        with engine(distributed_executor_backend="mp", pipeline_parallel_size=num_stages) as llm:
+    for number in range(max(3, num_stages)):  # every depth, and the loss of every stage
+        lost, depth = number % num_stages, number % 3
+        layout = {"pipeline_parallel_size": num_stages, "async_depth": depth, "prefill_chunk": 3 + 4 * depth}
+        monkeypatch.setenv("PENSTOCK_FAULTS", f"stage.forward@{lost}:{101 + 50 * number}=kill")
+        with engine(distributed_executor_backend="mp", **layout) as llm:
             assert [output.token_ids for output in sampled(llm, of_schemas(made))] == expected
+            stats = llm.stats()
+            assert stats is not None
+            assert stats.epoch == 1
