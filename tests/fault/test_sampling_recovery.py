@@ -13,6 +13,8 @@ from disturbed import Server, Stream, named
 from penstock.scheduler.admission import derive_seed
 
 NUM_TOKENS = 300
+EOS = 1
+INTERRUPTED = "penstock_recovered_requests_total"
 PENALTIES: list[dict[str, Any]] = [
     {"prompt": "ROMEO:", "temperature": 0, "repetition_penalty": 1.2},
     {
@@ -24,6 +26,17 @@ PENALTIES: list[dict[str, Any]] = [
         "logit_bias": {"20": 2.0},
     },
     {"prompt": "JULIET:", "temperature": 1.0, "seed": 12, "bad_words": ["the", "and", "you", "not so"]},
+    {"prompt": "KING:", "temperature": 1.0, "seed": 13, "allowed_token_ids": [*range(2, 90)]},
+    {"prompt": "FOOL:", "temperature": 1.3, "seed": 15, "min_p": 0.05, "top_p": 0.9},
+    {
+        "prompt": "HAMLET:",
+        "temperature": 1.0,
+        "seed": 14,
+        "top_k": 7,
+        "min_tokens": NUM_TOKENS - 20,
+        "logit_bias": {str(EOS): 100},  # it ends as soon as it may
+        "ignore_eos": False,
+    },
 ]
 
 
@@ -54,22 +67,30 @@ def server() -> Iterator[Server]:
 @pytest.mark.parametrize("victim", ["penstock stage 1 tp 0", "penstock stage 0 tp 0", "penstock core"])
 def test_d6_r4_penalised_streams_go_on_with_the_same_tokens(server: Server, victim: str) -> None:
     golden = [[*stream] for stream in ids(server)]
-    assert [len(tokens) for tokens in golden] == [NUM_TOKENS] * 3
+    assert [len(tokens) for tokens in golden] == [NUM_TOKENS] * 5 + [NUM_TOKENS - 19]
+    assert golden[5].index(EOS) == NUM_TOKENS - 20
+    assert all(2 <= token < 90 for token in golden[3])
+    before, interrupted = server.num_recoveries, server.metric(INTERRUPTED)
     streams = [iter(stream) for stream in ids(server)]
-    found = [[next(streams[0]) for _ in range(40)], [], []]
+    found = [[next(streams[0]) for _ in range(40)], *([] for _ in PENALTIES[1:])]
     named(server, victim).kill()
     for tokens, stream in zip(found, streams, strict=True):
         tokens.extend(stream)
+    assert server.num_recoveries == before + 1, "before the streams ended"
+    if "stage" in victim:
+        assert server.metric(INTERRUPTED) == interrupted + len(PENALTIES)
     assert found == golden
 
 
 def test_r4_a_stream_without_a_seed_goes_on_by_the_seed_that_it_had(server: Server) -> None:
     """Found out by asking for it again with the seeds of the first sequences, of which it was one."""
     asked: dict[str, Any] = {"prompt": "JULIET:", "temperature": 1.0, "max_tokens": NUM_TOKENS}
+    before = server.num_recoveries
     stream = iter(Stream(server, asked))
     found = [next(stream) for _ in range(40)]
     named(server, "penstock core").kill()
     found += stream
+    assert server.num_recoveries == before + 1, "before the stream ended"
     for place in range(200):
         again = iter(Stream(server, asked | {"seed": derive_seed(0, place)}))
         if [next(again) for _ in range(20)] == found[:20]:
@@ -102,4 +123,6 @@ def test_r4_choices_of_one_prompt_go_on_with_the_same_tokens(server: Server, vic
     golden = choices(server)
     assert [len(ids) for ids in golden] == [NUM_TOKENS] * 3
     assert len({tuple(ids) for ids in golden}) == 3
+    before = server.num_recoveries
     assert choices(server, victim) == golden
+    assert server.num_recoveries == before + 1, "before the stream ended"
