@@ -124,6 +124,7 @@ def test_g8_r4_scores_outlive_a_killed_child(client: openai.OpenAI, served: Serv
     whole = client.completions.create(echo=True, **asked).choices[0]
     found: list[float | None] = []
     text = ""
+    before, interrupted = served.num_recoveries, served.metric("penstock_recovered_requests_total")
     for chunk in client.completions.create(echo=True, stream=True, **asked):
         if not found:
             (process,) = [one for one in served.family() if title_of(one) == victim]
@@ -131,6 +132,9 @@ def test_g8_r4_scores_outlive_a_killed_child(client: openai.OpenAI, served: Serv
         text += chunk.choices[0].text
         if chunk.choices[0].logprobs is not None:
             found += chunk.choices[0].logprobs.token_logprobs or []
+    assert served.num_recoveries == before + 1, "before the stream ended"
+    if "stage" in victim:
+        assert served.metric("penstock_recovered_requests_total") == interrupted + 1
     assert whole.logprobs is not None
     assert found == whole.logprobs.token_logprobs
     assert text == whole.text
