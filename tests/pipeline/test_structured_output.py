@@ -10,11 +10,12 @@ from typing import Any
 import jsonschema
 import pytest
 
+from json_formats import CHECKER
 from penstock import LLM, SamplingParams
 from penstock.engine.outputs import CompletionOutput
 from penstock.errors import ConstraintError, InvalidRequestError
 from penstock.request import GenerationRequest, RequestUpdate, StructuredOutputs
-from schemas import Schema, formats, schemas
+from schemas import Schema, schemas
 
 MAX_TOKENS = 300
 PROMPT = "Answer in a form that a machine can read: "
@@ -55,7 +56,7 @@ def of_schemas(made: Sequence[Schema]) -> list[StructuredOutputs]:
 
 def is_valid(value: Any, schema: Schema) -> None:
     """Raise what it is not by the schema, formats included."""
-    jsonschema.validate(value, schema, cls=jsonschema.Draft202012Validator, format_checker=formats())
+    jsonschema.validate(value, schema, cls=jsonschema.Draft202012Validator, format_checker=CHECKER)
 
 
 def check(made: Sequence[Schema], found: Sequence[CompletionOutput]) -> None:
