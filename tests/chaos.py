@@ -393,7 +393,9 @@ def run(seed: int, seconds: float) -> Chaos:
         try:
             wait_until(lambda: remains(served) == before, 30)
         except AssertionError:
-            assert remains(served) == before  # says what is different
+            now = remains(served)
+            changed = {name: (before[name], now[name]) for name in before if now[name] != before[name]}
+            assert not changed, changed
         assert after < 1.25 * used, (used, after)
         assert served.stop() == 0
     return chaos
