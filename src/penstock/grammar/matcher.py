@@ -18,6 +18,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.errors import InvalidRequestError
+from penstock.grammar.special_tokens import name_by_id, set_apart
 from penstock.request import StructuredOutputs
 
 WORD_BITS = 32
@@ -62,7 +63,8 @@ class Vocabulary:
             raise _unusable("it has no end-of-sequence id, so that a text could not end")
         ends = list(eos_token_ids)
         try:
-            inner = _opened(tokenizer, ends)
+            apart, self.special_ids = set_apart(tokenizer)
+            inner = _opened(apart, ends)
         except Exception as error:  # the library raises bare kinds
             raise _unusable(_reason(str(error))) from error
         self.inner = inner
@@ -98,7 +100,8 @@ class Matcher:
     """
 
     def __init__(self, vocabulary: Vocabulary, structured: StructuredOutputs) -> None:
-        self._inner = LLMatcher(vocabulary.inner, _grammar(structured), log_level=_QUIET, limits=_LIMITS)
+        grammar = _grammar(structured, vocabulary.special_ids)
+        self._inner = LLMatcher(vocabulary.inner, grammar, log_level=_QUIET, limits=_LIMITS)
 
     def copy(self) -> Matcher:
         """Another one of the same state, which costs less than to build it. The two share what they find out
@@ -131,7 +134,7 @@ class Matcher:
         return mask
 
 
-def _grammar(structured: StructuredOutputs) -> str:
+def _grammar(structured: StructuredOutputs, special_ids: dict[str, int]) -> str:
     """As llguidance reads it."""
     if structured.json is not None:
         return _json_grammar(structured.json, structured.whitespace)
@@ -142,7 +145,7 @@ def _grammar(structured: StructuredOutputs) -> str:
     if structured.choice is not None:
         alternatives = [msgspec.json.encode(text).decode() for text in structured.choice]
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(alternatives)))
-    return str(LLMatcher.grammar_from_lark(structured.grammar or ""))
+    return str(LLMatcher.grammar_from_lark(name_by_id(structured.grammar or "", special_ids)))
 
 
 def _json_grammar(schema: str, whitespace: bool) -> str:

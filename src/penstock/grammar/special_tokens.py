@@ -1,0 +1,52 @@
+"""What keeps special tokens apart from text of the same letters.
+
+llguidance splits text that must come into tokens as the tokenizer does: where a literal contains `<|end|>`,
+it would hand out the token of that name, which is no text. So the tokenizer that it is given calls them by
+names that nobody writes, and grammars that mean the token say its id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+_MARK = "\ufdd0"  # a code point that Unicode keeps free of characters
+# Literals, expressions and comments, in which `<...>` is text; elsewhere in a grammar it names a token.
+_WORD = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|(?:#|//)[^\n]*|<[^<>\s]+>')
+
+
+def set_apart(tokenizer: str) -> tuple[str, dict[str, int]]:
+    """The content of a `tokenizer.json` whose special tokens have other names, and the ids of the usual ones.
+    What is put around a prompt is left out, since it says them too.
+
+    Raises:
+        ValueError: this is no tokenizer.
+    """
+    document = json.loads(tokenizer)
+    try:
+        special = [token for token in document.get("added_tokens") or [] if token["special"]]
+        ids = {token["content"]: token["id"] for token in special}
+        new_names = {name: f"{_MARK}{token_id}{_MARK}" for name, token_id in ids.items()}
+        for token in special:
+            token["content"] = new_names[token["content"]]
+        model = document["model"]
+        vocab = model["vocab"]
+        if isinstance(vocab, dict):
+            model["vocab"] = {new_names.get(name, name): token_id for name, token_id in vocab.items()}
+        else:  # names and their scores
+            model["vocab"] = [[new_names.get(name, name), *rest] for name, *rest in vocab]
+        if model.get("unk_token") in new_names:
+            model["unk_token"] = new_names[model["unk_token"]]
+        document["post_processor"] = None
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError("its tokenizer.json is not one that can be read") from error
+    return json.dumps(document), ids
+
+
+def name_by_id(grammar: str, ids: dict[str, int]) -> str:
+    """A grammar in the Lark-like language whose special tokens are said by their ids, as in `<[5]>`."""
+
+    def renamed(word: re.Match[str]) -> str:
+        return f"<[{ids[word[0]]}]>" if word[0] in ids else word[0]
+
+    return _WORD.sub(renamed, grammar)
