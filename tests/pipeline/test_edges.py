@@ -125,6 +125,28 @@ def test_e9_a_stop_in_the_midst_of_a_cycle_ends_only_its_own_request(model: Path
         ]
 
 
+def test_e9_a_stop_string_ends_a_text_alike_however_many_plans_run_ahead() -> None:
+    """It is found in the text, by the front, when further tokens of the request are already on their way."""
+    prompts = ["Once upon a time", "The river", "A small house", "In the morning"]
+
+    def told(*, stops: list[list[str]], **layout: Any) -> list[tuple[str, str | None, int | str | None]]:
+        with engine(Path("demo"), **layout) as llm:
+            outputs = llm.generate(prompts, [greedy(40, stop=stop) for stop in stops])
+        return [(one.text, one.finish_reason, one.stop_reason) for one in (out.outputs[0] for out in outputs)]
+
+    texts = [text for text, _, _ in told(stops=[[], [], [], []])]
+    ends = [texts[0][9:12], texts[1][20:25], "not there", texts[3][:2]]
+    expected = [(text.partition(end)[0], "stop", end) for text, end in zip(texts, ends, strict=True)]
+    expected[2] = (texts[2], "length", None)
+    stops = [["not there", ends[0]], *([end] for end in ends[1:])]
+    for layout in (
+        {"async_depth": 0},
+        {"pipeline_parallel_size": 2, "async_depth": 2},
+        {"pipeline_parallel_size": 3, "async_depth": 64, "micro_batches": 2},
+    ):
+        assert told(stops=stops, **layout) == expected, layout
+
+
 @pytest.mark.parametrize(
     "layout",
     [
