@@ -76,6 +76,19 @@ def test_a10_a_cache_that_must_give_up_blocks_all_the_time(
         assert stats.prefix_hit_tokens
 
 
+@pytest.mark.parametrize(("policy", "is_kept"), [("priority", True), ("lru", False)])
+def test_h9_what_was_asked_for_with_priority_outlives_what_came_later(
+    model: Path, policy: EvictionPolicy, is_kept: bool
+) -> None:
+    worthy, rest = SHARED[:33], [[number, *SHARED[1:33]] for number in range(91, 99)]
+    urgent = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, priority=3)
+    with engine(model, pipeline_parallel_size=2, num_blocks=24, eviction_policy=policy) as llm:
+        first = run(llm, [worthy], urgent)
+        for prompt in rest:
+            run(llm, [prompt])
+        assert run(llm, [worthy], urgent) == (first[0], findable(worthy) if is_kept else 0)
+
+
 def test_usage_says_what_was_found(model: Path) -> None:
     with engine(model) as llm:
         prompt = {"prompt_token_ids": SHARED[:33]}
