@@ -138,6 +138,18 @@ def test_no_admin_route_takes_a_name_that_it_does_not_have(server: LiveServer, p
     assert server.engine.operations == []
 
 
+@pytest.mark.parametrize("path", sorted(ADMIN_PATHS - {"/is_paused"}))
+def test_a_body_is_refused_for_what_it_asks_is_not_read(server: LiveServer, path: str) -> None:
+    response, raw = server.request("POST", path, b'{"timeout_s": 5}', AS_ADMIN)
+    assert response.status == 400
+    error = json.loads(raw)["error"]
+    assert (error["param"], error["code"]) == ("body", "unexpected_body")
+    assert error["message"].startswith(f"{path} reads no body. Put parameters into the query")
+    assert server.engine.operations == []
+    for nothing in (b"", b"{}"):
+        assert server.request("POST", "/resume", nothing, AS_ADMIN)[0].status == 200
+
+
 def test_g4_h16_a_flush_reaches_the_engine_and_says_nothing_of_pauses(server: LiveServer) -> None:
     for query, operation, timeout_s in (
         ("", FlushCache(), 60.0),

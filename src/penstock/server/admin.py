@@ -61,11 +61,20 @@ IdleTime = Annotated[
     float | None, Query(gt=0, description="Seconds without a request after which it is closed.")
 ]
 DEFAULT_TIMEOUT_S = 60.0
+_EMPTY_BODY_BYTES = len("{}")  # as some clients send it who have nothing to say
 
 
-def refuse_unknown_queries(request: Request) -> None:
-    """Raise `InvalidRequestError` for a name in the query that its route does not have: who asks for
-    something by a word with a slip in it must not get something else."""
+def refuse_what_is_not_read(request: Request) -> None:
+    """Raise `InvalidRequestError` for a body, and for a name in the query that its route does not have: who
+    asks for something by another way, or by a word with a slip in it, must not get something else."""
+    has_body = int(request.headers.get("content-length", 0)) > _EMPTY_BODY_BYTES
+    if has_body or "transfer-encoding" in request.headers:
+        raise InvalidRequestError(
+            f"{request.url.path} reads no body.",
+            remedy="Put parameters into the query, as in /pause?mode=keep.",
+            param="body",
+            code="unexpected_body",
+        )
     route = request.scope["route"]
     known = [field.alias for field in route.dependant.query_params]  # codespell:ignore dependant
     unknown = next((name for name in request.query_params if name not in known), None)

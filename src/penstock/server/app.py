@@ -26,7 +26,7 @@ from penstock.errors import PenstockError
 from penstock.grammar.proving import GrammarProver
 from penstock.server import openapi
 from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
-from penstock.server.admin import AdminRoute, refuse_unknown_queries
+from penstock.server.admin import AdminRoute, refuse_what_is_not_read
 from penstock.server.chat import ChatRoute
 from penstock.server.chat_reader import ChatReader
 from penstock.server.completions import CompletionsRoute
@@ -307,7 +307,7 @@ def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
             methods=[method],
             response_class=Response,
             name=name,
-            dependencies=[Depends(refuse_unknown_queries)],
+            dependencies=[Depends(refuse_what_is_not_read)],
             **openapi.plain_route(path),
         )
 
