@@ -42,25 +42,38 @@ def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = Fal
     Args:
         expert_parallel: each rank is to have whole experts (`layers.compute.Compute`).
     """
-    if size == 1:
+    reason = _in_the_way(spec, size, expert_parallel=expert_parallel)
+    if reason is None:
         return
+    sizes = range(1, spec.num_heads + 1)
+    good = [str(each) for each in sizes if _in_the_way(spec, each, expert_parallel=expert_parallel) is None]
+    raise UsageError(
+        f"tensor_parallel_size is {size}, and {reason}.",
+        remedy=f"This model can have {', '.join(good)}; or use more stages (--pp).",
+        param="tensor_parallel_size",
+    )
+
+
+def _in_the_way(spec: ModelSpec, size: int, *, expert_parallel: bool) -> str | None:
+    """Why so many ranks cannot share the layers; None: they can."""
+    if size == 1:
+        return None
     heads, kv_heads = spec.num_heads, spec.num_kv_heads
     if heads % size:
-        raise _refused(size, f"the model has {heads} attention heads, which {size} ranks cannot share", heads)
+        return f"the model has {heads} attention heads, which {size} ranks cannot share"
     if kv_heads % size and size % kv_heads:
-        raise _refused(
-            size,
+        return (
             f"the model has {kv_heads} key-value heads, which can neither be shared by {size} ranks nor held "
-            "by equally many ranks each",
-            heads,
+            "by equally many ranks each"
         )
     for what, _, inner in mlp_cuts(spec, expert_parallel=expert_parallel):
         if inner % size:
-            raise _refused(size, f"{what} is {inner} wide, which {size} ranks cannot share equally", heads)
+            return f"{what} is {inner} wide, which {size} ranks cannot share equally"
     if expert_parallel and spec.experts is not None and spec.experts.num_experts < size:
-        raise _refused(size, f"a layer has {spec.experts.num_experts} experts, fewer than ranks", heads)
+        return f"a layer has {spec.experts.num_experts} experts, fewer than ranks"
     if spec.vocab_size < IDS * size:
-        raise _refused(size, f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks", heads)
+        return f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks"
+    return None
 
 
 def require_whole_groups(
@@ -113,12 +126,3 @@ def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, 
     if experts.has_shared:
         cuts.append(("the shared expert", f"{names.block}.{names.shared}.{names.down}", experts.shared_size))
     return cuts
-
-
-def _refused(size: int, what: str, num_heads: int) -> UsageError:
-    good = [str(each) for each in range(1, num_heads + 1) if num_heads % each == 0]
-    return UsageError(
-        f"tensor_parallel_size is {size}, and {what}.",
-        remedy=f"Use a divisor of the number of heads ({', '.join(good)}), or more stages (--pp).",
-        param="tensor_parallel_size",
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -198,3 +199,8 @@ def test_b9_what_cannot_be_shared_is_refused_with_the_number(
     with pytest.raises(UsageError, match=said) as refused:
         require_shardable(spec, size)
     assert refused.value.param == "tensor_parallel_size"
+    named = [int(each) for each in re.findall(r"[0-9]+", refused.value.remedy or "")]
+    assert 1 in named
+    assert size not in named
+    for each in named:
+        require_shardable(spec, each)
