@@ -114,12 +114,28 @@ def exit_code_of(error: PenstockError) -> int:
     return PeerError.exit_code if is_refusal else error.exit_code
 
 
+# Of settings whose flag has another name than the field of `config` that it sets.
+_OWN_NAMES = {
+    "kv_write_bytes_per_s": "kv-write-rate",
+    "session_idle_s": "session-idle-seconds",
+    "max_session_idle_s": "max-session-idle-seconds",
+    "max_profile_s": "max-profile-seconds",
+    "drain_s": "drain-seconds",
+}
+
+
+def flag_of(field_name: str) -> str:
+    """The flag that sets a field of `config`, whose name ends in its unit where that of the flag does not."""
+    own = _OWN_NAMES.get(field_name)
+    return "--" + (own or field_name.removesuffix("_ms").removesuffix("_s").replace("_", "-"))
+
+
 def _in_flag_words(error: PenstockError) -> str:
     """The message with the field name of a settings value written as the flag that sets it."""
     field_name = error.param or ""
     if not isinstance(error, UsageError) or not field_name or not error.message.startswith(field_name + " "):
         return error.message
-    return "--" + field_name.replace("_", "-") + error.message[len(field_name) :]
+    return flag_of(field_name) + error.message[len(field_name) :]
 
 
 def report_error(error: BaseException, invocation: Invocation) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config import ConnectionLimits, EngineConfig, GrammarLimits, Limits, ServerConfig
+from penstock.config import (
+    CacheConfig,
+    ConnectionLimits,
+    EngineConfig,
+    GrammarLimits,
+    Limits,
+    ParallelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from penstock.engine.reports import Reporter
 from penstock.errors import UsageError
 from penstock.server import cli_serve
@@ -19,7 +29,10 @@ from penstock.server.cli import run
 from penstock.server.cli_limits import LimitSettings
 from penstock.server.cli_report import JsonReporter, ServeReporter
 from penstock.server.cli_settings import EngineSettings, FrontSettings, read_keys
-from penstock.server.cli_terminal import Invocation
+from penstock.server.cli_terminal import Invocation, flag_of
+
+SETTINGS = (EngineSettings, FrontSettings, LimitSettings)
+CONFIGS = (ParallelConfig, CacheConfig, SchedulerConfig, Limits, ConnectionLimits, GrammarLimits)
 
 
 def print_config(*words: str, **environ: str) -> str:
@@ -347,6 +360,22 @@ def test_rule_4_what_a_client_is_shown_holds_no_secret(
     for secret in ("api-1", "admin-1", "from-a-file", "hidden", "pass-1", "pass-2", "user:"):
         assert secret not in shown
     assert {*server.settings} >= {"port", "pipeline-parallel-size", "max-headers", "kv-store-bytes"}
+
+
+def test_what_is_out_of_range_is_named_by_a_flag_that_exists() -> None:
+    err = StringIO()
+    invocation = Invocation(stdout=StringIO(), stderr=err, stdin=StringIO(), environ={})
+    assert run(["serve", "m", "--kv-write-rate", "-1"], invocation) == 2
+    assert err.getvalue().startswith("error: --kv-write-rate is -1;")
+    flags = {field.name for kind in SETTINGS for field in fields(kind)}
+    unlike = {
+        field
+        for kind in CONFIGS
+        for field in kind.__struct_fields__
+        if flag_of(field).removeprefix("--").replace("-", "_") not in flags
+    }
+    no_settings = {"backend", "max_discarded_bytes", "max_pipelined"}
+    assert unlike == no_settings
 
 
 def test_defaults_are_those_of_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
