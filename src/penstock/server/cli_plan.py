@@ -6,8 +6,10 @@ Called by `cli`. Measures the stages, or takes what was measured before, as `pen
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 from cyclopts import Parameter
 
 from penstock.engine.auto_partition import settle_partition
@@ -15,7 +17,7 @@ from penstock.engine.host import Host
 from penstock.engine.reports import Event, event_line
 from penstock.errors import UsageError
 from penstock.server.cli_settings import EngineSettings
-from penstock.server.cli_terminal import Invocation
+from penstock.server.cli_terminal import Invocation, printable
 
 _ENGINE = EngineSettings()
 
@@ -30,7 +32,10 @@ def plan(
     """The command. Returns 0 with a table on standard output."""
     if not model:
         raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
-    config = dataclasses.replace(engine, partition="auto").engine_config(model)
+    # A topology file that says layers goes before: what is asked is whether others would be better.
+    given = dataclasses.replace(engine, partition=EngineSettings().partition).engine_config(model)
+    parallel = msgspec.structs.replace(given.parallel, partition="auto")
+    config = msgspec.structs.replace(given, parallel=parallel)
     if config.parallel.pipeline_parallel_size == 1:
         raise UsageError(
             "one stage holds all layers; there is nothing to choose.",
@@ -38,8 +43,15 @@ def plan(
             param="pipeline_parallel_size",
         )
     settled = settle_partition(config, Host.detect(), _Speaker(invocation))
-    invocation.say(f"Serve it with --partition {settled.parallel.partition}, or with --partition auto.")
+    invocation.say(_how_to_serve(settled.parallel.partition, engine.topology))
     return 0
+
+
+def _how_to_serve(partition: str, topology: Path | None) -> str:
+    if topology is None:
+        return f"Serve it with --partition {partition}, or with --partition auto."
+    name = printable(str(topology))
+    return f"Serve it with the layers {partition} in {name}, or with none there and --partition {partition}."
 
 
 class _Speaker:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 from io import StringIO
+from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import pytest
 from cyclopts import Parameter
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock import __version__
+from penstock.config import EngineConfig, ParallelConfig
 from penstock.errors import (
     AuthenticationError,
     CheckpointError,
@@ -167,6 +170,26 @@ def test_a_wrong_command_line_is_exit_2_with_what_to_do(words: list[str], told: 
     assert second.startswith("  ")
     assert told in err
     assert "Traceback" not in err
+
+
+def test_d13_a_plan_measures_the_stages_of_a_topology_whatever_layers_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[ParallelConfig] = []
+
+    def settle(config: EngineConfig, *_: object) -> EngineConfig:
+        asked.append(config.parallel)
+        return msgspec.structs.replace(
+            config, parallel=msgspec.structs.replace(config.parallel, partition="2,4")
+        )
+
+    monkeypatch.setattr("penstock.server.cli_plan.settle_partition", settle)
+    topology = tmp_path / "unlike.toml"
+    topology.write_text("[[stage]]\nlayers = 4\ntp = 2\n[[stage]]\nlayers = 2\n")
+    code, out, _ = penstock("plan", "demo", "--topology", str(topology))
+    assert code == 0
+    assert [(each.partition, each.tp_sizes) for each in asked] == [("auto", [2, 1])]
+    assert "Serve it with the layers 2,4 in " in out
 
 
 def test_vllm_spellings_are_understood_and_the_last_of_two_flags_counts() -> None:
