@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 from penstock.errors import StoreError
 
@@ -26,6 +27,17 @@ def reported(place: str, remedy: str, kinds: tuple[type[Exception], ...]) -> Ite
         yield
     except kinds as error:
         raise StoreError(f"KV store {place}: {cause_of(error)}.", remedy=remedy) from error
+
+
+def place_of(url: str) -> str:
+    """What a store at this address is called in errors: without user and password."""
+    parts = urlsplit(url)
+    try:
+        port = parts.port
+    except ValueError:  # no number; the library below says so
+        port = None
+    end = "" if port is None else f":{port}"
+    return f"{parts.scheme}://{parts.hostname or ''}{end}{parts.path}"
 
 
 def cause_of(error: Exception) -> str:

@@ -20,7 +20,10 @@ from penstock.kvstore.found import SCAN_KEYS, Found, in_pages
 from penstock.kvstore.lmdb_tables import DATA_FILE, page_of
 
 _ADDRESSES = 1 << 40
-_REMEDY = "Check the path, and that you may read its data.mdb and, where there is one, write to its lock.mdb."
+_REMEDY = (
+    "Check the path, and that you may read its data.mdb and, where there is one, write to its lock.mdb; if "
+    "the file is damaged, stop whoever uses it and delete the directory."
+)
 _NOT_OURS = "Give the directory that --kv-store names, which holds data.mdb."
 
 

@@ -6,7 +6,8 @@
 
 The count is a clock that goes on with every use by any process; wall clocks take no part. Every change is one
 transaction: after kill -9 or a power cut the tables are as before it or as after it, and agree. Errors are
-LMDB's own or `OSError`. Decides nothing: `lmdb_store` does. Not thread-safe.
+LMDB's own or `OSError`, and `StoreError` for a directory that is none to use. Decides nothing: `lmdb_store`
+does. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import lmdb
 
+from penstock.errors import StoreError
 from penstock.kvstore.found import Found
 
 DATA_FILE = "data.mdb"
@@ -199,11 +201,22 @@ def page_of(transaction: Any, records: Any, prefix: bytes, after: bytes, most: i
 
 
 def make_private(directory: Path) -> None:
-    """Make it with mode 0700, or see that nobody else can write to what is there. Raises `OSError`."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make it with mode 0700, or see that nobody else can write to what is there.
+
+    Raises `OSError`; `StoreError` where something else is in its place, or others can write to it.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise StoreError(
+            f"KV store {directory}: it, or what it is to lie in, is a file.",
+            remedy="Give a directory, or a path where none is yet.",
+        ) from error
     found = directory.stat()
     if found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
-        raise PermissionError(
-            f"others can write to {directory} (mode {stat.S_IMODE(found.st_mode):04o}, "
-            f"owner {found.st_uid}), and who can do that is believed"
+        raise StoreError(
+            f"KV store {directory}: others can write to it (mode {stat.S_IMODE(found.st_mode):04o}, "
+            f"owner {found.st_uid}), and whoever can do that is believed.",
+            remedy="If none but this user has written there, take that from the others (chmod 700, and chown "
+            "where it is another's); else give another directory.",
         )

@@ -23,7 +23,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from penstock.kvstore.failures import reported
+from penstock.kvstore.failures import place_of, reported
 from penstock.kvstore.found import SCAN_KEYS, Found, some_at_a_time
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES, NAMESPACE_BYTES
 
@@ -46,7 +46,7 @@ def open_objects(url: str) -> ObjectStore:
     Raises `StoreError` if the address or the settings in the environment cannot be right.
     """
     parts = urlsplit(url)
-    place = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    place = place_of(url)
     with reported(place, _REMEDY, _ERRORS):
         if parts.scheme == "file":
             Path(unquote(parts.path)).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -9,13 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from penstock.kvstore.failures import reported
+from penstock.kvstore.failures import place_of, reported
 from penstock.kvstore.found import SCAN_KEYS, Found, some_at_a_time
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
@@ -32,8 +31,7 @@ def open_redis(url: str) -> RedisStore:
 
     Raises `StoreError` if the address cannot be right; the server is first asked when it is used.
     """
-    parts = urlsplit(url)
-    place = f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
+    place = place_of(url)
     with reported(place, _REMEDY, _ERRORS):
         client = redis.Redis.from_url(
             url,

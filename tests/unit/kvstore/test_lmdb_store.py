@@ -113,9 +113,20 @@ def test_rule_9_nobody_else_can_read_it(store: LmdbStore, directory: Path) -> No
 
 def test_rule_9_a_directory_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(StoreError, match="others can write to"):
+    with pytest.raises(StoreError, match="others can write to") as refused:
         LmdbStore(tmp_path)
+    assert "chmod 700" in (refused.value.remedy or "")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_file_in_the_place_of_the_directory_is_named(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    with pytest.raises(StoreError, match="is a file") as refused:
+        LmdbStore(file / below)
+    assert "Give a directory" in (refused.value.remedy or "")
+    assert file.read_text() == "mine"
 
 
 # --- the quota --------------------------------------------------------------------------------------
@@ -299,7 +310,7 @@ def test_r9_a_directory_that_cannot_come_back_is_an_error_each_time(
     shutil.rmtree(directory)
     directory.write_text("in the way", encoding="utf-8")
     for _ in range(2):
-        with pytest.raises(StoreError, match="FileExistsError"):
+        with pytest.raises(StoreError, match="is a file"):
             store.get([key_of(0)])
     directory.unlink()
     assert store.get([key_of(0)]) == [None]

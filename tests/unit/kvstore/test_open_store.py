@@ -261,7 +261,9 @@ def test_r9_a_server_that_refuses_is_an_error(redis_store: KVStore, server: Fake
 def test_a_password_is_in_no_error(unused_tcp_port: int) -> None:
     pytest.importorskip("redis")
     store = open_store(f"redis://user:secret@127.0.0.1:{unused_tcp_port}/0")
-    with pytest.raises(StoreError, match=r"KV store redis://127\.0\.0\.1/0: ConnectionError") as raised:
+    with pytest.raises(
+        StoreError, match=rf"KV store redis://127\.0\.0\.1:{unused_tcp_port}/0: ConnectionError"
+    ) as raised:
         store.get(KEYS)
     assert "secret" not in str(raised.value)
     store.close()
