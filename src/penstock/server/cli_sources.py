@@ -63,6 +63,8 @@ class SettingSources:
     def __call__(self, app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
         settings = [argument for argument in arguments if argument.parse and argument.name != "*"]
         for argument in settings:
+            # cyclopts has read the names that settings have of their own (`flag(env=...)`); below all are.
+            argument.tokens[:] = [token for token in argument.tokens if token.source != "env"]
             if argument.has_tokens:
                 self._invocation.origins[key_of(argument)] = "flag"
             else:

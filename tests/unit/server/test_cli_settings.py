@@ -108,6 +108,14 @@ def test_a_partition_of_the_environment_does_not_bind_one_stage() -> None:
     assert 'partition = "3,2"  # flag' in print_config("--partition", "3,2")
 
 
+def test_the_environment_of_the_process_is_not_taken_for_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PP_LAYER_PARTITION", "3,2")
+    environ = {"PENSTOCK_PP_LAYER_PARTITION": "3,2"}
+    assert 'partition = "even"' in print_config(**environ)
+    shown = print_config("--pp", "2", **environ)
+    assert line_of(shown, "partition") == 'partition = "3,2"  # environment PENSTOCK_PP_LAYER_PARTITION'
+
+
 def test_keys_are_never_printed(tmp_path: Path) -> None:
     assert "# admin-key: set by " in print_config("--admin-key", "s3cret")
     for shown in (
