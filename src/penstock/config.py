@@ -62,6 +62,9 @@ def _above_zero(name: str, seconds: float) -> None:
         raise UsageError(f"{name} is {seconds}; it must be above 0 seconds.", param=name, code="out_of_range")
 
 
+MAX_THREADS = 1024  # of a rank; threads beyond the cores only wait for each other
+
+
 def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> list[int]:
     """The numbers of a setting of stages or ranks: 2, "2", "1,3" or [1, 3]; all at least 1."""
     entries = given if isinstance(given, list) else [entry.strip() for entry in str(given).split(",")]
@@ -188,7 +191,15 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         given = self.threads_per_rank
         if given is None:
             return None
-        return self._for_each_rank("threads_per_rank", _whole_numbers("threads_per_rank", given, "threads"))
+        numbers = _whole_numbers("threads_per_rank", given, "threads")
+        if max(numbers) > MAX_THREADS:
+            raise UsageError(
+                f"threads_per_rank is {max(numbers)}, more than {MAX_THREADS}.",
+                remedy="Use as many as the rank has cores, or leave it out.",
+                param="threads_per_rank",
+                code="out_of_range",
+            )
+        return self._for_each_rank("threads_per_rank", numbers)
 
     @property
     def rank_devices(self) -> list[str]:

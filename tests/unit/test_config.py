@@ -53,6 +53,7 @@ def test_a_number_that_is_too_low_is_named(cls: type[Any], field: str, value: in
         ([1, 1, 1], "has 3 entries for 2 stages"),
         ("0,1", "threads_per_rank is 0; it must be at least 1"),
         ([2, -1], "threads_per_rank is -1; it must be at least 1"),
+        ("1,1025", "threads_per_rank is 1025, more than 1024"),
     ],
 )
 def test_i13_threads_that_cannot_be_met_are_refused(given: str | list[int], said: str) -> None:
