@@ -275,6 +275,8 @@ def _group(argument: Argument) -> str:
 
 def _default(argument: Argument) -> str:
     value = argument.field_info.default
+    if value is True:
+        return f"[on; {argument.negatives[0]}]" if argument.negatives else "[on]"
     if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
         return ""
     return f"[{value:g}]" if isinstance(value, float) else f"[{value}]"

@@ -183,7 +183,7 @@ class EngineSettings:
     enable_prefix_caching: Annotated[
         bool,
         flag(
-            "keep what was computed, for requests that begin the same",
+            "keep what was computed, for prompts alike",
             "--enable-prefix-caching",
             negative="--no-enable-prefix-caching",
             group="kv",
@@ -221,7 +221,7 @@ class EngineSettings:
     ] = "write-through"
     eviction_policy: Annotated[
         EvictionPolicy,
-        flag("what of it is given up first: lru, lfu or priority", "--eviction-policy", group="kv"),
+        flag("what the prefix cache gives up first", "--eviction-policy", group="kv"),
     ] = "lru"
 
     max_num_seqs: Annotated[int, flag("requests that run at once", "--max-num-seqs", group="scheduler")] = 64

@@ -118,6 +118,7 @@ def test_help_of_a_part_shows_that_part_only() -> None:
         "--kv-store-policy",
         "--eviction-policy",
     ]
+    assert "[on; --no-enable-prefix-caching]" in out
     code, _, err = penstock("serve", "--help", "schedule")
     assert code == 2
     assert "Did you mean scheduler?" in err
