@@ -13,10 +13,12 @@ from live_server import LiveServer
 
 from paths import REPOSITORY
 from penstock.config import Limits
-from penstock.errors import OverloadedError
+from penstock.errors import InvalidRequestError, OverloadedError
+from penstock.request import SamplingParams
 from penstock.server.fields import OF_OTHER_ROUTES, REASONING_BUDGETS
 from penstock.server.limits import parse_json
 from penstock.server.openai_types import StreamOptions
+from penstock.server.sampling import fit_to_context
 from penstock.server.text_workers import TextWorkers
 
 TEXT = "/v1/completions"
@@ -157,7 +159,8 @@ def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, A
         ({"messages": USER * 4097}, "messages"),
         ({"messages": USER, "logprobs": 0}, "logprobs"),
         ({"messages": USER, "top_logprobs": 3}, "top_logprobs"),
-        ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": USER, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
         ({"messages": USER, "max_completion_tokens": -1}, "max_tokens"),
         ({"messages": USER, "echo": True}, "echo"),
         ({"messages": USER, "max_output_tokens": 5}, "max_output_tokens"),
@@ -166,6 +169,60 @@ def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, A
 )
 def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], param: str) -> None:
     assert _refused(live, CHAT, fields)["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "code", "told"),
+    [
+        (CHAT, {"logprobs": True, "top_logprobs": 21}, "out_of_range", "between 0 and 20, got 21."),
+        (CHAT, {"top_logprobs": 2}, "invalid_value", "needs logprobs: true. Set it, or leave"),
+        (CHAT, {"tool_choice": "required"}, "invalid_value", "tool_choice is required, but there are no"),
+        (
+            CHAT,
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "invalid_value",
+            "tool_choice names 'f', but there are no tools. Name some in tools.",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            "unsupported_content",
+            "messages[0].content[0] must be a part with text, got one of type 'text' without.",
+        ),
+        (TEXT, {"prompt": [[]]}, "empty_prompt", "prompt has no token. Give a text that is not empty, or"),
+    ],
+)
+def test_an_error_says_what_is_wrong_with_what_was_sent(
+    live: LiveServer, path: str, fields: dict[str, Any], code: str, told: str
+) -> None:
+    error = _refused(live, path, {"messages": USER} | fields if path == CHAT else fields)
+    assert error["code"] == code
+    assert told in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "fields", "param", "told"),
+    [
+        (
+            8,
+            {},
+            "prompt",
+            "8 tokens, which with room for an answer is more than the model's context of 8 "
+            "tokens. Shorten the prompt.",
+        ),
+        (9, {"max_tokens": 0}, "prompt", "9 tokens, more than the model's context of 8 tokens. Shorten the"),
+        (8, {"max_tokens": 1}, "prompt", "8 tokens and max_tokens 1, together more than the model's context"),
+        (6, {"max_tokens": 3}, "max_tokens", "Shorten the prompt or lower max_tokens."),
+        (6, {"min_tokens": 3}, "min_tokens", "6 tokens and min_tokens 3, together more than the model's"),
+    ],
+)
+def test_what_does_not_fit_the_context_is_told_with_what_helps(
+    num_tokens: int, fields: dict[str, Any], param: str, told: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        fit_to_context(SamplingParams(**({"max_tokens": None} | fields)), num_tokens, 8, default=16)
+    assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
+    assert told in str(caught.value)
 
 
 UNSUPPORTED = [

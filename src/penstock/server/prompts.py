@@ -271,7 +271,7 @@ def joined_text(content: str | Sequence[Part] | None, where: str, part_text: Par
         text = part_text(part)
         if text is None:
             raise InvalidRequestError(
-                f"{where}[{index}] must be text, got a part of type {part.type[:64]!r}.",
+                f"{where}[{index}] must be a part with text, got one of type {part.type[:64]!r} without.",
                 remedy="This server takes text only.",
                 param=f"{where}[{index}]",
                 code="unsupported_content",
@@ -291,6 +291,9 @@ def _num_bytes(text: str) -> int:
 def _not_empty(ids: list[int], param: str) -> list[int]:
     if not ids:
         raise InvalidRequestError(
-            f"{param} is empty, and this model has no token to begin with.", param=param, code="empty_prompt"
+            f"{param} has no token.",
+            remedy="Give a text that is not empty, or at least one token id.",
+            param=param,
+            code="empty_prompt",
         )
     return ids

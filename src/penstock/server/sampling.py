@@ -23,9 +23,8 @@ def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> S
     limit = request.max_completion_tokens
     if limit is None:
         limit = request.max_tokens
-    sampling = _validated(
-        request, model, max_tokens=limit, logprobs=_chat_logprobs(request, limits.max_logprobs)
-    )
+    most = min(limits.max_logprobs, model.vocab_size)
+    sampling = _validated(request, model, max_tokens=limit, logprobs=_chat_logprobs(request, most))
     return _settled(sampling, model, limits)
 
 
@@ -117,14 +116,20 @@ def _validated(
 
 
 def _chat_logprobs(request: ChatRequest, most: int) -> int | None:
-    if request.logprobs:
-        return request.top_logprobs or 0
-    if request.top_logprobs:
+    count = request.top_logprobs or 0
+    if not 0 <= count <= most:
         raise InvalidRequestError(
-            f"top_logprobs must be between 0 and {most} and needs logprobs: true.",
+            f"top_logprobs must be between 0 and {most}, got {count}.",
+            param="top_logprobs",
+            code="out_of_range",
+        )
+    if count and not request.logprobs:
+        raise InvalidRequestError(
+            "top_logprobs needs logprobs: true.",
+            remedy="Set it, or leave top_logprobs out.",
             param="top_logprobs",
         )
-    return None
+    return count if request.logprobs else None
 
 
 def fit_to_context(
@@ -153,11 +158,18 @@ def fit_to_context(
             return sampling
         most = room if default is None else max(min(default, room), wanted)
         return msgspec.structs.replace(sampling, max_tokens=most)
-    output = f" and {name} {wanted}" if wanted else ""
+    if wanted:
+        whole = (
+            f"The prompt has {num_prompt_tokens} tokens and {name} {wanted}, together more than the model's"
+        )
+        remedy = f"Shorten the prompt or lower {name}."
+    else:
+        beside = "which with room for an answer is more" if least else "more"
+        whole = f"The prompt has {num_prompt_tokens} tokens, {beside} than the model's"
+        remedy = "Shorten the prompt."
     raise InvalidRequestError(
-        f"The prompt has {num_prompt_tokens} tokens{output}, together more than the model's context of "
-        f"{max_model_len} tokens.",
-        remedy=f"Shorten the prompt or lower {name}.",
+        f"{whole} context of {max_model_len} tokens.",
+        remedy=remedy,
         param=prompt_field if room < least else name,
         code="context_length_exceeded",
     )

@@ -68,8 +68,9 @@ def tool_use(asked: ChatRequest, syntax: ModelSyntax, limits: Limits) -> ToolUse
     kind = choice if isinstance(choice, str) else "named"
     if not tools:
         if kind in ("required", "named"):
+            asks = f"names {named[:64]!r}" if kind == "named" else "is required"
             raise _refused(
-                f"tool_choice is {kind}, but there are no tools.", "tool_choice", "Name some in tools."
+                f"tool_choice {asks}, but there are no tools.", "tool_choice", "Name some in tools."
             )
         return NO_TOOLS
     _check_tools(tools, limits)

@@ -226,7 +226,8 @@ class JinjaChatTemplate:
                 "tools" if extra.get("tools") else "chat", **variables
             )
         except TemplateRefusal as error:
-            raise InvalidRequestError(f"the chat template refuses: {error}.", param="messages") from error
+            reason = str(error).rstrip(".")
+            raise InvalidRequestError(f"the chat template refuses: {reason}.", param="messages") from error
         except minijinja.TemplateError as error:
             raise InvalidRequestError(
                 f"the chat template cannot render these messages: {_first_line(error)}.", param="messages"

@@ -156,8 +156,9 @@ def test_a_template_that_fails_is_the_requests_error(source: str) -> None:
 
 
 def test_the_templates_own_refusal_is_passed_on() -> None:
-    with pytest.raises(InvalidRequestError, match="refuses: only users"):
-        template("{{ raise_exception('only users') }}").encode([{"role": "x", "content": "y"}])
+    for text in ("only users", "only users."):
+        with pytest.raises(InvalidRequestError, match=r"refuses: only users\.$"):
+            template(f"{{{{ raise_exception('{text}') }}}}").encode([{"role": "x", "content": "y"}])
 
 
 def test_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
