@@ -129,6 +129,27 @@ def test_a_name_that_a_route_does_not_have_is_refused_with_those_that_it_has(
     assert server.engine.operations == []
 
 
+@pytest.mark.parametrize(
+    ("path", "param", "code", "told"),
+    [
+        ("/pause?mode=keep&mode=wait", "mode", "invalid_value", "mode is given 2 times. Give it once."),
+        ("/abort?all=true&all=false", "all", "invalid_value", "all is given 2 times. Give it once."),
+        ("/abort?request_id=a&all=true", "request_id", "invalid_combination", "give request_id"),
+        ("/abort", "request_id", "missing_required_parameter", "give request_id"),
+        ("/slow_down", "interval_ms", "missing_required_parameter", "interval_ms is required."),
+        ("/close_session", "session_id", "missing_required_parameter", "session_id is required."),
+    ],
+)
+def test_what_is_given_twice_or_not_at_all_is_refused(
+    server: LiveServer, path: str, param: str, code: str, told: str
+) -> None:
+    response, raw = server.request("POST", path, None, AS_ADMIN)
+    error = json.loads(raw)["error"]
+    assert (response.status, error["param"], error["code"]) == (400, param, code)
+    assert error["message"].startswith(told)
+    assert server.engine.operations == []
+
+
 @pytest.mark.parametrize("path", sorted(ADMIN_PATHS))
 def test_no_admin_route_takes_a_name_that_it_does_not_have(server: LiveServer, path: str) -> None:
     method = "GET" if path == "/is_paused" else "POST"

@@ -61,12 +61,14 @@ IdleTime = Annotated[
     float | None, Query(gt=0, description="Seconds without a request after which it is closed.")
 ]
 DEFAULT_TIMEOUT_S = 60.0
+_GIVEN_SEVERAL_TIMES = ("request_id",)
 _EMPTY_BODY_BYTES = len("{}")  # as some clients send it who have nothing to say
 
 
 def refuse_what_is_not_read(request: Request) -> None:
-    """Raise `InvalidRequestError` for a body, and for a name in the query that its route does not have: who
-    asks for something by another way, or by a word with a slip in it, must not get something else."""
+    """Raise `InvalidRequestError` for a body, and for a name in the query that its route does not have, or that
+    stands there twice: who asks by another way, with a slip in a word or for two things at once, must not
+    get something else."""
     has_body = int(request.headers.get("content-length", 0)) > _EMPTY_BODY_BYTES
     if has_body or "transfer-encoding" in request.headers:
         raise InvalidRequestError(
@@ -77,7 +79,8 @@ def refuse_what_is_not_read(request: Request) -> None:
         )
     route = request.scope["route"]
     known = [field.alias for field in route.dependant.query_params]  # codespell:ignore dependant
-    unknown = next((name for name in request.query_params if name not in known), None)
+    names = [name for name, _value in request.query_params.multi_items()]
+    unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         named = unknown[:MAX_ID_CHARACTERS]
         raise InvalidRequestError(
@@ -85,6 +88,14 @@ def refuse_what_is_not_read(request: Request) -> None:
             remedy=f"It takes {' and '.join(known)}." if known else "It takes none.",
             param=named,
             code="unknown_parameter",
+        )
+    twice = next((name for name in names if names.count(name) > 1 and name not in _GIVEN_SEVERAL_TIMES), None)
+    if twice is not None:
+        raise InvalidRequestError(
+            f"{twice} is given {names.count(twice)} times.",
+            remedy="Give it once.",
+            param=twice,
+            code="invalid_value",
         )
 
 
@@ -171,9 +182,9 @@ class AdminRoute:
         """End requests at once, whoever's they are; clients get the error `aborted_by_administrator`."""
         if bool(request_id) == every:
             raise InvalidRequestError(
-                "give request_id, once or several times, or all=true.",
+                "give request_id, once or several times, or all=true, and not both.",
                 param="request_id",
-                code="missing_required_parameter",
+                code="invalid_combination" if every else "missing_required_parameter",
             )
         names = request_id or []
         if any(not 1 <= len(name) <= MAX_ID_CHARACTERS for name in names):

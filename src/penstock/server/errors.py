@@ -106,12 +106,13 @@ async def answer_validation_error(_request: Request, error: Exception) -> Respon
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     param = ".".join(str(part) for part in first["loc"][1:])
+    is_missing = first["type"] == "missing"
     body = ErrorBody(
         error=ErrorObject(
-            message=f"{param}: {first['msg']}",
+            message=f"{param} is required." if is_missing else f"{param}: {first['msg']}",
             type="invalid_request_error",
             param=param,
-            code="invalid_value",
+            code="missing_required_parameter" if is_missing else "invalid_value",
         )
     )
     return json_response(msgspec.json.encode(body), status=400)
