@@ -8,7 +8,7 @@ template writes do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict, TypeVar
@@ -126,7 +126,7 @@ class TextSide:
 
     def prompts(self, given: Prompt | Sequence[Prompt]) -> list[PreparedPrompt]:
         """One prompt, or several; an error names the one at fault."""
-        if isinstance(given, str | Mapping):
+        if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
             return [self.prompt(given)]
         return [self._placed("prompts", index, self.prompt, one) for index, one in enumerate(given)]
 
