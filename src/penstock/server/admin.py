@@ -66,9 +66,9 @@ _EMPTY_BODY_BYTES = len("{}")  # as some clients send it who have nothing to say
 
 
 def refuse_what_is_not_read(request: Request) -> None:
-    """Raise `InvalidRequestError` for a body, and for a name in the query that its route does not have, or that
-    stands there twice: who asks by another way, with a slip in a word or for two things at once, must not
-    get something else."""
+    """Raise `InvalidRequestError` for a body, and for a name in the query that its route does not have or
+    that comes twice: who asks by another way, with a slip in a word or for two things at once, must not get
+    something else."""
     has_body = int(request.headers.get("content-length", 0)) > _EMPTY_BODY_BYTES
     if has_body or "transfer-encoding" in request.headers:
         raise InvalidRequestError(
