@@ -161,7 +161,10 @@ def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, A
         ({"messages": USER, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ({"messages": USER, "max_completion_tokens": -1}, "max_tokens"),
+        ({"messages": USER, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens"),
+        ({"messages": USER, "max_tokens": -1}, "max_tokens"),
+        ({"messages": USER, "max_tokens": 5000}, "max_tokens"),
         ({"messages": USER, "echo": True}, "echo"),
         ({"messages": USER, "max_output_tokens": 5}, "max_output_tokens"),
         ({"messages": USER, "add_special_tokens": True}, "add_special_tokens"),
@@ -187,8 +190,15 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
             "unsupported_content",
-            "messages[0].content[0] must be a part with text, got one of type 'text' without.",
+            "messages[0].content[0] has no text; its type is 'text'.",
         ),
+        (
+            CHAT,
+            {"max_completion_tokens": 5000},
+            "context_length_exceeded",
+            "Shorten the prompt or lower max_completion_tokens.",
+        ),
+        (CHAT, {"max_completion_tokens": -1}, "out_of_range", "max_completion_tokens must be between 0 and"),
         (TEXT, {"prompt": [[]]}, "empty_prompt", "prompt has no token. Give a text that is not empty, or"),
     ],
 )
@@ -454,6 +464,7 @@ def test_a_finished_answer_is_given_while_long_texts_fill_the_workers(
 def test_bodies_that_are_no_proper_json_object_are_400(live: LiveServer, body: bytes) -> None:
     error = _refused(live, TEXT, body)
     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_json")
+    assert ("it is empty" in error["message"]) == (not body)
 
 
 def test_json_depth_is_counted_exactly_and_not_within_strings() -> None:

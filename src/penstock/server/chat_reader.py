@@ -17,7 +17,7 @@ from penstock.server.generation import Sequence
 from penstock.server.generation_route import GenerationRoute
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import ChatRequest
-from penstock.server.sampling import chat_sampling, check_choices, fit_to_context
+from penstock.server.sampling import chat_sampling, check_choices, fit_to_context, output_field
 from penstock.server.structured import behind_reasoning, in_place_of_calls, structured_field
 from penstock.server.tools import ToolUse, bound_schemas, grammar_of, tool_use
 
@@ -64,14 +64,15 @@ class ChatReader:
         sampling = _for_reading(sampling, reading, model, grammar)
         if grammar is not None:
             await route.prove_made(grammar, asked_by)
-        return ReadChat(sequence=self._sequence(prompt, sampling), reading=reading, unused=unused)
+        return ReadChat(sequence=self._sequence(asked, prompt, sampling), reading=reading, unused=unused)
 
     async def render(self, asked: ChatRequest) -> tuple[str, Sequence, list[str]]:
         """The text that the template makes, its sequence, and fields without effect; nothing is proved."""
         prompts = self._route.prompts
         sampling = chat_sampling(asked, self._route.model, self._route.limits)
         use, options, unused = self._beside_messages(asked)
-        sequence = self._sequence(await prompts.chat(asked.messages, use, options), sampling)
+        prompt = await prompts.chat(asked.messages, use, options)
+        sequence = self._sequence(asked, prompt, sampling)
         return await prompts.chat_text(asked.messages, use, options), sequence, unused
 
     def _beside_messages(self, asked: ChatRequest) -> tuple[ToolUse, dict[str, Any], list[str]]:
@@ -79,9 +80,15 @@ class ChatReader:
         syntax, limits = self._route.model.syntax, self._route.limits
         return tool_use(asked, syntax, limits), *template_options(asked, syntax, limits)
 
-    def _sequence(self, prompt: list[int], sampling: SamplingParams) -> Sequence:
-        most = self._route.max_model_len
-        fitted = fit_to_context(sampling, len(prompt), most, default=None, prompt_field="messages")
+    def _sequence(self, asked: ChatRequest, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        fitted = fit_to_context(
+            sampling,
+            len(prompt),
+            self._route.max_model_len,
+            default=None,
+            prompt_field="messages",
+            output_field=output_field(asked),
+        )
         return Sequence(prompt_token_ids=prompt, sampling=fitted)
 
 

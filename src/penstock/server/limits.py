@@ -73,6 +73,8 @@ async def _read_body(request: Request, limit: int) -> bytes:
 
 def parse_json(body: bytes, max_depth: int) -> Any:
     """Decode strictly; see the module's text for what is refused."""
+    if not body:
+        raise _bad_json("it is empty")
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -271,7 +271,7 @@ def joined_text(content: str | Sequence[Part] | None, where: str, part_text: Par
         text = part_text(part)
         if text is None:
             raise InvalidRequestError(
-                f"{where}[{index}] must be a part with text, got one of type {part.type[:64]!r} without.",
+                f"{where}[{index}] has no text; its type is {part.type[:64]!r}.",
                 remedy="This server takes text only.",
                 param=f"{where}[{index}]",
                 code="unsupported_content",

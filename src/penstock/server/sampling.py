@@ -20,12 +20,21 @@ _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> SamplingParams:
     """Sampling of a chat request; `max_tokens` None fills the context. Raises `InvalidRequestError`."""
-    limit = request.max_completion_tokens
-    if limit is None:
-        limit = request.max_tokens
-    most = min(limits.max_logprobs, model.vocab_size)
-    sampling = _validated(request, model, max_tokens=limit, logprobs=_chat_logprobs(request, most))
+    most, name = min(limits.max_logprobs, model.vocab_size), output_field(request)
+    limit, logprobs = getattr(request, name), _chat_logprobs(request, most)
+    try:
+        sampling = _validated(request, model, max_tokens=limit, logprobs=logprobs)
+    except InvalidRequestError as error:
+        if error.param != "max_tokens":
+            raise
+        message = error.message.replace("max_tokens", name)
+        raise InvalidRequestError(message, param=name, code=error.code) from None
     return _settled(sampling, model, limits)
+
+
+def output_field(request: ChatRequest) -> str:
+    """The field that bounds the answer of a chat: the newer name, where it is given, before the older."""
+    return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
 
 
 def completion_sampling(request: CompletionRequest, model: ServedModel, limits: Limits) -> SamplingParams:
@@ -139,18 +148,20 @@ def fit_to_context(
     *,
     default: int | None,
     prompt_field: str = "prompt",
+    output_field: str = "max_tokens",
 ) -> SamplingParams:
     """The sampling with a `max_tokens` that fits behind this prompt.
 
     Args:
         default: tokens to generate when the request names none; None fills the context. A default is
             shortened to fit, a number that the client gave is not, of `min_tokens` neither.
+        prompt_field, output_field: what the client calls the prompt and the bound of the output.
 
     Raises:
         InvalidRequestError: prompt and output are longer than the context; names both numbers.
     """
     room, least = max_model_len - num_prompt_tokens, 0 if sampling.max_tokens == 0 else 1
-    name, wanted = "max_tokens", sampling.max_tokens
+    name, wanted = output_field, sampling.max_tokens
     if wanted is None:
         name, wanted = "min_tokens", sampling.min_tokens
     if room >= least and wanted <= room:
