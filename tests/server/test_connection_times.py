@@ -258,6 +258,12 @@ def test_bytes_around_a_body_are_bounded(body: bytes) -> None:
     assert b"bad_http" in connection.transport.written
 
 
+def test_what_is_no_http_is_told_so_in_one_sentence() -> None:
+    connection = Connection()
+    connection.send(b"GET / HTTP/1.1\r\nhost: a\x7f\r\n\r\n")
+    assert b'"Refused: Invalid HTTP request received."' in connection.transport.written
+
+
 def test_small_chunks_are_a_body_as_any_other() -> None:
     connection = Connection()
     connection.send(POST + b"Transfer-Encoding: chunked\r\n\r\n")

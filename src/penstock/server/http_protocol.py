@@ -237,8 +237,9 @@ _REASONS = {
 
 def _refusal_bytes(status: int, reason: str) -> bytes:
     kind = "service_unavailable" if status == 503 else "invalid_request_error"
+    message = f"Refused: {reason.rstrip('.')}."
     body = msgspec.json.encode(
-        ErrorBody(error=ErrorObject(message=f"Refused: {reason}.", type=kind, code=_CODES.get(status)))
+        ErrorBody(error=ErrorObject(message=message, type=kind, code=_CODES.get(status)))
     )
     retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == 503 else ""
     head = (
