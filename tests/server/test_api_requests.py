@@ -298,6 +298,8 @@ def test_unknown_fields_are_ignored_with_a_warning_header(live: LiveServer) -> N
     assert warning == "ignored unknown field(s): gue???X-Evil:?1, top_q, stream_options.speed"
     assert response.getheader("x-evil") is None
     assert raw.endswith(b"data: [DONE]\n\n")
+    absent, _ = live.request("POST", TEXT, {"prompt": "a", "top_q": None, "messages": None})
+    assert absent.getheader("x-penstock-warning") is None, "null is the same as leaving a field out"
     many, _ = live.request("POST", TEXT, {"prompt": "a"} | {f"f{i}" * 50: i for i in range(500)})
     assert len(many.getheader("x-penstock-warning") or "") < 2000
 

@@ -12,13 +12,18 @@ from penstock.engine.outputs import TextDelta
 from penstock.errors import RequestError
 from penstock.request import SamplingParams
 from penstock.server.chat_reader import ChatReader
-from penstock.server.fields import convert, unknown_fields, warning_headers
+from penstock.server.fields import convert, warning_headers
 from penstock.server.generation import GenerationResponse, with_reasoning_tokens
 from penstock.server.generation_route import GenerationRoute
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import Usage
 from penstock.server.request_record import record_of
-from penstock.server.responses_input import ChatOfResponse, check_logprobs, refuse_fields_of_chats
+from penstock.server.responses_input import (
+    ChatOfResponse,
+    check_logprobs,
+    refuse_fields_of_chats,
+    unknown_here,
+)
 from penstock.server.responses_output import Output, ResponseText, finished
 from penstock.server.responses_types import (
     ReasoningOptions,
@@ -61,7 +66,7 @@ class ResponsesRoute:
             return msgspec.json.encode(finished(response, output, counted))
 
         unused = chat.unused + [chat.own_names(name) for name in read.unused]
-        headers = warning_headers(unknown_fields(body, ResponsesRequest), unused)
+        headers = warning_headers(unknown_here(body), unused)
         text = ResponseText(response, output) if asked.stream else None
         return route.start(request, [read.sequence], headers, make_body, text)
 

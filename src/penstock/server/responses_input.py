@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from penstock.config import Limits
 from penstock.errors import InvalidRequestError, RequestError
-from penstock.server.fields import REASONING_BUDGETS
+from penstock.server.fields import REASONING_BUDGETS, unknown_fields
 from penstock.server.message_reader import Reading
 from penstock.server.openai_types import (
     ChatMessage,
@@ -191,6 +191,11 @@ def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
     reasoning = body.get("reasoning")
     if isinstance(reasoning, dict):
         _refuse(_OF_REASONING, lambda name: reasoning.get(name.removeprefix("reasoning.")))
+
+
+def unknown_here(body: Mapping[str, Any]) -> list[str]:
+    """`fields.unknown_fields`, but for those of a chat that ask for nothing."""
+    return [name for name in unknown_fields(body, ResponsesRequest) if name not in _OF_CHATS]
 
 
 def _refuse(names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Callable[[str], object]) -> None:
