@@ -32,6 +32,8 @@ _STACK_BYTES = 2 << 20
 _MEMORY_BYTES = 1 << 30  # beside what the vocabulary takes
 _PR_SET_PDEATHSIG = 1
 _UNSUPPORTED = re.compile(r"^(Unimplemented keys|Unknown format)|(not|only) supported")
+# Of the library's words: what stands before those on a schema within a grammar, an option that nobody has.
+_NOT_TOLD = re.compile(r"^failed to compile JSON schema: |\.? Enable 'coerce_one_of'.*")
 
 
 def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> Answer:
@@ -46,7 +48,8 @@ def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> Answer:
     return Answer() if any(mask) else _invalid("no text satisfies it")
 
 
-def _invalid(why: str) -> Answer:
+def _invalid(reason: str) -> Answer:
+    why = _NOT_TOLD.sub("", reason)
     return Answer(
         InvalidRequestError(
             f"structured output: {why}.",

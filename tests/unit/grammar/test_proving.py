@@ -230,6 +230,28 @@ def test_r8_a_wrong_grammar_is_refused_with_its_reason(
     assert "backtrace" not in raised.value.message
 
 
+@pytest.mark.parametrize(
+    ("schema", "code", "told"),
+    [
+        ('{"not":{}}', "unsupported_schema", 'Unimplemented keys: ["not"].'),
+        ('{"type":"string","format":"x"}', "unsupported_schema", "Unknown format: x."),
+        ('{"type":"no"}', "invalid_grammar", "Invalid type: no."),
+        ('{"oneOf":[{},{}]}', "unsupported_schema", "oneOf constraints are not supported."),
+    ],
+)
+def test_a_schema_within_a_grammar_is_refused_as_one_alone(
+    prover: GrammarProver, schema: str, code: str, told: str
+) -> None:
+    """The grammars of tools are such."""
+    for structured in (
+        StructuredOutputs(json=schema),
+        StructuredOutputs(grammar=f"start: %json {schema}"),
+    ):
+        with pytest.raises(InvalidRequestError) as raised:
+            prover.prove_now(structured)
+        assert (raised.value.code, raised.value.message) == (code, f"structured output: {told}")
+
+
 TOO_MUCH = {
     "a divisor with as many remainders as states": {"type": "integer", "multipleOf": 99_999_999},
     "patterns that all must fit": {
