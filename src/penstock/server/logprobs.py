@@ -88,8 +88,11 @@ class CompletionLogprobsWriter:
         names = [token_name(self._token_bytes(token_id)) for token_id in token_ids]
         offsets = []
         for token_id in token_ids:
+            text = self._detokenizer.feed((token_id,))
+            left = _length_before(self._token_bytes(token_id), text)
+            self._length += left
             offsets.append(self.offset)
-            self._length += len(self._detokenizer.feed((token_id,)))
+            self._length += len(text) - left
         tops = [
             None if entry is None else self._top(entry) | {name: max(entry.logprob, LOWEST)}
             for entry, name in zip(entries, names, strict=True)
@@ -100,6 +103,14 @@ class CompletionLogprobsWriter:
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         names = [token_name(self._token_bytes(token_id)) for token_id in entry.top_ids[: self._num_top]]
         return {name: max(value, LOWEST) for name, value in zip(names, entry.top_logprobs, strict=False)}
+
+
+def _length_before(raw: bytes, text: str) -> int:
+    """Characters of the text, which has come out with a token, that are not the token's own: what bytes that
+    became no character have left behind."""
+    own = raw.decode(errors="ignore")
+    is_text = own.encode() == raw
+    return len(text) - len(own) if is_text and own and text.endswith(own) else 0
 
 
 def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

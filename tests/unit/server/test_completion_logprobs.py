@@ -48,6 +48,21 @@ def test_no_cut_changes_what_is_told(size: int) -> None:
         assert [value for piece in found for value in getattr(piece, name)] == getattr(whole, name)
 
 
+def test_a_token_behind_bytes_that_become_no_character_begins_behind_their_mark() -> None:
+    begun, line = (
+        DEMO.encode("世", add_special_tokens=False)[0],
+        DEMO.encode("\n", add_special_tokens=False)[0],
+    )
+    ids = [line, begun, line, begun, begun, line]
+    told = writer().write(ids, [entry(token_id) for token_id in ids])
+    text = DEMO.decode(ids)
+    assert text == "\n\ufffd\n\ufffd\ufffd\n"
+    assert told.text_offset == [0, 1, 2, 3, 3, 5]
+    assert all(
+        text[at] == "\n" for at, name in zip(told.text_offset, told.tokens, strict=True) if name == "\n"
+    )
+
+
 @pytest.mark.parametrize(("skip", "room"), [(True, 0), (False, len(DEMO.token_bytes(SPECIAL)))])
 def test_a_token_takes_as_much_room_as_it_has_text(skip: bool, room: int) -> None:
     first, second = IDS[0], IDS[1]
