@@ -28,7 +28,7 @@ def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> S
         if error.param != "max_tokens":
             raise
         message = error.message.replace("max_tokens", name)
-        raise InvalidRequestError(message, param=name, code=error.code) from None
+        raise InvalidRequestError(message, remedy=error.remedy, param=name, code=error.code) from None
     return _settled(sampling, model, limits)
 
 
