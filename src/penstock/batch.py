@@ -240,6 +240,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     host_bytes_written: int = 0  # of payloads put into it: computed, or got from the store
     host_bytes_used: int = 0  # of its memory: how many more, or fewer
     switched_off: int = 0  # 1: it is left alone from now on because it failed too often; -1: no longer so
+    failure: str = ""  # why a call has failed, the last one; empty: none has
 
     def plus(self, other: StoreUse) -> StoreUse:
         return StoreUse(
@@ -253,6 +254,7 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             host_bytes_written=self.host_bytes_written + other.host_bytes_written,
             host_bytes_used=self.host_bytes_used + other.host_bytes_used,
             switched_off=self.switched_off + other.switched_off,
+            failure=other.failure or self.failure,
         )
 
 

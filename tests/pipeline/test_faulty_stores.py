@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -17,7 +18,7 @@ import checkpoints
 from faulty_store import Fails, FaultyStore, behind_engines, is_part, never
 from penstock import LLM
 from penstock.engine.stats import CoreStats
-from penstock.errors import StoreError
+from penstock.errors import StoreError, describe
 from penstock.kvcache.block_hash import block_hashes, root_hash
 from penstock.kvstore.guard import MAX_FAILURES, PAUSE_SECONDS
 from penstock.kvstore.names import NAMESPACE_BYTES, is_entry
@@ -129,6 +130,11 @@ FAULTS = {
 }
 
 
+def told(failure: Exception | None) -> Any:
+    """What the log says of it."""
+    return ANY if failure is None else describe(failure).message
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_r9_a_store_that_fails_is_left_alone_after_five_failures_and_tried_again(
     model: Path, cold: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch, name: str
@@ -146,6 +152,7 @@ def test_r9_a_store_that_fails_is_left_alone_after_five_failures_and_tried_again
         assert store.num_failed == expected, "nobody asks a store that is switched off"
         assert stats_of(llm).store_call_failures == expected
         assert stats_of(llm).store_switched_off == fault.num_off
+        assert stats_of(llm).store_failure == told(fault.failure)
 
         store.fails, store.now = never, store.now + PAUSE_SECONDS
         while stats_of(llm).store_switched_off:

@@ -289,6 +289,7 @@ def stats(**changes: Any) -> CoreStats:
         **(
             values
             | {"num_blocks": 100, "free_blocks": 75, "stage_times": [], "loss": None, "restarts": Restarts()}
+            | {"store_failure": ""}
             | changes
         )
     )

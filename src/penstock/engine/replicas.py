@@ -291,6 +291,7 @@ def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
         **numbers,
         paused=any(stats.paused for stats in each),
         loss=next((stats.loss for stats in each if stats.loss is not None), None),
+        store_failure=next((stats.store_failure for stats in each if stats.store_failure), ""),
         restarts=Restarts(
             stages=[sum(counts) for counts in zip(*(stats.restarts.stages for stats in each), strict=True)],
             core=sum(stats.restarts.core for stats in each),

@@ -50,6 +50,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes_written: int = 0
     host_bytes_used: int = 0  # now
     store_switched_off: int = 0  # processes that leave the store alone now
+    store_failure: str = ""  # why a call of the store has failed, the last one
     num_sessions: int = 0  # open ones (`kvcache.sessions`)
     session_blocks: int = 0  # that they keep
     reaped_sessions: int = 0  # closed because nobody used them

@@ -32,6 +32,7 @@ from penstock.kvstore.store import KVStore
 MAX_FAILURES = 5
 WINDOW_SECONDS = 60.0
 PAUSE_SECONDS = 60.0
+MAX_REASON_CHARACTERS = 256
 
 _SWITCHED_OFF = StoreError(
     "the KV store has failed too often and is left alone for a while.", remedy="Try again in a minute."
@@ -135,6 +136,9 @@ class GuardedStore:
             verify_failures=counts.num_verify_failures,
             call_failures=counts.num_failures,
             switched_off=int(counts.is_open),
+            failure=""
+            if counts.last_failure is None
+            else counts.last_failure.message[:MAX_REASON_CHARACTERS],
         )
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:

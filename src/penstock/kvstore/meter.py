@@ -31,6 +31,7 @@ class StoreMeter:
             host_bytes_written=now.host_bytes_written - told.host_bytes_written,
             host_bytes_used=now.host_bytes_used - told.host_bytes_used,
             switched_off=now.switched_off - told.switched_off,
+            failure=now.failure if now.call_failures > told.call_failures else "",
         )
 
     def forget_state(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import sys
+from typing import Any
 
 import msgspec
 
@@ -250,7 +251,7 @@ class PrefixReuse:
         if self._tier is not None:
             self._tier.close()
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Fields of `scheduler.SchedulerStats`."""
         cache = self._allocator.pool.cache
         stored = TierTotals() if self._tier is None else self._tier.totals
@@ -273,6 +274,7 @@ class PrefixReuse:
             "host_bytes_written": use.host_bytes_written,
             "host_bytes_used": use.host_bytes_used,
             "store_switched_off": use.switched_off,
+            "store_failure": use.failure,
             "num_sessions": len(self.sessions),
             "session_blocks": self.sessions.num_kept,
             "reaped_sessions": self.sessions.num_reaped,

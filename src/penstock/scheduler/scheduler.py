@@ -79,6 +79,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     host_bytes_written: int
     host_bytes_used: int
     store_switched_off: int
+    store_failure: str
     num_sessions: int
     session_blocks: int
     reaped_sessions: int

@@ -61,6 +61,7 @@ from penstock.server.request_record import record_of
 from penstock.server.responses import ResponsesRoute
 from penstock.server.responses_types import ResponseObject, ResponsesRequest
 from penstock.server.server_info import ServerInfoRoute
+from penstock.server.store_watch import StoreWatch
 from penstock.server.text_routes import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -322,7 +323,9 @@ def _lifespan(
     @contextlib.asynccontextmanager
     async def lifespan(_app: Any) -> AsyncIterator[None]:
         connecting = asyncio.create_task(_connect(context, on_ready))
-        tasks = [asyncio.create_task(context.keep_alive.run()), connecting]
+        watching = StoreWatch(context.log, context.clock).run(context.engine)
+        tasks = [asyncio.create_task(work) for work in (context.keep_alive.run(), watching)]
+        tasks.append(connecting)
         try:
             await asyncio.wait({connecting}, timeout=None if math.isinf(hold_s) else hold_s)
             yield

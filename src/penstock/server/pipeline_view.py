@@ -73,6 +73,7 @@ class StoreView(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: int
     bytes_written: int
     switched_off: int  # processes that leave it alone now
+    failure: str  # why a call has failed, the last one; empty: none has
 
 
 class TiersView(msgspec.Struct, frozen=True, kw_only=True):
@@ -295,5 +296,6 @@ def _tiers(stats: CoreStats) -> TiersView:
             bytes_read=stats.store_bytes_read,
             bytes_written=stats.store_bytes_written,
             switched_off=stats.store_switched_off,
+            failure=stats.store_failure,
         ),
     )

@@ -47,8 +47,14 @@ def test_r10_what_one_rank_knows_against_a_grammar_counts_more_than_what_hinders
 def test_what_ranks_do_with_the_store_is_added_up_and_taken_once() -> None:
     reports = RankReports(2)
     assert reports.store_use() is NO_STORE_USE
-    reports.keep(OrdersDone(done=[], failed=[1], use=StoreUse(bytes_read=5, call_failures=1, switched_off=1)))
-    reports.keep(OrdersDone(done=[], failed=[1], use=StoreUse(bytes_read=7, bytes_written=2)))
-    reports.keep(OrdersDone(done=[], failed=[2], use=StoreUse(verify_failures=1, switched_off=-1)))
-    assert reports.store_use() == StoreUse(bytes_read=12, bytes_written=2, verify_failures=1, call_failures=1)
+    reports.keep(
+        OrdersDone(done=[], failed=[1], use=StoreUse(call_failures=1, switched_off=1, failure="first"))
+    )
+    reports.keep(OrdersDone(done=[], failed=[1], use=StoreUse(bytes_read=7, bytes_written=2, failure="last")))
+    reports.keep(
+        OrdersDone(done=[], failed=[2], use=StoreUse(bytes_read=5, verify_failures=1, switched_off=-1))
+    )
+    assert reports.store_use() == StoreUse(
+        bytes_read=12, bytes_written=2, verify_failures=1, call_failures=1, failure="last"
+    )
     assert reports.store_use() is NO_STORE_USE

@@ -344,11 +344,14 @@ def test_r9_tokens_do_not_depend_on_the_store(seed: int) -> None:
 def test_what_ranks_and_core_have_done_with_the_store_never_falls() -> None:
     one, catalogue = rig(recovers=True, num_stages=2)
     catalogue.own_use = StoreUse(bytes_read=100, call_failures=2)
-    one.executor.told_use = StoreUse(bytes_read=5, bytes_written=7, verify_failures=1, switched_off=2)
+    one.executor.told_use = StoreUse(
+        bytes_read=5, bytes_written=7, verify_failures=1, switched_off=2, failure="full"
+    )
     one.step()
     stats = one.core.stats()
     assert (stats.store_bytes_read, stats.store_bytes_written) == (105, 7)
     assert (stats.store_verify_failures, stats.store_call_failures, stats.store_switched_off) == (1, 2, 2)
+    assert stats.store_failure == "full"
     one.core.lose_epoch(ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1))
     one.rejoin()
     assert one.core.stats().store_switched_off == 0, "who still leaves it alone says so in the new epoch"
