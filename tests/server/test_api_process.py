@@ -20,7 +20,7 @@ from fake_engine import EOS
 from paths import shared_data
 from penstock.child_config import ApiProcessConfig
 from penstock.config import ServerConfig
-from penstock.executor.child import Failed, decode_status
+from penstock.executor.child import Alive, Failed, decode_status
 from penstock.server.api_process import allow_connections, notice_lost_clients
 from served import wait_until
 
@@ -139,7 +139,7 @@ def test_broken_model_directory_is_reported_and_ends_with_code_3(tmp_path: Path)
         with os.fdopen(status_read, "rb") as status:
             lines = status.read().splitlines()
         process.communicate(timeout=20)
-    event = decode_status(lines[-1])
+    (event,) = (event for event in map(decode_status, lines) if not isinstance(event, Alive))
     assert isinstance(event, Failed)
     assert event.error.kind == "ModelConfigError"
     assert process.returncode == 3

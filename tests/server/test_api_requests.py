@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import threading
 from typing import Any
@@ -199,6 +200,9 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
             "Shorten the prompt or lower max_completion_tokens.",
         ),
         (CHAT, {"max_completion_tokens": -1}, "out_of_range", "max_completion_tokens must be between 0 and"),
+        (TEXT, {"prompt": [1, 999]}, "token_id_out_of_range", "prompt: id 999 at position 1 is outside"),
+        (CHAT, {"tool_choice": "any"}, "invalid_type", "'any'. Give one of: auto, none, required."),
+        (CHAT, {"tools": [{"type": "f"}]}, "invalid_type", "tools[0].type: Invalid enum value 'f'. Give one"),
         (TEXT, {"prompt": [[]]}, "empty_prompt", "prompt has no token. Give a text that is not empty, or"),
     ],
 )
@@ -288,6 +292,15 @@ def test_best_of_says_what_to_do_instead(live: LiveServer) -> None:
     assert message.endswith(
         "One request could cost any number. Leave it out: ask for n with logprobs, and choose."
     )
+
+
+def test_a_body_in_another_encoding_is_refused_by_its_name(live: LiveServer) -> None:
+    body = json.dumps({"prompt": "ab", "max_tokens": 1}).encode()
+    response, raw = live.request("POST", TEXT, gzip.compress(body), {"Content-Encoding": "gzip"})
+    error = json.loads(raw)["error"]
+    assert (response.status, error["code"]) == (400, "unsupported_content_encoding")
+    assert "encoded as 'gzip'. Send it as it is" in error["message"]
+    assert live.request("POST", TEXT, body, {"Content-Encoding": "identity"})[0].status == 200
 
 
 def test_unknown_fields_are_ignored_with_a_warning_header(live: LiveServer) -> None:

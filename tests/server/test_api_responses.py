@@ -238,7 +238,9 @@ def test_the_conversation_becomes_messages_of_turns() -> None:
         client.responses.create(
             model="fake", instructions="i", input=asked, tools=TOOLS, reasoning={"effort": "low"}
         )
-        ((messages, options),) = codec.seen
+        client.responses.create(model="fake", instructions="", input="alone")
+        (messages, options), (alone, _) = codec.seen
+    assert alone == [{"role": "user", "content": "alone"}]
     calls = [
         {"id": "1", "type": "function", "function": {"name": "look", "arguments": '{"city": "x"}'}},
         {"id": "2", "type": "function", "function": {"name": "look", "arguments": "{}"}},

@@ -7,10 +7,11 @@ unless its value asks for nothing. A field that nobody knows is ignored; its nam
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import inspect
 
 from penstock.errors import InvalidRequestError
 from penstock.server.openai_types import (
@@ -108,6 +109,7 @@ OF_OTHER_ROUTES: Mapping[type[msgspec.Struct], Mapping[str, tuple[tuple[object, 
 }
 
 _NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names
+_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 
 
@@ -117,7 +119,7 @@ def convert(body: dict[str, Any], request_type: type[R]) -> R:
     try:
         return msgspec.convert(body, request_type, strict=True, str_keys=True)  # keys of logit_bias are ids
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), request_type) from None
 
 
 def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
@@ -150,7 +152,7 @@ def _alternatives(neutral: tuple[object, ...]) -> str:
     return " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
 
 
-def _invalid(message: str) -> InvalidRequestError:
+def _invalid(message: str, request_type: type[msgspec.Struct]) -> InvalidRequestError:
     found = _AT.search(message)
     text = _AT.sub("", message)
     missing = re.fullmatch(r"Object missing required field `(.*)`", text)
@@ -160,7 +162,40 @@ def _invalid(message: str) -> InvalidRequestError:
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
     param = path or None
     code = "out_of_range" if text == "Number out of range" else "invalid_type"
-    return InvalidRequestError(f"{path}: {text}" if path else text, param=param, code=code)
+    remedy = ""
+    if text.startswith("Invalid enum value"):
+        remedy = f"Give one of: {', '.join(map(str, _words_at(request_type, path)))}."
+    return InvalidRequestError(
+        f"{path}: {text}{'.' if remedy else ''}" if path else text, remedy=remedy, param=param, code=code
+    )
+
+
+def _words_at(request_type: type[msgspec.Struct], path: str) -> list[object]:
+    """Those that a field may be, where it is one of a few words; the path is as in `messages[0].role`."""
+    kinds = [inspect.type_info(request_type)]
+    for step in _STEP.findall(path):
+        kinds = [inside for kind in kinds for inside in _inside(kind, step)]
+    return [
+        word
+        for kind in kinds
+        for one in _each(kind)
+        if isinstance(one, inspect.LiteralType)
+        for word in one.values
+    ]
+
+
+def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    for one in _each(kind):
+        if isinstance(one, inspect.StructType):
+            yield from (field.type for field in one.fields if field.encode_name == step)
+        elif isinstance(one, inspect.ListType | inspect.VarTupleType):
+            yield one.item_type
+        elif isinstance(one, inspect.DictType):
+            yield one.value_type
+
+
+def _each(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
 
 
 def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:

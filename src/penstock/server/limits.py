@@ -44,9 +44,16 @@ async def read_json(request: Request, max_bytes: int, max_depth: int, workers: T
 
     Raises:
         TooLargeError: longer than `max_bytes`.
-        InvalidRequestError: not JSON, not an object, or too deep.
+        InvalidRequestError: compressed, not JSON, not an object, or too deep.
         AbortedError: the client left before it had sent all.
     """
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise InvalidRequestError(
+            f"the body is said to be encoded as {encoding[:64]!r}.",
+            remedy="Send it as it is, without content-encoding.",
+            code="unsupported_content_encoding",
+        )
     body = await _read_body(request, max_bytes)
     value = await workers.run(len(body), parse_json, body, max_depth)
     if not isinstance(value, dict):

@@ -189,7 +189,7 @@ class PromptReader:
             return
         at, bad = next((i, id_) for i, id_ in enumerate(ids) if not 0 <= id_ < self._model.vocab_size)
         raise InvalidRequestError(
-            f"{param} token id {bad} at position {at} is outside the vocabulary of {self._model.vocab_size}.",
+            f"{param}: id {bad} at position {at} is outside the vocabulary of {self._model.vocab_size}.",
             param=param,
             code="token_id_out_of_range",
         )

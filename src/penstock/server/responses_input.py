@@ -240,7 +240,7 @@ def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage
     """The conversation, and where each message comes from."""
     messages: list[ChatMessage | _Turn] = []
     origins: list[_Origin] = []
-    if asked.instructions is not None:
+    if asked.instructions:
         messages.append(ChatMessage(role="system", content=asked.instructions))
         origins.append(_Origin(None))
     for index, item in enumerate(_items(asked.input, limits.max_messages - len(messages))):
