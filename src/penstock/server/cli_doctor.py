@@ -18,19 +18,21 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 from cyclopts import Parameter
 
 from penstock import __version__
-from penstock.config import ServerConfig
+from penstock.child_config import RankConfig
+from penstock.config import EngineConfig, ParallelConfig, ServerConfig
 from penstock.engine.host import Host
-from penstock.engine.launch import ITEM_SIZES
+from penstock.engine.launch import ITEM_SIZES, resolve
 from penstock.engine.listening import listen
 from penstock.errors import PenstockError
 from penstock.kernels.cpu.library import Loaded, load
 from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.models.spec import ModelSpec
-from penstock.pipeline.partition import AUTO_POLICY, partition_layers
-from penstock.server.cli_settings import flag
+from penstock.pipeline.partition import AUTO_POLICY
+from penstock.server.cli_settings import EngineSettings, flag
 from penstock.server.cli_terminal import Invocation, one_line, remedy_of
 from penstock.weights.checkpoint import Checkpoint
 
@@ -59,27 +61,26 @@ class Finding:
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorSettings:
-    """What is looked at."""
+    """What is looked at beside the engine's own settings."""
 
-    pipeline_parallel_size: Annotated[
-        int, flag("stages to cut the model into", "--pipeline-parallel-size", "--pp", group="doctor")
-    ] = 1
-    partition: Annotated[str, flag("layers per stage", "--partition", group="doctor")] = "even"
     host: Annotated[str, flag("address that will be used", "--host", group="doctor")] = "127.0.0.1"
     port: Annotated[int, flag("port that will be used", "--port", group="doctor")] = 8000
 
 
 _SETTINGS = DoctorSettings()
+_ENGINE = EngineSettings()
 
 
 def doctor(
     model: Annotated[str | None, flag("model directory to check", "--model", group="doctor")] = None,
     *,
     settings: DoctorSettings = _SETTINGS,
+    engine: EngineSettings = _ENGINE,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns 1 if anything fails, else 0."""
-    findings = [*check_machine(settings), *(check_model(model, settings) if model else ())]
+    """The command. Returns 1 if anything fails, else 0. Raises `UsageError` for what no model could have."""
+    config = engine.engine_config(model or "")
+    findings = [*check_machine(settings, config.parallel), *(check_model(config) if model else ())]
     show(findings, invocation)
     return 1 if any(finding.level == "fail" for finding in findings) else 0
 
@@ -101,12 +102,12 @@ def show(findings: Iterable[Finding], invocation: Invocation) -> None:
             invocation.say(f"{'':<22}{one_line(finding.remedy)}")
 
 
-def check_machine(settings: DoctorSettings) -> list[Finding]:
+def check_machine(settings: DoctorSettings, parallel: ParallelConfig) -> list[Finding]:
     """All checks that need no model."""
     host = Host.detect()
     return [
         check_python(sys.version_info[:3]),
-        check_cores(host.num_cpus, settings.pipeline_parallel_size),
+        check_cores(host.num_cpus, sum(parallel.tp_sizes) * parallel.data_parallel_size),
         check_memory(host.free_bytes),
         check_torch(installed_version("torch")),
         check_packages({name: installed_version(name) for name in NEEDED_PACKAGES}),
@@ -135,9 +136,9 @@ def check_python(found: tuple[int, ...]) -> Finding:
     return Finding("fail", "python", f"{text} is too old", "Install Python 3.11 or newer.")
 
 
-def check_cores(count: int, stages: int) -> Finding:
-    text = f"{count} usable for {stages} stage{'s' * (stages > 1)}"
-    if count >= stages:
+def check_cores(count: int, ranks: int) -> Finding:
+    text = f"{count} usable for {ranks} rank{'s' * (ranks > 1)}"
+    if count >= ranks:
         return Finding("ok", "cores", text)
     return Finding("warn", "cores", text, "Stages will share cores; use a smaller --pp for speed.")
 
@@ -225,17 +226,17 @@ def check_port(host: str, port: int) -> Finding:
     return Finding("ok", "port", f"{host}:{port} is free")
 
 
-def check_model(model: str, settings: DoctorSettings) -> list[Finding]:
-    """All checks of a model directory; the first failure of a step ends those that need it."""
+def check_model(config: EngineConfig) -> list[Finding]:
+    """All checks of a model and its layout; the first failure of a step ends those that need it."""
     findings: list[Finding] = []
     try:
-        directory = resolve_model_directory(model)
+        directory = resolve_model_directory(config.model.model)
         findings.append(Finding("ok", "model", str(directory)))
-        spec = load_spec(directory)
+        spec = load_spec(directory, config.model.model_impl)
         findings.append(Finding("ok", "config.json", describe_spec(spec)))
         findings += check_files(directory)
         findings.append(check_weights(directory, spec))
-        findings += check_stages(spec, settings)
+        findings += check_stages(config)
     except PenstockError as error:
         findings.append(Finding("fail", "model", error.message, remedy_of(error)))
     return findings
@@ -291,15 +292,41 @@ def _elements(shape: Sequence[int]) -> int:
     return count
 
 
-def check_stages(spec: ModelSpec, settings: DoctorSettings) -> list[Finding]:
-    """What each stage would hold. Raises `PartitionError`."""
-    if settings.partition == AUTO_POLICY:
-        return [Finding("ok", "stages", "cut by what is measured at start; `penstock plan` does it now")]
-    itemsize = ITEM_SIZES.get(spec.dtype, 4)
-    ranges = partition_layers(spec.num_layers, settings.pipeline_parallel_size, settings.partition)
-    findings = []
-    for stage, (start, end) in enumerate(ranges):
-        size = spec.stage_parameters(start, end) * itemsize
-        text = f"layers {start}-{end - 1}, {size / 1e6:.1f} MB of weights"
-        findings.append(Finding("ok", f"stage {stage}", text))
-    return findings
+def check_stages(config: EngineConfig) -> list[Finding]:
+    """What each stage would hold. Raises what `serve` would: the same is decided in the same way."""
+    parallel = config.parallel
+    if is_measured := parallel.partition == AUTO_POLICY:
+        parallel = msgspec.structs.replace(parallel, partition="even")
+    host = Host.detect()
+    plan = resolve(msgspec.structs.replace(config, parallel=parallel), host)
+    missing = check_gpus([rank.device for rank in plan.ranks], host.num_gpus)
+    if is_measured:
+        return [
+            *missing,
+            Finding("ok", "stages", "cut by what is measured at start; `penstock plan` does it now"),
+        ]
+    of_stages = [[rank for rank in plan.ranks if rank.stage == stage] for stage in range(plan.num_stages)]
+    shown = [
+        Finding("ok", f"stage {stage}", _describe_stage(ranks, plan.spec))
+        for stage, ranks in enumerate(of_stages)
+    ]
+    return shown + missing
+
+
+def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
+    """Those that the ranks are to run on and that are not there; their numbers begin at 0."""
+    wanted = {device for device in devices if device.startswith("cuda")}
+    missing = sorted(device for device in wanted if int(device.partition(":")[2] or 0) >= num_gpus)
+    if not missing:
+        return []
+    text = f"{', '.join(missing)}: not among the {num_gpus} GPUs of this machine"
+    return [Finding("fail", "device", text, "Give --device GPUs that are there, or cpu.")]
+
+
+def _describe_stage(ranks: Sequence[RankConfig], spec: ModelSpec) -> str:
+    first, devices = ranks[0], ", ".join(dict.fromkeys(rank.device for rank in ranks))
+    size = spec.stage_parameters(first.start_layer, first.end_layer) * ITEM_SIZES[first.dtype]
+    quantised = "" if first.quantization == "none" else f" before they are {first.quantization}"
+    shared = f" shared by {len(ranks)} ranks" if len(ranks) > 1 else ""
+    layers = f"layers {first.start_layer}-{first.end_layer - 1}"
+    return f"{layers}, {size / 1e6:.1f} MB of weights{quantised}{shared}, {devices}"

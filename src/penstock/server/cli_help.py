@@ -198,8 +198,9 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("doctor",): CommandHelp(
         "penstock doctor [MODEL] [flags]",
-        "Check this machine, and a model directory if one is given.",
-        "penstock doctor ./Qwen2.5-0.5B --pp 2",
+        "Check this machine, and whether a model could be served so; takes the engine's flags of `serve`.",
+        "penstock doctor ./Qwen2.5-0.5B --pp 2 --tp 2,1",
+        common=("--pp", "--tp", "--topology", "--device", "--dtype", "--host", "--port"),
     ),
     ("version",): CommandHelp("penstock version", "Print the version.", "penstock version"),
 }

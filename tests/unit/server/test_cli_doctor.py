@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from ctypes import CDLL
 from io import StringIO
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.config import EngineConfig, ModelConfig, ParallelConfig
 from penstock.kernels.cpu.library import Loaded
 from penstock.server import cli_doctor
 from penstock.server.cli import run
@@ -20,6 +22,7 @@ from penstock.server.cli_doctor import (
     check_cores,
     check_cpu_kernels,
     check_descriptors,
+    check_gpus,
     check_kernel,
     check_machine,
     check_memory,
@@ -113,7 +116,7 @@ def test_a_port_in_use_fails_and_names_who() -> None:
 
 
 def test_this_machine_passes() -> None:
-    findings = check_machine(DoctorSettings(port=0))
+    findings = check_machine(DoctorSettings(port=0), ParallelConfig())
     assert [finding for finding in findings if finding.level == "fail"] == []
     subjects = [finding.subject for finding in findings]
     expected = {"python", "cores", "memory", "torch", "shared memory", "eventfd", "pidfd", "port", "kernels"}
@@ -133,6 +136,44 @@ def test_a_partition_that_will_be_measured_is_not_refused() -> None:
     code, out = doctor("demo", "--pp", "2", "--partition", "auto", "--port", "0")
     assert code == 0
     assert "`penstock plan` does it now" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--tp", "3"), "tensor_parallel_size is 3, and"),
+        (("--pp", "2", "--tp", "2", "--tied-head", "transfer"), "a head that ranks share cannot be sent"),
+        (("--max-model-len", "99999"), "max_model_len"),
+        (("--pp", "2", "--partition", "5,5"), "5,5"),
+    ],
+)
+def test_what_serve_would_refuse_fails_with_its_remedy(words: tuple[str, ...], told: str) -> None:
+    code, out = doctor("demo", "--port", "0", *words)
+    assert code == 1
+    failed = out.partition("fail  model")[2]
+    assert told in failed.splitlines()[0]
+    assert len(failed.splitlines()) == 2, "what to do"
+
+
+def test_a_topology_shows_each_stages_ranks_and_layers(tmp_path: Path) -> None:
+    topology = tmp_path / "pipe.toml"
+    topology.write_text("[[stage]]\ntp = 2\nlayers = 4\n[[stage]]\nlayers = 2\n")
+    code, out = doctor("demo", "--port", "0", "--topology", str(topology))
+    assert code == 0
+    assert "usable for 3 ranks" in out
+    assert re.search(r"stage 0 +layers 0-3, \d+.\d MB of weights shared by 2 ranks, cpu\n", out)
+    assert re.search(r"stage 1 +layers 4-5, \d+.\d MB of weights, cpu\n", out)
+    _, out = doctor("demo", "--port", "0", "--quantization", "int8")
+    assert "MB of weights before they are int8, cpu\n" in out
+
+
+def test_gpus_that_are_not_there_are_named() -> None:
+    assert check_gpus(["cpu", "cuda:1", "cuda"], 2) == []
+    (finding,) = check_gpus(["cuda:2", "cpu", "cuda:7", "cuda:0"], 2)
+    assert (finding.level, finding.text) == ("fail", "cuda:2, cuda:7: not among the 2 GPUs of this machine")
+    code, out = doctor("demo", "--port", "0", "--pp", "2", "--device", "cpu,cuda:99")
+    assert code == 1
+    assert "fail  device          cuda:99: not among" in out
 
 
 def write_model(directory: Path) -> Path:
@@ -182,8 +223,12 @@ def write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
-def levels(model: Path, **settings: int) -> dict[str, str]:
-    findings = check_model(str(model), DoctorSettings(**settings))
+def engine_of(model: Path, **parallel: int) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(model=str(model)), parallel=ParallelConfig(**parallel))
+
+
+def levels(model: Path) -> dict[str, str]:
+    findings = check_model(engine_of(model))
     return {finding.subject: finding.level for finding in findings}
 
 
@@ -205,7 +250,7 @@ def test_a_model_without_tokenizer_fails_and_without_template_warns(tmp_path: Pa
 
 
 def test_more_stages_than_layers_fail_with_the_remedy(tmp_path: Path) -> None:
-    findings = check_model(str(write_model(tmp_path)), DoctorSettings(pipeline_parallel_size=2))
+    findings = check_model(engine_of(write_model(tmp_path), pipeline_parallel_size=2))
     assert findings[-1].level == "fail"
     assert "`--pp 2` is more than the model's 1 layers" in findings[-1].text
     assert findings[-1].remedy == "Use at most 1."
@@ -215,7 +260,7 @@ def test_a_truncated_file_and_missing_tensors_fail(tmp_path: Path) -> None:
     model = write_model(tmp_path)
     whole = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(whole[:-100])
-    findings = check_model(str(model), DoctorSettings())
+    findings = check_model(engine_of(model))
     assert findings[-1].level == "fail"
     assert "model.safetensors" in findings[-1].text
     write_safetensors(model / "model.safetensors", {"model.norm.weight": (8,)})
@@ -231,7 +276,7 @@ def test_a_directory_that_does_not_exist_fails() -> None:
 
 def test_output_is_plain_lines_with_remedies_below(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [Finding("ok", "a", "fine"), Finding("warn", "b", "so\nso\x1b[2J", "Do this.")]
-    monkeypatch.setattr(cli_doctor, "check_machine", lambda settings: found)
+    monkeypatch.setattr(cli_doctor, "check_machine", lambda settings, parallel: found)
     code, out = doctor()
     assert code == 0  # a warning is no failure
     lines = out.splitlines()
