@@ -11,20 +11,16 @@ import jsonschema
 import pytest
 
 from json_formats import CHECKER, FORMATS
+from masks import EOS, TOKENIZER, allowed
 from paths import REPOSITORY
 from penstock.config import GrammarLimits
 from penstock.errors import InvalidRequestError
-from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
+from penstock.grammar.matcher import Matcher, Vocabulary
 from penstock.grammar.proving_process import tried
 from penstock.grammar.schema_bounds import check_bounds
-from penstock.models.registry import resolve_model_directory
 from penstock.request import StructuredOutputs
-from penstock.tokenizer.tokenizer import load_tokenizer
 from schemas import Schema
 
-DEMO = resolve_model_directory("demo")
-EOS = 1
-TOKENIZER = load_tokenizer(DEMO)
 PAGE = " ".join((REPOSITORY / "docs" / "structured-output.md").read_text(encoding="utf-8").split())
 NULL: Schema = {"type": "null"}
 
@@ -130,17 +126,6 @@ REFUSED_IN_WORDS: list[tuple[str, Schema]] = [
     ("$recursiveRef", {"$recursiveRef": "#"}),
     ("maxProperties", of(a=NULL, b=NULL, c=NULL) | {"maxProperties": 2}),
 ]
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return load_vocabulary(DEMO, [EOS])
-
-
-def allowed(matcher: Matcher) -> list[int]:
-    mask = matcher.mask()
-    assert not matcher.error
-    return [token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> (token_id % 8) & 1]
 
 
 def is_allowed(vocabulary: Vocabulary, schema: Schema, value: Any) -> bool:

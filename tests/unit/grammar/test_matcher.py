@@ -9,43 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from masks import DEMO, EOS, TOKENIZER, allowed, text_of, walk
 from penstock.errors import InvalidRequestError
 from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
-from penstock.models.registry import resolve_model_directory
 from penstock.request import StructuredOutputs
-from penstock.tokenizer.tokenizer import load_tokenizer
 from schemas import schemas
 
-DEMO = resolve_model_directory("demo")
-EOS, VOCAB_SIZE = 1, 1024
-TOKENIZER = load_tokenizer(DEMO)
-
-
-@pytest.fixture(scope="module")
-def vocabulary() -> Vocabulary:
-    return load_vocabulary(DEMO, [EOS])
-
-
-def allowed(matcher: Matcher) -> list[int]:
-    mask = matcher.mask()
-    assert not matcher.error
-    return [token_id for token_id in range(8 * len(mask)) if mask[token_id // 8] >> (token_id % 8) & 1]
-
-
-def walk(matcher: Matcher, chance: random.Random, most: int = 400) -> tuple[list[int], bool]:
-    """Tokens drawn from the masks alone; whether the text came to its end."""
-    tokens: list[int] = []
-    while len(tokens) < most:
-        token_id = chance.choice(allowed(matcher))
-        if token_id == EOS:
-            return tokens, True
-        tokens.append(token_id)
-        matcher.accept([token_id])
-    return tokens, False
-
-
-def text_of(tokens: list[int]) -> str:
-    return b"".join(map(TOKENIZER.token_bytes, tokens)).decode()
+VOCAB_SIZE = 1024
 
 
 @pytest.mark.parametrize(

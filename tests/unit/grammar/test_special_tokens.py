@@ -6,9 +6,9 @@ import json
 import random
 
 import pytest
-from test_matcher import DEMO, EOS, TOKENIZER, allowed, text_of, walk
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+from masks import DEMO, EOS, TOKENIZER, allowed, text_of, walk
 from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.grammar.special_tokens import name_by_id, set_apart
 from penstock.request import StructuredOutputs
