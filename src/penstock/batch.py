@@ -11,8 +11,10 @@ Lists that run "per row of the plan" are aligned with `ScheduledBatch.rows`. No 
 
 from __future__ import annotations
 
+import operator
 import zlib
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -243,19 +245,18 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: str = ""  # why a call has failed, the last one; empty: none has
 
     def plus(self, other: StoreUse) -> StoreUse:
-        return StoreUse(
-            bytes_read=self.bytes_read + other.bytes_read,
-            bytes_written=self.bytes_written + other.bytes_written,
-            records_read=self.records_read + other.records_read,
-            verify_failures=self.verify_failures + other.verify_failures,
-            call_failures=self.call_failures + other.call_failures,
-            host_bytes_read=self.host_bytes_read + other.host_bytes_read,
-            host_records_read=self.host_records_read + other.host_records_read,
-            host_bytes_written=self.host_bytes_written + other.host_bytes_written,
-            host_bytes_used=self.host_bytes_used + other.host_bytes_used,
-            switched_off=self.switched_off + other.switched_off,
-            failure=other.failure or self.failure,
-        )
+        """Of two that tell one after the other."""
+        return self._combined(other, operator.add, other.failure or self.failure)
+
+    def since(self, earlier: StoreUse) -> StoreUse:
+        """What has come to it."""
+        is_new = self.call_failures > earlier.call_failures
+        return self._combined(earlier, operator.sub, self.failure if is_new else "")
+
+    def _combined(self, other: StoreUse, combine: Callable[[int, int], int], failure: str) -> StoreUse:
+        names = (name for name in self.__struct_fields__ if name != "failure")
+        numbers: dict[str, Any] = {name: combine(getattr(self, name), getattr(other, name)) for name in names}
+        return StoreUse(**numbers, failure=failure)
 
 
 NO_STORE_USE = StoreUse()

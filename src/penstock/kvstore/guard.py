@@ -129,6 +129,7 @@ class GuardedStore:
     def use(self) -> StoreUse:
         """What has been done since it was made, and whether it is switched off now."""
         counts = self.counts()
+        last = counts.last_failure
         return StoreUse(
             bytes_read=counts.num_bytes_read,
             bytes_written=counts.num_bytes_written,
@@ -136,9 +137,7 @@ class GuardedStore:
             verify_failures=counts.num_verify_failures,
             call_failures=counts.num_failures,
             switched_off=int(counts.is_open),
-            failure=""
-            if counts.last_failure is None
-            else counts.last_failure.message[:MAX_REASON_CHARACTERS],
+            failure=last.message[:MAX_REASON_CHARACTERS] if last is not None else "",
         )
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:

@@ -20,19 +20,7 @@ class StoreMeter:
         """The difference to the last call."""
         now, told = self._store.use(), self._told
         self._told = now
-        return StoreUse(
-            bytes_read=now.bytes_read - told.bytes_read,
-            bytes_written=now.bytes_written - told.bytes_written,
-            records_read=now.records_read - told.records_read,
-            verify_failures=now.verify_failures - told.verify_failures,
-            call_failures=now.call_failures - told.call_failures,
-            host_bytes_read=now.host_bytes_read - told.host_bytes_read,
-            host_records_read=now.host_records_read - told.host_records_read,
-            host_bytes_written=now.host_bytes_written - told.host_bytes_written,
-            host_bytes_used=now.host_bytes_used - told.host_bytes_used,
-            switched_off=now.switched_off - told.switched_off,
-            failure=now.failure if now.call_failures > told.call_failures else "",
-        )
+        return now.since(told)
 
     def forget_state(self) -> None:
         """Whoever sums up has forgotten who is switched off and how much is in memory, and is told again."""
