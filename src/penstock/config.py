@@ -578,3 +578,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     seed: int = 0
+
+    def with_partition(self, partition: str) -> EngineConfig:
+        """The same with other layers per stage."""
+        parallel = msgspec.structs.replace(self.parallel, partition=partition)
+        return msgspec.structs.replace(self, parallel=parallel)

@@ -46,8 +46,7 @@ def settle_partition(config: EngineConfig, host: Host, reporter: Reporter) -> En
     choice = choose_partition(config, mix, host, reporter)
     layers = choice.best.layers
     reporter.report(PartitionChosen(layers=list(layers), table=partition_lines(choice)))
-    explicit = msgspec.structs.replace(parallel, partition=comma_separated(layers))
-    return msgspec.structs.replace(config, parallel=explicit)
+    return config.with_partition(comma_separated(layers))
 
 
 def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Reporter) -> PartitionChoice:
@@ -77,8 +76,7 @@ def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Repor
 
 def _plan_of_any_split(config: EngineConfig, host: Host) -> LaunchPlan:
     """All but the layers of the ranks is what it will be."""
-    parallel = msgspec.structs.replace(config.parallel, partition="last")
-    return resolve(msgspec.structs.replace(config, parallel=parallel), host)
+    return resolve(config.with_partition("last"), host)
 
 
 def _with_free_memory(costs: StageCosts, rank: RankConfig, host: Host) -> StageCosts:

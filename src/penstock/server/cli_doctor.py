@@ -18,14 +18,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 from cyclopts import Parameter
 
 from penstock import __version__
 from penstock.child_config import RankConfig
 from penstock.config import EngineConfig, ParallelConfig, ServerConfig
 from penstock.engine.host import Host
-from penstock.engine.launch import ITEM_SIZES, resolve
+from penstock.engine.launch import ITEM_SIZES, resolve_replicas
 from penstock.engine.listening import listen
 from penstock.errors import PenstockError
 from penstock.kernels.cpu.library import Loaded, load
@@ -294,23 +293,19 @@ def _elements(shape: Sequence[int]) -> int:
 
 def check_stages(config: EngineConfig) -> list[Finding]:
     """What each stage would hold. Raises what `serve` would: the same is decided in the same way."""
-    parallel = config.parallel
-    if is_measured := parallel.partition == AUTO_POLICY:
-        parallel = msgspec.structs.replace(parallel, partition="even")
-    host = Host.detect()
-    plan = resolve(msgspec.structs.replace(config, parallel=parallel), host)
-    missing = check_gpus([rank.device for rank in plan.ranks], host.num_gpus)
+    is_measured, host = config.parallel.partition == AUTO_POLICY, Host.detect()
+    replicas = resolve_replicas(config.with_partition("even") if is_measured else config, host)
+    missing = check_gpus([rank.device for plan in replicas for rank in plan.ranks], host.num_gpus)
     if is_measured:
-        return [
-            *missing,
-            Finding("ok", "stages", "cut by what is measured at start; `penstock plan` does it now"),
-        ]
+        told = "cut by what is measured at start; `penstock plan` does it now"
+        return [Finding("ok", "stages", told), *missing]
+    plan = replicas[0]
     of_stages = [[rank for rank in plan.ranks if rank.stage == stage] for stage in range(plan.num_stages)]
-    shown = [
+    stages = [
         Finding("ok", f"stage {stage}", _describe_stage(ranks, plan.spec))
         for stage, ranks in enumerate(of_stages)
     ]
-    return shown + missing
+    return [*stages, *missing]
 
 
 def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:

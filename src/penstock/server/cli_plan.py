@@ -9,7 +9,6 @@ import dataclasses
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 from cyclopts import Parameter
 
 from penstock.engine.auto_partition import settle_partition
@@ -34,8 +33,7 @@ def plan(
         raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
     # A topology file that says layers goes before: what is asked is whether others would be better.
     given = dataclasses.replace(engine, partition=EngineSettings().partition).engine_config(model)
-    parallel = msgspec.structs.replace(given.parallel, partition="auto")
-    config = msgspec.structs.replace(given, parallel=parallel)
+    config = given.with_partition("auto")
     if config.parallel.pipeline_parallel_size == 1:
         raise UsageError(
             "one stage holds all layers; there is nothing to choose.",

@@ -174,6 +174,9 @@ def test_gpus_that_are_not_there_are_named() -> None:
     code, out = doctor("demo", "--port", "0", "--pp", "2", "--device", "cpu,cuda:99")
     assert code == 1
     assert "fail  device          cuda:99: not among" in out
+    code, out = doctor("demo", "--port", "0", "--dp", "2", "--device", "cpu,cuda:98")
+    assert code == 1
+    assert "cuda:98: not among" in out, "of the second replica too"
 
 
 def write_model(directory: Path) -> Path:
