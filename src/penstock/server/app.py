@@ -324,8 +324,7 @@ def _lifespan(
     async def lifespan(_app: Any) -> AsyncIterator[None]:
         connecting = asyncio.create_task(_connect(context, on_ready))
         watching = StoreWatch(context.log, context.clock).run(context.engine)
-        tasks = [asyncio.create_task(work) for work in (context.keep_alive.run(), watching)]
-        tasks.append(connecting)
+        tasks = [connecting, *map(asyncio.create_task, (context.keep_alive.run(), watching))]
         try:
             await asyncio.wait({connecting}, timeout=None if math.isinf(hold_s) else hold_s)
             yield

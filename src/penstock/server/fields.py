@@ -162,9 +162,8 @@ def _invalid(message: str, request_type: type[msgspec.Struct]) -> InvalidRequest
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
     param = path or None
     code = "out_of_range" if text == "Number out of range" else "invalid_type"
-    remedy = ""
-    if text.startswith("Invalid enum value"):
-        remedy = f"Give one of: {', '.join(map(str, _words_at(request_type, path)))}."
+    words = _words_at(request_type, path) if text.startswith("Invalid enum value") else []
+    remedy = f"Give one of: {', '.join(map(str, words))}." if words else ""
     return InvalidRequestError(
         f"{path}: {text}{'.' if remedy else ''}" if path else text, remedy=remedy, param=param, code=code
     )
