@@ -24,12 +24,12 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from penstock.child_config import ApiProcessConfig
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.engine.ipc import AddRequest, CoreSocket, Hello, StepUpdates, Welcome
 from penstock.engine.stats import CoreStats
-from penstock.models.registry import load_spec
-from penstock.models.spec import ModelSpec
+from penstock.families.registry import load_spec
+from penstock.families.spec import ModelSpec
+from penstock.process.config import ApiProcessConfig
 from penstock.request import FinishReason, RequestUpdate
 
 BAR_MS = 2.5

@@ -17,7 +17,7 @@ from statistics import median
 
 from penstock import LLM, SamplingParams
 from penstock.attention import metadata
-from penstock.config import DType
+from penstock.config.engine import DType
 
 NUM_TOKENS = 256
 STEPS = {"unpadded": 1, "padded": metadata.CONTEXT_STEP}

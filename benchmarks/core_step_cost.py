@@ -25,13 +25,14 @@ from pathlib import Path
 from stand_in import use_rank
 from stub_rank import COUNTER_BYTES, StepCounter
 
-from penstock.config import EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
-from penstock.engine import supervisor
-from penstock.engine.reports import EngineReady, Event, Failed
-from penstock.server.bench.http_stream import Target
-from penstock.server.bench.online import Sender, replay
-from penstock.server.bench.results import RunResult, ledger_lines
-from penstock.server.bench.workload import BenchRequest
+from penstock.cli.bench.http_stream import Target
+from penstock.cli.bench.online import Sender, replay
+from penstock.cli.bench.results import RunResult, ledger_lines
+from penstock.cli.bench.workload import BenchRequest
+from penstock.config.engine import EngineConfig, ModelConfig, SchedulerConfig
+from penstock.config.server import ServerConfig
+from penstock.engine.supervisor import supervisor
+from penstock.engine.supervisor.reports import EngineReady, Event, Failed
 
 CORE_BAR_MS = 1.0
 API_BAR_MS = 2.5

@@ -25,11 +25,11 @@ from torch import Tensor
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
+from penstock.families.experts_spec import ExpertsSpec
 from penstock.kernels.cpu.library import KERNEL_NAMES, load
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.compute import Compute
 from penstock.layers.experts import Expert, RoutedExperts, choose
-from penstock.layers.experts_spec import ExpertsSpec
 from penstock.layers.matrix import GATE, PLAIN, UP, PackedMatrix
 
 GROUPED, OUR_LOOP, TORCH_LOOP = "grouped", "loop, our kernels", "loop, torch"

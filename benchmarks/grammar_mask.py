@@ -25,7 +25,7 @@ from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.kernels.candidates import HeadRequest, SparseBias, constrained
 from penstock.request import StructuredOutputs
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from schemas import schemas
 
 

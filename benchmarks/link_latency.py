@@ -31,11 +31,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from peers.report import markdown
 
-from penstock.child_config import LinkHandle
-from penstock.pipeline.frame import FrameHeader, FrameKind, frame_bytes
-from penstock.pipeline.link import SharedMemoryLink
-from penstock.pipeline.ring_memory import create_ring
-from penstock.server.bench.results import percentile
+from penstock.cli.bench.results import percentile
+from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.ring import SharedMemoryLink
+from penstock.pipeline.links.ring_memory import create_ring
+from penstock.process.config import LinkHandle
 from penstock.trace.phases import Phase, PhaseClock
 
 ROWS, WIDTH, NUM_TENSORS = 32, 896, 2

@@ -26,10 +26,10 @@ import numpy as np
 from peers.checkpoint import tensor_shapes
 from stand_in import use_rank
 
-from penstock.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-from penstock.engine import supervisor
-from penstock.engine.reports import EngineReady, Event, Failed
-from penstock.models.registry import load_spec
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from penstock.engine.supervisor import supervisor
+from penstock.engine.supervisor.reports import EngineReady, Event, Failed
+from penstock.families.registry import load_spec
 from penstock.pipeline.partition import partition_layers
 
 READ_TOLERANCE = 0.01

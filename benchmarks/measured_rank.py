@@ -1,6 +1,6 @@
 """A rank that writes down its memory and its reads: before its model is made, and when it is ready.
 
-Started by `load_memory.py` in place of `penstock.executor.worker`; it is that worker, with two calls
+Started by `load_memory.py` in place of `penstock.rank.process`; it is that worker, with two calls
 observed. Writes `stage-N.json` into the directory named by MEASURED_RANK_DIR.
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.child_config import RankConfig
-from penstock.executor import child, worker
+from penstock.process import child
+from penstock.process.config import RankConfig
+from penstock.rank import process as worker
 
 if TYPE_CHECKING:
-    from penstock.executor.rank import RankConnections, Report
+    from penstock.rank.rank import RankConnections, Report
 
 
 def private_bytes() -> int:
@@ -35,9 +36,9 @@ def bytes_read() -> int:
 
 
 def observe() -> None:
-    """Wrap the making of the model (`models.decoder`) and the status events (`executor.rank`)."""
-    from penstock.executor import rank
+    """Wrap the making of the model (`models.decoder`) and the status events (`rank.rank`)."""
     from penstock.models.decoder import Decoder
+    from penstock.rank import rank
 
     run_rank, make_decoder = rank.run_rank, Decoder.__init__
     seen: dict[str, int] = {}

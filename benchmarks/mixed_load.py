@@ -36,11 +36,11 @@ from peers.engine_process import adopt_orphans
 from peers.report import format_samples, markdown
 from peers.server_process import ServerProcess
 
-from penstock.server.bench.http_stream import Target
-from penstock.server.bench.online import Sender, replay
-from penstock.server.bench.results import RunResult, percentile
-from penstock.server.bench.workload import BenchRequest, TraceRow, from_trace, read_azure_trace
-from penstock.server.cli_http import served_model
+from penstock.cli.bench.http_stream import Target
+from penstock.cli.bench.online import Sender, replay
+from penstock.cli.bench.results import RunResult, percentile
+from penstock.cli.bench.workload import BenchRequest, TraceRow, from_trace, read_azure_trace
+from penstock.cli.http_client import served_model
 
 STAGES, THREADS, MAX_SEQS, MAX_LEN = 2, 1, 64, 2048
 STALL_S, POLL_S, AWAKE_S = 600.0, 1.0, 60.0

@@ -30,11 +30,11 @@ from peers.engine_process import adopt_orphans
 from peers.report import format_samples, markdown
 from peers.server_process import ServerProcess
 
-from penstock.server.bench.http_stream import Target
-from penstock.server.bench.online import Sender, replay
-from penstock.server.bench.results import RunResult, percentile
-from penstock.server.bench.workload import BenchRequest, synthetic
-from penstock.server.cli_http import served_model
+from penstock.cli.bench.http_stream import Target
+from penstock.cli.bench.online import Sender, replay
+from penstock.cli.bench.results import RunResult, percentile
+from penstock.cli.bench.workload import BenchRequest, synthetic
+from penstock.cli.http_client import served_model
 
 STAGES, INPUT, OUTPUT, STALL_S = 2, 64, 64, 600.0
 TIMES, QUEUE_S = 10.0, 2.0

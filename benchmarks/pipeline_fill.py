@@ -32,9 +32,9 @@ from peers.report import markdown
 from peers.server_process import ServerProcess
 from trace_events import read_spans, within
 
-from penstock.server.bench.http_stream import Target
-from penstock.server.bench.online import Sender, replay
-from penstock.server.bench.workload import BenchRequest
+from penstock.cli.bench.http_stream import Target
+from penstock.cli.bench.online import Sender, replay
+from penstock.cli.bench.workload import BenchRequest
 from penstock.trace.chrome import Span, Stage
 from penstock.trace.phases import Phase
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.batch import StepResult
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes, root_hash
 from penstock.kvcache.block_pool import BlockPool

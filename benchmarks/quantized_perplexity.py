@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from penstock.attention.metadata import AttentionMetadata
-from penstock.child_config import RankConfig
-from penstock.executor.loading import load_rank
+from penstock.families.registry import load_spec
 from penstock.kernels.quantized_groups import default_group_size
 from penstock.kernels.quantized_rows import dequantize, quantize_rows, round_activations
-from penstock.models.registry import load_spec
+from penstock.process.config import RankConfig
+from penstock.rank.loading import load_rank
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "src/penstock/assets/demo"

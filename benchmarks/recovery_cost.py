@@ -20,11 +20,11 @@ from collections.abc import Callable
 from peers.report import markdown
 
 from penstock.batch import ScheduledBatch
-from penstock.engine.live_requests import LiveRequests
-from penstock.engine.losses import Heartbeats
-from penstock.executor.child import Alive, StatusWriter, decode_status
+from penstock.engine.client.live_requests import LiveRequests
+from penstock.engine.supervisor.losses import Heartbeats
 from penstock.pipeline.decision_log import DecisionLog
-from penstock.pipeline.frame import FrameHeader, FrameKind
+from penstock.pipeline.links.frame import FrameHeader, FrameKind
+from penstock.process.child import Alive, StatusWriter, decode_status
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 
 BAR = 0.005

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from penstock import LLM, SamplingParams
-from penstock.engine.siblings import with_siblings
+from penstock.engine.client.siblings import with_siblings
 
 BAR = 1.1
 

@@ -1,6 +1,6 @@
 """A rank whose layers sleep for a fixed time in place of computing; all else of it is the real one.
 
-Started by `stand_in.py` in place of `penstock.executor.worker`; it is that worker, whose decoder does not
+Started by `stand_in.py` in place of `penstock.rank.process`; it is that worker, whose decoder does not
 compute.
 From the environment:
 
@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from penstock.executor import worker
-from penstock.executor.child import bound_thread_pools, leave
+from penstock.process.child import bound_thread_pools, leave
+from penstock.rank import process as worker
 
 if TYPE_CHECKING:
     from torch import Tensor

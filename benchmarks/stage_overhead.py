@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch, decode_to_rank, encode
-from penstock.child_config import RankConfig
 from penstock.distributed.group import SOLO
-from penstock.executor.compute_choice import load_kernels
-from penstock.executor.loading import LoadedRank, build_model, build_runner
+from penstock.families.registry import load_spec
 from penstock.kernels.cpu.ops import CpuKernels
-from penstock.models.registry import load_spec
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.ports import EmbedSource, SampleSink
 from penstock.pipeline.stage import Stage
 from penstock.pipeline.token_return import TokenSender
+from penstock.process.config import RankConfig
+from penstock.rank.compute_choice import load_kernels
+from penstock.rank.loading import LoadedRank, build_model, build_runner
 from penstock.runner.kv_storage import KVStorage
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights

@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.engine import children, members
+from penstock.engine.supervisor import children, members
 
-WORKER = "penstock.executor.worker"
+WORKER = "penstock.rank.process"
 
 
 def use_rank(stand_in: str) -> None:
@@ -31,7 +31,7 @@ def use_rank(stand_in: str) -> None:
 
 
 if __name__ == "__main__":
-    from penstock.server.cli import main
+    from penstock.cli.program import main
 
     use_rank(sys.argv.pop(1))
     sys.exit(main())

@@ -1,6 +1,6 @@
 """A rank without a model: answers plans at a fixed cadence, so that core and API process are measured alone.
 
-Started by `core_step_cost.py` in place of `penstock.executor.worker`, with the same arguments and config;
+Started by `core_step_cost.py` in place of `penstock.rank.process`, with the same arguments and config;
 speaks the same messages over the same channels, as the only stage and through one epoch. Needs no torch. From
 the environment:
 
@@ -25,8 +25,10 @@ from penstock.batch import (
     decode_to_rank,
     encode,
 )
-from penstock.child_config import RankConfig, RankEnds, RankProcessConfig
-from penstock.executor.child import (
+from penstock.pipeline.links.channel import MessageChannel
+from penstock.pipeline.links.plan_channel import ZmqChannel, connect_address
+from penstock.pipeline.links.ring_channel import RingChannel
+from penstock.process.child import (
     Loaded,
     Ready,
     StatusWriter,
@@ -35,10 +37,8 @@ from penstock.executor.child import (
     leave,
     run_child,
 )
-from penstock.executor.control import ControlReader
-from penstock.executor.plan_channel import ZmqChannel, connect_address
-from penstock.pipeline.channel import MessageChannel
-from penstock.pipeline.ring_channel import RingChannel
+from penstock.process.config import RankConfig, RankEnds, RankProcessConfig
+from penstock.process.control import ControlReader
 
 BLOCK_BYTES = 4096
 COUNTER_BYTES = 8
@@ -122,7 +122,7 @@ def serve(plans: MessageChannel, results: MessageChannel, cadence: Cadence, coun
 
 
 def live(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    """From the first word to the end of the only epoch, as `penstock.executor.worker` does it."""
+    """From the first word to the end of the only epoch, as `penstock.rank.process` does it."""
     assert config.rank.num_stages == 1
     enter_child("penstock stub stage 0", config.parent_pid)
     keep_saying_alive(status)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from prefix_trace import BLOCK, MAX_LEN, TracedRequest, belady_hits, conversations, ideal_hits
 
 from penstock.batch import NO_STORE_USE, Outcome, StepResult, TierOrder
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.catalogue import StoreCatalogue

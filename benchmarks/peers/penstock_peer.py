@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from peer_protocol import Loaded, Settings, serve
 
-from penstock.config import SchedulerConfig
-from penstock.llm import LLM, SamplingParams
+from penstock.config.engine import SchedulerConfig
+from penstock.llm.llm import LLM, SamplingParams
 
 KV_CACHE_BYTES = 1 << 30
 

@@ -4,11 +4,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.async_llm import AsyncLLM
-    from penstock.engine.outputs import CompletionOutput, RequestOutput
-    from penstock.engine.text_side import TextPrompt, TokensPrompt
-    from penstock.engine.vectors import EmbeddingRequestOutput, PoolingRequestOutput
-    from penstock.llm import LLM
+    from penstock.engine.client.outputs import CompletionOutput, RequestOutput
+    from penstock.engine.client.vectors import EmbeddingRequestOutput, PoolingRequestOutput
+    from penstock.llm.async_llm import AsyncLLM
+    from penstock.llm.llm import LLM
+    from penstock.llm.text_side import TextPrompt, TokensPrompt
     from penstock.request import PoolingParams, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
@@ -28,17 +28,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "CompletionOutput": "engine.outputs",
-    "EmbeddingRequestOutput": "engine.vectors",
+    "LLM": "llm.llm",
+    "AsyncLLM": "llm.async_llm",
+    "CompletionOutput": "engine.client.outputs",
+    "EmbeddingRequestOutput": "engine.client.vectors",
     "PoolingParams": "request",
-    "PoolingRequestOutput": "engine.vectors",
-    "RequestOutput": "engine.outputs",
+    "PoolingRequestOutput": "engine.client.vectors",
+    "RequestOutput": "engine.client.outputs",
     "SamplingParams": "request",
     "StructuredOutputs": "request",
-    "TextPrompt": "engine.text_side",
-    "TokensPrompt": "engine.text_side",
+    "TextPrompt": "llm.text_side",
+    "TokensPrompt": "llm.text_side",
 }
 
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from penstock.server.cli import main
+from penstock.cli.program import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from penstock.config import Pooling
+from penstock.config.engine import Pooling
 from penstock.errors import ErrorInfo, ProtocolError
 from penstock.request import StructuredOutputs, TokenLogprobs
 

@@ -6,7 +6,8 @@ nothing but replay plans in order (rows G4, d18):
     accepted      the first plan that is made under it is step n
     completed     a plan from n on has crossed all stages: every rank has everything before n behind it
 
-Asked for over HTTP (`server.admin`), carried by `engine.async_engine`, done by `engine.operation_desk`.
+Asked for over HTTP (`server.routes.admin`), carried by `engine.client.async_engine`, done by
+`engine.core.operation_desk`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config import MAX_SESSION_ID_CHARACTERS
+from penstock.config.limits import MAX_SESSION_ID_CHARACTERS
 from penstock.errors import ErrorInfo, InvalidRequestError
 
 PauseMode = Literal["keep", "wait", "abort"]

@@ -3,7 +3,7 @@
 `SamplingParams` or `PoolingParams` say what is wanted. A `GenerationRequest` travels from the front (`LLM`,
 `AsyncLLM`, the API process) to the engine core; `RequestUpdate` travels back once per step. Field names are
 vLLM's where the meaning is the same.
-Does not hold scheduling state (`scheduler.queues`) nor text (`engine.outputs`).
+Does not hold scheduling state (`scheduler.queues`) nor text (`engine.client.outputs`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config import (
+from penstock.config.engine import Pooling
+from penstock.config.limits import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_BYTES,
     MAX_BAD_WORD_TOKENS,
@@ -25,7 +26,6 @@ from penstock.config import (
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
-    Pooling,
 )
 from penstock.errors import ErrorInfo, InvalidRequestError
 from penstock.operations import check_session_id
@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """How to choose tokens, when to stop, and with whom to share what was computed.
 
     Attributes:
-        n: sequences to generate, which share the prompt (`engine.siblings`).
+        n: sequences to generate, which share the prompt (`engine.client.siblings`).
         temperature: 0 is greedy.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches p.

@@ -1,4 +1,4 @@
-"""A server of which something is always being broken, for a while (R1 to R8); see `tests/chaos.py`."""
+"""A server of which something is always being broken, for a while (R1 to R8), by `tests/support/chaos.py`."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ def test_r16_nan_in_one_row_ends_that_request_only(golden: list[list[int]]) -> N
 # a file appears.
 WITH_A_CLOCK = """
 import os, time, types
-from penstock.engine import members
-from penstock.server.cli import main
+from penstock.engine.supervisor.supervisor import members
+from penstock.cli.program import main
 
 def monotonic():
     return time.monotonic() + 600 * os.path.exists(os.environ["TEN_MINUTES_LATER"])

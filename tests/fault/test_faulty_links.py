@@ -24,10 +24,12 @@ from faulty_links import (
 from hand_core import Part, make_plan, new_row
 from penstock.batch import SampledTokens, StepResult, decode_sampled_tokens, decode_to_core, encode
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
-from penstock.executor.plan_channel import QueueChannel
-from penstock.pipeline.frame import FrameHeader, FrameKind, frame_bytes
-from penstock.pipeline.link import Link, MemoryLink, SharedMemoryLink
-from penstock.pipeline.ring_memory import close_handle, create_ring
+from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.link import Link
+from penstock.pipeline.links.memory import MemoryLink
+from penstock.pipeline.links.plan_channel import QueueChannel
+from penstock.pipeline.links.ring import SharedMemoryLink
+from penstock.pipeline.links.ring_memory import close_handle, create_ring
 from penstock.pipeline.stage import plans_from
 
 NAME, WIDTH = "stage 0 -> stage 1", 4

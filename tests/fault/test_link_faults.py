@@ -22,13 +22,13 @@ from checkpoints import make_checkpoint
 from faulty_links import Faults, Kind, is_plan
 from faulty_pipe import TYPED, Chains, FaultyPipe, check_told
 from penstock.batch import ScheduledBatch, decode_to_rank, encode, plan_digest
-from penstock.child_config import RankConfig
-from penstock.executor import rank as rank_module
-from penstock.executor.child import Failed
-from penstock.executor.loading import LoadedRank, load_rank
-from penstock.executor.rank import RankConnections
-from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.links.channel import MessageChannel
+from penstock.process.child import Failed
+from penstock.process.config import RankConfig
+from penstock.rank import rank as rank_module
+from penstock.rank.loading import LoadedRank, load_rank
+from penstock.rank.rank import RankConnections
 from penstock.request import SamplingParams
 from penstock.residency import MISMATCH, Residency
 from rank_configs import make_rank_configs

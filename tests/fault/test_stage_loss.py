@@ -152,5 +152,5 @@ def test_both_stages_at_once_and_the_new_one_while_it_loads(server: Server) -> N
 def any_new(server: Server, old: list[psutil.Process]) -> list[psutil.Process]:
     """Stages that have been started in place of these."""
     known = {process.pid for process in old}
-    stages = [process for process in server.family() if "penstock.executor.worker" in title_of(process)]
+    stages = [process for process in server.family() if "penstock.rank.process" in title_of(process)]
     return [process for process in stages if process.pid not in known]

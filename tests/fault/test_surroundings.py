@@ -58,18 +58,18 @@ def test_r16_a_full_disk_under_the_logs_stops_nothing(port: int, form: str) -> N
 
 # What shows a time to people, or gives one to a template; no wait and no deadline may.
 WALL_CLOCK = {
-    "server/generation_route.py",  # `created` of an answer
-    "server/responses.py",  # `created_at`, and `completed_at`
-    "server/responses_output.py",
+    "server/routes/generation_route.py",  # `created` of an answer
+    "server/routes/responses.py",  # `created_at`, and `completed_at`
+    "server/answers/responses_output.py",
     "server/api_process.py",  # `created` of the model
-    "server/lifecycle.py",  # since when it drains
-    "server/request_log.py",
-    "server/cli_report.py",
-    "server/bench/online.py",  # the date of a report
+    "server/http/lifecycle.py",  # since when it drains
+    "server/http/request_log.py",
+    "cli/reporter.py",
+    "cli/bench/online.py",  # the date of a report
     "tokenizer/chat_template.py",  # today, for templates that ask
-    "engine/async_engine.py",  # since when it is ready
-    "server/pipeline_view.py",  # when a view was made
-    "engine/launch.py",  # when a store was opened, for `penstock cache`
+    "engine/client/async_engine.py",  # since when it is ready
+    "server/routes/pipeline_view.py",  # when a view was made
+    "engine/supervisor/launch.py",  # when a store was opened, for `penstock cache`
 }
 
 

@@ -7,8 +7,8 @@ import torch
 
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.latent_paged import LatentPagedAttention
-from penstock.attention.latent_spec import LatentSpec
 from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.families.latent_spec import LatentSpec
 from penstock.kernels.cpu.ops import HeadShape
 
 pytestmark = [

@@ -10,7 +10,7 @@ import pytest
 
 import checkpoints
 from penstock import LLM, SamplingParams
-from penstock.config import EvictionPolicy
+from penstock.config.engine import EvictionPolicy
 from small_engines import BLOCK, CHUNK, GREEDY, findable, run, small_engine
 
 SHARED = [(11 * index + index // 7) % 90 for index in range(64)]

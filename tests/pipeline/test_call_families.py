@@ -22,8 +22,8 @@ from disturbed import named
 from marked_model import END, make_marked_model, write_template
 from penstock import LLM, SamplingParams
 from penstock.request import StructuredOutputs
-from penstock.server.openai_types import SampledRequest
-from penstock.server.responses_types import ResponsesRequest
+from penstock.server.openai.openai_types import SampledRequest
+from penstock.server.openai.responses_types import ResponsesRequest
 from penstock.tokenizer.chat_template import load_chat_template
 from penstock.tokenizer.tokenizer import load_tokenizer
 from penstock.tokenizer.tool_formats import ModelSyntax, model_syntax

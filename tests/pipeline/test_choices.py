@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from penstock import SamplingParams
-from penstock.engine.siblings import sibling_seed
+from penstock.engine.client.siblings import sibling_seed
 from penstock.errors import InvalidRequestError
 from small_engines import LAYOUTS, findable, small_engine
 

@@ -7,5 +7,5 @@ import compatibility
 
 def test_d17_the_page_of_compatibility_is_what_was_found() -> None:
     assert compatibility.page() == compatibility.PAGE.read_text(encoding="utf-8"), (
-        "run `python tests/compatibility.py`"
+        "run `python tests/support/compatibility.py`"
     )

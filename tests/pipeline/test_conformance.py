@@ -20,7 +20,12 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.request import StructuredOutputs
-from penstock.server.openai_types import ChatRequest, CompletionRequest, EmbeddingRequest, SampledRequest
+from penstock.server.openai.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    SampledRequest,
+)
 from served import Served
 
 PROMPT = "ROMEO:\n"

@@ -15,10 +15,10 @@ from kernel_builds import built
 from margins import smallest_margin
 from penstock.distributed.group import MemoryGroup
 from penstock.executor.inprocess import InprocessExecutor
+from penstock.families.sharding import require_shardable
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
-from penstock.models.sharding import require_shardable
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 from rank_configs import make_rank_configs

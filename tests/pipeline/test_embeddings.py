@@ -16,10 +16,10 @@ from transformers import AutoModel
 from families import FAMILIES
 from pairwise import pairwise
 from penstock import LLM, PoolingParams, SamplingParams
-from penstock.config import Pooling
-from penstock.engine.pending import Pending, run_all
-from penstock.engine.progress import Progress
-from penstock.engine.text_side import PreparedPrompt
+from penstock.config.engine import Pooling
+from penstock.llm.pending import Pending, run_all
+from penstock.llm.progress import Progress
+from penstock.llm.text_side import PreparedPrompt
 
 PROMPTS = [[(7 * i + 3 * j) % 140 for j in range(length)] for i, length in enumerate((1, 6, 23, 40))]
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")

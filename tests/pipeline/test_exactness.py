@@ -18,7 +18,7 @@ from hf_reference import (
     reference_logits,
 )
 from penstock import LLM, SamplingParams
-from penstock.engine.outputs import RequestOutput
+from penstock.engine.client.outputs import RequestOutput
 
 LAYERS = 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)

@@ -9,7 +9,7 @@ from typing import Any
 import openai
 import pytest
 
-from penstock.models.registry import resolve_model_directory
+from penstock.families.registry import resolve_model_directory
 from penstock.tokenizer.tokenizer import load_tokenizer
 from served import Served
 

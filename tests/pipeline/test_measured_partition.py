@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine import auto_partition
+from penstock.engine.supervisor import auto_partition
 from penstock.kernels.cpu.build_cache import cache_folder
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -75,7 +75,7 @@ def test_i13_stages_may_differ_in_threads(measured: list[int]) -> None:
 def test_d16_plan_prints_the_table_and_serves_nothing() -> None:
     program = (
         "import sys; from penstock.engine import auto_partition; auto_partition.MEASURE_S = 0.05\n"
-        "from penstock.server.cli import main; sys.exit(main())"
+        "from penstock.cli.program import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", program, "plan", "demo", "--pp", "2", "--threads-per-rank", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)

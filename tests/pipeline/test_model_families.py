@@ -16,10 +16,10 @@ from kernel_builds import built
 from margins import smallest_margin
 from penstock.distributed.group import MemoryGroup
 from penstock.executor.inprocess import InprocessExecutor
+from penstock.families.registry import load_spec
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
-from penstock.models.registry import load_spec
 from rank_configs import make_rank_configs
 from stage_driver import StageDriver
 from tensor_ranks import joined, together

@@ -14,7 +14,7 @@ from checkpoints import make_checkpoint
 from hf_reference import MIN_MARGIN, MODELS, NUM_TOKENS, PROMPT, reference
 from pairwise import pairwise
 from penstock import LLM, SamplingParams
-from penstock.engine.outputs import CompletionOutput
+from penstock.engine.client.outputs import CompletionOutput
 from small_engines import small_engine
 
 VOCAB = 96

@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 
 import checkpoints
 from hand_core import Wanted, small_core
-from penstock.child_config import RankConfig
-from penstock.executor.compute_choice import load_kernels
 from penstock.executor.inprocess import InprocessExecutor
-from penstock.executor.loading import load_rank
 from penstock.models.decoder import Decoder
+from penstock.process.config import RankConfig
+from penstock.rank.compute_choice import load_kernels
+from penstock.rank.loading import load_rank
 from penstock.weights.mapping import tensor_slots
 from rank_configs import make_rank_configs
 from stage_driver import StageDriver

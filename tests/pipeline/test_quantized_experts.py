@@ -10,10 +10,10 @@ import pytest
 
 import checkpoints
 from hand_core import Wanted, small_core
-from penstock.executor import rank
 from penstock.executor.inprocess import InprocessExecutor
-from penstock.executor.loading import LoadedRank, load_rank
 from penstock.layers.experts import RoutedExperts
+from penstock.rank import rank
+from penstock.rank.loading import LoadedRank, load_rank
 from rank_configs import make_rank_configs
 
 PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]

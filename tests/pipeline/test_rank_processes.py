@@ -54,7 +54,7 @@ def test_d13_stages_that_ranks_share_are_measured_together(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("penstock.engine.auto_partition.MEASURE_S", 0.2)
+    monkeypatch.setattr("penstock.engine.supervisor.auto_partition.MEASURE_S", 0.2)
     layout = {"pipeline_parallel_size": 2, "tensor_parallel_size": "2,1", "partition": "auto"}
     assert tokens(model, "inprocess", **layout) == tokens(model, "inprocess")
 

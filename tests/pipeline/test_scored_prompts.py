@@ -14,8 +14,8 @@ from checkpoints import make_checkpoint
 from families import FAMILIES
 from hf_reference import MODELS, RandomModel, reference_logits
 from penstock import LLM, SamplingParams
-from penstock.engine.outputs import RequestOutput
-from penstock.engine.siblings import with_siblings
+from penstock.engine.client.outputs import RequestOutput
+from penstock.engine.client.siblings import with_siblings
 from penstock.request import RequestUpdate
 from small_engines import small_engine
 

@@ -12,7 +12,7 @@ import pytest
 
 from json_formats import CHECKER
 from penstock import LLM, SamplingParams
-from penstock.engine.outputs import CompletionOutput
+from penstock.engine.client.outputs import CompletionOutput
 from penstock.errors import ConstraintError, InvalidRequestError
 from penstock.request import GenerationRequest, RequestUpdate, StructuredOutputs
 from schemas import Schema, schemas

@@ -18,7 +18,7 @@ from margins import smallest_margin
 from penstock.errors import StageLostError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.faults import parse
-from penstock.pipeline.link import MemoryLink
+from penstock.pipeline.links.memory import MemoryLink
 from rank_configs import make_rank_configs
 
 PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]

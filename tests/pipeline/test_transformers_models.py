@@ -17,9 +17,9 @@ from hand_core import Wanted, small_core
 from hf_reference import MIN_MARGIN
 from penstock import LLM, SamplingParams
 from penstock.executor.inprocess import InprocessExecutor
-from penstock.executor.loading import build_transformers, load_rank
-from penstock.models.registry import load_spec
+from penstock.families.registry import load_spec
 from penstock.models.transformers_backend import TransformersModel
+from penstock.rank.loading import build_transformers, load_rank
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 from rank_configs import make_rank_configs

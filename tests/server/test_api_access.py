@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+
 from fake_engine import FakeEngine, fake_model
 from live_server import LiveServer
-
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.errors import AuthenticationError, UsageError
-from penstock.server.access import ApiKeys, HostPolicy, is_loopback
 from penstock.server.app import create_app
-from penstock.server.errors import ForbiddenError
-from penstock.server.request_log import RequestLog, escape, json_line
+from penstock.server.http.access import ApiKeys, HostPolicy, is_loopback
+from penstock.server.http.errors import ForbiddenError
+from penstock.server.http.request_log import RequestLog, escape, json_line
 
 
 def test_keys_compare_whole_and_in_any_case_of_the_scheme() -> None:

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterator
 
 import pytest
+
 from fake_engine import FakeEngine, Status, fake_model, stats
 from live_server import LiveServer, events, post_bytes
-
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.errors import AbortedError, StoreError, UsageError, WaitTimeoutError
 from penstock.operations import Abort, FlushCache, Pause, Resume, SlowDown
-from penstock.server.access import ADMIN_PATHS, ApiKeys
 from penstock.server.app import create_app
+from penstock.server.http.access import ADMIN_PATHS, ApiKeys
 
 KEY, ADMIN_KEY = "key-of-a-client-11f0", "key-of-an-administrator-8c1d"
 AS_CLIENT, AS_ADMIN = ({"Authorization": f"Bearer {key}"} for key in (KEY, ADMIN_KEY))

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+
 from fake_engine import VOCAB_SIZE, FakeEngine
 from live_server import LiveServer, events
-
-from penstock.engine.siblings import sibling_seed
+from penstock.engine.client.siblings import sibling_seed
 from penstock.errors import NumericalError
 
 CHAT = "/v1/chat/completions"

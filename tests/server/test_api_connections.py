@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from fake_engine import FakeEngine
 from live_server import LiveServer, post_bytes
-
-from penstock.config import ConnectionLimits
+from penstock.config.limits import ConnectionLimits
 from penstock.server.api_process import allow_connections
 
 TEXT = "/v1/completions"

@@ -7,10 +7,10 @@ from typing import Any
 
 import openai
 import pytest
+
 from fake_engine import BOS, SCORED_AT_ONCE, fake_score
 from live_server import LiveServer, events
-
-from penstock.server import sse
+from penstock.server.answers import sse
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = "Grüße, 世界 👋"

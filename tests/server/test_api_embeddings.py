@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
+
 from fake_engine import BOS, VOCAB_SIZE, FakeEngine, fake_model, fake_vector
 from live_server import LiveServer
-
-from penstock.config import Limits
+from penstock.config.limits import Limits
 from penstock.errors import NumericalError, OverloadedError
 from penstock.request import VectorShape
-from penstock.server.embeddings import AT_ONCE
+from penstock.server.routes.embeddings import AT_ONCE
 
 PATH = "/v1/embeddings"
 AB = [BOS, 97, 98]

@@ -9,16 +9,16 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, Status, stats
-from live_server import LiveServer, events, post_bytes
 
+from fake_engine import FakeEngine, Status, stats
 from fakes import FakeClock
+from live_server import LiveServer, events, post_bytes
 from penstock.batch import StageSpans, StageTimes
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.engine.stats import CoreStats
 from penstock.errors import UnavailableError
-from penstock.server import health
-from penstock.server.lifecycle import Interruptible
+from penstock.server.http.lifecycle import Interruptible
+from penstock.server.routes import health
 from penstock.trace.phases import Phase
 
 TEXT = "/v1/completions"

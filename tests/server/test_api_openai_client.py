@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+
 from fake_engine import EOS, FakeEngine, oracle
 from live_server import LiveServer
-
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.errors import StageLostError
 
 PROMPT = "Grüße, 世界 👋"

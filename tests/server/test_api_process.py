@@ -15,12 +15,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from fake_engine import EOS
 
+from fake_engine import EOS
 from paths import shared_data
-from penstock.child_config import ApiProcessConfig
-from penstock.config import ServerConfig
-from penstock.executor.child import Alive, Failed, decode_status
+from penstock.config.server import ServerConfig
+from penstock.process.child import Alive, Failed, decode_status
+from penstock.process.config import ApiProcessConfig
 from penstock.server.api_process import allow_connections, notice_lost_clients
 from served import wait_until
 

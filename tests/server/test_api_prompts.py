@@ -8,13 +8,13 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from fake_engine import ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
-
-from penstock.config import Limits
+from penstock.config.limits import Limits
 from penstock.errors import InvalidRequestError
-from penstock.server.prompts import PromptReader
-from penstock.server.text_workers import TextWorkers
+from penstock.server.http.text_workers import TextWorkers
+from penstock.server.openai.prompts import PromptReader
 
 
 class WatchedCodec(ByteCodec):

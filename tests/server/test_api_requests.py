@@ -9,18 +9,18 @@ import threading
 from typing import Any
 
 import pytest
+
 from fake_engine import BOS, VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
-
 from paths import REPOSITORY
-from penstock.config import Limits
+from penstock.config.limits import Limits
 from penstock.errors import InvalidRequestError, OverloadedError
 from penstock.request import SamplingParams
-from penstock.server.fields import OF_OTHER_ROUTES, REASONING_BUDGETS
-from penstock.server.limits import parse_json
-from penstock.server.openai_types import StreamOptions
-from penstock.server.sampling import fit_to_context
-from penstock.server.text_workers import TextWorkers
+from penstock.server.http.limits import parse_json
+from penstock.server.http.text_workers import TextWorkers
+from penstock.server.openai.fields import OF_OTHER_ROUTES, REASONING_BUDGETS
+from penstock.server.openai.openai_types import StreamOptions
+from penstock.server.openai.sampling import fit_to_context
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 import openai
 import pytest
+
 from fake_engine import DEMO, ByteCodec, FakeEngine, SeenCodec, fake_logprobs, fake_model, syntax_of
 from live_server import LiveServer
-
-from penstock.engine.outputs import TextDelta
+from penstock.engine.client.outputs import TextDelta
 from penstock.errors import StageLostError
-from penstock.server.message_reader import Reading
-from penstock.server.responses_output import Output
-from penstock.server.responses_types import OutputMessage
+from penstock.server.answers.responses_output import Output
+from penstock.server.openai.message_reader import Reading
+from penstock.server.openai.responses_types import OutputMessage
 from penstock.tokenizer.tool_formats import ModelSyntax
 
 PATH = "/v1/responses"

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from fake_engine import FakeEngine, Status, stats
 from live_server import LiveServer
-
-from penstock.config import Limits, ServerConfig
+from penstock.config.limits import Limits
+from penstock.config.server import ServerConfig
 from penstock.errors import NotFoundError, OverloadedError, UsageError, WaitTimeoutError
 from penstock.kvcache.sessions import unknown_session
 from penstock.operations import CloseSession, OpenSession

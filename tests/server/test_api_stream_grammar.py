@@ -9,15 +9,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, fake_model
-from live_server import LiveServer, events
 from starlette.types import Message
 
-from penstock.config import ServerConfig
+from fake_engine import FakeEngine, fake_model
+from live_server import LiveServer, events
+from penstock.config.server import ServerConfig
 from penstock.errors import NumericalError, OverloadedError, StageLostError
 from penstock.request import SamplingParams
 from penstock.server.app import create_app
-from penstock.server.keep_alive import KeepAlive
+from penstock.server.http.keep_alive import KeepAlive
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

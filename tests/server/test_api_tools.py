@@ -9,10 +9,11 @@ from typing import Any
 
 import openai
 import pytest
+
 from fake_engine import DEMO, FakeEngine, SeenCodec, fake_model, syntax_of
 from live_server import LiveServer, events
-
-from penstock.config import GrammarLimits, Limits, ServerConfig
+from penstock.config.limits import GrammarLimits, Limits
+from penstock.config.server import ServerConfig
 from penstock.tokenizer.tool_formats import ModelSyntax
 
 CHAT = "/v1/chat/completions"

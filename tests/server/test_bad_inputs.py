@@ -12,10 +12,10 @@ from http.client import HTTPConnection
 from typing import Any
 
 import pytest
-from fake_engine import EOS, ByteCodec, fake_model
-from live_server import LiveServer
 
 from bad_inputs import TAKEN, is_taken, json_suite, naughty_strings
+from fake_engine import EOS, ByteCodec, fake_model
+from live_server import LiveServer
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

@@ -14,8 +14,8 @@ import pytest
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from penstock.config import ConnectionLimits
-from penstock.server.http_protocol import LimitedHttpProtocol, with_limits
+from penstock.config.limits import ConnectionLimits
+from penstock.server.http.http_protocol import LimitedHttpProtocol, with_limits
 
 LIMITS = ConnectionLimits()
 HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from http.client import HTTPResponse
 
 import pytest
+
 from fake_engine import FakeEngine, fake_model
 from live_server import LiveServer, events
-
-from penstock.config import ServerConfig
-from penstock.engine.listening import listen, refuse_bad_origins
+from penstock.config.server import ServerConfig
 from penstock.errors import UsageError
+from penstock.process.listening import listen, refuse_bad_origins
 from penstock.server.app import create_app
 
 KEY, PAGE = "key-of-a-client-77c2", "https://chat.example"

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from live_server import LiveServer
 
+from live_server import LiveServer
 from pages import page, rows, section, words
-from penstock.config import ServerConfig
-from penstock.server.access import ADMIN_PATHS
+from penstock.config.server import ServerConfig
+from penstock.server.http.access import ADMIN_PATHS
 
 # Fields whose row says a range that the model decides, or in other words than numbers.
 IN_WORDS = {"max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "top_k", "seed"}

@@ -13,14 +13,15 @@ from typing import Any
 
 import msgspec
 import pytest
+
 from fake_engine import VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
-
-from penstock.config import ConnectionLimits, GrammarLimits, Limits, SchedulerConfig
-from penstock.server.limits import ByteLimits
-from penstock.server.openai_types import ChatMessage
-from penstock.server.prompts import PromptReader
-from penstock.server.text_workers import TextWorkers
+from penstock.config.engine import SchedulerConfig
+from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
+from penstock.server.http.limits import ByteLimits
+from penstock.server.http.text_workers import TextWorkers
+from penstock.server.openai.openai_types import ChatMessage
+from penstock.server.openai.prompts import PromptReader
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

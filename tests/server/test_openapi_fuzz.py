@@ -16,7 +16,6 @@ import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
-from live_server import LiveServer
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -26,8 +25,10 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from penstock.config import Limits, ServerConfig
-from penstock.server.access import ADMIN_PATHS
+from live_server import LiveServer
+from penstock.config.limits import Limits
+from penstock.config.server import ServerConfig
+from penstock.server.http.access import ADMIN_PATHS
 
 CHECKS = [
     not_a_server_error,

@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, Status, fake_model, stats
-from live_server import LiveServer
 
+from fake_engine import FakeEngine, Status, fake_model, stats
 from fakes import FakeClock
+from live_server import LiveServer
 from penstock.batch import StageTimes
-from penstock.child_config import Restarts, StageShape
-from penstock.config import Limits, ServerConfig
-from penstock.server.lifecycle import Lifecycle
-from penstock.server.pipeline_view import FRAME_S, PipelineRoute
+from penstock.config.limits import Limits
+from penstock.config.server import ServerConfig
+from penstock.process.config import Restarts, StageShape
+from penstock.server.http.lifecycle import Lifecycle
+from penstock.server.routes.pipeline_view import FRAME_S, PipelineRoute
 from penstock.trace.phases import Phase
 
 SHAPES = [

@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_engine import FakeEngine, Status, stats
-from live_server import LiveServer
 
+from fake_engine import FakeEngine, Status, stats
 from fakes import FakeClock
+from live_server import LiveServer
 from penstock.batch import StageSpans
-from penstock.child_config import Restarts
-from penstock.config import Limits, ServerConfig
+from penstock.config.limits import Limits
+from penstock.config.server import ServerConfig
 from penstock.errors import InvalidRequestError, PenstockError, UnavailableError, WaitTimeoutError
 from penstock.operations import Operation, OperationDone, StartProfile, StopProfile
-from penstock.server.profile_folder import ProfileFolder
-from penstock.server.profiler import POLL_S, Profiler
+from penstock.process.config import Restarts
+from penstock.server.routes.profile_folder import ProfileFolder
+from penstock.server.routes.profiler import POLL_S, Profiler
 from penstock.trace.phases import Phase
 
 AS_ADMIN = {"Authorization": "Bearer an-admin"}

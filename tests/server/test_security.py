@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from fake_engine import FakeEngine, fake_model
 from live_server import LiveServer
-
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.errors import AuthenticationError
-from penstock.server.access import OPEN_PATHS, ApiKeys
 from penstock.server.app import create_app
+from penstock.server.http.access import OPEN_PATHS, ApiKeys
 
 KEYS = ["key-one-5f0c", "key-two-91ab"]
 GOOD = {"Authorization": f"Bearer {KEYS[0]}"}

@@ -6,10 +6,9 @@ from io import StringIO
 from typing import Any
 
 from fake_engine import stats
-
 from fakes import FakeClock
-from penstock.server.request_log import RequestLog
-from penstock.server.store_watch import QUIET_S, StoreWatch
+from penstock.server.http.request_log import RequestLog
+from penstock.server.routes.store_watch import QUIET_S, StoreWatch
 
 
 class Rig:

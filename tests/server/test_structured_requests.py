@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
 from fake_engine import DEMO, FakeEngine, fake_model
 from live_server import LiveServer
-
-from penstock.config import GrammarLimits, ServerConfig
+from penstock.config.limits import GrammarLimits
+from penstock.config.server import ServerConfig
 from penstock.errors import ConstraintError
 from penstock.request import StructuredOutputs
 

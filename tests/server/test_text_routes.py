@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 import pytest
+
 from fake_engine import BOS, VOCAB_SIZE, ByteCodec, FakeEngine, fake_model
 from live_server import LiveServer
-
-from penstock.config import Limits
+from penstock.config.limits import Limits
 from penstock.server.engine_port import ModelCodec
 from penstock.tokenizer.chat_template import AbsentChatTemplate
 from penstock.tokenizer.tokenizer import AbsentTokenizer

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paths import REPOSITORY
-from penstock.models.registry import load_spec
+from penstock.families.registry import load_spec
 
 with pytest.MonkeyPatch.context() as _patch:
     _patch.syspath_prepend(str(REPOSITORY / "benchmarks"))

@@ -12,7 +12,7 @@ import pytest
 
 from paths import REPOSITORY
 from penstock.batch import StageSpans
-from penstock.server.bench.workload import TraceRow
+from penstock.cli.bench.workload import TraceRow
 from penstock.trace.chrome import Span, Stage, chrome_trace
 from penstock.trace.phases import Phase
 

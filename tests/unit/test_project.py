@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -131,7 +132,9 @@ def torch_free_modules() -> list[str]:
 
 def test_torch_free_modules_load_without_torch() -> None:
     names = torch_free_modules()
-    assert {"penstock.scheduler.scheduler", "penstock.engine.core", "penstock.config"} <= set(names)
+    assert {"penstock.scheduler.scheduler", "penstock.engine.core.core", "penstock.config.engine"} <= set(
+        names
+    )
     program = (
         "import importlib, sys\n"
         f"for name in {names!r}:\n"
@@ -267,7 +270,7 @@ def test_every_core_dependency_is_used_by_the_source() -> None:
 def test_strict_types_cover_every_torch_free_package() -> None:
     strict = next(o["module"] for o in PYPROJECT["tool"]["mypy"]["overrides"] if o.get("strict"))
     covered = {pattern.removesuffix(".*") for pattern in strict}
-    packages = ("scheduler", "kvcache", "kvstore", "engine", "server", "tokenizer")
+    packages = ("scheduler", "kvcache", "kvstore", "engine", "server", "tokenizer", "cli", "llm", "process")
     leaves = ("batch", "request", "config", "errors")
     assert {f"penstock.{name}" for name in (*packages, *leaves)} <= covered
 
@@ -310,12 +313,39 @@ def test_changelog_knows_this_version() -> None:
     assert f"## {__version__}" in (REPOSITORY / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
-def test_architecture_tour_names_every_module() -> None:
-    tour = (REPOSITORY / "docs" / "architecture.md").read_text(encoding="utf-8")
-    names = [path.relative_to(SOURCE / "penstock") for path in MODULES if path.name != "__init__.py"]
-    words = set(re.findall(r"[a-z_0-9]+", tour))
-    missing = [str(path) for path in names if not {path.stem, *path.parent.parts} <= words]
-    assert missing == []
+def test_architecture_tour_is_what_the_docstrings_say() -> None:
+    result = run_script(sys.executable, "scripts/file_tour.py", "--check")
+    assert result.returncode == 0, "run `python scripts/file_tour.py`"
+
+
+def test_file_tour_names_every_room() -> None:
+    sys.path.insert(0, str(REPOSITORY / "scripts"))
+    try:
+        import file_tour
+    finally:
+        sys.path.pop(0)
+    assert {file_tour.room_of(path) for path in file_tour.modules()} == set(file_tour.ROOMS)
+
+
+def test_no_room_has_more_than_25_modules() -> None:
+    rooms = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    known = SOURCE / "penstock" / "families" / "known"  # one file for each family, however many there are
+    assert [shown(room) for room, modules in rooms.items() if modules > 25 and room != known] == []
+
+
+def test_entry_points_are_modules_that_run() -> None:
+    from penstock.process import entry_points
+
+    for name in entry_points.ALL:
+        path = SOURCE.joinpath(*name.split(".")).with_suffix(".py")
+        assert 'if __name__ == "__main__":' in path.read_text(encoding="utf-8"), name
+    strings = [
+        (shown(path), node.value)
+        for path in MODULES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Constant) and node.value in entry_points.ALL
+    ]
+    assert {place for place, _ in strings} == {"src/penstock/process/entry_points.py"}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from penstock.attention.block_codec import SlotCodec
-from penstock.attention.latent_spec import LatentSpec
 from penstock.attention.metadata import AnyKV, AttentionMetadata, DecodeGroup, LatentKV, PrefillRow
 from penstock.attention.torch_paged import weighted
+from penstock.families.latent_spec import LatentSpec
 from penstock.kernels.cpu.ops import Sight
 
 MAX_SCORES = 1 << 24  # of queries that are computed together: bounds the temporary memory of long prompts

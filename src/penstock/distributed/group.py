@@ -20,9 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.child_config import MeetingHandle
 from penstock.distributed.meeting import BUFFER_BYTES, memory_bytes
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
+from penstock.process.config import MeetingHandle
 
 
 class TensorGroup(Protocol):

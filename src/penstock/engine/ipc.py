@@ -5,7 +5,8 @@ frame each; decoding checks their types. Nothing is dropped: high-water marks ar
 way is bounded by the requests that were admitted.
 
 A socket is bound either to a path (`ipc:///...`) or to an inherited listening descriptor (`fd:7`), which has
-no name that could be left behind (`engine.endpoints`). Only this module and `executor.plan_channel` use zmq.
+no name that could be left behind (`engine.supervisor.endpoints`). Only this module and
+`pipeline.links.plan_channel` use zmq.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import zmq
 from penstock.batch import RankLoaded, StageSpans
 from penstock.engine.stats import CoreStats
 from penstock.errors import LinkClosedError, ProtocolError
-from penstock.executor.plan_channel import bind_socket
 from penstock.operations import OpenSession, Operation, OperationDone
+from penstock.pipeline.links.plan_channel import bind_socket
 from penstock.request import GenerationRequest, RequestUpdate
 
 HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from penstock.batch import StageTimes
-from penstock.child_config import Restarts
 from penstock.errors import ErrorInfo
+from penstock.process.config import Restarts
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """The seam between the engine core and the ranks, and what all executors share of it.
 
-`engine.core` holds an `Executor`. `RankChannels` is the core's end of the channels to all ranks: the start-up
-handshake (row D9), one encoding of a plan for all of them, and results back from the last stage. Torch-free.
+`engine.core.core` holds an `Executor`. `RankChannels` is the core's end of the channels to all ranks: the
+start-up handshake (row D9), one encoding of a plan for all of them, and results back from the last stage.
+Torch-free.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from penstock.batch import (
     decode_to_core,
     encode,
 )
-from penstock.child_config import rank_names
 from penstock.errors import (
     ErrorInfo,
     LinkClosedError,
@@ -44,8 +44,9 @@ from penstock.errors import (
     error_from_info,
 )
 from penstock.executor.rank_reports import RankReports
-from penstock.pipeline.channel import MessageChannel, send_of_step
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.links.channel import MessageChannel, send_of_step
+from penstock.process.config import rank_names
 
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2

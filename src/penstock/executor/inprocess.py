@@ -12,14 +12,14 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
-from penstock.child_config import RankConfig
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels
-from penstock.executor.child import StatusEvent
-from penstock.executor.plan_channel import QueueChannel
-from penstock.executor.rank import RankConnections, run_rank
-from penstock.pipeline.link import MemoryLink
+from penstock.pipeline.links.memory import MemoryLink
+from penstock.pipeline.links.plan_channel import QueueChannel
+from penstock.process.child import StatusEvent
+from penstock.process.config import RankConfig
+from penstock.rank.rank import RankConnections, run_rank
 
 _LOAD_TIMEOUT_S = 3600.0
 

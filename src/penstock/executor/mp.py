@@ -1,7 +1,7 @@
 """One process per rank: the core's side.
 
 The engine core makes a `MpExecutor` over the ends that the supervisor gave it. It does not start the rank
-processes (`python -m penstock.executor.worker`), the supervisor does; it only talks to them. Torch-free.
+processes (`python -m penstock.rank.process`), the supervisor does; it only talks to them. Torch-free.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from penstock.batch import (
     StepResult,
     StoreUse,
 )
-from penstock.child_config import CoreEnds, rank_names
 from penstock.executor.base import KVPlan, RankChannels
-from penstock.executor.plan_channel import ZmqChannel, bind_address
-from penstock.pipeline.ring_channel import RingChannel
-from penstock.pipeline.ring_memory import close_handle
+from penstock.pipeline.links.plan_channel import ZmqChannel, bind_address
+from penstock.pipeline.links.ring_channel import RingChannel
+from penstock.pipeline.links.ring_memory import close_handle
+from penstock.process.config import CoreEnds, rank_names
 
 
 class MpExecutor:

@@ -1,7 +1,7 @@
 """Finds out whether structured output can be had as a request wants it, before the request is sent anywhere.
 
-Used by the fronts (`server.generation_route`, `llm`). To prove a grammar is to build what the last stage will
-build, by the same limits of work, and to make its first mask, in another process that may fail
+Used by the fronts (`server.routes.generation_route`, `llm`). To prove a grammar is to build what the last
+stage will build, by the same limits of work, and to make its first mask, in another process that may fail
 (`grammar.proving_process`). The processes are started when they are first needed, and anew when one has
 ended. A thread each waits for them; what came of it is kept.
 """
@@ -26,10 +26,11 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.config import GrammarLimits
+from penstock.config.limits import GrammarLimits
 from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError, error_from_info
 from penstock.grammar.frames import LENGTH_BYTES, Answer, framed
 from penstock.grammar.schema_bounds import check_bounds, check_schema
+from penstock.process import entry_points
 from penstock.request import StructuredOutputs
 
 OPEN_S = 30.0  # for a process to start and read the vocabulary
@@ -83,7 +84,7 @@ class ChildProcess:
         options = ["--directory", str(model.directory), "--seconds", str(seconds), "--eos", *eos]
         self._seconds = seconds
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "penstock.grammar.proving_process", *options],
+            [sys.executable, "-P", "-m", entry_points.GRAMMAR_PROVING, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from penstock.config import GrammarLimits
+from penstock.config.limits import GrammarLimits
 from penstock.errors import InvalidRequestError
 from penstock.request import StructuredOutputs
 

@@ -1,6 +1,7 @@
 """Which inputs of a quantised matrix share numbers: groups of weights, and of the activations they meet.
 
-Torch-free: asked before anything starts (`models.sharding`) and by the kernels' reference (`quantized_rows`).
+Torch-free: asked before anything starts (`families.sharding`) and by the kernels' reference
+(`quantized_rows`).
 """
 
 from __future__ import annotations

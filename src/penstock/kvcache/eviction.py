@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from penstock.config import EvictionPolicy
+from penstock.config.engine import EvictionPolicy
 
 
 class Worth(NamedTuple):

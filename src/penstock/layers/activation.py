@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from penstock.layers.kinds import Activation
+from penstock.families.kinds import Activation
 
 
 def silu_and_multiply(gate: Tensor, up: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """How a rank computes: dtype, device, kernels, and the form in which each weight is held.
 
-One `Compute` per rank, made by `executor.rank` and given to every layer. The forms:
+One `Compute` per rank, made by `rank.rank` and given to every layer. The forms:
 
     our kernels, float32 or bfloat16     packed panels
     quantised                            integer panels; rounded floats without our kernels
@@ -20,8 +20,8 @@ from torch import nn
 
 from penstock.distributed.group import SOLO, TensorGroup
 from penstock.errors import NotEnoughMemoryError
+from penstock.families.kinds import Activation
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
-from penstock.layers.kinds import Activation
 from penstock.layers.matrix import (
     Matrix,
     OnednnMatrix,

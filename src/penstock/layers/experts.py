@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.distributed.share import Share
+from penstock.families.experts_spec import ExpertNames, ExpertShares, ExpertsSpec, RoutingSpec
 from penstock.kernels.cpu.experts import ExpertsShape, ExpertTables, have_one_form
 from penstock.kernels.cpu.ops import DTYPES
 from penstock.layers.compute import Compute, never_quantized
-from penstock.layers.experts_spec import ExpertNames, ExpertShares, ExpertsSpec, RoutingSpec
 from penstock.layers.linear import FusedLinear, GatedLinear, Linear
 from penstock.layers.matrix import PackedMatrix, QuantizedMatrix
 from penstock.layers.missing import MissingLayer

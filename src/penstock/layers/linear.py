@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.distributed.share import Share
+from penstock.families.kinds import Activation
 from penstock.layers.activation import gate_and_multiply
 from penstock.layers.compute import Compute
-from penstock.layers.kinds import Activation
 from penstock.layers.matrix import GATE, PLAIN, UP, Matrix
 
 

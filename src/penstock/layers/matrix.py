@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.distributed.share import Share
+from penstock.families.kinds import Activation
 from penstock.kernels.candidates import STRAIGHT, HeadOutput, HeadRequest, LogitCurve, head_output_of
 from penstock.kernels.cpu import abi
 from penstock.kernels.cpu.head import Head, dense_product
@@ -28,7 +29,6 @@ from penstock.kernels.quantized_rows import (
     round_activations,
 )
 from penstock.layers.activation import gate_and_multiply
-from penstock.layers.kinds import Activation
 
 # How rows lie among the packed columns (csrc/epilogue.h): gate and up projections share panels.
 PLAIN, GATE, UP = 0, 1, 2

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from penstock.distributed.group import TensorGroup
 from penstock.distributed.share import Share
+from penstock.families.kinds import NormKind
 from penstock.kernels.cpu import abi
 from penstock.layers.compute import Compute
-from penstock.layers.kinds import NormKind
 
 _KERNEL_KINDS: dict[NormKind, int] = {
     "plain": abi.PLAIN_NORM,

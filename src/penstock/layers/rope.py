@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.families.rope_spec import RopeSpec
 from penstock.layers.compute import Compute
-from penstock.layers.rope_spec import RopeSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

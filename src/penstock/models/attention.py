@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from penstock.attention.backend import AttentionBackend
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.distributed.share import Share
+from penstock.families.sharding import HeadShares
+from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
 from penstock.layers.linear import FusedLinear, Linear
 from penstock.layers.norm import HeadNorms, RMSNorm, SharedHeadNorms
 from penstock.layers.rope import RotaryAngles, RotaryEmbedding
 from penstock.layers.scale import unchanged
-from penstock.models.sharding import HeadShares
-from penstock.models.spec import ModelSpec
 
 Angles = Sequence[RotaryAngles | Tensor]  # by kind of layer: without a window, and with one where they differ
 

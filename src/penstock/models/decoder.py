@@ -1,6 +1,6 @@
 """The decoder: a for-loop over its own range of layers.
 
-Built by `executor.rank` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
+Built by `rank.rank` from a `ModelSpec` and a layer range, filled by `weights.loader`. Parts outside
 the range are `MissingLayer`s, so that names of parameters are those of the checkpoint on every stage. Knows
 nothing of ranks, links or requests.
 """
@@ -22,6 +22,8 @@ from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.distributed.group import SOLO, TensorGroup
 from penstock.distributed.share import Share, even_share, vocab_share
+from penstock.families.sharding import HeadShares
+from penstock.families.spec import ModelSpec
 from penstock.kernels.candidates import HeadOutput, HeadRequest, LogitCurve
 from penstock.kernels.cpu.ops import CpuKernels, HeadShape
 from penstock.layers.compute import Compute, FormatOf, never_quantized
@@ -36,8 +38,6 @@ from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
 from penstock.models.latent_attention import LatentAttention
 from penstock.models.recorded import RecordedForward, StageParts
-from penstock.models.sharding import HeadShares
-from penstock.models.spec import ModelSpec
 
 EMBEDDING, HEAD = "model.embed_tokens", "lm_head"
 
@@ -184,7 +184,7 @@ class Decoder(nn.Module):
         kernels: our own for the CPU; None: torch computes.
         format_of: how projections are quantised (`layers.compute.Compute`).
         block_size: tokens of a block of the KV cache.
-        group: the ranks that have shares of these layers; the model must fit (`models.sharding`).
+        group: the ranks that have shares of these layers; the model must fit (`families.sharding`).
         expert_parallel: a rank has whole experts (`layers.compute.Compute`).
 
     Attributes:

@@ -1,6 +1,6 @@
 """What a model class promises when it says that it can be cut into stages (row A7).
 
-`runner.model_runner` runs any such model; `executor.rank` asks before it loads one.
+`runner.model_runner` runs any such model; `rank.rank` asks before it loads one.
 """
 
 from __future__ import annotations

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from penstock.attention.backend import AttentionBackend
-from penstock.attention.latent_spec import LatentSpec
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.distributed.share import Share
+from penstock.families.latent_spec import LatentSpec
+from penstock.families.sharding import HeadShares
+from penstock.families.spec import ModelSpec
 from penstock.layers.compute import Compute
 from penstock.layers.linear import FusedLinear, Linear
 from penstock.layers.norm import RMSNorm
 from penstock.models.attention import Angles, Place, sight_of
-from penstock.models.sharding import HeadShares
-from penstock.models.spec import ModelSpec
 
 
 class LatentExpansion(nn.Module):

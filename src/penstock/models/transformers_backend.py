@@ -1,7 +1,7 @@
 """Any causal model of transformers as a stage: its layers, our KV cache and pipeline (row A16).
 
 `TransformersModel` does what `models.decoder.Decoder` does, with transformers' own modules: it is built by
-`executor.loading` where `ModelSpec.implementation` says so. transformers' loop over the layers runs as it is,
+`rank.loading` where `ModelSpec.implementation` says so. transformers' loop over the layers runs as it is,
 over a list in which other stages' layers are stand-ins. What the model does before its layers is real on the
 first stage only, what it does after them on the last.
 
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from penstock.attention.metadata import AnyKV, AttentionMetadata, LayerKV
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.attention.torch_paged import attend as paged_attend
+from penstock.families.spec import ModelSpec
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
 from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
-from penstock.models.spec import ModelSpec
 from penstock.models.transformers_attention import Track, refused
 from penstock.models.transformers_survey import Survey, survey
 from penstock.models.transformers_weights import (

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ModelConfigError, PenstockError, UnsupportedModelError
+from penstock.families.config_fields import read_config
+from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.ops import HeadShape, Sight
 from penstock.models import transformers_attention
-from penstock.models.config_fields import read_config
-from penstock.models.spec import ModelSpec
 from penstock.models.transformers_attention import Site, Track, refused
 
 _NUM_TOKENS = 3

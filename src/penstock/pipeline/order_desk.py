@@ -11,7 +11,7 @@ from typing import Protocol
 
 from penstock.batch import GrammarsBuilt, OrdersDone, TierOrder, encode
 from penstock.models.interfaces import BeforeLayer
-from penstock.pipeline.channel import MessageChannel
+from penstock.pipeline.links.channel import MessageChannel
 
 PATIENCE_S = 0.001
 

@@ -1,8 +1,8 @@
 """Which layers each stage holds.
 
 A pure function of layer count, stage count and policy; called when an engine is resolved and by anything that
-prints a plan. Does not weigh times or memory: `engine.auto_partition` does, and puts numbers in place of
-`auto`. Does not load anything.
+prints a plan. Does not weigh times or memory: `engine.supervisor.auto_partition` does, and puts numbers in
+place of `auto`. Does not load anything.
 
 Ranges are half-open pairs `(start, end)`; over the stages they tile `[0, num_layers)` in order.
 """

@@ -1,7 +1,7 @@
 """The two ports of a stage: where its tensors come from, and where they go.
 
 All that differs between the first, the middle and the last stage is here, chosen once at start by
-`executor.rank`; the loop in `pipeline.stage` is the same for every rank.
+`rank.rank`; the loop in `pipeline.stage` is the same for every rank.
 
                  source            sink
     first        EmbedSource       ForwardSink    hidden states to the next, samples from the last
@@ -22,9 +22,9 @@ from penstock.distributed.group import SOLO, TensorGroup
 from penstock.distributed.share import Share, even_share
 from penstock.kernels.views import KeptViews
 from penstock.models.intermediate import IntermediateTensors
-from penstock.pipeline.channel import MessageChannel, send_of_step
-from penstock.pipeline.frame import FrameHeader, FrameKind
-from penstock.pipeline.link import AsyncIntermediateTensors, Link
+from penstock.pipeline.links.channel import MessageChannel, send_of_step
+from penstock.pipeline.links.frame import FrameHeader, FrameKind
+from penstock.pipeline.links.link import AsyncIntermediateTensors, Link
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner

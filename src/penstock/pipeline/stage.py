@@ -4,7 +4,7 @@
                             v
     source ──▶ [ prepare ▶ take ▶ forward ▶ put ] ──▶ sink
 
-`executor.rank` builds a `Stage` and runs it. Decides nothing: it replays the plans in order. An error ends
+`rank.rank` builds a `Stage` and runs it. Decides nothing: it replays the plans in order. An error ends
 the loop; whoever runs it reports the error and ends the rank.
 """
 
@@ -21,8 +21,8 @@ from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostEr
 from penstock.faults import Fault, armed
 from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors
-from penstock.pipeline.channel import MessageChannel
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.order_desk import OrderDesk
 from penstock.pipeline.ports import Sink, Source
 from penstock.runner.forward_batch import ForwardBatch

@@ -1,7 +1,7 @@
 """A tied head by transfer: the first stage's embedding goes down the pipe to the last (rows S2, A14).
 
 The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
-Transfer is for a last stage whose host has not got that file. `executor.rank` calls it in each epoch, when
+Transfer is for a last stage whose host has not got that file. `rank.rank` calls it in each epoch, when
 all ranks have loaded and before the first plan; it uses the links of the pipe and nothing else.
 
     first: sends its rows      middle: passes each block on      last: fills its own rows
@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.pipeline.frame import FrameHeader, FrameKind
-from penstock.pipeline.link import Link
+from penstock.pipeline.links.frame import FrameHeader, FrameKind
+from penstock.pipeline.links.link import Link
 
 
 def transfer_tied_head(

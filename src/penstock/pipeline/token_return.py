@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from penstock.batch import SampledTokens, ScheduledBatch, StepResult, decode_sampled_tokens, encode
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError, concerned
-from penstock.pipeline.channel import MessageChannel, send_of_step
+from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.runner.request_rows import RequestRows, RowSnapshot
 
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.child_config import MeasureConfig
+from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.build_cache import FolderUnusableError, cache_folder, trusted_folder
 from penstock.kernels.cpu.compiler import Machine, build_key
-from penstock.models.spec import ModelSpec
 from penstock.planner.stage_costs import StageCosts
+from penstock.process.config import MeasureConfig
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # Of a rank's config, what its steps do not depend on.

@@ -1,8 +1,8 @@
 """A rank's measuring process: `python -m penstock.planner.measure --config-fd N --status-fd M`.
 
-Started by `engine.auto_partition`, one per rank and all at once, for in service they share memory and cores
-too. Loads some of the rank's layers, says that it is ready, waits until all others are, times its steps
-(`planner.step_timing`) and reports the costs. Sets up the process before torch is imported.
+Started by `engine.supervisor.auto_partition`, one per rank and all at once, for in service they share memory
+and cores too. Loads some of the rank's layers, says that it is ready, waits until all others are, times its
+steps (`planner.step_timing`) and reports the costs. Sets up the process before torch is imported.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.child_config import MeasureConfig
-from penstock.executor.child import (
+from penstock.process import entry_points
+from penstock.process.child import (
     Measured,
     Ready,
     StatusWriter,
@@ -23,11 +23,12 @@ from penstock.executor.child import (
     leave,
     run_child,
 )
+from penstock.process.config import MeasureConfig
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure one rank; returns the exit code."""
-    return run_child("penstock.planner.measure", arguments, MeasureConfig, _measure)
+    return run_child(entry_points.MEASURE, arguments, MeasureConfig, _measure)
 
 
 def _measure(config: MeasureConfig, status: StatusWriter, options: argparse.Namespace) -> int:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError
 from penstock.planner.stage_costs import StageCosts
+from penstock.process.config import RankConfig
 from penstock.runner.kv_demand import KVDemand
 
 

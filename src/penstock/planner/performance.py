@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError
 from penstock.planner.memory import kv_tokens
 from penstock.planner.mix import Mix
 from penstock.planner.partition_search import Split, StageTable, best_split, judge, second_best
 from penstock.planner.stage_costs import StageCosts
+from penstock.process.config import RankConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,21 +18,21 @@ import torch
 
 from penstock.attention.metadata import AnyKV
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
-from penstock.child_config import MeasureConfig, RankConfig
 from penstock.distributed.group import open_meeting
-from penstock.executor.loading import (
+from penstock.models.intermediate import IntermediateTensors
+from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.ring import SharedMemoryLink
+from penstock.pipeline.links.ring_memory import close_handle, create_ring
+from penstock.pipeline.ports import CARRIED
+from penstock.planner.stage_costs import StageCosts, StepCosts
+from penstock.process.config import MeasureConfig, RankConfig
+from penstock.rank.loading import (
     available_bytes,
     build_runner,
     device_of,
     dtype_of,
     load_rank,
 )
-from penstock.models.intermediate import IntermediateTensors
-from penstock.pipeline.frame import FrameHeader, FrameKind, frame_bytes
-from penstock.pipeline.link import SharedMemoryLink
-from penstock.pipeline.ports import CARRIED
-from penstock.pipeline.ring_memory import close_handle, create_ring
-from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.weights.loader import held_bytes
 
 _MAX_KV_BYTES = 256 << 20  # beyond that, rows share blocks: no processor caches so much

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError
+from penstock.process.config import RankConfig
 
 # Of the memory that is free once the weights are loaded, over all ranks of the host. Modest on a CPU, where
 # the memory belongs to everybody; a GPU is ours, but activations need their room.

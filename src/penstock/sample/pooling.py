@@ -2,7 +2,7 @@
 
 A small state object of `runner.model_runner`: `apply` with each plan, `step` with the hidden states of each.
 Ranks that share the last stage all pool, the same states; one of them tells the core. Every vector is float32
-[hidden_size]. It is as computed: lengths and cuts are the front's affair (`engine.vectors`).
+[hidden_size]. It is as computed: lengths and cuts are the front's affair (`engine.client.vectors`).
 
     last    the state of the last token, as it is
     cls     the state of the first token, as it is
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.batch import ScheduledBatch
-from penstock.config import Pooling
+from penstock.config.engine import Pooling
 
 _SLAB = 64  # tokens that are added in one call: [_SLAB + 1, hidden] float64 are kept for it
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.batch import LogitChanges, RowSampling
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.errors import InvalidRequestError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import root_hash

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 
 
 class PromptBudget(Protocol):

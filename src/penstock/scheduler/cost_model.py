@@ -9,7 +9,7 @@ The two maxima are rooflines (Williams, Waterman, Patterson, "Roofline", CACM 20
 tokens a step costs the same however few they are, above it grows with them. A stage has two costs: *alone*,
 while no other stage computes, and *shared*; they differ where stages share memory bandwidth, and their
 difference decides whether two half micro-batches are better than a whole one. Fitted at start by
-`engine.calibration`, then from every report of the stages.
+`engine.core.calibration`, then from every report of the stages.
 
 Samples of like shape are averaged into one, so that a long time of equal steps does not wash out what was
 learnt of others, and drift is followed. The fit minimises the relative error under coefficients that are not

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from penstock.batch import NO_GRAMMAR, RowSampling
-from penstock.config import Pooling
+from penstock.config.engine import Pooling
 
 NO_ROW = -1
 NO_STEP = -1

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StepResult, StoreUse
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.errors import ErrorInfo, UnavailableError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.sessions import Sessions

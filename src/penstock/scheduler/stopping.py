@@ -1,4 +1,7 @@
-"""When a token ends its request (row D11). Stop strings are not here: they need text (`engine.outputs`)."""
+"""When a token ends its request (row D11).
+
+Stop strings are not here: they need text (`engine.client.outputs`).
+"""
 
 from __future__ import annotations
 

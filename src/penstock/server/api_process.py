@@ -22,17 +22,17 @@ import uvicorn
 import uvloop
 from msgspec import structs
 
-from penstock.child_config import ApiProcessConfig
-from penstock.config import ConnectionLimits
-from penstock.engine import listening
-from penstock.engine.async_engine import AsyncEngine, EngineInfo
-from penstock.engine.replicas import Replicas
-from penstock.executor.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
+from penstock.config.limits import ConnectionLimits
+from penstock.engine.client.async_engine import AsyncEngine, EngineInfo
+from penstock.engine.client.replicas import Replicas
+from penstock.families.registry import load_generation_defaults, load_vector_shape
 from penstock.grammar.proving import GrammarModel
-from penstock.models.registry import load_generation_defaults, load_vector_shape
+from penstock.process import entry_points, listening
+from penstock.process.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
+from penstock.process.config import ApiProcessConfig
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
-from penstock.server.http_protocol import with_limits
+from penstock.server.http.http_protocol import with_limits
 from penstock.tokenizer.chat_template import load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from penstock.tokenizer.tool_formats import model_syntax
@@ -208,7 +208,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
 
 
 def main(arguments: list[str]) -> int:
-    return run_child("penstock.server.api_process", arguments, ApiProcessConfig, _run)
+    return run_child(entry_points.API_PROCESS, arguments, ApiProcessConfig, _run)
 
 
 def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:

@@ -21,30 +21,24 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock import __version__
-from penstock.config import ServerConfig
+from penstock.config.server import ServerConfig
 from penstock.errors import PenstockError
 from penstock.grammar.proving import GrammarProver
 from penstock.server import openapi
-from penstock.server.access import OPEN_PATHS, ApiKeys, HostPolicy
-from penstock.server.admin import AdminRoute, refuse_what_is_not_read
-from penstock.server.chat import ChatRoute
-from penstock.server.chat_reader import ChatReader
-from penstock.server.completions import CompletionsRoute
-from penstock.server.cross_origin import CrossOrigin
-from penstock.server.debug import DebugRoute
-from penstock.server.embeddings import EmbeddingsRoute
+from penstock.server.answers.generation import GenerationContext
 from penstock.server.engine_port import EngineLike, ServedModel
-from penstock.server.errors import answer_http_exception, answer_validation_error, error_response
-from penstock.server.gate import Gate
-from penstock.server.generation import GenerationContext
-from penstock.server.generation_route import GenerationRoute
-from penstock.server.health import HealthRoute
-from penstock.server.keep_alive import Clock, KeepAlive
-from penstock.server.lifecycle import Lifecycle
-from penstock.server.memory_guard import MemoryGuard
-from penstock.server.metrics import Metrics
-from penstock.server.models import ModelsRoute
-from penstock.server.openai_types import (
+from penstock.server.http.access import OPEN_PATHS, ApiKeys, HostPolicy
+from penstock.server.http.cross_origin import CrossOrigin
+from penstock.server.http.errors import answer_http_exception, answer_validation_error, error_response
+from penstock.server.http.gate import Gate
+from penstock.server.http.keep_alive import Clock, KeepAlive
+from penstock.server.http.lifecycle import Lifecycle
+from penstock.server.http.memory_guard import MemoryGuard
+from penstock.server.http.metrics import Metrics
+from penstock.server.http.request_log import RequestLog
+from penstock.server.http.request_record import record_of
+from penstock.server.http.text_workers import TextWorkers
+from penstock.server.openai.openai_types import (
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -53,16 +47,23 @@ from penstock.server.openai_types import (
     EmbeddingResponse,
     RenderedPrompt,
 )
-from penstock.server.pipeline_view import PipelineRoute
-from penstock.server.profile_folder import ProfileFolder
-from penstock.server.profiler import Profiler
-from penstock.server.request_log import RequestLog
-from penstock.server.request_record import record_of
-from penstock.server.responses import ResponsesRoute
-from penstock.server.responses_types import ResponseObject, ResponsesRequest
-from penstock.server.server_info import ServerInfoRoute
-from penstock.server.store_watch import StoreWatch
-from penstock.server.text_routes import (
+from penstock.server.openai.responses_types import ResponseObject, ResponsesRequest
+from penstock.server.routes.admin import AdminRoute, refuse_what_is_not_read
+from penstock.server.routes.chat import ChatRoute
+from penstock.server.routes.chat_reader import ChatReader
+from penstock.server.routes.completions import CompletionsRoute
+from penstock.server.routes.debug import DebugRoute
+from penstock.server.routes.embeddings import EmbeddingsRoute
+from penstock.server.routes.generation_route import GenerationRoute
+from penstock.server.routes.health import HealthRoute
+from penstock.server.routes.models import ModelsRoute
+from penstock.server.routes.pipeline_view import PipelineRoute
+from penstock.server.routes.profile_folder import ProfileFolder
+from penstock.server.routes.profiler import Profiler
+from penstock.server.routes.responses import ResponsesRoute
+from penstock.server.routes.server_info import ServerInfoRoute
+from penstock.server.routes.store_watch import StoreWatch
+from penstock.server.routes.text_routes import (
     DetokenizeRequest,
     DetokenizeResponse,
     TextRoute,
@@ -70,7 +71,6 @@ from penstock.server.text_routes import (
     TokenizeResponse,
     TokenizeTextRequest,
 )
-from penstock.server.text_workers import TextWorkers
 
 # The framework's own telemetry stays off: this server reports by /metrics and opens no connection.
 _NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}

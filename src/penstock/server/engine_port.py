@@ -1,7 +1,8 @@
 """What the HTTP front needs from the engine and the model, as protocols and values.
 
-`create_app` takes an `EngineLike` (in the server `engine.async_engine.AsyncEngine`, in tests a fake) and a
-`ServedModel`. The text side of a model is behind `TextCodec`, so that no route knows a tokenizer library.
+`create_app` takes an `EngineLike` (in the server `engine.client.async_engine.AsyncEngine`, in tests a fake)
+and a `ServedModel`. The text side of a model is behind `TextCodec`, so that no route knows a tokenizer
+library.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.batch import StageSpans
-from penstock.child_config import StageShape
-from penstock.engine.outputs import TextDelta
+from penstock.engine.client.outputs import TextDelta
 from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError
 from penstock.grammar.proving import GrammarModel
 from penstock.operations import Operation, OperationDone
+from penstock.process.config import StageShape
 from penstock.request import PoolingParams, SamplingParams, VectorShape
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.detokenizer import Detokenizer

@@ -13,24 +13,15 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
-from penstock.config import Limits, ServerConfig
+from penstock.config.limits import Limits
+from penstock.config.server import ServerConfig
 from penstock.operations import SESSION_ID
 from penstock.request import VectorShape
-from penstock.server.access import ADMIN_PATHS, OPEN_PATHS
-from penstock.server.admin import (
-    Aborted,
-    Applied,
-    Flushed,
-    PauseState,
-    SessionClosed,
-    SessionOpened,
-    Slowed,
-)
 from penstock.server.engine_port import ServedModel
-from penstock.server.errors import ErrorBody
-from penstock.server.health import Health, Version
-from penstock.server.limits import ByteLimits
-from penstock.server.openai_types import (
+from penstock.server.http.access import ADMIN_PATHS, OPEN_PATHS
+from penstock.server.http.errors import ErrorBody
+from penstock.server.http.limits import ByteLimits
+from penstock.server.openai.openai_types import (
     ChatRequest,
     ChatResponse,
     CompletionRequest,
@@ -41,13 +32,23 @@ from penstock.server.openai_types import (
     ModelList,
     RenderedPrompt,
 )
-from penstock.server.pipeline_view import PipelineView
-from penstock.server.profiler import ProfileStarted, ProfileStopped
-from penstock.server.prompts import ROLES
-from penstock.server.responses_input import MAX_METADATA
-from penstock.server.responses_types import ResponseObject, ResponsesRequest
-from penstock.server.server_info import ServerInfo
-from penstock.server.text_routes import (
+from penstock.server.openai.prompts import ROLES
+from penstock.server.openai.responses_input import MAX_METADATA
+from penstock.server.openai.responses_types import ResponseObject, ResponsesRequest
+from penstock.server.routes.admin import (
+    Aborted,
+    Applied,
+    Flushed,
+    PauseState,
+    SessionClosed,
+    SessionOpened,
+    Slowed,
+)
+from penstock.server.routes.health import Health, Version
+from penstock.server.routes.pipeline_view import PipelineView
+from penstock.server.routes.profiler import ProfileStarted, ProfileStopped
+from penstock.server.routes.server_info import ServerInfo
+from penstock.server.routes.text_routes import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,

@@ -5,7 +5,8 @@ without a space before it, and with one if that makes another first token. What 
 sequences of tokens, not the characters: a model that writes the same letters by other tokens is not stopped.
 vLLM leaves out a form with a space that is longer or shorter than the other; here it counts too.
 
-Called by the fronts (`server.sampling`, `engine.text_side`); the last stage keeps to it (`sample.bad_words`).
+Called by the fronts (`server.openai.sampling`, `llm.text_side`); the last stage keeps to it
+(`sample.bad_words`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from penstock.config import MAX_BAD_WORD_TOKENS
+from penstock.config.limits import MAX_BAD_WORD_TOKENS
 from penstock.errors import InvalidRequestError
 from penstock.request import SamplingParams
 

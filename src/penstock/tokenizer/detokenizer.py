@@ -8,7 +8,7 @@ on how the ids were cut into deltas. For valid UTF-8 it equals the `decode` of t
 For ill-formed bytes a byte-fallback decoder gives one U+FFFD per byte, as that library does; it does so for
 the bad bytes only, since characters already streamed cannot be taken back.
 
-`tokenizer` makes these; `engine.outputs` feeds them. Knows nothing of stop strings.
+`tokenizer` makes these; `engine.client.outputs` feeds them. Knows nothing of stop strings.
 """
 
 from __future__ import annotations

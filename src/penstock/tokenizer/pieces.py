@@ -1,6 +1,6 @@
 """What an answer is made of, as it comes: content, reasoning and calls of tools.
 
-`reasoning` and `tool_calls` give pieces; `server.message_reader` makes messages and deltas of them.
+`reasoning` and `tool_calls` give pieces; `server.openai.message_reader` makes messages and deltas of them.
 """
 
 from __future__ import annotations

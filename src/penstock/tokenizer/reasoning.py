@@ -2,7 +2,7 @@
 
 Reasoning is the beginning of an answer, up to its closing marker; without that marker all of it is reasoning.
 Line ends beside the markers belong to neither: the templates write them anew. What comes out does not depend
-on how the text was cut. Called by `server.message_reader`, before calls of tools are looked for.
+on how the text was cut. Called by `server.openai.message_reader`, before calls of tools are looked for.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ longest: a rule by character, so that the result does not depend on how the text
 that may be the beginning of a stop string is held back. One automaton step per character and stop string
 (Knuth, Morris, Pratt), so that hostile stop strings cost no more than kind ones.
 
-`engine.outputs` is the caller. Knows nothing of tokens.
+`engine.client.outputs` is the caller. Knows nothing of tokens.
 """
 
 from __future__ import annotations

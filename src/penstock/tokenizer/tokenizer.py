@@ -4,7 +4,7 @@
 `Tokenizer` that takes token ids only. Special tokens in text that a user wrote are encoded as text; only
 `encode_trusted` (for text that a chat template or the program's author wrote) recognises them.
 
-Called by `tokenizer.chat_template`, `llm`, `engine.async_engine` and the server. Streaming text is
+Called by `tokenizer.chat_template`, `llm`, `engine.client.async_engine` and the server. Streaming text is
 `detokenizer`'s, chat templates are `chat_template`'s.
 """
 

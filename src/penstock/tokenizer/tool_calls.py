@@ -17,7 +17,7 @@ turn out to be no JSON, is followed by a piece `broken` with all of its text, th
 close it included, so that who has not yet shown the call can give the text instead.
 
 Each character is looked at a bounded number of times, however many markers there are, and however the text
-was cut. How a call is read is `call_reader`'s. Called by `server.message_reader`.
+was cut. How a call is read is `call_reader`'s. Called by `server.openai.message_reader`.
 """
 
 from __future__ import annotations

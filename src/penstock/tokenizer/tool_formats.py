@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from penstock.config import ReasoningParser, ToolParser
+from penstock.config.server import ReasoningParser, ToolParser
 from penstock.errors import UsageError
 
 

@@ -3,8 +3,8 @@ and for structured output in place of calls; and one for structured output behin
 
 The text is Lark as llguidance takes it. Markers that are one token of the model are asked for by id, so
 that the model writes what it was trained on; the parser of `tool_calls` reads every text that the grammar
-lets through. Spaces are those of the chat templates (`", "` and `": "`). Called by `server.tools` and
-`server.structured`; who compiles the grammar bounds it.
+lets through. Spaces are those of the chat templates (`", "` and `": "`). Called by `server.openai.tools` and
+`server.openai.structured`; who compiles the grammar bounds it.
 """
 
 from __future__ import annotations

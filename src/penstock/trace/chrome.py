@@ -4,7 +4,8 @@
               transfer                       |7| --+              |8|
     stage 1   compute   |forward 6 ...|sample|     +->|forward 7 ...|sample|
 
-Works on `batch.StageSpans` of any time; `server.debug` serves it, `penstock trace` saves and prints it.
+Works on `batch.StageSpans` of any time; `server.routes.debug` serves it, `penstock trace` saves and prints
+it.
 """
 
 from __future__ import annotations

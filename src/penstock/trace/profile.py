@@ -3,7 +3,7 @@
     reports   |····n-1|n ·····|·······|···m-1|m ····|
     profile           |n ·················m-1|          from the plan that began it to the one that ended it
 
-Kept small: spans stay as the ranks have sent them until they are written. Used by `server.profiler`.
+Kept small: spans stay as the ranks have sent them until they are written. Used by `server.routes.profiler`.
 """
 
 from __future__ import annotations

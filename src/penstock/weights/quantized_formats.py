@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from penstock.errors import CheckpointError
+from penstock.families.quantization_spec import QuantizationSpec, WeightScheme
 from penstock.kernels.quantized_rows import QuantizedRows
 from penstock.weights.checkpoint import Checkpoint, TensorEntry
-from penstock.weights.quantization_spec import QuantizationSpec, WeightScheme
 from penstock.weights.tensor_bytes import TORCH_DTYPES, read_rows, read_tensor
 
 PIECE_VALUES = 4 << 20  # unpacked values of a piece, about

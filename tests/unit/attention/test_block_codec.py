@@ -16,15 +16,15 @@ from penstock.attention.backend import AttentionBackend
 from penstock.attention.block_codec import BlockCodec
 from penstock.attention.cpu_paged import CpuPagedAttention
 from penstock.attention.latent_paged import LatentPagedAttention
-from penstock.attention.latent_spec import LatentSpec
 from penstock.attention.metadata import AnyKV, AttentionMetadata
 from penstock.attention.torch_paged import TorchPagedAttention
+from penstock.families.latent_spec import LatentSpec
+from penstock.families.rope_spec import RopeSpec
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels, HeadShape, Sight
 from penstock.kernels.cpu.tape import Tape
 from penstock.layers.compute import Compute
 from penstock.layers.rope import RotaryEmbedding
-from penstock.layers.rope_spec import RopeSpec
 
 NUM_BLOCKS = 8
 HEADS = HeadShape(num_heads=4, num_kv_heads=2, head_dim=20)

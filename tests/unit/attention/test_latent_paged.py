@@ -8,12 +8,12 @@ from torch import Tensor
 
 from penstock.attention import latent_paged
 from penstock.attention.latent_paged import LatentPagedAttention
-from penstock.attention.latent_spec import LatentSpec
 from penstock.attention.metadata import AttentionMetadata
+from penstock.families.latent_spec import LatentSpec
+from penstock.families.rope_spec import RopeSpec
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
 from penstock.layers.rope import RotaryAngles, RotaryEmbedding
-from penstock.layers.rope_spec import RopeSpec
 
 LATENT = LatentSpec(rank=10, query_rank=0, plain_dim=6, rotary_dim=4, value_dim=5)
 NUM_HEADS, BLOCK = 3, 4

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from penstock.distributed.share import IDS, Share, even_share, head_share, vocab_share
-from penstock.models.sharding import HeadShares
+from penstock.families.sharding import HeadShares
 
 
 def test_b2_heads_of_a_70b_model_over_four_ranks() -> None:

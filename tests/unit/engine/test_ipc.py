@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.batch import RankLoaded
-from penstock.engine.endpoints import Endpoint
 from penstock.engine.ipc import (
     AbortRequests,
     AddRequest,
@@ -21,6 +20,7 @@ from penstock.engine.ipc import (
     Welcome,
 )
 from penstock.engine.stats import CoreStats
+from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 

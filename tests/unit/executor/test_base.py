@@ -29,9 +29,9 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.executor.base import RankChannels, first_cause
-from penstock.executor.plan_channel import QueueChannel
 from penstock.executor.rank_reports import TRACE_S
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.links.plan_channel import QueueChannel
 
 LONG = 30.0
 

@@ -15,7 +15,7 @@ from hand_core import Part, Wanted, make_plan, new_row, small_core
 from paths import shared_data
 from penstock.errors import CheckpointError, ProtocolError, StageLostError
 from penstock.executor.inprocess import InprocessExecutor
-from penstock.models.registry import load_spec
+from penstock.families.registry import load_spec
 from rank_configs import make_rank_configs
 
 

@@ -13,7 +13,7 @@ import pytest
 from json_formats import CHECKER, FORMATS
 from masks import EOS, TOKENIZER, allowed
 from paths import REPOSITORY
-from penstock.config import GrammarLimits
+from penstock.config.limits import GrammarLimits
 from penstock.errors import InvalidRequestError
 from penstock.grammar.matcher import Matcher, Vocabulary
 from penstock.grammar.proving_process import tried

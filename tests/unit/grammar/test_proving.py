@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.config import GrammarLimits
+from penstock.config.limits import GrammarLimits
 from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError, UnavailableError
+from penstock.families.registry import resolve_model_directory
 from penstock.grammar.proving import ChildProcess, GrammarModel, GrammarProver, ProcessEndedError
-from penstock.models.registry import resolve_model_directory
 from penstock.request import StructuredOutputs
 
 DEMO = GrammarModel(directory=resolve_model_directory("demo"), eos_token_ids=(1,))

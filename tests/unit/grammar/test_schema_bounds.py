@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import GrammarLimits
+from penstock.config.limits import GrammarLimits
 from penstock.errors import InvalidRequestError, UsageError
 from penstock.grammar.schema_bounds import check_bounds
 from penstock.request import StructuredOutputs

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernel_builds import built, targets
+from penstock.families.experts_spec import ExpertsSpec
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.experts import Expert, RoutedExperts
-from penstock.layers.experts_spec import ExpertsSpec
 from penstock.layers.matrix import GATE, PLAIN, UP, Matrix, QuantizedFormat
 
 EACH_TARGET = pytest.mark.parametrize("library", targets(), indirect=True)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from kernel_builds import built
+from penstock.families.experts_spec import ExpertsSpec, RoutingSpec
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.layers.compute import Compute, FormatOf, never_quantized
 from penstock.layers.experts import RoutedExperts, choose
-from penstock.layers.experts_spec import ExpertsSpec, RoutingSpec
 from penstock.layers.matrix import Matrix, QuantizedFormat
 
 HIDDEN = 32

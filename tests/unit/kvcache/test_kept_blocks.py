@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import FakeClock
-from penstock.config import EvictionPolicy
+from penstock.config.engine import EvictionPolicy
 from penstock.errors import InvalidRequestError, NotFoundError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes, root_hash

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import EvictionPolicy
+from penstock.config.engine import EvictionPolicy
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import HASH_BYTES, block_hashes, root_hash
 from penstock.kvcache.block_pool import BlockPool

@@ -13,10 +13,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 import checkpoints
 from checkpoints import LLAMA3_ROPE as LLAMA3
 from checkpoints import YARN_ROPE as YARN
+from penstock.families.registry import load_spec
+from penstock.families.rope_spec import RopeSpec
 from penstock.layers.compute import Compute
 from penstock.layers.rope import RotaryEmbedding, inverse_frequencies
-from penstock.layers.rope_spec import RopeSpec
-from penstock.models.registry import load_spec
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "default": {},

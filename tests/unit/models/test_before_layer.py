@@ -16,9 +16,9 @@ from torch import Tensor
 import checkpoints
 import deepseek_models
 from foreign_families import FOREIGN
-from penstock.executor.loading import load_rank
 from penstock.kernels.cpu.library import KERNEL_NAMES, load
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.rank.loading import load_rank
 from rank_configs import make_rank_configs
 from stage_driver import StageDriver
 

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 from deepseek_models import MODELS
 from hf_reference import MIN_MARGIN, reference
 from kernel_builds import built
-from penstock.executor.compute_choice import is_invariant
+from penstock.families.registry import load_spec
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
-from penstock.models.registry import load_spec
+from penstock.rank.compute_choice import is_invariant
 from stage_driver import StageDriver
 
 PROMPT = torch.randint(0, 150, (40,), generator=torch.Generator().manual_seed(5)).tolist()

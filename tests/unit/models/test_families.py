@@ -16,14 +16,14 @@ from hf_reference import MIN_MARGIN, reference
 from kernel_builds import built
 from penstock.distributed.group import MemoryGroup
 from penstock.distributed.share import vocab_share
+from penstock.families.registry import load_spec
+from penstock.families.sharding import require_shardable
+from penstock.families.spec import ModelSpec
 from penstock.kernels.candidates import head_output_of
 from penstock.kernels.cpu.library import KERNEL_NAMES
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.decoder import Decoder
 from penstock.models.intermediate import IntermediateTensors
-from penstock.models.registry import load_spec
-from penstock.models.sharding import require_shardable
-from penstock.models.spec import ModelSpec
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 from stage_driver import StageDriver

@@ -19,18 +19,19 @@ from transformers import AutoModelForCausalLM, BartConfig, Glm4MoeConfig, LlamaC
 from families import FAMILIES, SIZES
 from foreign_families import FOREIGN
 from paths import REPOSITORY
-from penstock.config import EngineConfig, ModelConfig, ParallelConfig
-from penstock.engine.host import Host
-from penstock.engine.launch import resolve
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.launch import resolve
 from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelError, UsageError
-from penstock.executor.loading import load_rank
+from penstock.families import transformers_fields
+from penstock.families.registry import load_spec
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
-from penstock.models import transformers_fields, transformers_survey
-from penstock.models.registry import load_spec
+from penstock.models import transformers_survey
 from penstock.models.transformers_attention import Site, Track, attend, read_sight
 from penstock.models.transformers_survey import find_layers, survey
 from penstock.models.transformers_weights import checkpoint_weights, sources_of
+from penstock.rank.loading import load_rank
 from rank_configs import make_rank_configs
 
 

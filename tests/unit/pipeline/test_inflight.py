@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import ParallelConfig
+from penstock.config.engine import ParallelConfig
 from penstock.pipeline.inflight import InflightQueue
 
 

@@ -13,8 +13,8 @@ from penstock.batch import (
     decode_to_core,
     encode,
 )
-from penstock.executor.plan_channel import QueueChannel
 from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.pipeline.order_desk import OrderDesk
 from penstock.pipeline.stage import plans_from
 

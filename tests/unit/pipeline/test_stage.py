@@ -35,13 +35,15 @@ from penstock.errors import (
     StageLostError,
     WaitTimeoutError,
 )
-from penstock.executor.plan_channel import QueueChannel
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.decision_log import DecisionLog
-from penstock.pipeline.frame import frame_bytes
-from penstock.pipeline.link import Link, MemoryLink, SharedMemoryLink
+from penstock.pipeline.links.frame import frame_bytes
+from penstock.pipeline.links.link import Link
+from penstock.pipeline.links.memory import MemoryLink
+from penstock.pipeline.links.plan_channel import QueueChannel
+from penstock.pipeline.links.ring import SharedMemoryLink
+from penstock.pipeline.links.ring_memory import close_handle, create_ring
 from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink
-from penstock.pipeline.ring_memory import close_handle, create_ring
 from penstock.pipeline.stage import Stage, plans_from
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.runner.buffers import BufferPool

@@ -11,8 +11,8 @@ import pytest
 from hand_core import Part, make_plan, new_row
 from penstock.batch import KNOWN, ScheduledBatch, StepResult
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
-from penstock.executor.plan_channel import QueueChannel
-from penstock.pipeline.channel import SEND_TIMEOUT_S, MessageChannel
+from penstock.pipeline.links.channel import SEND_TIMEOUT_S, MessageChannel
+from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.runner.request_rows import RequestRows
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.child_config import MeasureConfig
+from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.kernels.cpu.compiler import Machine, build_key
-from penstock.models.registry import load_spec, resolve_model_directory
 from penstock.planner import cost_cache
 from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
 from penstock.planner.stage_costs import StageCosts, StepCosts
+from penstock.process.config import MeasureConfig
 from rank_configs import make_rank_configs
 
 DEMO = resolve_model_directory("demo")

@@ -8,13 +8,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from penstock.child_config import RankConfig
 from penstock.errors import NotEnoughMemoryError, UsageError
 from penstock.planner.memory import kv_tokens
 from penstock.planner.mix import Mix
 from penstock.planner.performance import PartitionChoice, choose, request_s, rows_of_a_step
 from penstock.planner.report import partition_lines
 from penstock.planner.stage_costs import StageCosts, StepCosts, interpolate
+from penstock.process.config import RankConfig
 from rank_configs import make_rank_configs
 
 MIB = 1 << 20

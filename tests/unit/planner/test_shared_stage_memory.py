@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.models.registry import resolve_model_directory
+from penstock.families.registry import resolve_model_directory
 from penstock.planner.memory import kv_tokens
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from rank_configs import make_rank_configs

@@ -10,9 +10,9 @@ import torch
 from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.errors import NotEnoughMemoryError
 from penstock.kernels.cpu.ops import HeadShape
+from penstock.process.host_memory import _cgroup_available, _host_available
 from penstock.runner.kv_demand import KVDemand
 from penstock.runner.kv_storage import KVStorage
-from penstock.runner.memory import _cgroup_available, _host_available
 
 MIB = 1 << 20
 

@@ -11,9 +11,9 @@ import pytest
 
 from penstock.batch import GREEDY, NO_GRAMMAR, GrammarsBuilt, NewRow, RowSampling
 from penstock.errors import InvalidRequestError, ProtocolError, WaitTimeoutError
+from penstock.families.registry import resolve_model_directory
 from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.kernels.candidates import NO_ID, HeadRequest, SparseBias
-from penstock.models.registry import resolve_model_directory
 from penstock.request import StructuredOutputs
 from penstock.sample import grammar_rows
 from penstock.sample.grammar_rows import NOTHING_LEFT, GrammarRows, NoGrammars

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from penstock.batch import GREEDY, NewRow, ScheduledBatch
-from penstock.config import Pooling
+from penstock.config.engine import Pooling
 from penstock.sample.pooling import PoolingRows
 
 HIDDEN = 5

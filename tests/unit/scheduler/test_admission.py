@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.errors import InvalidRequestError
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.scheduler.chunking import TokenBudget, yields_sample
 
 

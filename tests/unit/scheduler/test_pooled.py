@@ -8,7 +8,7 @@ import pytest
 
 from fakes import CoreRig
 from penstock.batch import StepResult
-from penstock.config import Pooling, SchedulerConfig
+from penstock.config.engine import Pooling, SchedulerConfig
 from penstock.errors import ErrorInfo, InvalidRequestError
 from replicas import ReplicaRig
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
-from penstock.config import EvictionPolicy, SchedulerConfig
+from penstock.config.engine import EvictionPolicy, SchedulerConfig
 
 BLOCK = 4
 POLICIES: tuple[EvictionPolicy, ...] = ("lru", "lfu", "priority")

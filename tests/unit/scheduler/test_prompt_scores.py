@@ -13,7 +13,7 @@ import pytest
 
 from fakes import VOCAB_SIZE, CoreRig
 from penstock.batch import ScheduledBatch
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.errors import ErrorInfo, InvalidRequestError
 from penstock.request import GenerationRequest, SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 
 from fakes import CoreRig, RankReplica
 from penstock.batch import KNOWN, ScheduledBatch
-from penstock.config import SchedulerConfig
+from penstock.config.engine import SchedulerConfig
 from penstock.errors import InvalidRequestError, OverloadedError, StageLostError
 from penstock.request import GenerationRequest, SamplingParams, StructuredOutputs
 from penstock.scheduler.updates import row_error

@@ -15,8 +15,8 @@ import pytest
 from fake_catalogue import FakeCatalogue
 from fakes import VOCAB_SIZE, CoreRig
 from penstock.batch import GREEDY, ScoredTokens, StepResult
-from penstock.config import SchedulerConfig
-from penstock.engine.siblings import sibling_seed, with_siblings
+from penstock.config.engine import SchedulerConfig
+from penstock.engine.client.siblings import sibling_seed, with_siblings
 from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError
 from penstock.operations import FlushCache, Pause, Resume
 from penstock.request import GenerationRequest, SamplingParams, TokenLogprobs

@@ -9,13 +9,14 @@ import pytest
 
 from pages import page, rows, section, told_of, words, written
 from paths import REPOSITORY
-from penstock.config import GrammarLimits, Limits, SchedulerConfig
-from penstock.server import openai_types, responses_types
-from penstock.server.cli_limits import LimitSettings
-from penstock.server.fields import NEUTRAL_VALUES
-from penstock.server.limits import ByteLimits
-from penstock.server.openai_types import ChatRequest, CompletionRequest, EmbeddingRequest, Function
-from penstock.server.text_routes import (
+from penstock.cli.limits import LimitSettings
+from penstock.config.engine import SchedulerConfig
+from penstock.config.limits import GrammarLimits, Limits
+from penstock.server.http.limits import ByteLimits
+from penstock.server.openai import openai_types, responses_types
+from penstock.server.openai.fields import NEUTRAL_VALUES
+from penstock.server.openai.openai_types import ChatRequest, CompletionRequest, EmbeddingRequest, Function
+from penstock.server.routes.text_routes import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeChatRequest,

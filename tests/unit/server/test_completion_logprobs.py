@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.models.registry import resolve_model_directory
+from penstock.families.registry import resolve_model_directory
 from penstock.request import TokenLogprobs
-from penstock.server.logprobs import CompletionLogprobsWriter
+from penstock.server.openai.logprobs import CompletionLogprobsWriter
 from penstock.tokenizer.tokenizer import load_tokenizer
 
 DEMO = load_tokenizer(resolve_model_directory("demo"))

@@ -6,7 +6,7 @@ import pytest
 
 from fakes import FakeClock
 from penstock.errors import UnavailableError
-from penstock.server.memory_guard import MemoryGuard
+from penstock.server.http.memory_guard import MemoryGuard
 
 MIB = 1 << 20
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.engine.siblings import with_siblings
+from penstock.engine.client.siblings import with_siblings
 from penstock.errors import InvalidRequestError
-from penstock.models.registry import resolve_model_directory
+from penstock.families.registry import resolve_model_directory
 from penstock.request import SamplingParams
 from penstock.tokenizer.bad_words import with_bad_words
 from penstock.tokenizer.tokenizer import AbsentTokenizer, load_tokenizer

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from penstock.config import ReasoningParser, ToolParser
+from penstock.config.server import ReasoningParser, ToolParser
 from penstock.errors import UsageError
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 from penstock.tokenizer.tokenizer import JsonTokenizer

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import checkpoints
 from penstock.errors import CheckpointError
+from penstock.families.registry import load_spec
 from penstock.kernels.cpu import library
 from penstock.models.decoder import Decoder
-from penstock.models.registry import load_spec
 from penstock.weights import loader
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
@@ -279,7 +279,7 @@ import torch
 from penstock.kernels.cpu.library import load
 from penstock.kernels.cpu.ops import CpuKernels
 from penstock.models.decoder import Decoder
-from penstock.models.registry import load_spec
+from penstock.families.registry import load_spec
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 

@@ -16,11 +16,11 @@ from torch import Tensor
 import checkpoints
 from checkpoints import QuantizedLayout, make_quantized_checkpoint, write_weights
 from penstock.errors import CheckpointError
+from penstock.families.quantization_spec import ModulePattern, QuantizationSpec, WeightScheme
+from penstock.families.registry import load_spec
 from penstock.kernels.quantized_rows import dequantize
-from penstock.models.registry import load_spec
 from penstock.weights import quantized_formats
 from penstock.weights.checkpoint import Checkpoint
-from penstock.weights.quantization_spec import ModulePattern, QuantizationSpec, WeightScheme
 from penstock.weights.quantized_formats import QuantizedCheckpoint
 
 UP = "model.layers.0.mlp.up_proj"

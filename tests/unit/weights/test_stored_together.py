@@ -15,7 +15,7 @@ from hand_core import Wanted, small_core
 from penstock.distributed.group import MemoryGroup
 from penstock.errors import CheckpointError
 from penstock.executor.inprocess import InprocessExecutor
-from penstock.executor.loading import load_rank
+from penstock.rank.loading import load_rank
 from rank_configs import make_rank_configs
 from stage_driver import StageDriver
 

@@ -1,0 +1,111 @@
+"""Writes the tour of the files in docs/architecture.md from the first sentence of each module's docstring.
+
+    python scripts/file_tour.py            writes it
+    python scripts/file_tour.py --check    exits with 1 where the page is not what it would write
+
+The tour stands between two comments of the page. The order and the headings of the rooms are here. A room
+that is not named here comes last, under its own name, so that no module is left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "src" / "penstock"
+PAGE = ROOT / "docs" / "architecture.md"
+BEGIN, END = "<!-- file tour: written by scripts/file_tour.py -->\n", "<!-- end of the file tour -->"
+
+ROOMS = {
+    "": "values that every room may read",
+    "config": "what can be set",
+    "process": "what every process of ours does first",
+    "cli": "the command line",
+    "cli/bench": "the benchmarks of `penstock bench`",
+    "server": "HTTP: the app and its process",
+    "server/http": "what every connection passes",
+    "server/openai": "what may be asked, and in which shape",
+    "server/answers": "from tokens to bytes",
+    "server/routes": "the routes",
+    "llm": "the engine as a Python object",
+    "engine": "the wire between the core and its clients",
+    "engine/supervisor": "the parent of all processes",
+    "engine/core": "the core's process, around the scheduler",
+    "engine/client": "the core's clients",
+    "planner": "`--partition auto`: which layers each stage should hold",
+    "executor": "ranks, seen from the core",
+    "scheduler": "who runs in which plan",
+    "kvcache": "which blocks belong to whom",
+    "rank": "a rank's process, from weights to the end of its loop",
+    "pipeline": "the stage loop and all that is pipeline-parallel",
+    "pipeline/links": "what carries tensors and messages between processes",
+    "runner": "one rank's step",
+    "sample": "sampling, on the last stage",
+    "models": "how a model computes",
+    "weights": "from checkpoint files to parameters",
+    "layers": "the parts of a model",
+    "attention": "attention over paged keys and values",
+    "families": "what a model is, in numbers (torch-free)",
+    "families/known": "one file for each family of models",
+    "kernels": "what all kernels share",
+    "kernels/cpu": "our kernels for CPUs",
+    "distributed": "what the ranks of one stage do together",
+    "grammar": "which texts a request may get",
+    "tokenizer": "text to tokens and back",
+    "trace": "where the time goes",
+    "kvstore": "the storage tier of the KV cache",
+}
+
+
+def modules() -> Iterator[Path]:
+    """Yield every module that is not an empty package file, by path."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.name != "__init__.py" or path.parent == PACKAGE:
+            yield path
+
+
+def first_sentence(path: Path) -> str:
+    """Return the first sentence of the module's docstring, on one line, without the dot at its end."""
+    paragraph = (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "").split("\n\n")[0]
+    line = " ".join(paragraph.split())
+    return re.split(r"(?<=[.:;]) (?=[A-Z])", line)[0].rstrip(".:;").replace("|", "\\|")
+
+
+def room_of(path: Path) -> str:
+    folder = path.relative_to(PACKAGE).parent.as_posix()
+    return "" if folder == "." else folder
+
+
+def tour() -> str:
+    """Return the whole tour as Markdown: a heading and a table for each room."""
+    rows: dict[str, list[str]] = {room: [] for room in ROOMS}
+    for path in modules():
+        rows.setdefault(room_of(path), []).append(f"| `{path.stem}` | {first_sentence(path)} |")
+    parts = []
+    for room, lines in rows.items():
+        heading = f"**{room or 'penstock'}**" + (f": {ROOMS[room]}" if room in ROOMS else "")
+        parts.append("\n".join([heading, "", "| file | what it is |", "|---|---|", *lines, ""]))
+    return "\n".join(parts)
+
+
+def with_tour(page: str) -> str:
+    """Return the page with the tour as the source has it now."""
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{tour()}\n{END}{rest.split(END)[1]}"
+
+
+def main(arguments: list[str]) -> int:
+    page = PAGE.read_text("utf-8")
+    wanted = with_tour(page)
+    if "--check" in arguments:
+        return int(page != wanted)
+    PAGE.write_text(wanted, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,220 @@
+"""`penstock bench throughput` and `penstock bench latency`: the engine without HTTP, through `penstock.LLM`.
+
+Called by `cli`. The engine is behind `Generate`, so that the measuring is tested without a model. Prompts are
+random token ids; outputs have exactly the asked length.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from penstock.cli.bench.results import percentile, write_json
+from penstock.cli.bench.workload import BenchRequest, synthetic
+from penstock.cli.settings import EngineSettings, flag
+from penstock.cli.terminal import Invocation
+from penstock.config.refused_settings import refuse_replicas
+from penstock.errors import PenstockError, UsageError
+from penstock.request import SamplingParams
+
+Generate = Callable[[Sequence[BenchRequest]], list[int]]
+"""Generates for all requests; returns the number of tokens of each."""
+
+LATENCY_PERCENTS = (10, 25, 50, 75, 90, 99)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputSettings:
+    """How much `bench throughput` generates."""
+
+    num_prompts: Annotated[int, flag("requests", "--num-prompts", group="load")] = 100
+    input_len: Annotated[int, flag("tokens of a prompt", "--input-len", group="load")] = 128
+    output_len: Annotated[int, flag("tokens to generate", "--output-len", group="load")] = 64
+    output_json: Annotated[Path | None, flag("JSON of the numbers", "--output-json", group="load")] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatencySettings:
+    """What `bench latency` repeats."""
+
+    input_len: Annotated[int, flag("tokens of a prompt", "--input-len", group="load")] = 32
+    output_len: Annotated[int, flag("tokens to generate", "--output-len", group="load")] = 128
+    batch_size: Annotated[int, flag("requests of a batch", "--batch-size", group="load")] = 8
+    num_iters_warmup: Annotated[int, flag("batches before", "--num-iters-warmup", group="load")] = 3
+    num_iters: Annotated[int, flag("batches that count", "--num-iters", group="load")] = 10
+    output_json: Annotated[Path | None, flag("JSON of the numbers", "--output-json", group="load")] = None
+
+
+_ENGINE, _THROUGHPUT, _LATENCY = EngineSettings(), ThroughputSettings(), LatencySettings()
+
+
+def bench_throughput(
+    model: str,
+    /,
+    *,
+    load: ThroughputSettings = _THROUGHPUT,
+    engine: EngineSettings = _ENGINE,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """The command `bench throughput`."""
+    requests = _requests(model, load.num_prompts, load.input_len, load.output_len, engine.seed)
+    with offline_engine(model, engine) as generate:
+        numbers = measure_throughput(requests, generate, time.perf_counter)
+    invocation.say(
+        f"Throughput: {numbers['requests_per_second']:.2f} requests/s, "
+        f"{numbers['tokens_per_second']:.2f} total tokens/s, "
+        f"{numbers['output_tokens_per_second']:.2f} output tokens/s",
+        f"Total num prompt tokens:  {numbers['num_prompt_tokens']}",
+        f"Total num output tokens:  {numbers['num_output_tokens']}",
+    )
+    if load.output_json is not None:
+        write_json(load.output_json, numbers)
+    return 0
+
+
+def bench_latency(
+    model: str,
+    /,
+    *,
+    load: LatencySettings = _LATENCY,
+    engine: EngineSettings = _ENGINE,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """The command `bench latency`."""
+    if load.num_iters < 1 or load.num_iters_warmup < 0:
+        raise UsageError(f"--num-iters is {load.num_iters}; it must be at least 1, and warm-up at least 0.")
+    batch = _requests(model, load.batch_size, load.input_len, load.output_len, engine.seed)
+    with offline_engine(model, engine) as generate:
+        for _ in range(load.num_iters_warmup):
+            _timed(batch, generate, time.perf_counter)
+        samples = [_timed(batch, generate, time.perf_counter) for _ in range(load.num_iters)]
+    numbers = latency_numbers(samples)
+    invocation.say(f"Avg latency: {numbers['avg_latency']:.6f} seconds")
+    for percent, value in numbers["percentiles"].items():
+        invocation.say(f"{percent}% percentile latency: {value:.6f} seconds")
+    if load.output_json is not None:
+        write_json(load.output_json, numbers)
+    return 0
+
+
+def measure_throughput(
+    requests: Sequence[BenchRequest], generate: Generate, clock: Callable[[], float]
+) -> dict[str, Any]:
+    """Generate for all requests at once; rates and totals under vLLM's key names."""
+    elapsed = max(_timed(requests, generate, clock), 1e-9)
+    tokens_in = sum(len(request.prompt_token_ids) for request in requests)
+    tokens_out = sum(request.output_len for request in requests)
+    return {
+        "elapsed_time": elapsed,
+        "num_requests": len(requests),
+        "num_prompt_tokens": tokens_in,
+        "num_output_tokens": tokens_out,
+        "total_num_tokens": tokens_in + tokens_out,
+        "requests_per_second": len(requests) / elapsed,
+        "tokens_per_second": (tokens_in + tokens_out) / elapsed,
+        "output_tokens_per_second": tokens_out / elapsed,
+    }
+
+
+def latency_numbers(samples: Sequence[float]) -> dict[str, Any]:
+    """Mean and percentiles of the seconds that batches took, under vLLM's key names."""
+    return {
+        "avg_latency": sum(samples) / len(samples),
+        "latencies": list(samples),
+        "percentiles": {str(percent): percentile(samples, percent) for percent in LATENCY_PERCENTS},
+    }
+
+
+def _timed(requests: Sequence[BenchRequest], generate: Generate, clock: Callable[[], float]) -> float:
+    """Seconds that generation took. Raises when a request did not get its tokens."""
+    started = clock()
+    counts = generate(requests)
+    elapsed = clock() - started
+    for request, count in zip(requests, counts, strict=True):
+        if count != request.output_len:
+            raise PenstockError(
+                f"request {request.index} got {count} tokens of {request.output_len}.",
+                remedy="The numbers would be wrong; report it with the same command and -v.",
+            )
+    return elapsed
+
+
+@contextmanager
+def offline_engine(model: str, engine: EngineSettings) -> Iterator[Generate]:
+    """An `LLM` as a `Generate`; shut down at the end."""
+    from penstock import LLM
+
+    with LLM(model, **llm_arguments(engine)) as llm:
+
+        def generate(requests: Sequence[BenchRequest]) -> list[int]:
+            prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
+            outputs = llm.generate(prompts, list(map(_sampling, requests)), use_tqdm=False)
+            return [len(output.outputs[0].token_ids) for output in outputs]
+
+        yield generate
+
+
+def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
+    """The engine's settings as keyword arguments of `LLM`. Raises `UsageError` for what an `LLM` has not."""
+    if engine.data_parallel_size > 1:
+        refuse_replicas()
+    names = (
+        "pipeline_parallel_size",
+        "tensor_parallel_size",
+        "enable_expert_parallel",
+        "topology",
+        "partition",
+        "partition_mix",
+        "async_depth",
+        "micro_batches",
+        "threads_per_rank",
+        "device",
+        "tied_head",
+        "dtype",
+        "quantization",
+        "kernels",
+        "pin_threads",
+        "max_model_len",
+        "seed",
+        "block_size",
+        "num_blocks",
+        "kv_cache_bytes",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "prefill_chunk",
+    )
+    return {name: getattr(engine, name) for name in names} | {
+        "heartbeat_limit_s": engine.heartbeat_limit,
+        "step_timeout_s": engine.step_timeout,
+        "inter_token_target_ms": engine.inter_token_target,
+    }
+
+
+def _sampling(request: BenchRequest) -> SamplingParams:
+    return SamplingParams(
+        temperature=0.0, max_tokens=request.output_len, ignore_eos=True, detokenize=False, seed=request.index
+    )
+
+
+def _requests(model: str, count: int, input_len: int, output_len: int, seed: int) -> list[BenchRequest]:
+    from penstock.families.registry import load_spec, resolve_model_directory
+
+    spec = load_spec(resolve_model_directory(model))
+    return synthetic(
+        num_prompts=count,
+        input_len=input_len,
+        output_len=output_len,
+        range_ratio=0.0,
+        request_rate=float("inf"),
+        burstiness=1.0,
+        vocab_size=spec.vocab_size,
+        seed=seed,
+    )

@@ -1,0 +1,286 @@
+"""`penstock bench serve`: replays a load against a running server and books every token.
+
+Called by `cli`. `replay` is the load generator without the command line; tests and benchmarks call it too.
+Exit code 0 when the ledger is in order and no request failed, 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from cyclopts import Parameter
+
+from penstock.cli.bench import workload
+from penstock.cli.bench.http_stream import EventParser, Target, post_stream
+from penstock.cli.bench.ledger import StreamAccount, audit
+from penstock.cli.bench.results import RunResult, as_json, error_lines, ledger_lines, table, write_json
+from penstock.cli.bench.workload import BenchRequest
+from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
+from penstock.cli.settings import SERVED_ENV, flag
+from penstock.cli.terminal import Invocation, printable
+from penstock.errors import PeerError, UsageError
+
+COMPLETIONS = "/v1/completions"
+_EVENT_STREAM = "text/event-stream"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetSettings:
+    """Which server, and how it is asked."""
+
+    base_url: Annotated[str, flag("server to load", "--base-url", "--url", group="target")] = (
+        "http://127.0.0.1:8000"
+    )
+    model: Annotated[
+        str | None, flag("name of the served model", "--model", group="target", env=SERVED_ENV)
+    ] = None
+    api_key: Annotated[str, flag("prefer the environment name", "--api-key", group="target")] = ""
+    vocab_size: Annotated[
+        int | None, flag("random prompts use ids below this", "--vocab-size", group="target")
+    ] = None
+    temperature: Annotated[float, flag("of sampling", "--temperature", group="target")] = 0.0
+    ready_check_timeout_sec: Annotated[
+        float, flag("time for the server to get ready", "--ready-check-timeout-sec", group="target")
+    ] = 60.0
+    stall_seconds: Annotated[
+        float, flag("longest silence of a stream", "--stall-seconds", group="target")
+    ] = 300.0
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadSettings:
+    """What is sent, and when."""
+
+    dataset_name: Annotated[
+        Literal["random", "azure"], flag("kind of load", "--dataset-name", group="load")
+    ] = "random"
+    dataset_path: Annotated[Path | None, flag("trace file (for azure)", "--dataset-path", group="load")] = (
+        None
+    )
+    num_prompts: Annotated[int, flag("requests to send", "--num-prompts", group="load")] = 100
+    random_input_len: Annotated[int, flag("tokens of a prompt", "--random-input-len", group="load")] = 128
+    random_output_len: Annotated[int, flag("tokens to generate", "--random-output-len", group="load")] = 64
+    random_range_ratio: Annotated[
+        float, flag("lengths vary by this share", "--random-range-ratio", group="load")
+    ] = 0.0
+    request_rate: Annotated[
+        float, flag("requests a second; inf = at once", "--request-rate", group="load")
+    ] = math.inf
+    burstiness: Annotated[float, flag("1 = Poisson, below 1 = burstier", "--burstiness", group="load")] = 1.0
+    max_concurrency: Annotated[
+        int | None, flag("requests in flight at most", "--max-concurrency", group="load")
+    ] = None
+    length_scale: Annotated[
+        float, flag("a trace's lengths are divided by this", "--length-scale", group="load")
+    ] = 1.0
+    time_scale: Annotated[
+        float, flag("a trace's times are multiplied by this", "--time-scale", group="load")
+    ] = 1.0
+    seed: Annotated[int, flag("of prompts and arrivals", "--seed", group="load")] = 0
+
+    def requests(self, vocab_size: int) -> list[BenchRequest]:
+        """The load in full. Raises `UsageError`."""
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise UsageError(f"max_concurrency is {self.max_concurrency}; it must be at least 1.")
+        if self.dataset_name == "random":
+            return workload.synthetic(
+                num_prompts=self.num_prompts,
+                input_len=self.random_input_len,
+                output_len=self.random_output_len,
+                range_ratio=self.random_range_ratio,
+                request_rate=self.request_rate,
+                burstiness=self.burstiness,
+                vocab_size=vocab_size,
+                seed=self.seed,
+            )
+        if self.dataset_path is None:
+            raise UsageError("--dataset-name azure needs --dataset-path.", remedy="Give the trace file.")
+        rows = workload.read_azure_trace(self.dataset_path, self.num_prompts)
+        return workload.from_trace(
+            rows,
+            length_scale=self.length_scale,
+            time_scale=self.time_scale,
+            vocab_size=vocab_size,
+            seed=self.seed,
+        )
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSettings:
+    """What is done with the numbers."""
+
+    result_file: Annotated[Path | None, flag("JSON of all numbers", "--result-file", group="report")] = None
+    metric_percentiles: Annotated[
+        tuple[float, ...], flag("percentiles of the JSON", "--metric-percentiles", group="report")
+    ] = (99.0,)
+    allow_errors: Annotated[
+        bool, flag("requests refused with a typed error are fine", "--allow-errors", group="report")
+    ] = False
+
+
+_TARGET, _LOAD, _REPORT = TargetSettings(), LoadSettings(), ReportSettings()
+
+
+def bench_serve(
+    *,
+    target: TargetSettings = _TARGET,
+    load: LoadSettings = _LOAD,
+    report: ReportSettings = _REPORT,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """The command. Returns 0 when every token came exactly once and no request failed, else 1."""
+    server = Target.parse(target.base_url, first_key(target.api_key))
+    wait_ready(server, target.ready_check_timeout_sec, time.monotonic, time.sleep)
+    card = served_model(server, target.model)
+    requests = load.requests(_vocab_size(target, card))
+    if card.max_model_len is not None:
+        workload.check_fits(requests, card.max_model_len)
+    invocation.say(
+        f"{len(requests)} requests to {card.id} at {server.url}: {_describe(load)}, seed {load.seed}"
+    )
+    sender = Sender(server, model=card.id, temperature=target.temperature, stall_s=target.stall_seconds)
+    result = asyncio.run(replay(sender, requests, load.max_concurrency))
+    invocation.say(*table(result), *ledger_lines(result.audit))
+    invocation.say(*map(printable, error_lines(result.accounts)))
+    if report.result_file is not None:
+        write_json(
+            report.result_file, as_json(result, _as_given(target, load, card), report.metric_percentiles)
+        )
+    failed = result.audit.num_errors and not report.allow_errors
+    return 1 if result.audit.violations or failed else 0
+
+
+class Sender:
+    """Sends one request after another to one server and books what comes. Holds no state between requests."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        model: str,
+        temperature: float,
+        stall_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.clock = clock
+        self._target = target
+        self._model = model
+        self._temperature = temperature
+        self._stall_s = stall_s
+
+    def body(self, request: BenchRequest) -> bytes:
+        """The JSON of one request: exact length, token ids in the answer, usage at the end."""
+        return msgspec.json.encode(
+            {
+                "model": self._model,
+                "prompt": request.prompt_token_ids,
+                "max_tokens": request.output_len,
+                "ignore_eos": True,
+                "temperature": self._temperature,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "return_token_ids": True,
+            }
+        )
+
+    async def send(self, request: BenchRequest) -> StreamAccount:
+        """Send and book one request. A failure is booked, never raised."""
+        account = StreamAccount(index=request.index)
+        events, refusal = EventParser(), bytearray()
+
+        def on_body(status: int, piece: bytes) -> None:
+            if status != 200:
+                refusal.extend(piece)
+                return
+            for event in events.feed(piece):
+                account.event(event, self.clock())
+
+        body = self.body(request)
+        account.started_s = self.clock()
+        try:
+            status = await post_stream(
+                self._target,
+                COMPLETIONS,
+                body,
+                on_body,
+                stall_s=self._stall_s,
+                headers={"Accept": _EVENT_STREAM, "X-Request-Id": f"bench-{request.index}"},
+            )
+            if status != 200:
+                account.refused(status, bytes(refusal))
+        except (PeerError, msgspec.MsgspecError) as error:
+            if account.error is None:  # after an error event the server may close as it likes
+                account.broken = str(error)
+        account.ended_s = self.clock()
+        return account
+
+
+async def replay(
+    sender: Sender, requests: Sequence[BenchRequest], max_concurrency: int | None = None
+) -> RunResult:
+    """Send every request at its arrival time, at most `max_concurrency` at once, and audit the answers."""
+    gate = asyncio.Semaphore(max_concurrency or len(requests))
+    started = sender.clock()
+
+    async def one(request: BenchRequest) -> StreamAccount:
+        await asyncio.sleep(max(0.0, started + request.arrival_s - sender.clock()))
+        async with gate:
+            return await sender.send(request)
+
+    accounts = await asyncio.gather(*(one(request) for request in requests))
+    return RunResult(
+        requests=requests,
+        accounts=accounts,
+        duration_s=sender.clock() - started,
+        audit=audit(requests, accounts),
+    )
+
+
+def _vocab_size(target: TargetSettings, card: ServedModelCard) -> int:
+    size = target.vocab_size or card.vocab_size
+    if size is None:
+        raise UsageError(
+            f"{target.base_url} does not tell the vocabulary of {card.id}.",
+            remedy="Give --vocab-size: the number of token ids that prompts may use.",
+        )
+    if size < 1:
+        raise UsageError(f"--vocab-size is {size}; it must be at least 1.", param="--vocab-size")
+    return size
+
+
+def _describe(load: LoadSettings) -> str:
+    if load.dataset_name == "random":
+        rate = "all at once" if math.isinf(load.request_rate) else f"{load.request_rate:g} a second"
+        return f"random, {load.random_input_len} in, {load.random_output_len} out, {rate}"
+    assert load.dataset_path is not None
+    return f"{load.dataset_path.name}, lengths / {load.length_scale:g}, times x {load.time_scale:g}"
+
+
+def _as_given(target: TargetSettings, load: LoadSettings, card: ServedModelCard) -> dict[str, Any]:
+    """The settings of the run under vLLM's key names; no key and no prompt."""
+    trace = {"length_scale": load.length_scale, "time_scale": load.time_scale}
+    return {
+        "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
+        "backend": "penstock",
+        "endpoint_type": "openai",
+        "model_id": card.id,
+        "tokenizer_id": card.id,
+        "dataset_name": load.dataset_name,
+        "num_prompts": load.num_prompts,
+        "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+        "seed": load.seed,
+        "temperature": target.temperature,
+    } | (trace if load.dataset_name == "azure" else {})

@@ -1,0 +1,328 @@
+"""`penstock doctor` and `penstock version`: is this machine, and this model directory, fit to serve?
+
+Called by `cli`. Every check is a function that returns `Finding`s and raises nothing but errors of ours; what
+it looks at comes in as an argument where a test needs another answer. Never imports torch: versions are read
+from the installed metadata.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from penstock import __version__
+from penstock.cli.settings import EngineSettings, flag
+from penstock.cli.terminal import Invocation, one_line, remedy_of
+from penstock.config.engine import EngineConfig, ParallelConfig
+from penstock.config.server import ServerConfig
+from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
+from penstock.errors import PenstockError
+from penstock.families.registry import load_spec, resolve_model_directory
+from penstock.families.spec import ModelSpec
+from penstock.kernels.cpu.library import Loaded, load
+from penstock.pipeline.partition import AUTO_POLICY
+from penstock.process.config import RankConfig
+from penstock.process.listening import listen
+from penstock.weights.checkpoint import Checkpoint
+
+OLDEST_PYTHON = (3, 11)
+OLDEST_TORCH = (2, 11)
+TESTED_TORCH = "2.13.0"
+NEEDED_PACKAGES = ("numpy", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "minijinja")
+NEEDED_DESCRIPTORS = 1024
+LOW_MEMORY_BYTES = 1 << 30
+WITHOUT_KERNELS = "plain torch is used, which is slower"
+
+Level = Literal["ok", "warn", "fail"]
+_COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report. `remedy` is empty exactly when all is well."""
+
+    level: Level
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorSettings:
+    """What is looked at beside the engine's own settings."""
+
+    host: Annotated[str, flag("address that will be used", "--host", group="doctor")] = "127.0.0.1"
+    port: Annotated[int, flag("port that will be used", "--port", group="doctor")] = 8000
+
+
+_SETTINGS = DoctorSettings()
+_ENGINE = EngineSettings()
+
+
+def doctor(
+    model: Annotated[str | None, flag("model directory to check", "--model", group="doctor")] = None,
+    *,
+    settings: DoctorSettings = _SETTINGS,
+    engine: EngineSettings = _ENGINE,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """The command. Returns 1 if anything fails, else 0. Raises `UsageError` for what no model could have."""
+    config = engine.engine_config(model or "")
+    findings = [*check_machine(settings, config.parallel), *(check_model(config) if model else ())]
+    show(findings, invocation)
+    return 1 if any(finding.level == "fail" for finding in findings) else 0
+
+
+def version(*, invocation: Annotated[Invocation, Parameter(parse=False)]) -> int:
+    """The command `version`: ours, Python's and torch's."""
+    torch = installed_version("torch") or "not installed"
+    invocation.say(f"penstock {__version__}   python {platform.python_version()}   torch {torch}")
+    return 0
+
+
+def show(findings: Iterable[Finding], invocation: Invocation) -> None:
+    """Print a line per finding, and what to do below it."""
+    style = invocation.style
+    for finding in findings:
+        level = style.paint(f"{finding.level:<5}", _COLOURS[finding.level])
+        invocation.say(f"{level} {finding.subject:<15} {one_line(finding.text)}")
+        if finding.remedy:
+            invocation.say(f"{'':<22}{one_line(finding.remedy)}")
+
+
+def check_machine(settings: DoctorSettings, parallel: ParallelConfig) -> list[Finding]:
+    """All checks that need no model."""
+    host = Host.detect()
+    return [
+        check_python(sys.version_info[:3]),
+        check_cores(host.num_cpus, sum(parallel.tp_sizes) * parallel.data_parallel_size),
+        check_memory(host.free_bytes),
+        check_torch(installed_version("torch")),
+        check_packages({name: installed_version(name) for name in NEEDED_PACKAGES}),
+        check_kernel("shared memory", _try_memfd, "memfd_create with room for a ring"),
+        check_kernel("eventfd", _try_eventfd, "eventfd"),
+        check_kernel("pidfd", _try_pidfd, "pidfd_open"),
+        check_descriptors(resource.getrlimit(resource.RLIMIT_NOFILE)),
+        check_port(settings.host, settings.port),
+        check_cpu_kernels(load()),
+        Finding("ok", "gpu", f"{host.num_gpus} found" if host.num_gpus else "none; stages run on the CPU"),
+    ]
+
+
+def installed_version(package: str) -> str | None:
+    """Version of a distribution, without importing it."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_python(found: tuple[int, ...]) -> Finding:
+    text = ".".join(map(str, found))
+    if tuple(found[:2]) >= OLDEST_PYTHON:
+        return Finding("ok", "python", text)
+    return Finding("fail", "python", f"{text} is too old", "Install Python 3.11 or newer.")
+
+
+def check_cores(count: int, ranks: int) -> Finding:
+    text = f"{count} usable for {ranks} rank{'s' * (ranks > 1)}"
+    if count >= ranks:
+        return Finding("ok", "cores", text)
+    return Finding("warn", "cores", text, "Stages will share cores; use a smaller --pp for speed.")
+
+
+def check_memory(free_bytes: int) -> Finding:
+    text = f"{free_bytes / 2**30:.1f} GiB free"
+    if free_bytes >= LOW_MEMORY_BYTES:
+        return Finding("ok", "memory", text)
+    return Finding("warn", "memory", text, "Close other programs, or use a small model.")
+
+
+def check_torch(found: str | None) -> Finding:
+    if found is None:
+        return Finding("fail", "torch", "not installed", f"pip install torch=={TESTED_TORCH}")
+    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers >= OLDEST_TORCH:
+        return Finding("ok", "torch", found)
+    return Finding("fail", "torch", f"{found} is too old", f"pip install torch=={TESTED_TORCH}")
+
+
+def check_packages(found: dict[str, str | None]) -> Finding:
+    missing = [name for name, found_version in found.items() if found_version is None]
+    if not missing:
+        return Finding("ok", "packages", f"{len(found)} of {len(found)}")
+    return Finding("fail", "packages", f"not installed: {', '.join(missing)}", "pip install penstock")
+
+
+def check_kernel(subject: str, attempt: Callable[[], None], what: str) -> Finding:
+    """Whether the kernel, or what confines us, lets us use one of its calls."""
+    try:
+        attempt()
+    except (OSError, AttributeError) as error:
+        remedy = "Use Linux 5.4 or newer, and a sandbox that allows the call."
+        return Finding("fail", subject, f"{what} does not work: {error}", remedy)
+    return Finding("ok", subject, what)
+
+
+def _try_memfd() -> None:
+    fd = os.memfd_create("penstock-doctor")
+    try:
+        os.ftruncate(fd, 1 << 20)
+        with mmap.mmap(fd, 1 << 20) as memory:
+            memory[-1] = 1
+    finally:
+        os.close(fd)
+
+
+def _try_eventfd() -> None:
+    fd = os.eventfd(1, os.EFD_SEMAPHORE)
+    try:
+        os.eventfd_read(fd)
+    finally:
+        os.close(fd)
+
+
+def _try_pidfd() -> None:
+    os.close(os.pidfd_open(os.getpid()))
+
+
+def check_cpu_kernels(loaded: Loaded) -> Finding:
+    """Which of our kernels run here, and why. Nothing fails for want of them."""
+    if loaded.library is None:
+        return Finding("warn", "kernels", f"none: {loaded.reason}; {WITHOUT_KERNELS}", loaded.remedy)
+    level: Level = "warn" if loaded.remedy else "ok"
+    return Finding(level, "kernels", f"{loaded.isa}, {loaded.reason}", loaded.remedy)
+
+
+def check_descriptors(limits: tuple[int, int]) -> Finding:
+    soft, hard = limits
+    unlimited = resource.RLIM_INFINITY
+    text = (
+        f"{soft if soft != unlimited else 'no limit'} (at most {hard if hard != unlimited else 'no limit'})"
+    )
+    if hard == unlimited or hard >= NEEDED_DESCRIPTORS:
+        return Finding("ok", "open files", text)
+    return Finding("warn", "open files", text, "Raise it with `ulimit -n 8192`; it bounds the connections.")
+
+
+def check_port(host: str, port: int) -> Finding:
+    """Whether we can listen there. The key rule does not matter here."""
+    try:
+        listen(ServerConfig(host=host, port=port, insecure=True)).close()
+    except PenstockError as error:
+        return Finding("fail", "port", error.message, remedy_of(error))
+    return Finding("ok", "port", f"{host}:{port} is free")
+
+
+def check_model(config: EngineConfig) -> list[Finding]:
+    """All checks of a model and its layout; the first failure of a step ends those that need it."""
+    findings: list[Finding] = []
+    try:
+        directory = resolve_model_directory(config.model.model)
+        findings.append(Finding("ok", "model", str(directory)))
+        spec = load_spec(directory, config.model.model_impl)
+        findings.append(Finding("ok", "config.json", describe_spec(spec)))
+        findings += check_files(directory)
+        findings.append(check_weights(directory, spec))
+        findings += check_stages(config)
+    except PenstockError as error:
+        findings.append(Finding("fail", "model", error.message, remedy_of(error)))
+    return findings
+
+
+def describe_spec(spec: ModelSpec) -> str:
+    count = spec.stage_parameters(0, spec.num_layers)
+    return (
+        f"{spec.architecture}, {spec.num_layers} layers, {count / 1e6:.1f} M parameters, {spec.dtype}, "
+        f"vocabulary {spec.vocab_size}, up to {spec.max_position_embeddings} tokens"
+    )
+
+
+def check_files(directory: Path) -> list[Finding]:
+    """The files beside the weights."""
+    findings = []
+    if (directory / "tokenizer.json").is_file():
+        findings.append(Finding("ok", "tokenizer.json", "there"))
+    else:
+        remedy = "Download it; without it only token ids can be served."
+        findings.append(Finding("fail", "tokenizer.json", "missing", remedy))
+    if not _has_chat_template(directory):
+        remedy = "Use /v1/completions, or add a chat_template.jinja."
+        findings.append(Finding("warn", "chat template", "none", remedy))
+    return findings
+
+
+def _has_chat_template(directory: Path) -> bool:
+    if (directory / "chat_template.jinja").is_file():
+        return True
+    try:
+        return '"chat_template"' in (directory / "tokenizer_config.json").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def check_weights(directory: Path, spec: ModelSpec) -> Finding:
+    """Headers of all safetensors files. Raises `CheckpointError`; reads no tensor data."""
+    checkpoint = Checkpoint(directory)
+    entries = [checkpoint.entry(name) for name in checkpoint.names]
+    total = sum(entry.end - entry.begin for entry in entries)
+    files = len({entry.path for entry in entries})
+    text = f"{len(entries)} tensors, {total / 1e6:.1f} MB in {files} file{'s' * (files > 1)}"
+    if sum(_elements(entry.shape) for entry in entries) >= spec.stage_parameters(0, spec.num_layers):
+        return Finding("ok", "weights", text)
+    return Finding("fail", "weights", f"{text}: fewer than config.json asks for", "Download the model again.")
+
+
+def _elements(shape: Sequence[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def check_stages(config: EngineConfig) -> list[Finding]:
+    """What each stage would hold. Raises what `serve` would: the same is decided in the same way."""
+    is_measured, host = config.parallel.partition == AUTO_POLICY, Host.detect()
+    replicas = resolve_replicas(config.with_partition("even") if is_measured else config, host)
+    missing = check_gpus([rank.device for plan in replicas for rank in plan.ranks], host.num_gpus)
+    if is_measured:
+        told = "cut by what is measured at start; `penstock plan` does it now"
+        return [Finding("ok", "stages", told), *missing]
+    plan = replicas[0]
+    of_stages = [[rank for rank in plan.ranks if rank.stage == stage] for stage in range(plan.num_stages)]
+    stages = [
+        Finding("ok", f"stage {stage}", _describe_stage(ranks, plan.spec))
+        for stage, ranks in enumerate(of_stages)
+    ]
+    return [*stages, *missing]
+
+
+def check_gpus(devices: Iterable[str], num_gpus: int) -> list[Finding]:
+    """Those that the ranks are to run on and that are not there; their numbers begin at 0."""
+    wanted = {device for device in devices if device.startswith("cuda")}
+    missing = sorted(device for device in wanted if int(device.partition(":")[2] or 0) >= num_gpus)
+    if not missing:
+        return []
+    text = f"{', '.join(missing)}: not among the {num_gpus} GPUs of this machine"
+    return [Finding("fail", "device", text, "Give --device GPUs that are there, or cpu.")]
+
+
+def _describe_stage(ranks: Sequence[RankConfig], spec: ModelSpec) -> str:
+    first, devices = ranks[0], ", ".join(dict.fromkeys(rank.device for rank in ranks))
+    size = spec.stage_parameters(first.start_layer, first.end_layer) * ITEM_SIZES[first.dtype]
+    quantised = "" if first.quantization == "none" else f" before they are {first.quantization}"
+    shared = f" shared by {len(ranks)} ranks" if len(ranks) > 1 else ""
+    layers = f"layers {first.start_layer}-{first.end_layer - 1}"
+    return f"{layers}, {size / 1e6:.1f} MB of weights{quantised}{shared}, {devices}"

@@ -1,0 +1,298 @@
+"""The help screens: a first screen that fits 24 lines, `--help all`, and `--help GROUP`.
+
+`cli` asks for a screen before cyclopts sees the command line. Flags, defaults and environment names come from
+the settings that are parsed; nothing is written twice. Plain text: no colours, so that it can be searched.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+from penstock.cli.sources import environment_names, nearest
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from cyclopts import Argument, ArgumentCollection
+
+_WIDEST_METAVAR = 16
+
+ROOT_HELP = """\
+Usage: penstock COMMAND ...     serves large language models through a pipeline
+
+  penstock serve demo --pp 2    serve the model in the package through two stages
+
+  serve MODEL           start the server: a model directory, or demo
+  plan MODEL            measure, and show the best split of the layers over the stages
+  chat                  talk to a running server
+  complete [PROMPT]     let a running server continue a text
+  bench serve           load a running server, and check that no token is lost
+  bench throughput      offline: how many tokens a second
+  bench latency         offline: how long one batch takes
+  cache ls STORE        whose KV blocks are in a store
+  cache stat STORE      how much that is, and whether it is whole
+  cache clear STORE     remove KV blocks from a store
+  kernels build         compile the CPU kernels for this machine ahead of time
+  kernels clear         remove what was compiled
+  trace                 save what a running server's stages did in the last seconds
+  doctor [MODEL]        check this machine, and a model directory
+  version               print the version
+
+`penstock COMMAND --help` shows a command. -v shows stack traces."""
+
+BENCH_HELP = """\
+Usage: penstock bench serve|throughput|latency ...
+
+  penstock bench serve --num-prompts 100 --request-rate 4
+
+  serve        load a running server, and check that no token is lost
+  throughput   offline: how many tokens a second
+  latency      offline: how long one batch takes
+
+`penstock bench serve --help` shows a command."""
+
+KERNELS_HELP = """\
+Usage: penstock kernels build|clear
+
+  penstock kernels build
+
+  build        compile the CPU kernels for this machine ahead of time
+  clear        remove what was compiled
+
+The compiler is g++ on PATH, or what PENSTOCK_CXX names; PENSTOCK_CXXFLAGS adds flags. Libraries are kept in
+$PENSTOCK_CACHE_DIR or ~/.cache/penstock. `penstock doctor` says which kernels run and why."""
+
+CACHE_HELP = """\
+Usage: penstock cache ls|stat|clear STORE
+
+  penstock cache ls ~/kv
+
+  ls           whose KV blocks are in a store, and how many
+  stat         how much that is in all, its quota, and whether records are what they should be
+  clear        remove those of one model, or all
+
+STORE is what --kv-store of `penstock serve` names: a directory or a URL. Servers may use it meanwhile."""
+
+GROUPS: Mapping[str, str] = {"bench": BENCH_HELP, "cache": CACHE_HELP, "kernels": KERNELS_HELP}
+"""The commands that have commands of their own, each with its help."""
+
+_PAGES_IN_A_ROW = 6
+
+
+@dataclass(frozen=True, slots=True)
+class CommandHelp:
+    """What the help of one command says beside its flags.
+
+    Attributes:
+        common: the flags of the first screen; empty shows all of them there.
+    """
+
+    usage: str
+    summary: str
+    example: str
+    common: Sequence[str] = ()
+
+
+_OFFLINE = ("--pp", "--dtype", "--device", "--num-blocks", "--threads-per-rank")
+
+COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
+    ("serve",): CommandHelp(
+        "penstock serve MODEL [flags]",
+        "Serve a model over HTTP, with the OpenAI interface.",
+        "penstock serve ./Qwen2.5-0.5B --pp 2 --port 8000",
+        common=(
+            "--pp",
+            "--dtype",
+            "--device",
+            "--max-model-len",
+            "--max-num-seqs",
+            "--num-blocks",
+            "--host",
+            "--port",
+            "--api-key-file",
+            "--served-model-name",
+        ),
+    ),
+    ("plan",): CommandHelp(
+        "penstock plan MODEL --pp N [flags]",
+        "Measure the stages and show which layers each should hold, as --partition auto would choose.",
+        "penstock plan ./Qwen2.5-0.5B --pp 2 --partition-mix 512:128",
+        common=(
+            "--pp",
+            "--partition-mix",
+            "--threads-per-rank",
+            "--dtype",
+            "--max-model-len",
+            "--max-num-seqs",
+        ),
+    ),
+    ("chat",): CommandHelp(
+        "penstock chat [flags]", "Talk to a running server; /exit leaves.", "penstock chat --max-tokens 200"
+    ),
+    ("complete",): CommandHelp(
+        "penstock complete [PROMPT] [flags]",
+        "Let a running server continue a text.",
+        'penstock complete "ROMEO:" --max-tokens 64',
+    ),
+    ("bench", "serve"): CommandHelp(
+        "penstock bench serve [flags]",
+        "Load a running server and check that every token comes exactly once.",
+        "penstock bench serve --num-prompts 100 --request-rate 4",
+        common=(
+            "--base-url",
+            "--model",
+            "--dataset-name",
+            "--dataset-path",
+            "--num-prompts",
+            "--random-input-len",
+            "--random-output-len",
+            "--request-rate",
+            "--max-concurrency",
+            "--result-file",
+        ),
+    ),
+    ("bench", "throughput"): CommandHelp(
+        "penstock bench throughput MODEL [flags]",
+        "Generate for many random prompts offline.",
+        "penstock bench throughput demo --pp 2 --num-prompts 64",
+        common=("--num-prompts", "--input-len", "--output-len", "--output-json", *_OFFLINE),
+    ),
+    ("bench", "latency"): CommandHelp(
+        "penstock bench latency MODEL [flags]",
+        "Time one batch offline, again and again.",
+        "penstock bench latency demo --pp 2 --batch-size 1",
+        common=("--batch-size", "--input-len", "--output-len", "--num-iters", "--output-json", *_OFFLINE),
+    ),
+    ("cache", "ls"): CommandHelp(
+        "penstock cache ls STORE",
+        "Show which models have KV blocks in a store, and how many.",
+        "penstock cache ls ~/kv",
+    ),
+    ("cache", "stat"): CommandHelp(
+        "penstock cache stat STORE [flags]",
+        "Show how much is in a store, its quota, and whether records are what they should be.",
+        "penstock cache stat ~/kv --verify",
+    ),
+    ("cache", "clear"): CommandHelp(
+        "penstock cache clear STORE --namespace DIGITS|--all [flags]",
+        "Remove the KV blocks of one model, or all, from a store.",
+        "penstock cache clear ~/kv --all",
+    ),
+    ("kernels", "build"): CommandHelp(
+        "penstock kernels build",
+        "Compile the CPU kernels for this machine, so that no start has to wait for it.",
+        "penstock kernels build",
+    ),
+    ("kernels", "clear"): CommandHelp(
+        "penstock kernels clear",
+        "Remove the compiled kernels; the next start compiles them again.",
+        "penstock kernels clear",
+    ),
+    ("trace",): CommandHelp(
+        "penstock trace [flags]",
+        "Save what the stages of a running server did in the last 10 s, and say where their time went.",
+        "penstock trace --out trace.json",
+    ),
+    ("doctor",): CommandHelp(
+        "penstock doctor [MODEL] [flags]",
+        "Check this machine, and whether a model could be served so; takes the engine's flags of `serve`.",
+        "penstock doctor ./Qwen2.5-0.5B --pp 2 --tp 2,1",
+        common=("--pp", "--tp", "--topology", "--device", "--dtype", "--host", "--port"),
+    ),
+    ("version",): CommandHelp("penstock version", "Print the version.", "penstock version"),
+}
+
+
+def help_screen(command: tuple[str, ...], arguments: ArgumentCollection, topic: str) -> str:
+    """The help of a command. `topic`: "" for the first screen, "all", or the name of a group of flags.
+
+    Raises `UsageError` for a topic that does not exist.
+    """
+    about = COMMANDS[command]
+    flags = [argument for argument in arguments if argument.parse and argument.name.startswith("--")]
+    groups = list(dict.fromkeys(_group(flag) for flag in flags))
+    if topic == "all" or (not topic and not about.common):
+        return "\n".join([*_head(about), *_all_lines(flags, groups), *_foot(about, flags, groups, topic)])
+    if not topic:
+        chosen = [_named(flags, name) for name in about.common]
+        return "\n".join([*_head(about), *_table(chosen), *_foot(about, flags, groups, topic)])
+    if topic not in groups:
+        known = ", ".join(["all", *groups])
+        raise UsageError(
+            f"there is no help page {topic!r}.", remedy=f"{nearest(topic, groups)} Pages: {known}.".strip()
+        )
+    return "\n".join([f"{about.usage}: {topic}", "", *_table([f for f in flags if _group(f) == topic])])
+
+
+def _head(about: CommandHelp) -> list[str]:
+    return [f"Usage: {about.usage}", about.summary, "", f"  {about.example}", ""]
+
+
+def _foot(about: CommandHelp, flags: Sequence[Argument], groups: Sequence[str], topic: str) -> list[str]:
+    lines = ["", "Environment names are on the right; a flag wins over them. -v: stack traces."]
+    rest = len(flags) - len(about.common)
+    if about.common and not topic:
+        pages = [f"`--help {group}`" for group in groups]
+        lines.append(f"`--help all` for the other {rest}, or by part:")
+        rows = [", ".join(pages[i : i + _PAGES_IN_A_ROW]) for i in range(0, len(pages), _PAGES_IN_A_ROW)]
+        lines += [f"{row}," for row in rows[:-1]] + [f"{rows[-1]}."]
+    return lines
+
+
+def _all_lines(flags: Sequence[Argument], groups: Sequence[str]) -> Iterator[str]:
+    for group in groups:
+        if len(groups) > 1:
+            yield f"{group}:"
+        yield from _table([flag for flag in flags if _group(flag) == group])
+
+
+def _table(flags: Sequence[Argument]) -> list[str]:
+    """One line per flag: name, value, meaning, default, environment name."""
+    left = [f"  {_short_name(flag)} {_metavar(flag.hint)}".rstrip() for flag in flags]
+    middle = [f"{_meaning(flag)} {_default(flag)}".rstrip() for flag in flags]
+    wide, wider = max(map(len, left)), max(map(len, middle))
+    return [
+        f"{name:<{wide}}  {text:<{wider}}  {environment_names(flag)[0]}"
+        for name, text, flag in zip(left, middle, flags, strict=True)
+    ]
+
+
+def _short_name(argument: Argument) -> str:
+    return min((name for name in argument.names if name.startswith("--")), key=len)
+
+
+def _named(flags: Sequence[Argument], name: str) -> Argument:
+    return next(flag for flag in flags if name in flag.names)
+
+
+def _group(argument: Argument) -> str:
+    group = argument.parameter.group
+    first = group[0] if isinstance(group, (tuple, list)) and group else group
+    return str(getattr(first, "name", first) or "flags")
+
+
+def _default(argument: Argument) -> str:
+    value = argument.field_info.default
+    if value is True:
+        return f"[on; {argument.negatives[0]}]" if argument.negatives else "[on]"
+    if isinstance(value, bool) or not isinstance(value, (str, int, float, Path)):
+        return ""
+    return f"[{value:g}]" if isinstance(value, float) else f"[{value}]"
+
+
+def _meaning(argument: Argument) -> str:
+    """The help text, with the choices where they are too long for the column of values."""
+    choices = ", ".join(get_args(argument.hint)) if get_origin(argument.hint) is Literal else ""
+    return choices if _metavar(argument.hint) == "NAME" else str(argument.parameter.help)
+
+
+def _metavar(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        choices = "|".join(get_args(hint))
+        return choices if len(choices) <= _WIDEST_METAVAR else "NAME"
+    if get_origin(hint) in (Union, types.UnionType):
+        return _metavar(next(part for part in get_args(hint) if part is not type(None)))
+    return {bool: "", int: "N", float: "X", Path: "PATH"}.get(hint, "TEXT")

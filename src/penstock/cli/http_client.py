@@ -1,0 +1,205 @@
+"""HTTP for the commands that talk to a running server: a JSON call, and a stream of events.
+
+Used by `cli_chat`, `chat_terminal` and `bench.online` (for the model list). Standard library only, blocking,
+one connection per call. `bench.http_stream` is the client for many streams at once.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.cli.bench.http_stream import EventParser, Target
+from penstock.errors import (
+    AuthenticationError,
+    LinkClosedError,
+    NotFoundError,
+    OverloadedError,
+    PeerError,
+    PenstockError,
+    ProtocolError,
+    TooLargeError,
+    UnavailableError,
+    UsageError,
+    WaitTimeoutError,
+)
+
+_MAX_ERROR_BYTES = 65536
+_HEALTH_PAUSE_S = 0.2
+_HEALTH_TIMEOUT_S = 10.0
+_REMEDIES: Mapping[int, str] = {
+    401: "Give the key in PENSTOCK_API_KEY.",
+    429: "The server is full; try again in a moment.",
+    503: "The server is starting, draining or has lost a stage; look at its /health.",
+}
+
+
+_KINDS: Mapping[int, type[PenstockError]] = {
+    400: UsageError,
+    401: AuthenticationError,
+    404: NotFoundError,
+    413: TooLargeError,
+    429: OverloadedError,
+    503: UnavailableError,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModelCard:
+    """One entry of /v1/models. Sizes are None where the server does not tell them."""
+
+    id: str
+    max_model_len: int | None
+    vocab_size: int | None
+
+
+def served_model(target: Target, name: str | None, timeout_s: float = 30.0) -> ServedModelCard:
+    """The card of the named model, or of the first that the server lists.
+
+    Raises `NotFoundError` naming the models there are; `PeerError` kinds when the server does not answer.
+    """
+    listing = get_json(target, "/v1/models", timeout_s)
+    cards = [entry for entry in listing.get("data") or [] if isinstance(entry, dict) and entry.get("id")]
+    for entry in cards:
+        if name in (None, entry["id"]):
+            return ServedModelCard(
+                id=str(entry["id"]),
+                max_model_len=_count(entry.get("max_model_len")),
+                vocab_size=_count(entry.get("vocab_size")),
+            )
+    known = ", ".join(str(entry["id"]) for entry in cards) or "none"
+    raise NotFoundError(
+        f"{target.url} does not serve {name or 'any model'}.", remedy=f"Models there: {known}.", param="model"
+    )
+
+
+def wait_ready(
+    target: Target, timeout_s: float, clock: Callable[[], float], sleep: Callable[[float], None]
+) -> None:
+    """Return when /health says ready, or is not there at all.
+
+    Raises `WaitTimeoutError` with the server's reason, and `LinkClosedError` at once when nothing listens.
+    """
+    deadline = clock() + timeout_s
+    while True:
+        status, body = _health(target)
+        if status != 503:
+            return
+        if clock() >= deadline:
+            raise WaitTimeoutError(
+                f"{target.url} is not ready after {timeout_s:g} s: {body}.",
+                remedy="Look at the server's log.",
+            )
+        sleep(_HEALTH_PAUSE_S)
+
+
+def _health(target: Target) -> tuple[int, str]:
+    connection = _connect(target, _HEALTH_TIMEOUT_S)
+    try:
+        answer = _ask(connection, target, "GET", "/health", None)
+        return answer.status, answer.read(1000).decode("utf-8", "replace").strip()
+    finally:
+        connection.close()
+
+
+def first_key(keys: str) -> str:
+    """The key to send, of a setting that may list several for the server (as in PENSTOCK_API_KEY)."""
+    return keys.split(",")[0].strip()
+
+
+def _count(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def get_json(target: Target, path: str, timeout_s: float) -> dict[str, Any]:
+    """The JSON object at `path`. Raises `PenstockError` kinds."""
+    connection = _connect(target, timeout_s)
+    try:
+        answer = _exchange(connection, target, "GET", path, None)
+        found = json.loads(answer.read())
+    except ValueError as error:
+        raise ProtocolError(f"{target.url}{path} is no JSON.", remedy="Is it another server?") from error
+    finally:
+        connection.close()
+    if not isinstance(found, dict):
+        raise ProtocolError(f"{target.url}{path} is no JSON object.", remedy="Is it another server?")
+    return found
+
+
+def stream_json(
+    target: Target, path: str, body: Mapping[str, Any], timeout_s: float
+) -> Iterator[dict[str, Any]]:
+    """Events of a streaming POST, each a JSON object, up to `[DONE]`.
+
+    Closing the iterator closes the connection, which ends the request in the server.
+    Raises what the server answered, an in-stream error included, and `LinkClosedError` for a cut stream.
+    """
+    connection = _connect(target, timeout_s)
+    try:
+        answer = _exchange(connection, target, "POST", path, json.dumps(body).encode())
+        yield from _events(answer, target)
+    except TimeoutError as error:
+        raise WaitTimeoutError(f"{target.url} sent nothing for {timeout_s:g} s.") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise LinkClosedError(f"{target.url} closed the connection: {error or 'no reason'}.") from error
+    finally:
+        connection.close()
+
+
+def _events(answer: http.client.HTTPResponse, target: Target) -> Iterator[dict[str, Any]]:
+    parser = EventParser()
+    while piece := answer.read1(65536):
+        for data in parser.feed(piece):
+            if data == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise _as_error(event["error"], 500)
+            yield event
+    raise LinkClosedError(f"{target.url} ended the stream before [DONE].", remedy="Look at the server's log.")
+
+
+def _connect(target: Target, timeout_s: float) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, target: Target, method: str, path: str, body: bytes | None
+) -> http.client.HTTPResponse:
+    """Send and read the head of the answer; anything but 200 is raised as an error."""
+    answer = _ask(connection, target, method, path, body)
+    if answer.status != 200:
+        raise _refusal(answer.status, answer.read(_MAX_ERROR_BYTES))
+    return answer
+
+
+def _ask(
+    connection: http.client.HTTPConnection, target: Target, method: str, path: str, body: bytes | None
+) -> http.client.HTTPResponse:
+    try:
+        connection.request(method, target.prefix + path, body=body, headers=target.headers)
+        return connection.getresponse()
+    except TimeoutError as error:
+        raise WaitTimeoutError(f"{target.url} did not answer within {connection.timeout:g} s.") from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise LinkClosedError(
+            f"no server at {target.url}: {reason}.", remedy="Start one with `penstock serve MODEL`."
+        ) from error
+
+
+def _refusal(status: int, body: bytes) -> PenstockError:
+    try:
+        return _as_error(json.loads(body)["error"], status)
+    except (ValueError, KeyError, TypeError):
+        return ProtocolError(f"HTTP {status} without an error object.", remedy="Is it another server?")
+
+
+def _as_error(error: Any, status: int) -> PenstockError:
+    told = error if isinstance(error, dict) else {"message": str(error)}
+    kind = _KINDS.get(status, PeerError)
+    remedy = _REMEDIES.get(status, "")
+    return kind(str(told.get("message")), remedy=remedy, param=told.get("param"), code=told.get("code"))

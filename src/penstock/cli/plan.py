@@ -1,0 +1,62 @@
+"""`penstock plan`: which layers each stage would hold under `--partition auto`, and why; serves nothing.
+
+Called by `cli`. Measures the stages, or takes what was measured before, as `penstock serve` would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.cli.settings import EngineSettings
+from penstock.cli.terminal import Invocation, printable
+from penstock.engine.supervisor.auto_partition import settle_partition
+from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.reports import Event, event_line
+from penstock.errors import UsageError
+
+_ENGINE = EngineSettings()
+
+
+def plan(
+    model: str | None = None,
+    /,
+    *,
+    engine: EngineSettings = _ENGINE,
+    invocation: Annotated[Invocation, Parameter(parse=False)],
+) -> int:
+    """The command. Returns 0 with a table on standard output."""
+    if not model:
+        raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
+    # A topology file that says layers goes before: what is asked is whether others would be better.
+    given = dataclasses.replace(engine, partition=EngineSettings().partition).engine_config(model)
+    config = given.with_partition("auto")
+    if config.parallel.pipeline_parallel_size == 1:
+        raise UsageError(
+            "one stage holds all layers; there is nothing to choose.",
+            remedy="Give the number of stages, such as --pp 2.",
+            param="pipeline_parallel_size",
+        )
+    settled = settle_partition(config, Host.detect(), _Speaker(invocation))
+    invocation.say(_how_to_serve(settled.parallel.partition, engine.topology))
+    return 0
+
+
+def _how_to_serve(partition: str, topology: Path | None) -> str:
+    if topology is None:
+        return f"Serve it with --partition {partition}, or with --partition auto."
+    name = printable(str(topology))
+    return f"Serve it with the layers {partition} in {name}, or with none there and --partition {partition}."
+
+
+class _Speaker:
+    """Shows events as they come."""
+
+    def __init__(self, invocation: Invocation) -> None:
+        self._invocation = invocation
+
+    def report(self, event: Event) -> None:
+        self._invocation.say(event_line(event))

@@ -1,0 +1,166 @@
+"""The `penstock` program: finds the command, reads its settings, runs it, and ends with an exit code.
+
+Called by the console script. Commands live in modules of their own, which are imported when they run, so that
+`penstock --help` is quick. Exit codes: 0 done, 1 a check failed, 2 usage, 3 model, 4 memory, 5 peer, port or
+store, 70 bug, 130 interrupted. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from cyclopts import App, CycloptsError
+
+from penstock import __version__
+from penstock.cli.help import COMMANDS, GROUPS, ROOT_HELP, help_screen
+from penstock.cli.settings import KEY_ENVS
+from penstock.cli.sources import SettingSources, nearest
+from penstock.cli.terminal import Invocation, report_error
+from penstock.config.refused_settings import refuse_if_known
+from penstock.errors import UsageError
+
+INTERRUPTED = 130
+_KEY_FLAGS = frozenset({"--api-key", "--admin-key"})
+_HELP_FLAGS = frozenset({"--help", "-h"})
+_VERBOSE_FLAGS = frozenset({"-v", "--verbose"})
+
+
+def build_app(invocation: Invocation) -> App:
+    """The tree of commands; each is named by its import path and imported when it is called."""
+    app = App(
+        name="penstock",
+        config=SettingSources(invocation),
+        help_flags=[],
+        version_flags=[],
+        result_action="return_value",
+    )
+    bench, cache, kernels = App(name="bench"), App(name="cache"), App(name="kernels")
+    app.command("penstock.cli.serve:serve", name="serve")
+    app.command("penstock.cli.plan:plan", name="plan")
+    app.command("penstock.cli.chat:chat", name="chat")
+    app.command("penstock.cli.chat:complete", name="complete")
+    app.command("penstock.cli.trace:trace", name="trace")
+    app.command("penstock.cli.doctor:doctor", name="doctor")
+    app.command("penstock.cli.doctor:version", name="version")
+    bench.command("penstock.cli.bench.online:bench_serve", name="serve")
+    bench.command("penstock.cli.bench.offline:bench_throughput", name="throughput")
+    bench.command("penstock.cli.bench.offline:bench_latency", name="latency")
+    cache.command("penstock.cli.cache:cache_ls", name="ls")
+    cache.command("penstock.cli.cache:cache_stat", name="stat")
+    cache.command("penstock.cli.cache:cache_clear", name="clear")
+    kernels.command("penstock.cli.kernels:kernels_build", name="build")
+    kernels.command("penstock.cli.kernels:kernels_clear", name="clear")
+    app.command(bench)
+    app.command(cache)
+    app.command(kernels)
+    return app
+
+
+def main() -> int:
+    """Entry point of the console script."""
+    hide_keys(sys.argv[1:], os.environ)
+    return run(sys.argv[1:], Invocation.of_process())
+
+
+def hide_keys(argv: Sequence[str], environ: Mapping[str, str]) -> None:
+    """Take a key out of what `/proc` shows of this process: its arguments and its first environment.
+
+    Setting the title overwrites both; `os.environ` has copies of its own.
+    """
+    in_arguments = any(word.split("=")[0].replace("_", "-") in _KEY_FLAGS for word in argv)
+    if in_arguments or not KEY_ENVS.isdisjoint(environ):
+        import setproctitle
+
+        setproctitle.setproctitle(" ".join(["penstock", *(argv[:1] if in_arguments else argv)]))
+
+
+def run(argv: Sequence[str], invocation: Invocation) -> int:
+    """Run one command line; every error becomes a message and an exit code."""
+    words = _plain_spelling(argv)
+    invocation.verbose = any(word in _VERBOSE_FLAGS for word in words)
+    words = [word for word in words if word not in _VERBOSE_FLAGS]
+    try:
+        return _dispatch(words, invocation)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except CycloptsError as error:
+        return report_error(_usage_error(error, words), invocation)
+    except BrokenPipeError:
+        return 1
+    except Exception as error:
+        return report_error(error, invocation)
+
+
+def _plain_spelling(argv: Sequence[str]) -> list[str]:
+    """vLLM's other spellings: `-pp 2`, and underscores in the names of flags. Values stay as they are."""
+    words: list[str] = []
+    for position, word in enumerate(argv):
+        if word == "--":
+            return [*words, *argv[position:]]
+        name, equals, value = word.partition("=")
+        if name == "-pp":
+            name = "--pp"
+        if name.startswith("--"):
+            name = name.replace("_", "-")
+        words.append(name + equals + value)
+    return words
+
+
+def _dispatch(words: list[str], invocation: Invocation) -> int:
+    command = _command_of(words)
+    if not words or words[0] in _HELP_FLAGS or words == ["help"]:
+        invocation.say(ROOT_HELP)
+        return 0
+    if words[0] in ("--version", "-V"):
+        invocation.say(f"penstock {__version__}")
+        return 0
+    asked = next((place for place, word in enumerate(words) if word in _HELP_FLAGS), None)
+    if asked is not None or (len(words) == 1 and words[0] in GROUPS):
+        return _show_help(command, words, asked, invocation)
+    if command not in COMMANDS:
+        raise _unknown_command(" ".join(command))
+    for word in words:
+        if word.startswith("--"):
+            refuse_if_known(word.partition("=")[0].lstrip("-").replace("-", "_"))
+    app = build_app(invocation)
+    function, bound, ignored = app.parse_args(words, print_error=False, exit_on_error=False)
+    assert set(ignored) == {"invocation"}
+    result = function(*bound.args, **bound.kwargs, invocation=invocation)
+    return int(result)
+
+
+def _command_of(words: Sequence[str]) -> tuple[str, ...]:
+    return tuple(words[: 2 if words and words[0] in GROUPS else 1])
+
+
+def _show_help(command: tuple[str, ...], words: list[str], asked: int | None, invocation: Invocation) -> int:
+    if command[0] in GROUPS and command not in COMMANDS:
+        invocation.say(GROUPS[command[0]])
+        return 0
+    if command not in COMMANDS:
+        raise _unknown_command(" ".join(command))
+    following = words[asked + 1 :] if asked is not None else []
+    topic = following[0] if following and not following[0].startswith("-") else ""
+    app = build_app(invocation)
+    for name in command:
+        app = app[name]
+    invocation.say(help_screen(command, app.assemble_argument_collection(), topic))
+    return 0
+
+
+def _unknown_command(word: str) -> UsageError:
+    known = [" ".join(command) for command in COMMANDS]
+    remedy = f"{nearest(word, known)} Commands: {', '.join(known)}.".strip()
+    return UsageError(f"there is no command {word!r}.", remedy=remedy)
+
+
+def _usage_error(error: CycloptsError, words: Sequence[str]) -> UsageError:
+    """What cyclopts says about a command line, as what happened and what to do."""
+    text = str(error).strip().replace("\n", " ")
+    head, mark, tail = text.partition(" Did you mean ")
+    command = _command_of(words)
+    page = f"`penstock {' '.join(command)} --help all` lists the flags." if command in COMMANDS else ""
+    hint = f"Did you mean {tail}" if mark else ""
+    return UsageError(head, remedy=f"{hint} {page}".strip() or "`penstock --help` lists the commands.")

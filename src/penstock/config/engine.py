@@ -1,0 +1,349 @@
+"""The settings of an engine, as frozen values; a constructor takes its own part, never the whole.
+
+The command line, the environment, TOML and `LLM(...)` all end in an `EngineConfig`. Values are checked where
+they are owned; `resolve` functions elsewhere replace "auto" by numbers and return new values.
+What each child process is told of it is in `process.config`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Literal, TypeVar
+
+import msgspec
+
+from penstock.config.checks import above_zero, at_least, between
+from penstock.errors import UsageError
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Backend = Literal["mp", "inprocess"]
+TiedHead = Literal["load", "transfer"]
+Quantization = Literal["none", "int8", "int4"]
+PinThreads = Literal["auto", "on", "off"]
+EvictionPolicy = Literal["lru", "lfu", "priority"]
+ModelImpl = Literal["auto", "penstock", "transformers"]
+Pooling = Literal["last", "mean", "cls"]
+
+Value = TypeVar("Value")
+
+_DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
+
+
+MAX_THREADS = 1024  # of a rank; threads beyond the cores only wait for each other
+
+
+def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> list[int]:
+    """The numbers of a setting of stages or ranks: 2, "2", "1,3" or [1, 3]; all at least 1."""
+    entries = given if isinstance(given, list) else [entry.strip() for entry in str(given).split(",")]
+    if not all(re.fullmatch(r"-?[0-9]{1,9}", str(entry)) for entry in entries):
+        raise UsageError(
+            f'{name} is "{given}", which is no number of {of_what}.',
+            remedy='Write one number for all stages, or one per stage with commas between, such as "1,3".',
+            param=name,
+        )
+    numbers = [int(entry) for entry in entries]
+    for number in numbers:
+        at_least(name, number, 1)
+    return numbers
+
+
+class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which model, and in which form.
+
+    Attributes:
+        model: directory of a Hugging Face style checkpoint, `demo`, or a hub name already downloaded.
+        dtype: of weights and computation; "auto" takes the checkpoint's.
+        max_model_len: longest prompt + output in tokens; None takes the model's own.
+        quantization: how weights are held: "none" as the checkpoint has them, "int8" per channel, "int4" in
+            groups. For a checkpoint that is quantised already, only "none" or the format that it has.
+        model_impl: whose layers run: "penstock" ours, "transformers" those of the extra `penstock[hf]`;
+            "auto" takes ours where there are any.
+        pooling: what an embedding is made of where a request does not say: the hidden state of the "last"
+            token, the "mean" over all, or "cls", that of the first.
+    """
+
+    model: str
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    quantization: Quantization = "none"
+    model_impl: ModelImpl = "auto"
+    pooling: Pooling = "last"
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the model is cut, and where the parts run.
+
+    Attributes:
+        pipeline_parallel_size: number of stages P.
+        data_parallel_size: pipelines that serve the same model side by side, each with all its weights.
+        tensor_parallel_size: ranks that share each stage's layers, or of each stage, such as "2,1".
+        enable_expert_parallel: the ranks of a stage have whole experts, and not each a part of all.
+        partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
+        partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
+        async_depth: plans issued ahead; P + async_depth plans are in flight. `auto` measures at start whether
+            one ahead is faster than none.
+        threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
+            None shares the cores among the ranks.
+        device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
+            or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
+        tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
+            or by `transfer` from the first.
+        heartbeat_limit_s: a stage that has given no sign of life for this long is started again.
+        load_timeout_s: a stage that has not loaded after this long counts as lost.
+        step_timeout_s: longest time that one stage may take for one plan before it counts as lost; None
+            allows a minute and a tenth of a second for each token that a plan can have.
+        kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
+        pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
+            threads together are as many as the usable cores. CPU only.
+        backend: `mp` = one process per rank; `inprocess` = ranks as threads (tests, notebooks).
+    """
+
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int | str | list[int] = 1
+    enable_expert_parallel: bool = False
+    partition: str = "even"
+    partition_mix: str = "512:128"
+    async_depth: int | Literal["auto"] = "auto"
+    threads_per_rank: int | str | list[int] | None = None
+    device: str = "cpu"
+    tied_head: TiedHead = "load"
+    heartbeat_limit_s: float = 5.0
+    load_timeout_s: float = 3600.0
+    step_timeout_s: float | None = None
+    kernels: str = "auto"
+    pin_threads: PinThreads = "auto"
+    backend: Backend = "mp"
+
+    def __post_init__(self) -> None:
+        at_least("data_parallel_size", self.data_parallel_size, 1)
+        at_least("pipeline_parallel_size", self.pipeline_parallel_size, 1)
+        if self.async_depth != "auto":
+            at_least("async_depth", self.async_depth, 0)
+            if self.async_depth > 64:
+                raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
+        _ = self.rank_threads  # can be read
+        self._check_devices()
+        if not 2 <= self.heartbeat_limit_s < math.inf:
+            raise UsageError(
+                f"heartbeat_limit_s is {self.heartbeat_limit_s}; it must be at least 2 seconds.",
+                param="heartbeat_limit_s",
+                code="out_of_range",
+            )
+        above_zero("load_timeout_s", self.load_timeout_s)
+        if self.step_timeout_s is not None:
+            above_zero("step_timeout_s", self.step_timeout_s)
+
+    @property
+    def max_async_depth(self) -> int:
+        """That there must be room for; `auto` takes 0 or 1."""
+        return 1 if self.async_depth == "auto" else self.async_depth
+
+    @property
+    def tp_sizes(self) -> list[int]:
+        """`tensor_parallel_size` of each stage."""
+        sizes = _whole_numbers("tensor_parallel_size", self.tensor_parallel_size, "ranks")
+        stages = self.pipeline_parallel_size
+        if len(sizes) not in (1, stages):
+            raise UsageError(
+                f"tensor_parallel_size has {len(sizes)} entries for {stages} stages.",
+                remedy=f"Give one for all stages, or {stages}.",
+                param="tensor_parallel_size",
+            )
+        return sizes * stages if len(sizes) == 1 else sizes
+
+    @property
+    def rank_threads(self) -> list[int] | None:
+        """`threads_per_rank` as one number per rank, replica by replica, stage by stage."""
+        given = self.threads_per_rank
+        if given is None:
+            return None
+        numbers = _whole_numbers("threads_per_rank", given, "threads")
+        if max(numbers) > MAX_THREADS:
+            raise UsageError(
+                f"threads_per_rank is {max(numbers)}, more than {MAX_THREADS}.",
+                remedy="Use as many as the rank has cores, or leave it out.",
+                param="threads_per_rank",
+                code="out_of_range",
+            )
+        return self._for_each_rank("threads_per_rank", numbers)
+
+    @property
+    def rank_devices(self) -> list[str]:
+        """`device` as one for each rank, replica by replica, stage by stage; all `auto` or none."""
+        return self._for_each_rank("device", [part.strip() for part in self.device.split(",")])
+
+    def _check_devices(self) -> None:
+        for device in self.rank_devices:
+            if self.device != "auto" and not _DEVICE.fullmatch(device):
+                raise UsageError(
+                    f"device is '{self.device}'; '{device}' is no device of a stage.",
+                    remedy="Use auto, cpu, cuda, cuda:N, or cpu, cuda and cuda:N for each stage: cpu,cuda:0.",
+                    param="device",
+                    code="out_of_range",
+                )
+
+    def _for_each_rank(self, name: str, values: list[Value]) -> list[Value]:
+        """One value is every rank's; as many as stages: each is that of all ranks of its stage; as many as
+        ranks of a replica: those of each replica."""
+        sizes = self.tp_sizes
+        num_ranks = sum(sizes)
+        if len(values) == num_ranks * self.data_parallel_size:
+            return values
+        if len(values) == 1:
+            values = values * num_ranks
+        elif len(values) == len(sizes):
+            values = [value for value, size in zip(values, sizes, strict=True) for _ in range(size)]
+        if len(values) != num_ranks:
+            raise self._wrong_number(name, len(values))
+        return values * self.data_parallel_size
+
+    def _wrong_number(self, name: str, count: int) -> UsageError:
+        stages, ranks = self.pipeline_parallel_size, sum(self.tp_sizes)
+        text, numbers = f"{name} has {count} entries for {stages} stages", [stages]
+        if ranks != stages:
+            text, numbers = f"{text} of {ranks} ranks", [stages, ranks]
+        if self.data_parallel_size > 1:
+            numbers.append(ranks * self.data_parallel_size)
+        choices = ", or ".join(map(str, numbers))
+        return UsageError(f"{text}.", remedy=f"Give one for all stages, or {choices}.", param=name)
+
+    @property
+    def depth(self) -> int:
+        """Plans in flight at most (rows D1, F2; S8)."""
+        return self.pipeline_parallel_size + self.max_async_depth
+
+
+StorePolicy = Literal["write-through", "write-back"]
+
+
+class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache.
+
+    Attributes:
+        block_size: tokens per block.
+        num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
+        kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
+        enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
+        eviction_policy: which of them is given up first when blocks are wanted (`kvcache.eviction`).
+        kv_store: where blocks are kept beyond the pool and the process: a directory, or a URL such as `s3://...`.
+        kv_store_bytes: of a store on disk at most.
+        kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
+        kv_store_patience_s: how long a request may wait for its blocks.
+        kv_host_bytes: of host memory that keeps blocks in front of the store, or without one; all ranks share
+            it. 0: none.
+        kv_write_bytes_per_s: of each rank, that are copied out of the pool at most; 0: no bound.
+        kv_store_policy: a block goes to the store at once, or when host memory must give it up.
+    """
+
+    block_size: int = 32
+    num_blocks: int | None = None
+    kv_cache_bytes: int | None = None
+    enable_prefix_caching: bool = True
+    eviction_policy: EvictionPolicy = "lru"
+    kv_store: str | None = None
+    kv_store_bytes: int = 16 << 30
+    kv_store_when_found: int = 0
+    kv_store_patience_s: float = 2.0
+    kv_host_bytes: int = 0
+    kv_write_bytes_per_s: int = 1 << 30
+    kv_store_policy: StorePolicy = "write-through"
+
+    def __post_init__(self) -> None:
+        at_least("block_size", self.block_size, 1)
+        if self.num_blocks is not None:
+            at_least("num_blocks", self.num_blocks, 1)
+        if self.kv_cache_bytes is not None:
+            at_least("kv_cache_bytes", self.kv_cache_bytes, 1)
+        at_least("kv_store_bytes", self.kv_store_bytes, 1 << 20)
+        at_least("kv_store_when_found", self.kv_store_when_found, 0)
+        if not self.kv_store_patience_s >= 0:
+            raise UsageError(
+                f"kv_store_patience_s is {self.kv_store_patience_s}; it must be at least 0 seconds.",
+                param="kv_store_patience_s",
+                code="out_of_range",
+            )
+        at_least("kv_host_bytes", self.kv_host_bytes, 0)
+        at_least("kv_write_bytes_per_s", self.kv_write_bytes_per_s, 0)
+        if (self.kv_store is not None or self.kv_host_bytes) and not self.enable_prefix_caching:
+            raise UsageError(
+                "a store or host memory for KV blocks is given, but the prefix cache is off.",
+                remedy="Leave out --kv-store and --kv-host-bytes, or --no-enable-prefix-caching.",
+                param="kv_store",
+            )
+        if self.kv_store_policy == "write-back" and (self.kv_store is None or not self.kv_host_bytes):
+            raise UsageError(
+                "kv_store_policy is write-back, which needs a store and host memory in front of it.",
+                remedy="Give --kv-store and --kv-host-bytes, or leave it at write-through.",
+                param="kv_store_policy",
+            )
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Who runs, and how much at once.
+
+    Attributes:
+        max_num_seqs: requests that hold a row at once.
+        max_num_batched_tokens: tokens of one plan at most.
+        prefill_chunk: prompt tokens of one request in one plan at most.
+        max_waiting_requests: requests that may wait; one more is answered 429.
+        max_waiting_tokens: tokens that all waiting requests together may have to prefill, before one more is
+            answered 429; None allows 8 times what the KV pool holds.
+        queue_timeout_s: a request that has waited this long is answered 503.
+        max_sessions: of each replica, that are open at once (`kvcache.sessions`); one more is answered 429.
+        micro_batches: that the decoding requests are split into; `auto` chooses from 1 to P by the time of a
+            cycle, where times are known, else P.
+        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others should
+            keep; but they may always lengthen the plan that they join by half.
+        built_grammar_bytes: of grammars on a rank of the last stage, those of rows and those kept for others,
+            as `scheduler.grammars` estimates them; one that is larger is there alone.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    prefill_chunk: int = 512
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int | None = None
+    queue_timeout_s: float = 60.0
+    max_sessions: int = 64
+    micro_batches: int | Literal["auto"] = "auto"
+    inter_token_target_ms: float = 100.0
+    built_grammar_bytes: int = 512 << 20
+
+    def __post_init__(self) -> None:
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "prefill_chunk",
+            "max_waiting_requests",
+            "built_grammar_bytes",
+        ):
+            at_least(name, getattr(self, name), 1)
+        if self.max_waiting_tokens is not None:
+            at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
+        between("max_sessions", self.max_sessions, 0, 1 << 16)
+        if self.micro_batches != "auto":
+            at_least("micro_batches", self.micro_batches, 1)
+        if not 0 < self.inter_token_target_ms < math.inf:
+            raise UsageError(
+                f"inter_token_target_ms is {self.inter_token_target_ms}; it must be above 0 milliseconds.",
+                remedy="Use a large number, such as 1e9, to give prompts all the room.",
+                param="inter_token_target_ms",
+                code="out_of_range",
+            )
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an engine needs; the parts go to their owners."""
+
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    seed: int = 0
+
+    def with_partition(self, partition: str) -> EngineConfig:
+        """The same with other layers per stage."""
+        parallel = msgspec.structs.replace(self.parallel, partition=partition)
+        return msgspec.structs.replace(self, parallel=parallel)

@@ -1,0 +1,288 @@
+"""From token updates to text: one `OutputAssembler` per request, and the results that `LLM` gives.
+
+The core ends a request at stop ids and lengths. Stop *strings* need text and are found here: the assembler
+cuts the text at the stop string, counts only the tokens up to the one that completed it, and the caller then
+aborts the request in the core. Tokens that were already under way are dropped.
+
+Used by `engine.client.async_engine` (streams) and `llm` (whole results). Does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from penstock.request import FinishReason, RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.tokenizer.detokenizer import Detokenizer, NoText
+from penstock.tokenizer.stop_strings import NoStops, stop_scanner
+from penstock.tokenizer.tokenizer import Tokenizer
+
+StopReason = int | str | None
+
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
+    """What came to a request since the last delta.
+
+    Attributes:
+        text: characters to append; may be empty although tokens came (text is held back while it may still
+            become a stop string or an unfinished character).
+        token_ids: tokens that came.
+        logprobs: one per token id, when they were asked for.
+        finish_reason: set on the last delta.
+        stop_reason: the stop string or stop id that ended the request; None for an end-of-sequence id.
+        prompt_logprobs: of the next tokens of the prompt, from its second on; they come before all else.
+        vector: of a pooled request, float32, finished (`engine.client.vectors`).
+    """
+
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason = None
+    prompt_logprobs: list[TokenLogprobs] = []
+    vector: bytes = b""
+
+
+def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
+    """Consecutive deltas of one request as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    has_logprobs = any(delta.logprobs is not None for delta in deltas)
+    return TextDelta(
+        "".join([delta.text for delta in deltas]),
+        [token_id for delta in deltas for token_id in delta.token_ids],
+        [entry for delta in deltas for entry in delta.logprobs or []] if has_logprobs else None,
+        last.finish_reason,
+        last.stop_reason,
+        [entry for delta in deltas for entry in delta.prompt_logprobs],
+    )
+
+
+class Assembler(Protocol):
+    """Makes what a client gets of what the core says: text (`OutputAssembler`) or a vector
+    (`engine.client.vectors`)."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated, up to the stop."""
+        ...
+
+    def append(self, update: RequestUpdate) -> TextDelta:
+        """The delta of an update that is no error."""
+        ...
+
+
+class OutputAssembler:
+    """Makes the text of one request.
+
+    Args:
+        sampling: stop strings, `min_tokens` (no stop string is looked for in the text of that many first
+            tokens), and what to show.
+        detokenizer: of this sequence, at the end of its prompt.
+    """
+
+    def __init__(self, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
+        self._detokenizer = detokenizer
+        self._include_stop = sampling.include_stop_str_in_output
+        self._own_stop_ids = frozenset(sampling.stop_token_ids)
+        self._min_tokens = sampling.min_tokens
+        self._scanner = stop_scanner(sampling.stop_strings, include_stop=self._include_stop)
+        self._by_token = not isinstance(self._scanner, NoStops)
+        self.num_tokens = 0  # generated, up to the stop
+
+    def append(self, update: RequestUpdate) -> TextDelta:
+        """The delta of an update that is no error. When its `stop_reason` is a string, abort in the core."""
+        if update.prompt_logprobs:
+            return TextDelta("", [], prompt_logprobs=update.prompt_logprobs)
+        shown = self._shown_ids(update)
+        if self._by_token:
+            text, stop, used = self._scan(shown)
+        else:
+            text, stop, used = self._detokenizer.feed(shown), "", len(shown)
+        if stop:
+            return self._stopped(update, text, stop, used)
+        if update.finish_reason is not None:
+            return self._finished(update, text)
+        self.num_tokens += len(update.token_ids)
+        return TextDelta(text, update.token_ids, update.logprobs)
+
+    def _shown_ids(self, update: RequestUpdate) -> list[int]:
+        """The ids that have text: an id that ended the request has none, unless asked for."""
+        if update.stop_token_id is None or self._include_stop:
+            return update.token_ids
+        return update.token_ids[:-1]
+
+    def _scan(self, token_ids: list[int]) -> tuple[str, str, int]:
+        """(text to show, stop string found or "", tokens read) of feeding ids one by one."""
+        shown = ""
+        for index, token_id in enumerate(token_ids):
+            text = self._detokenizer.feed((token_id,))
+            if self.num_tokens + index < self._min_tokens:
+                shown += text
+                continue
+            scan = self._scanner.feed(text)
+            shown += scan.text
+            if scan.stop:
+                return shown, scan.stop, index + 1
+        return shown, "", len(token_ids)
+
+    def _stopped(self, update: RequestUpdate, text: str, stop: str, used: int) -> TextDelta:
+        self.num_tokens += used
+        logprobs = update.logprobs[:used] if update.logprobs is not None else None
+        return TextDelta(text, update.token_ids[:used], logprobs, "stop", stop)
+
+    def _finished(self, update: RequestUpdate, text: str) -> TextDelta:
+        reason, stop_reason = update.finish_reason, self._stop_reason(update)
+        self.num_tokens += len(update.token_ids)
+        scan = self._scanner.feed(self._detokenizer.finish())
+        text += scan.text
+        if scan.stop:
+            reason, stop_reason = "stop", scan.stop
+        else:
+            text += self._scanner.finish()
+        return TextDelta(text, update.token_ids, update.logprobs, reason, stop_reason)
+
+    def _stop_reason(self, update: RequestUpdate) -> StopReason:
+        return update.stop_token_id if update.stop_token_id in self._own_stop_ids else None
+
+
+def output_assembler(
+    tokenizer: Tokenizer, prompt_token_ids: list[int], sampling: SamplingParams
+) -> OutputAssembler:
+    """The assembler of a request that follows this prompt."""
+    detokenizer: Detokenizer = NoText()
+    if sampling.detokenize:
+        detokenizer = tokenizer.detokenizer(
+            prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+            shown=sampling.shown_special_tokens,
+        )
+    return OutputAssembler(sampling, detokenizer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """Log-probability of one token at one position (vLLM's shape)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+@dataclass(slots=True, kw_only=True)
+class CompletionOutput:
+    """One generated sequence (vLLM's shape).
+
+    Attributes:
+        token_ids: generated ids, the one that ended the request included.
+        logprobs: per token, log-probabilities by token id: the chosen one and the likeliest.
+        finish_reason: "stop" or "length".
+        stop_reason: the stop string or stop id that ended it; None for an end-of-sequence id or a length.
+    """
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    cumulative_logprob: float | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: StopReason = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestOutput:
+    """The result of one prompt (vLLM's shape).
+
+    Attributes:
+        prompt: its text; None when it was given as token ids.
+        num_cached_tokens: prompt tokens whose KV was found in the cache.
+        prompt_logprobs: of each of its tokens, as of an output's, if asked for; None of the first, which
+            nothing stands before.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer, index: int = 0) -> CompletionOutput:
+    """The whole sequence of a finished request, which is choice `index` of its prompt."""
+    whole = merge_deltas(deltas)
+    logprobs, cumulative = None, None
+    if whole.logprobs is not None:
+        pairs = zip(whole.token_ids, whole.logprobs, strict=True)
+        logprobs = [position_logprobs(token_id, entry, tokenizer) for token_id, entry in pairs]
+        cumulative = sum(entry.logprob for entry in whole.logprobs)
+    return CompletionOutput(
+        index=index,
+        text=whole.text,
+        token_ids=whole.token_ids,
+        logprobs=logprobs,
+        cumulative_logprob=cumulative,
+        finish_reason=whole.finish_reason,
+        stop_reason=whole.stop_reason,
+    )
+
+
+def request_output(
+    request_id: str,
+    prompt: str | None,
+    prompt_token_ids: list[int],
+    sequences: Sequence[TextDelta],
+    tokenizer: Tokenizer,
+    *,
+    scored: bool,
+    num_cached_tokens: int,
+) -> RequestOutput:
+    """The result of a prompt, as far as it has come.
+
+    Args:
+        sequences: all that has come of each of its choices.
+        scored: log-probabilities of the prompt were asked for; None as long as some are missing.
+    """
+    scores = sequences[0].prompt_logprobs
+    is_complete = len(scores) == len(prompt_token_ids) - 1
+    return RequestOutput(
+        request_id=request_id,
+        prompt=prompt,
+        prompt_token_ids=prompt_token_ids,
+        outputs=[completion_output([one], tokenizer, index) for index, one in enumerate(sequences)],
+        finished=all(one.finish_reason is not None for one in sequences),
+        num_cached_tokens=num_cached_tokens,
+        prompt_logprobs=prompt_logprobs(prompt_token_ids, scores, tokenizer)
+        if scored and is_complete
+        else None,
+    )
+
+
+def prompt_logprobs(
+    prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
+) -> list[dict[int, Logprob] | None]:
+    """Of each token of a prompt; `entries` are those of all but the first."""
+    pairs = zip(prompt_token_ids[1:], entries, strict=True)
+    return [None, *(position_logprobs(token_id, entry, tokenizer) for token_id, entry in pairs)]
+
+
+def position_logprobs(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The chosen token first, then the likeliest that are not it."""
+    found = {token_id: _logprob(token_id, entry.logprob, entry.rank, tokenizer)}
+    for index, (top_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True)):
+        if top_id != token_id:
+            found[top_id] = _logprob(top_id, value, index + 1, tokenizer)
+    return found
+
+
+def _logprob(token_id: int, value: float, rank: int, tokenizer: Tokenizer) -> Logprob:
+    text = tokenizer.token_bytes(token_id).decode(errors="replace")
+    return Logprob(logprob=value, rank=rank, decoded_token=text)

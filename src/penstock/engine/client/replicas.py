@@ -1,0 +1,300 @@
+"""Several pipelines behind one front: each request goes to one of them and stays there (row I4).
+
+`Replicas` looks like one engine to the server. It is ready as long as one pipeline is; its numbers are those
+of all together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from penstock.batch import StageSpans, StageTimes
+from penstock.engine.client.async_engine import AsyncEngine, EngineStatus, RequestStream
+from penstock.engine.client.routing import Router
+from penstock.engine.stats import CoreStats
+from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
+from penstock.kvcache.sessions import unknown_session
+from penstock.operations import CloseSession, OpenSession, Operation, OperationDone
+from penstock.process.config import Restarts
+from penstock.request import PoolingParams, SamplingParams
+
+Started = TypeVar("Started")
+
+_TOTALS = (
+    "num_preemptions",
+    "step_id",
+    "recovered_requests",
+    "generated_tokens",
+    "prompt_tokens",
+    "prefix_tokens",
+    "prefix_hit_tokens",
+    "evicted_blocks",
+    "stored_blocks",
+    "loaded_blocks",
+    "failed_blocks",
+    "store_bytes_read",
+    "store_bytes_written",
+    "store_records_read",
+    "store_verify_failures",
+    "store_call_failures",
+    "host_bytes_read",
+    "host_records_read",
+    "host_bytes_written",
+    "reaped_sessions",
+)
+_SUMS = (
+    *_TOTALS,
+    "num_running",
+    "num_waiting",
+    "num_blocks",
+    "free_blocks",
+    "cached_blocks",
+    "inflight",
+    "store_switched_off",
+    "host_bytes_used",
+    "num_sessions",
+    "session_blocks",
+    "open_operations",
+)
+_WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches", "plan_interval_ms")
+
+
+class Replicas:
+    """Args:
+    engines: one per replica, at least one.
+    has_prefix_cache: whether each keeps what it has computed for prompts that begin the same.
+    """
+
+    def __init__(self, engines: Sequence[AsyncEngine], *, has_prefix_cache: bool = False) -> None:
+        self._engines = list(engines)
+        self._starts: list[asyncio.Task[None]] = []
+        self._steady = [SteadyStats() for _ in self._engines]
+        self._router = Router(len(self._engines), has_cache=has_prefix_cache)
+
+    async def start(self, timeout_s: float | None = None) -> None:
+        """Wait until a pipeline stands; the others may come later. Raises what one raised if none does."""
+        self._starts = [asyncio.create_task(engine.start(timeout_s)) for engine in self._engines]
+        failed: list[BaseException] = []
+        for start in asyncio.as_completed(self._starts):
+            try:
+                return await start
+            except PenstockError as error:
+                failed.append(error)
+        raise failed[0]
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt + output that every replica takes."""
+        return min(engine.max_model_len for engine in self._engines)
+
+    def add(self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams) -> RequestStream:
+        """Start one sequence; as `add_all`."""
+        (stream,) = self.add_all(request_id, prompt_token_ids, sampling)
+        return stream
+
+    def add_all(
+        self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
+    ) -> list[RequestStream]:
+        """Start `sampling.n` sequences in the replica that will come to them first; where this front knows
+        that one to be full or away, in the next best. What a core refuses later is final: its queue has
+        filled meanwhile. Those of a session go to the replica that has it; another one takes them as any
+        others.
+
+        Raises what `AsyncEngine.add_all` and `_home` do.
+        """
+        home = self._home(sampling.session_id)
+        away = msgspec.structs.replace(sampling, session_id="")
+
+        def start(engine: AsyncEngine) -> list[RequestStream]:
+            is_home = home is None or engine is self._engines[home]
+            return engine.add_all(request_id, prompt_token_ids, sampling if is_home else away)
+
+        return self._start(prompt_token_ids, start, home)
+
+    def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
+        """Have a prompt pooled in the replica that will come to it first; else as `add_all`."""
+        return self._start(prompt_token_ids, lambda one: one.embed(request_id, prompt_token_ids, params))
+
+    def _start(
+        self,
+        prompt_token_ids: list[int],
+        start: Callable[[AsyncEngine], Started],
+        home: int | None = None,
+    ) -> Started:
+        """Args:
+        home: the replica to go to if it is there and has room.
+        """
+        ahead = [engine.tokens_ahead for engine in self._engines]
+        has_room = [status.ready and not status.is_full for status in self.statuses()]
+        refusals: list[PenstockError] = []
+        order = self._router.order(prompt_token_ids, ahead, has_room)
+        if home is not None and has_room[home]:
+            order = [home, *(index for index in order if index != home)]
+        for index in order:
+            try:
+                started = start(self._engines[index])
+            except (OverloadedError, UnavailableError) as error:
+                refusals.append(error)
+                continue
+            self._router.routed(prompt_token_ids, index)
+            return started
+        raise refusals[0]
+
+    def _home(self, session_id: str) -> int | None:
+        """The replica that has this session; None where there is no session.
+
+        Raises:
+            NotFoundError: none has it.
+            UnavailableError: one that has not come yet may have it.
+        """
+        if not session_id:
+            return None
+        known = [engine.sessions for engine in self._engines]
+        for index, sessions in enumerate(known):
+            if session_id in (sessions or ()):
+                return index
+        if None in known:
+            raise UnavailableError(
+                f"replica {known.index(None)} has not said yet whether it has session {session_id!r}.",
+                remedy="Try again in a second.",
+            )
+        raise unknown_session(session_id)
+
+    def status(self) -> EngineStatus:
+        """Ready if any replica is, and full if all those are; the reason names those that are not ready."""
+        found = self.statuses()
+        is_ready = any(status.ready for status in found)
+        broken = [(index, status) for index, status in enumerate(found) if not status.ready]
+        return EngineStatus(
+            ready=is_ready,
+            stage=None if is_ready else broken[0][1].stage,
+            reason="; ".join(f"replica {index}: {status.reason}" for index, status in broken),
+            since=(min if is_ready else max)(status.since for status in found if status.ready == is_ready),
+            stats=merged_stats(
+                [steady.of(status.stats) for steady, status in zip(self._steady, found, strict=True)]
+            ),
+            is_full=is_ready and all(status.is_full for status in found if status.ready),
+        )
+
+    def statuses(self) -> list[EngineStatus]:
+        """Of each replica."""
+        return [engine.status() for engine in self._engines]
+
+    async def trace(self) -> list[StageSpans]:
+        """What each stage of each replica that is there did in the last seconds."""
+        answers = await asyncio.gather(*(engine.trace() for engine in self._engines), return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        if len(errors) == len(answers):
+            raise errors[0]
+        return [
+            msgspec.structs.replace(spans, replica=replica)
+            for replica, answer in enumerate(answers)
+            if not isinstance(answer, BaseException)
+            for spans in answer
+        ]
+
+    async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
+        """Have every replica do it, one that is away too as soon as it is back. A session is one replica's:
+        the one that has it, or is to have it, or else the one that has fewest.
+
+        Raises what `AsyncEngine.operate` does; the others have done it all the same.
+        """
+        if isinstance(operation, OpenSession | CloseSession):
+            index = self._replica_for(operation)
+            (done,) = await self._engines[index].operate(operation, timeout_s)
+            return [msgspec.structs.replace(done, replica=index)]
+        answers = await asyncio.gather(
+            *(engine.operate(operation, timeout_s) for engine in self._engines), return_exceptions=True
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException):
+                raise answer
+        return [
+            msgspec.structs.replace(done, replica=replica)
+            for replica, answer in enumerate(answers)
+            if not isinstance(answer, BaseException)
+            for done in answer
+        ]
+
+    def _replica_for(self, operation: OpenSession | CloseSession) -> int:
+        try:
+            home = self._home(operation.session_id)
+            assert home is not None, "a session has a name"
+            return home
+        except (NotFoundError, UnavailableError):
+            for index, engine in enumerate(self._engines):
+                if operation.session_id in engine.sessions_asked:
+                    return index  # it may be away, and will do what it was asked for when it is back
+            if isinstance(operation, CloseSession):
+                raise
+        is_ready = [status.ready for status in self.statuses()]
+        counts = [len(engine.sessions or ()) for engine in self._engines]
+        return min(range(len(counts)), key=lambda index: (not is_ready[index], counts[index]))
+
+    def close(self) -> None:
+        """Leave all; streams that are open end with an error."""
+        for start in self._starts:
+            start.cancel()
+        for engine in self._engines:
+            engine.close()
+
+
+class SteadyStats:
+    """The numbers of one replica, whose totals never fall: a core that is away has those of its last word,
+    and one that takes its place goes on from them."""
+
+    def __init__(self) -> None:
+        self._last: CoreStats | None = None
+        self._before: Counter[str] = Counter()  # totals of the cores before this one
+
+    def of(self, stats: CoreStats | None) -> CoreStats | None:
+        """What to show while the core says this; None: it is away."""
+        last = self._last
+        if stats is None and last is not None:
+            stats = msgspec.structs.replace(
+                last,
+                num_running=0,
+                num_waiting=0,
+                free_blocks=last.num_blocks,
+                inflight=0,
+                open_operations=0,
+                stage_times=[],
+            )
+        if stats is None:
+            return None
+        if last is not None and stats.restarts.core != last.restarts.core:
+            self._before.update({name: getattr(last, name) for name in _TOTALS})
+        self._last = stats
+        totals = {name: getattr(stats, name) + self._before[name] for name in _TOTALS}
+        return msgspec.structs.replace(stats, **totals)
+
+
+def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
+    """The numbers of all replicas as if they were one engine: sums, and the worst of what cannot be added."""
+    known = [(replica, stats) for replica, stats in enumerate(found) if stats is not None]
+    if not known:
+        return None
+    each = [stats for _, stats in known]
+    times: list[StageTimes] = [
+        msgspec.structs.replace(of_stage, replica=replica)
+        for replica, stats in known
+        for of_stage in stats.stage_times
+    ]
+    numbers = {name: sum(getattr(stats, name) for stats in each) for name in _SUMS}
+    numbers |= {name: max(getattr(stats, name) for stats in each) for name in _WORST}
+    return CoreStats(
+        **numbers,
+        paused=any(stats.paused for stats in each),
+        loss=next((stats.loss for stats in each if stats.loss is not None), None),
+        store_failure=next((stats.store_failure for stats in each if stats.store_failure), ""),
+        restarts=Restarts(
+            stages=[sum(counts) for counts in zip(*(stats.restarts.stages for stats in each), strict=True)],
+            core=sum(stats.restarts.core for stats in each),
+        ),
+        stage_times=times,
+    )

@@ -1,0 +1,42 @@
+"""Seeds for sequences that bring none, drawn in the front: once, whatever becomes of the core.
+
+Sequence k of an engine, in the order in which they are asked for, gets the k-th seed that follows from the
+engine's own (`scheduler.admission.derive_seed`). A core draws the same where nobody has, but another core
+would count from the beginning again. Used by both clients of a
+core's process.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.engine.ipc import Welcome
+from penstock.request import GenerationRequest
+from penstock.scheduler.admission import derive_seed
+
+
+class Seeds:
+    """Of one front.
+
+    Args:
+        welcome: of the first core that it met, which other fronts may have used before.
+    """
+
+    def __init__(self, welcome: Welcome) -> None:
+        self._engine_seed = welcome.seed
+        self._num_drawn = welcome.num_sequences
+
+    def given(self, request: GenerationRequest) -> GenerationRequest:
+        """The request with a seed for each of its sequences."""
+        first, self._num_drawn = self._num_drawn, self._num_drawn + 1 + len(request.followers)
+        if request.sampling.seed is not None or request.pooling is not None:
+            return request  # those of its followers follow from it
+        replace = msgspec.structs.replace
+        return replace(
+            request,
+            sampling=replace(request.sampling, seed=derive_seed(self._engine_seed, first)),
+            followers=[
+                replace(follower, seed=derive_seed(self._engine_seed, first + place))
+                for place, follower in enumerate(request.followers, 1)
+            ],
+        )

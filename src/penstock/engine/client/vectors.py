@@ -1,0 +1,102 @@
+"""From the pooled states of a request to the vector that its client gets: the cut, then the length.
+
+Used where outputs are made (`engine.client.async_engine`, `llm`). Pooling itself is the last stage's
+(`sample.pooling`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.engine.client.outputs import TextDelta
+from penstock.request import PoolingParams, RequestUpdate
+
+Vector = NDArray[np.float32]  # [dimensions]
+Output = TypeVar("Output")
+
+
+def finished_vector(pooled: bytes, params: PoolingParams) -> Vector:
+    """What `params` make of `RequestUpdate.vector`: its first `dimensions`, of Euclidean length 1 if wanted.
+
+    A vector of zeros has no direction and stays what it is.
+    """
+    wide = np.frombuffer(pooled, dtype="<f4").astype(np.float64)[: params.dimensions]
+    length = float(np.sqrt(wide @ wide))
+    if params.normalize and length > 0.0:
+        wide = wide / length
+    return wide.astype(np.float32)
+
+
+class VectorAssembler:
+    """Makes the vector of one request; in the place of an `outputs.OutputAssembler`."""
+
+    num_tokens = 0  # generated
+
+    def __init__(self, params: PoolingParams) -> None:
+        self._params = params
+
+    def append(self, update: RequestUpdate) -> TextDelta:
+        """The only delta of a request that has not failed."""
+        vector = finished_vector(update.vector, self._params)
+        return TextDelta("", [], None, update.finish_reason, vector=vector.tobytes())
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingOutput:
+    """A vector as numbers to go on with (vLLM's shape, in numpy)."""
+
+    data: Vector
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingOutput:
+    """A vector as a list (vLLM's shape)."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Its length, after any cut."""
+        return len(self.embedding)
+
+
+@dataclass(slots=True, kw_only=True)
+class PoolingRequestOutput(Generic[Output]):
+    """The result of one prompt (vLLM's shape).
+
+    Attributes:
+        num_cached_tokens: always 0: all hidden states of the prompt are computed.
+    """
+
+    request_id: str
+    outputs: Output
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+    """The result of one prompt of `embed` (vLLM's shape)."""
+
+
+def pooling_output(
+    request_id: str, prompt_token_ids: list[int], vector: bytes
+) -> PoolingRequestOutput[PoolingOutput]:
+    """Of a finished vector (`TextDelta.vector`)."""
+    data = np.frombuffer(vector, dtype=np.float32).copy()
+    return PoolingRequestOutput(
+        request_id=request_id, outputs=PoolingOutput(data=data), prompt_token_ids=prompt_token_ids
+    )
+
+
+def embedding_output(request_id: str, prompt_token_ids: list[int], vector: bytes) -> EmbeddingRequestOutput:
+    """Of a finished vector (`TextDelta.vector`)."""
+    numbers = np.frombuffer(vector, dtype=np.float32).tolist()
+    return EmbeddingRequestOutput(
+        request_id=request_id, outputs=EmbeddingOutput(embedding=numbers), prompt_token_ids=prompt_token_ids
+    )

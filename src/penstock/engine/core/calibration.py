@@ -1,0 +1,237 @@
+"""What the stages cost and how many plans to issue ahead, measured before the first request.
+
+Sends plans of made-up rows through the real pipe: decodes and prompt chunks of several sizes, each with one
+plan in flight (*alone*) and with a full pipe (*shared*). The stages' own reports teach the cost model; how
+soon results follow one another decides `async_depth` where that is `auto`. This also touches all memory and
+runs all code once, so that the first request does not pay for it.
+
+The rows are freed and the steps counted: the engine core goes on from `next_step`. Called by whoever makes
+the core. No trial begins once `BUDGET_S` have passed, but for the first two, without which nothing is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, ScheduledBatch
+from penstock.config.engine import ParallelConfig
+from penstock.engine.core.cost_learning import CostLearner
+from penstock.errors import WaitTimeoutError
+from penstock.executor.base import Executor, KVPlan
+from penstock.process.config import CoreConfig
+from penstock.scheduler.cost_model import CostModel
+
+BUDGET_S = 3.0
+_NUM_FOR_DEPTH = 2  # of the cases, that the depth is chosen by
+_POLL_S = 0.02
+_CONTEXT = 64  # tokens before a decode
+_CHUNK = 32  # tokens of a prompt chunk: bound by arithmetic, and soon done
+_LATE = 448  # tokens before a late chunk
+_AHEAD_GAIN = 0.02  # of the time between results, for which a plan is issued ahead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What the engine core starts with."""
+
+    next_step: int = 0
+    async_depth: int = 0
+    costs: CostLearner | None = None  # None: plans are not sized by time
+
+    @classmethod
+    def none(cls, parallel: ParallelConfig) -> Calibration:
+        """Nothing is measured; what is left to `auto` is as simple as can be."""
+        return cls(async_depth=0 if parallel.async_depth == "auto" else parallel.async_depth)
+
+
+@dataclass(frozen=True, slots=True)
+class _Case:
+    """Alike rows: `num_tokens` each, from position `start` on."""
+
+    num_rows: int
+    num_tokens: int
+    start: int
+
+
+def calibrate(
+    executor: Executor, config: CoreConfig, kv_plan: KVPlan, clock: Callable[[], float], *, epoch: int = 0
+) -> Calibration:
+    """Measure, where plans may be sized by time: where no rank's numbers depend on the size of a plan.
+
+    Args:
+        executor: has been started; no plan has been submitted yet.
+        clock: monotonic seconds.
+        epoch: that the executor was started for.
+
+    Raises:
+        StageLostError, WaitTimeoutError: a stage failed, or did not answer.
+    """
+    if not all(rank.is_invariant for rank in kv_plan.ranks):
+        return Calibration.none(config.parallel)
+    asked = config.parallel.async_depth
+    trials = _Trials(executor, config, clock, epoch)
+    ends_at = clock() + BUDGET_S
+    depths = (0, 1) if asked == "auto" else (asked,)
+    seconds: dict[int, list[float]] = {depth: [] for depth in depths}
+    for number, case in enumerate(_cases(config, kv_plan.num_blocks * config.cache.block_size)):
+        if number and clock() >= ends_at:
+            break
+        trials.run_alone(case)
+        for depth in depths[:: 1 if number % 2 == 0 else -1] if number < _NUM_FOR_DEPTH else depths[:1]:
+            if seconds[depths[0]] and clock() >= ends_at:
+                break
+            seconds[depth].append(trials.run_full(case, depth))
+    trials.finish()
+    return Calibration(next_step=trials.next_step, async_depth=_best_depth(seconds), costs=trials.costs)
+
+
+def _cases(config: CoreConfig, capacity: int) -> Iterator[_Case]:
+    """The most telling first. Contexts differ from case to case, or their part in the time could not be told
+    from that of the tokens."""
+    longest = min(capacity, config.max_model_len)
+    most = min(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+    chunk = min(_CHUNK, config.scheduler.max_num_batched_tokens, longest)
+    yield _Case(1, 1, min(_CONTEXT, longest - 1))
+    yield _Case(1, chunk, 0)
+    yield _Case(min(8, most), 1, min(_LATE, longest - 1))
+    yield _Case(min(16, most), 1, min(_CONTEXT, longest - 1))
+    yield _Case(1, chunk, min(_LATE, longest - chunk))
+
+
+def _best_depth(seconds: dict[int, list[float]]) -> int:
+    """The depth with the least time between results in trials that all depths had; one ahead only for a clear
+    gain."""
+    if len(seconds) == 1:
+        return next(iter(seconds))
+    pairs = list(zip(seconds[0], seconds[1], strict=False))
+    none, one = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    return 1 if one < (1.0 - _AHEAD_GAIN) * none else 0
+
+
+class _Trials:
+    """Made-up plans, in order, through an executor that nobody else uses."""
+
+    def __init__(
+        self, executor: Executor, config: CoreConfig, clock: Callable[[], float], epoch: int
+    ) -> None:
+        self.costs = CostLearner(CostModel(config.parallel.pipeline_parallel_size))
+        self.num_stages = config.parallel.pipeline_parallel_size
+        self.next_step = 0
+        self._executor = executor
+        self._config = config
+        self._clock = clock
+        self._epoch = epoch
+        self._rows: list[int] = []  # held by the plan before
+        self._num_back = 0
+        self._came_at: list[float] = []
+
+    def run_alone(self, case: _Case) -> None:
+        """Two plans, one after the other; the first finds caches cold and memory untouched."""
+        self._run(case, in_flight=1, before=1, count=1, alone=True)
+
+    def run_full(self, case: _Case, async_depth: int) -> float:
+        """P plans through a full pipe. Plans that run while it fills or empties go before and after them.
+
+        Returns:
+            Seconds that the P plans took, from result to result.
+        """
+        return self._run(
+            case,
+            in_flight=self.num_stages + async_depth,
+            before=self.num_stages,
+            count=self.num_stages,
+            alone=False,
+        )
+
+    def _run(self, case: _Case, *, in_flight: int, before: int, count: int, alone: bool) -> float:
+        """Send plans, keeping `in_flight` under way; learn from `count` of them after the first `before`."""
+        first = self.next_step + before
+        after = 0 if alone else self.num_stages
+        for _ in range(before + count + after):
+            self._await(self.next_step - in_flight + 1)
+            plan = self._plan(case)
+            if first <= plan.step_id < first + count:
+                self.costs.submitted(plan, alone=alone)
+            self._submit(plan)
+        self._await(self.next_step)
+        self.costs.learn(self._executor.spans())
+        return self._came_at[first + count - 1] - self._came_at[first - 1]
+
+    def finish(self) -> None:
+        """Free the rows, ask for the times that are still to come, and learn from them."""
+        self._submit(
+            ScheduledBatch(
+                step_id=self.next_step,
+                freed_rows=self._rows,
+                consume_through=self.next_step - 1,
+                wants_times=True,
+            )
+        )
+        self._await(self.next_step)
+        deadline = self._clock() + self._config.stall_timeout_s
+        while not all(self._has_reported(stage) for stage in range(self.num_stages)):
+            self._poll(deadline)
+        self.costs.learn(self._executor.spans())
+
+    def _plan(self, case: _Case) -> ScheduledBatch:
+        """The next plan: rows that take the place of the plan's before; all of them write to one set of
+        blocks, which nobody reads afterwards."""
+        step, rows = self.next_step, list(range(case.num_rows))
+        freed, self._rows = self._rows, rows
+        end = case.start + case.num_tokens
+        ids = [position % self._config.vocab_size for position in range(end)]
+        blocks = list(range(-(-end // self._config.cache.block_size)))
+        new_rows = [
+            NewRow(
+                row=row,
+                generation=step,
+                request_id=f"{MADE_UP}{step}-{row}",
+                prompt_len=end,
+                token_ids=ids,
+                sampling=GREEDY,
+            )
+            for row in rows
+        ]
+        return ScheduledBatch(
+            step_id=step,
+            rows=rows,
+            num_tokens=[case.num_tokens] * case.num_rows,
+            start_positions=[case.start] * case.num_rows,
+            new_blocks=[blocks] * case.num_rows,
+            need_sampled=[True] * case.num_rows,
+            token_from=[KNOWN] * case.num_rows,
+            consume_through=max(step - self.num_stages, -1),  # as decodes of a full pipe do
+            freed_rows=freed,
+            new_rows=new_rows,
+        )
+
+    def _submit(self, plan: ScheduledBatch) -> None:
+        self._executor.submit(msgspec.structs.replace(plan, epoch=self._epoch))
+        self.next_step += 1
+
+    def _await(self, num_back: int) -> None:
+        """Wait until so many results have come in all."""
+        deadline = self._clock() + self._config.stall_timeout_s
+        while self._num_back < num_back:
+            self._poll(deadline)
+
+    def _poll(self, deadline: float) -> None:
+        now = self._clock()
+        if now >= deadline:
+            raise WaitTimeoutError(
+                f"step {self._num_back}, of the first measurements, has not come back in "
+                f"{self._config.stall_timeout_s:.0f} s.",
+                remedy="Raise --step-timeout if the model is that slow.",
+            )
+        results = self._executor.poll(min(_POLL_S, deadline - now))
+        self._num_back += len(results)
+        self._came_at += [self._clock()] * len(results)
+
+    def _has_reported(self, stage: int) -> bool:
+        """Whether the report of a stage has come that the last plan asked for."""
+        last = self.next_step - 1
+        reports = [spans for spans in self._executor.spans() if spans.stage == stage]
+        return bool(reports) and any(step == last for _, step, _ in reports[-1].steps)

@@ -1,0 +1,113 @@
+"""From the reports of the stages to the costs of plans.
+
+`engine.core.calibration` and `engine.core.core` tell which plans they submit, and hand over what the stages
+report; `scheduler.cost_model` learns. Knows no executor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from penstock.batch import NO_GRAMMAR, NewRow, ScheduledBatch, StageSpans
+from penstock.scheduler.cost_model import CostModel, StepSample, StepShape
+from penstock.trace.phases import Phase
+
+OVERHEAD = (Phase.TAKE, Phase.COMM, Phase.PUT)
+LEARN_INTERVAL_S = 1.0
+_MAX_SHAPES = 4096  # of steps that nobody has reported yet
+_MAX_SAMPLES = 128  # of one report: a tiny model makes thousands of steps a second
+
+
+class StepTimes(NamedTuple):
+    """What one stage spent on one step, in seconds, waiting left out."""
+
+    step: int
+    forward_s: float
+    sample_s: float
+    overhead_s: float
+
+
+class _Told(NamedTuple):
+    """What is known of a step that was submitted.
+
+    Attributes:
+        alone: only one stage at a time computes for it.
+        samples_only: the sampling phase of the last stage is the head and sampling, and nothing else.
+    """
+
+    shape: StepShape
+    alone: bool
+    samples_only: bool
+
+
+class CostLearner:
+    """Teaches a cost model.
+
+    What rows with a grammar or a pooling do in the sampling phase, waiting for masks and adding up states, is
+    no cost of the head: of steps with such a row only the rest is learnt.
+
+    Args:
+        model: is taught.
+    """
+
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
+        self._next_at = -math.inf  # clock seconds at which `follow` learns again
+        self._steps: dict[int, _Told] = {}  # by step id, the oldest first
+        self._special_rows: set[int] = set()  # with a grammar or a pooling
+        self._seen_ns: dict[int, int] = {}  # by stage: when the newest report that was learnt from had begun
+
+    def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
+        """A plan is on its way. `alone`: only one stage at a time computes for it."""
+        self._special_rows.difference_update(plan.freed_rows, [new.row for new in plan.new_rows])
+        self._special_rows |= {new.row for new in plan.new_rows if _is_special(new)}
+        # What waits for the store, or scores prompts, says nothing of other plans.
+        if not plan.rows or plan.awaited or plan.scored:
+            return
+        samples_only = self._special_rows.isdisjoint(plan.rows)
+        self._steps[plan.step_id] = _Told(StepShape.of(plan), alone, samples_only)
+        if len(self._steps) > _MAX_SHAPES:
+            del self._steps[next(iter(self._steps))]
+
+    def follow(self, now: float, reports: Callable[[], Sequence[StageSpans]]) -> None:
+        """Learn from what is reported, about as often as stages do; `now`: clock seconds."""
+        if now >= self._next_at:
+            self._next_at = now + LEARN_INTERVAL_S
+            self.learn(reports())
+
+    def learn(self, reports: Sequence[StageSpans]) -> None:
+        """Take in what stages have reported; reports that are known already are passed over."""
+        for report in reports:
+            if report.began_ns <= self._seen_ns.get(report.stage, -1):
+                continue
+            self._seen_ns[report.stage] = report.began_ns
+            samples: dict[bool, list[StepSample]] = defaultdict(list)
+            for times in step_times(report):
+                told = self._steps.get(times.step)
+                if told is not None:
+                    sample_s = times.sample_s if told.samples_only else None
+                    sample = StepSample(told.shape, times.forward_s, sample_s, times.overhead_s)
+                    samples[told.alone].append(sample)
+            for alone, found in samples.items():
+                self.model.learn(report.stage, found[-_MAX_SAMPLES:], alone=alone)
+
+
+def _is_special(new: NewRow) -> bool:
+    return new.grammar != NO_GRAMMAR or new.pooling is not None
+
+
+def step_times(report: StageSpans) -> Iterator[StepTimes]:
+    """The steps with tokens of one report."""
+    ends = [index for index, _, _ in report.steps[1:]] + [len(report.phases)]
+    for (begin, step, num_tokens), end in zip(report.steps, ends, strict=True):
+        if num_tokens == 0:
+            continue
+        spent_ns = [0] * len(Phase)
+        spans = zip(report.phases[begin:end], report.durations_ns[begin:end], strict=True)
+        for phase, duration_ns in spans:
+            spent_ns[phase] += duration_ns
+        overhead_ns = sum(spent_ns[phase] for phase in OVERHEAD)
+        yield StepTimes(step, spent_ns[Phase.FORWARD] / 1e9, spent_ns[Phase.SAMPLE] / 1e9, overhead_ns / 1e9)

@@ -1,0 +1,39 @@
+"""How fast plans follow one another while an administrator has slowed the engine down (row G4).
+
+    plan n ──── interval ────▶ plan n+1 ──── interval ────▶ plan n+2        probes go in between as ever
+
+The core asks before it makes a plan, and wakes when the next may be made: nobody sleeps, so that results,
+probes, aborts and health are as prompt as ever. Owned by `engine.core.operation_desk`; set between two plans.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+class Pace:
+    """Args:
+    clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.interval_ms = 0  # between two plans with work at least
+        self._planned_at = -math.inf
+
+    @property
+    def allows_plan(self) -> bool:
+        return self._clock() >= self._due_at
+
+    def planned(self) -> None:
+        """A plan with work was made now."""
+        self._planned_at = self._clock()
+
+    def next_wakeup(self) -> float:
+        """Clock time at which the next plan may be made; infinite if that is so already."""
+        return math.inf if self.allows_plan else self._due_at
+
+    @property
+    def _due_at(self) -> float:
+        return self._planned_at + self.interval_ms / 1000

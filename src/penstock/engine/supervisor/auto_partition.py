@@ -1,0 +1,138 @@
+"""`--partition auto`: the ranks are measured, the best split is chosen, and numbers stand in place of `auto`.
+
+Called before `launch.resolve` by the supervisor and by `llm`, and by the command `plan`. Starts one measuring
+process per rank (`planner.measure`) unless the cache knows the costs; all have ended when it returns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import msgspec
+
+from penstock.config.engine import EngineConfig
+from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve
+from penstock.engine.supervisor.measuring import measure
+from penstock.engine.supervisor.reports import Notice, PartitionChosen, Reporter
+from penstock.families.spec import ModelSpec
+from penstock.pipeline.partition import AUTO_POLICY, partition_layers
+from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
+from penstock.planner.mix import Mix
+from penstock.planner.performance import PartitionChoice, choose
+from penstock.planner.report import comma_separated, partition_lines
+from penstock.planner.stage_costs import StageCosts
+from penstock.process.config import MeasureConfig, RankConfig
+
+MEASURE_S = 3.0  # of all cases together; a step that takes longer gets it
+_MAX_PREFILL_TOKENS = 256  # of the chunk that is timed; a longer one costs about as much for each token
+_LAYERS_BYTES = 256 << 20  # weights that are timed: more than caches hold
+_QUANTIZED_ITEM_SIZES = {"int8": 1.0, "int4": 0.5}
+
+
+def settle_partition(config: EngineConfig, host: Host, reporter: Reporter) -> EngineConfig:
+    """The configuration with layers per stage in place of `auto`; any other as it is.
+
+    Raises:
+        UsageError: the mix cannot be read, or what `launch.resolve` raises.
+        NotEnoughMemoryError: no split fits.
+        PenstockError: a rank could not be measured; the first cause.
+    """
+    parallel = config.parallel
+    mix = Mix.parse(parallel.partition_mix)
+    if parallel.partition != AUTO_POLICY or parallel.pipeline_parallel_size == 1:
+        return config
+    choice = choose_partition(config, mix, host, reporter)
+    layers = choice.best.layers
+    reporter.report(PartitionChosen(layers=list(layers), table=partition_lines(choice)))
+    return config.with_partition(comma_separated(layers))
+
+
+def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Reporter) -> PartitionChoice:
+    """Measure the ranks of a configuration with several stages, or recall what was measured; and choose."""
+    plan = _plan_of_any_split(config, host)
+    configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, host)
+    cache, key = CostCache.open(os.environ), cost_key(configs, plan.spec, os.environ)
+    costs = cache.find(key, plan.num_stages)
+    if costs is None:
+        reporter.report(Notice(text=f"measuring {plan.num_stages} stages to choose the partition."))
+        of_ranks = measure(configs)
+        firsts = [config.rank.tp_rank == 0 for config in configs]
+        costs = list(itertools.compress(of_ranks, firsts))
+        if are_to_keep(costs, os.environ):
+            cache.put(key, costs)
+    if (path := cache.path(key)) and path.exists():
+        reporter.report(Notice(text=f"the stages' costs are in {path}; without it they are measured again."))
+    even = partition_layers(plan.spec.num_layers, plan.num_stages, "even", environ={})
+    stages = [rank for rank in plan.ranks if rank.tp_rank == 0]
+    return choose(
+        [_with_free_memory(own, rank, host) for own, rank in zip(costs, stages, strict=True)],
+        stages,
+        mix,
+        [end - start for start, end in even],
+    )
+
+
+def _plan_of_any_split(config: EngineConfig, host: Host) -> LaunchPlan:
+    """All but the layers of the ranks is what it will be."""
+    return resolve(config.with_partition("last"), host)
+
+
+def _with_free_memory(costs: StageCosts, rank: RankConfig, host: Host) -> StageCosts:
+    """What is free on the host is another number at every start."""
+    if rank.device != "cpu":
+        return costs
+    return msgspec.structs.replace(costs, available_bytes=host.free_bytes)
+
+
+def measure_configs(plan: LaunchPlan, prefill_chunk: int, mix: Mix, host: Host) -> list[MeasureConfig]:
+    """What each rank is to time; `parent_pid` and `start_fd` are set when it starts."""
+    first = plan.ranks[0]
+    context = mix.mean_length(first.max_model_len)
+    longest = min(prefill_chunk, first.max_num_batched_tokens, first.max_model_len, _MAX_PREFILL_TOKENS)
+    prefill = max(1, min(mix.prompt, longest))
+    num_rows = _numbers_of_rows(min(first.max_num_seqs // plan.num_stages, first.max_num_batched_tokens))
+    num_layers = _num_timed_layers(plan, host)
+    return [
+        MeasureConfig(
+            rank=_with_layers(rank, num_layers, plan.spec.num_layers),
+            parent_pid=0,
+            start_fd=-1,
+            num_rows=num_rows,
+            context=context,
+            prefill_tokens=prefill,
+            case_s=MEASURE_S / (len(num_rows) + 1),
+        )
+        for rank in plan.ranks
+    ]
+
+
+def _numbers_of_rows(most: int) -> list[int]:
+    """1, 4, 8, 16, ... and the largest number itself."""
+    doubled = (1 << power for power in range(2, max(most, 1).bit_length()))
+    return sorted({1, *doubled, max(most, 1)})
+
+
+def _num_timed_layers(plan: LaunchPlan, host: Host) -> int:
+    """More than caches hold, if a stage can have so many and half of the free memory takes them."""
+    spec, rank = plan.spec, plan.ranks[0]
+    layer_bytes = max(1, int(spec.layer_parameters() * _item_size(spec, rank)))
+    most = spec.num_layers - plan.num_stages + 1
+    fitting = host.free_bytes // (2 * len(plan.ranks) * layer_bytes)
+    return max(1, min(max(2, -(-_LAYERS_BYTES // layer_bytes)), most, fitting))
+
+
+def _item_size(spec: ModelSpec, rank: RankConfig) -> float:
+    """Bytes of a parameter, about."""
+    if spec.quantization is not None:
+        return spec.quantization.min_bits / 8
+    return _QUANTIZED_ITEM_SIZES.get(rank.quantization, ITEM_SIZES[rank.dtype])
+
+
+def _with_layers(rank: RankConfig, count: int, num_layers: int) -> RankConfig:
+    """The rank with its end of the model, if it has one, and so many layers; it reads a tied head itself."""
+    start = 0 if rank.is_first else num_layers - count if rank.is_last else 1
+    return msgspec.structs.replace(
+        rank, start_layer=start, end_layer=start + count, tied_head="load", depth=1, link_frames=1
+    )

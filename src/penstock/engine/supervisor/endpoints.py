@@ -1,0 +1,86 @@
+"""Local sockets without a name.
+
+A Unix socket needs a path only to be connected to. An `Endpoint` is bound in a fresh 0700 directory and
+keeps two descriptors: the listening socket, and an `O_PATH` handle of the socket file. Path and directory are
+removed at once, before any child exists; connectors go through `/proc/.../fd/...`, which leads to the same
+inode and is open to the same user only. So there is nothing to clean up, whatever is killed and when, and
+connecting works in any order because the socket listens from the start.
+
+The supervisor makes endpoints and hands the descriptors to its children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+
+from penstock.pipeline.links.plan_channel import bind_address, connect_address
+
+BACKLOG = 64
+
+
+@contextlib.contextmanager
+def _passing_directory() -> Iterator[str]:
+    """A path for a socket in a directory of our own; both are gone afterwards.
+
+    The path leads through a descriptor of the directory, because socket paths may have 107 bytes at most.
+    """
+    directory = tempfile.mkdtemp(prefix="penstock-")  # mode 0700
+    try:
+        descriptor = os.open(directory, os.O_PATH)
+        try:
+            yield f"/proc/self/fd/{descriptor}/socket"
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink("socket", dir_fd=descriptor)
+            os.close(descriptor)
+    finally:
+        os.rmdir(directory)
+
+
+class Endpoint:
+    """A listening socket that has no path any more."""
+
+    def __init__(self) -> None:
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._handle = -1
+        with _passing_directory() as path:
+            self._listener.bind(path)
+            self._listener.listen(BACKLOG)
+            self._handle = os.open(path, os.O_PATH)
+
+    @property
+    def listen_fd(self) -> int:
+        """Descriptor that the binding child inherits."""
+        return self._listener.fileno()
+
+    @property
+    def handle_fd(self) -> int:
+        """Descriptor that each connecting child inherits."""
+        return self._handle
+
+    @property
+    def bind_address(self) -> str:
+        return bind_address(self.listen_fd)
+
+    @property
+    def connect_address(self) -> str:
+        """For a process that has inherited `handle_fd`."""
+        return connect_address(self._handle)
+
+    def connect_address_from_outside(self) -> str:
+        """For another process of the same user, while this one lives and has not called `close`."""
+        return f"ipc:///proc/{os.getpid()}/fd/{self._handle}"
+
+    def close_listener(self) -> None:
+        """Once the binding child has it: a dead binder must refuse connections, not queue them."""
+        self._listener.close()
+
+    def close(self) -> None:
+        self.close_listener()
+        if self._handle >= 0:
+            os.close(self._handle)
+            self._handle = -1

@@ -1,0 +1,145 @@
+"""Who uses an engine: an API process, or the program that started the supervisor.
+
+The supervisor is given one and treats both alike.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from penstock.config.engine import EngineConfig
+from penstock.config.server import ServerConfig
+from penstock.engine.supervisor.children import Family, spawn
+from penstock.engine.supervisor.endpoints import Endpoint
+from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.process import entry_points, listening
+from penstock.process.child import encode_config
+from penstock.process.config import ApiProcessConfig
+
+HOLD_S = 5.0  # for a connection that comes while another API process starts
+
+
+class Front(Protocol):
+    """What the supervisor asks of either."""
+
+    def open(self) -> None:
+        """Claim what can be refused, before anything is loaded."""
+        ...
+
+    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+        """Start its process, if any; the next one when it was lost."""
+        ...
+
+    def address(self, client: Endpoint) -> str:
+        """Where users connect, once all is ready."""
+        ...
+
+    @property
+    def lifeline_fds(self) -> Sequence[int]:
+        """Descriptors that become readable when the user is gone."""
+        ...
+
+    @property
+    def drain_s(self) -> float:
+        """How long running requests may go on after a signal."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class HttpFront:
+    """The API process. Its listening socket is bound here and inherited, by the next one too."""
+
+    lifeline_fds: Sequence[int] = ()
+
+    def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
+        self._engine = engine
+        self._server = server
+        # The first has an engine to wait for that loads; it says so, unless another server has the port.
+        self._hold_s = math.inf if server.reuse_port else 0.0
+        self._listener: socket.socket | None = None
+
+    @property
+    def drain_s(self) -> float:
+        return self._server.drain_s
+
+    def open(self) -> None:
+        self._listener = listening.listen(self._server)
+
+    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+        assert self._listener is not None
+        config = ApiProcessConfig(
+            server=self._server,
+            parent_pid=os.getpid(),
+            client_addresses=[client.connect_address for client in clients],
+            listen_fd=self._listener.fileno(),
+            model_path=plan.model_path,
+            model_name=self._server.served_model_name or served_name(self._engine.model.model),
+            max_model_len=plan.core.max_model_len,
+            vocab_size=plan.core.vocab_size,
+            eos_token_ids=plan.core.eos_token_ids,
+            max_num_seqs=plan.core.scheduler.max_num_seqs,
+            max_waiting_requests=plan.core.scheduler.max_waiting_requests,
+            num_stages=plan.num_stages,
+            stages=plan.stage_shapes,
+            has_prefix_cache=plan.core.cache.enable_prefix_caching,
+            heartbeat_limit_s=plan.core.parallel.heartbeat_limit_s,
+            hold_s=self._hold_s,
+            hidden_size=plan.spec.hidden_size,
+            pooling=self._engine.model.pooling,
+        )
+        self._hold_s = max(HOLD_S, self._hold_s)
+        inherit = [config.listen_fd, *(client.handle_fd for client in clients)]
+        encoded = encode_config(config)
+        family.add(spawn(entry_points.API_PROCESS, encoded, name="API process", inherit=inherit))
+
+    def address(self, client: Endpoint) -> str:
+        assert self._listener is not None
+        return listening.url(self._listener)
+
+    def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+
+
+def served_name(model: str) -> str:
+    """What clients call a model unless the user names it: a directory goes by its last part."""
+    return Path(model).resolve().name if Path(model).is_dir() else model
+
+
+class CallerFront:
+    """The program that started the supervisor and connects its own client.
+
+    Args:
+        lifeline_fd: a pipe that the caller holds open as long as it lives.
+        caller_pid: watched as well, since forked children of the caller may hold the pipe too.
+    """
+
+    drain_s = 0.0
+
+    def __init__(self, lifeline_fd: int, caller_pid: int) -> None:
+        self._lifeline_fd = lifeline_fd
+        self._caller_pid = caller_pid
+        self._caller_fd = -1
+
+    @property
+    def lifeline_fds(self) -> Sequence[int]:
+        return [self._lifeline_fd, self._caller_fd]
+
+    def open(self) -> None:
+        self._caller_fd = os.pidfd_open(self._caller_pid)
+
+    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+        """None: they are there already."""
+
+    def address(self, client: Endpoint) -> str:
+        return client.connect_address_from_outside()
+
+    def close(self) -> None:
+        if self._caller_fd >= 0:
+            os.close(self._caller_fd)

@@ -1,0 +1,450 @@
+"""From an `EngineConfig` to what each process is told: pure, and the same for every backend.
+
+`resolve` replaces every "auto" by a value (model directory, layer ranges, dtype, device, threads and their
+cores) and refuses settings that do not go together; `--partition auto` has become numbers before
+(`engine.supervisor.auto_partition`). Called by the supervisor (processes) and by `llm` (ranks as threads).
+Starts nothing and opens no socket.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.engine.supervisor.host import (
+    Host,
+    cpus_of_core,
+    cpus_of_ranks,
+    devices_of_ranks,
+    shared_threads,
+)
+from penstock.errors import NotEnoughMemoryError, UsageError
+from penstock.families.registry import load_spec, resolve_model_directory
+from penstock.families.sharding import require_shardable, require_whole_groups
+from penstock.families.spec import ModelSpec
+from penstock.families.transformers_fields import implementation_notes, require_plain
+from penstock.faults import Fault
+from penstock.kernels.cpu.library import parse_kernels
+from penstock.kvstore.description import Description, encoded
+from penstock.kvstore.names import model_identity, namespace
+from penstock.kvstore.store import keeps_quota, open_store
+from penstock.pipeline.links.frame import frame_bytes
+from penstock.pipeline.partition import partition_layers
+from penstock.pipeline.rank_layout import RankLayout
+from penstock.process.config import CoreConfig, RankConfig, StageShape, StoreConfig
+from penstock.scheduler.admission import derive_seed
+
+ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+STALL_GRACE_S = 5.0  # the ranks, which know what they wait for, speak before the core does
+
+_REPLICAS = 0x2545F4914F6CDD1D  # sets the seeds of engines apart from those of sequences
+
+FloatType = Literal["float32", "bfloat16", "float16"]
+
+_QUANTIZATION_BITS = {"int8": 8, "int4": 4}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightForm:
+    """In which form the weights are held, and where.
+
+    Attributes:
+        quantization: what is left to do at load, as in `RankConfig`.
+        bits: that a parameter takes at least; parameters that are not quantised take more.
+        notes: what the user did not ask for in so many words.
+    """
+
+    devices: list[str]  # of each rank of all replicas: "cpu" or "cuda:N"
+    dtype: FloatType
+    quantization: Quantization
+    bits: int
+    notes: tuple[str, ...]
+
+
+class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that is decided of a replica before a process starts.
+
+    Attributes:
+        ranks: of one replica, stage by stage, those of one stage side by side.
+        notes: sentences for the user, about what was decided for them.
+    """
+
+    model_path: str
+    spec: ModelSpec
+    ranks: list[RankConfig]
+    core: CoreConfig
+    frame_bytes: int  # of a link between stages
+    notes: tuple[str, ...] = ()
+
+    @property
+    def num_stages(self) -> int:
+        return self.ranks[-1].num_stages
+
+    @property
+    def stage_shapes(self) -> list[StageShape]:
+        firsts = [rank for rank in self.ranks if rank.tp_rank == 0]
+        return [
+            StageShape(start_layer=rank.start_layer, end_layer=rank.end_layer, num_ranks=rank.tp_size)
+            for rank in firsts
+        ]
+
+
+def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
+    """The plan of the only replica, or of the first; raises what `resolve_replicas` does."""
+    return resolve_replicas(config, host)[0]
+
+
+def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
+    """Decide everything that does not need a tensor, for each replica; they share the host.
+
+    Raises:
+        UsageError, PartitionError: a setting cannot be met by this model or machine.
+        ModelError: the directory or its config.json is bad.
+        NotEnoughMemoryError: the weights do not fit into what is free on this host.
+    """
+    parallel = config.parallel
+    parse_kernels(parallel.kernels)
+    directory = resolve_model_directory(config.model.model)
+    spec = load_spec(directory, config.model.model_impl)
+    require_plain(spec, config.model.quantization, parallel)
+    form = _weight_form(config.model, parallel, spec, host)
+    _check_tensor_parallel(parallel, spec, form)
+    max_model_len = _max_model_len(config.model.max_model_len, spec)
+    stages = parallel.pipeline_parallel_size
+    ranges = partition_layers(spec.num_layers, stages, parallel.partition)
+    _check_weights_fit(spec, ranges, parallel, form, host)
+    wait_timeout_s = _step_timeout_s(config) * stages
+    ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host)
+    core = _core_config(
+        config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
+    )
+    kind = f"{spec.implementation}, {form.quantization} weights"
+    if form.quantization != "none":
+        kind += _widths(ranges, parallel.tp_sizes)
+    store = _store_config(config, directory, kind, form.dtype, len(ranks))
+    core = msgspec.structs.replace(core, store=store)
+    ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
+    size = len(ranks) // parallel.data_parallel_size
+    return [
+        LaunchPlan(
+            model_path=str(directory),
+            spec=spec,
+            ranks=own,
+            core=msgspec.structs.replace(
+                core, replica=own[0].replica, seed=replica_seed(config.seed, own[0].replica or 0)
+            ),
+            frame_bytes=frame_bytes(
+                max_num_tokens=config.scheduler.max_num_batched_tokens,
+                width=spec.hidden_size,
+                itemsize=ITEM_SIZES[form.dtype],
+            ),
+            notes=(*form.notes, *implementation_notes(spec)),
+        )
+        for own in (ranks[first : first + size] for first in range(0, len(ranks), size))
+    ]
+
+
+def replica_seed(seed: int, replica: int) -> int:
+    """The engine's own seed in each replica, so that k-th sequences differ; the first has the given one."""
+    return derive_seed(seed ^ _REPLICAS, replica) if replica else seed
+
+
+def _rank_configs(
+    config: EngineConfig,
+    model_path: str,
+    form: _WeightForm,
+    ranges: list[tuple[int, int]],
+    max_model_len: int,
+    wait_timeout_s: float,
+    host: Host,
+) -> list[RankConfig]:
+    parallel = config.parallel
+    threads = parallel.rank_threads or shared_threads(form.devices, host.num_cpus)
+    cpus = cpus_of_ranks(parallel, threads, form.devices, host)
+    sizes, replicas = parallel.tp_sizes, parallel.data_parallel_size
+    layout = RankLayout(tp_sizes=tuple(sizes), data_parallel_size=replicas)
+    return [
+        RankConfig(
+            model_path=model_path,
+            dtype=form.dtype,
+            max_model_len=max_model_len,
+            stage=place.stage,
+            num_stages=len(ranges),
+            start_layer=ranges[place.stage][0],
+            end_layer=ranges[place.stage][1],
+            device=form.devices[rank],
+            num_sharers=form.devices.count(form.devices[rank]),
+            threads=threads[rank],
+            block_size=config.cache.block_size,
+            num_blocks=config.cache.num_blocks,
+            kv_cache_bytes=config.cache.kv_cache_bytes,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            depth=parallel.depth,
+            link_frames=parallel.max_async_depth + 1,
+            tied_head=parallel.tied_head,
+            quantization=form.quantization,
+            kernels=parallel.kernels,
+            cpus=cpus[rank],
+            wait_timeout_s=wait_timeout_s,
+            tp_rank=place.tp_rank,
+            tp_size=sizes[place.stage],
+            expert_parallel=parallel.enable_expert_parallel,
+            next_tp_size=[*sizes, 1][place.stage + 1],
+            replica=place.replica if replicas > 1 else None,
+            model_impl=config.model.model_impl,
+        )
+        for rank, place in enumerate(layout.places)
+    ]
+
+
+def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
+    """The plan with what a test wants to break."""
+    ranks = [
+        msgspec.structs.replace(
+            rank,
+            faults=[
+                fault
+                for fault in faults
+                if fault.stage == rank.stage and fault.tp_rank in (None, rank.tp_rank)
+            ],
+        )
+        for rank in plan.ranks
+    ]
+    return msgspec.structs.replace(plan, ranks=ranks)
+
+
+def _core_config(
+    config: EngineConfig,
+    spec: ModelSpec,
+    max_model_len: int,
+    stall_timeout_s: float,
+    cpus: tuple[int, ...],
+) -> CoreConfig:
+    return CoreConfig(
+        parallel=config.parallel,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        seed=config.seed,
+        max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=list(spec.eos_token_ids),
+        stall_timeout_s=stall_timeout_s,
+        cpus=cpus,
+    )
+
+
+def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
+    """Which layers several ranks share: with quantised weights each rank rounds its own part of the
+    activations, so that numbers depend on how many there are. Empty if none do."""
+    shared: list[tuple[int, int, int]] = []
+    for (start, end), size in zip(ranges, sizes, strict=True):
+        if shared and shared[-1][2] == size:
+            shared[-1] = (shared[-1][0], end, size)
+        else:
+            shared.append((start, end, size))
+    return "".join(f", layers {start} to {end - 1} by {size}" for start, end, size in shared if size > 1)
+
+
+def _store_config(
+    config: EngineConfig, directory: Path, kind: str, dtype: str, num_ranks: int
+) -> StoreConfig | None:
+    """How the tiers beyond the pool are opened, and what their records of this model are called.
+
+    Args:
+        kind: whatever else decides the numbers.
+        num_ranks: of all replicas, that share the host tier's memory.
+    """
+    cache = config.cache
+    if cache.kv_store is None and not cache.kv_host_bytes:
+        return None
+    names = namespace(model_identity(directory), dtype=dtype, block_size=cache.block_size, kind=kind)
+    quota_bytes = None
+    if cache.kv_store is not None:
+        quota_bytes = cache.kv_store_bytes if keeps_quota(cache.kv_store) else None
+        open_store(cache.kv_store, quota_bytes=quota_bytes).close()  # refuse now what can never work
+    description = Description(
+        model=directory.resolve().name if Path(config.model.model).is_dir() else config.model.model,
+        dtype=dtype,
+        kind=kind,
+        block_size=cache.block_size,
+        quota_bytes=quota_bytes,
+        opened_at=time.time(),
+    )
+    return StoreConfig(
+        url=cache.kv_store,
+        quota_bytes=quota_bytes,
+        namespace=names,
+        description=encoded(description),
+        host_bytes=cache.kv_host_bytes // num_ranks,
+        writes_back=cache.kv_store_policy == "write-back",
+        write_bytes_per_s=cache.kv_write_bytes_per_s,
+    )
+
+
+def _step_timeout_s(config: EngineConfig) -> float:
+    """The user's, or one that a slow machine does not reach with the largest plan."""
+    asked = config.parallel.step_timeout_s
+    return asked if asked is not None else 60.0 + 0.1 * config.scheduler.max_num_batched_tokens
+
+
+def _weight_form(model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, host: Host) -> _WeightForm:
+    """Device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
+    quantization, asked = _quantization(model.quantization, spec), parallel.rank_devices
+    is_quantized = quantization != "none" or spec.quantization is not None
+    moves_head = spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1
+    if is_quantized and moves_head and parallel.tied_head == "transfer":
+        raise UsageError(
+            "--tied-head is transfer; a quantised head cannot be sent down the pipe.",
+            remedy="Use --tied-head load.",
+            param="tied_head",
+        )
+    if not is_quantized:
+        dtype = _dtype(model.dtype, spec)
+        return _WeightForm(
+            devices=devices_of_ranks(asked, host),
+            dtype=dtype,
+            quantization="none",
+            bits=ITEM_SIZES[dtype] * 8,
+            notes=(),
+        )
+    if any(device.startswith("cuda") for device in asked):
+        raise _no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
+    notes = [_quantization_note(quantization, spec)]
+    if parallel.device == "auto" and host.num_gpus:
+        notes.append("the stages run on the CPU, not on the GPU: quantised weights are for the CPU so far.")
+    dtype = _dtype(model.dtype, spec)
+    if dtype == "float16":
+        dtype = _instead_of_float16(model.dtype)
+        notes.append(
+            "numbers are bfloat16 instead of the checkpoint's float16: the kernels for quantised weights "
+            "have no float16; --dtype float32 loses nothing and is slower."
+        )
+    bits = spec.quantization.min_bits if spec.quantization else _QUANTIZATION_BITS[quantization]
+    if "linear" not in parse_kernels(parallel.kernels).enabled:
+        bits = 32
+        notes.append("without the kernel for linear layers, quantised weights are held as float32.")
+    devices = ["cpu"] * len(asked)
+    return _WeightForm(devices=devices, dtype=dtype, quantization=quantization, bits=bits, notes=tuple(notes))
+
+
+def _quantization(asked: Quantization, spec: ModelSpec) -> Quantization:
+    """What to do at load: nothing with a checkpoint that is quantised already."""
+    if spec.quantization is None:
+        return asked
+    if asked not in ("none", spec.quantization.kind):
+        raise UsageError(
+            f"--quantization is {asked}; the checkpoint is quantised already, as "
+            f"{spec.quantization.describe()}.",
+            remedy=f"Leave the flag out to serve it as it is, or use the original checkpoint for {asked}.",
+            param="quantization",
+            code="already_quantised",
+        )
+    return "none"
+
+
+def _quantization_note(quantization: Quantization, spec: ModelSpec) -> str:
+    if spec.quantization is not None:
+        return f"weights are quantised as the checkpoint has them, {spec.quantization.describe()}."
+    return f"weights are quantised to {quantization} while they are loaded."
+
+
+def _no_quantised_weights_on_cuda(device: str, asked: Quantization, spec: ModelSpec) -> UsageError:
+    wanted = f"--quantization {asked}" if spec.quantization is None else "a quantised checkpoint"
+    return UsageError(
+        f"--device is {device}, with {wanted}: quantised weights are supported on the CPU only, so far.",
+        remedy="Use --device cpu, or the original checkpoint without --quantization.",
+        param="device",
+        code="unsupported",
+    )
+
+
+def _instead_of_float16(asked: str) -> FloatType:
+    if asked == "auto":
+        return "bfloat16"
+    raise UsageError(
+        "--dtype is float16; the kernels for quantised weights have no float16.",
+        remedy="Use --dtype bfloat16 or float32.",
+        param="dtype",
+        code="unsupported",
+    )
+
+
+def _dtype(asked: str, spec: ModelSpec) -> FloatType:
+    name = spec.dtype if asked == "auto" else asked
+    known: dict[str, FloatType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
+    return known.get(name, "float32")
+
+
+def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
+    own = spec.max_position_embeddings
+    if asked is None:
+        return own
+    if not 2 <= asked <= own:
+        raise UsageError(
+            f"max_model_len is {asked}; this model takes 2 to {own} tokens.",
+            remedy=f"Use at most {own}.",
+            param="max_model_len",
+            code="out_of_range",
+        )
+    return asked
+
+
+def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _WeightForm) -> None:
+    """Refuse what ranks of one stage cannot share, or what is not built for them."""
+    if max(parallel.tp_sizes) == 1:
+        return
+    if spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1 and parallel.tied_head == "transfer":
+        raise UsageError(
+            "--tied-head is transfer; a head that ranks share cannot be sent down the pipe.",
+            remedy="Use --tied-head load.",
+            param="tied_head",
+        )
+    layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
+    for rank in range(layout.world_size):
+        _check_devices_of_stage([form.devices[other] for other in layout.tensor_group(rank).ranks])
+    for size in parallel.tp_sizes:
+        whole_experts = parallel.enable_expert_parallel
+        require_shardable(spec, size, expert_parallel=whole_experts)
+        load_bits = _QUANTIZATION_BITS.get(form.quantization)
+        require_whole_groups(spec, size, load_bits, expert_parallel=whole_experts)
+
+
+def _check_devices_of_stage(devices: list[str]) -> None:
+    """Sums over the ranks of a stage are taken on the CPU, or between GPUs."""
+    kinds = {device.partition(":")[0] for device in devices}
+    shared = next((device for device in devices if device != "cpu" and devices.count(device) > 1), None)
+    if len(kinds) == 1 and shared is None:
+        return
+    what = f"two of them would be on {shared}" if shared else "some are on the CPU and some on a GPU"
+    raise UsageError(
+        f"the ranks of one stage are to run on {', '.join(devices)}: {what}.",
+        remedy="Give each rank of a stage a GPU of its own, or all of them the CPU; stages may differ.",
+        param="device",
+    )
+
+
+def _check_weights_fit(
+    spec: ModelSpec, ranges: list[tuple[int, int]], parallel: ParallelConfig, form: _WeightForm, host: Host
+) -> None:
+    """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
+    of_replica = [
+        spec.stage_parameters(start, end) // size
+        for (start, end), size in zip(ranges, parallel.tp_sizes, strict=True)
+        for _ in range(size)
+    ]
+    of_ranks = of_replica * parallel.data_parallel_size
+    on_cpu = [own for own, device in zip(of_ranks, form.devices, strict=True) if device == "cpu"]
+    weights = sum(on_cpu) * form.bits // 8
+    if weights > host.free_bytes:
+        raise NotEnoughMemoryError(
+            f"the weights take {weights / 2**20:.0f} MiB; {host.free_bytes / 2**20:.0f} MiB are free.",
+            remedy="Use a smaller model or dtype, --quantization int8 or int4, or free memory.",
+        )

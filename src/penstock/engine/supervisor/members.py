@@ -1,0 +1,324 @@
+"""Core and stages: the processes that meet in an epoch, and what happens when one of them is lost.
+
+    epoch e ──a member has ended, or left it──▶ between epochs ──due──▶ epoch e + 1 ──a step has crossed it
+                                                     ▲                      │
+                                                     └──────lost again──────┘
+
+The loss of a member ends the epoch: connections are closed, and all get new ones. Only what was lost is
+started again; the other stages keep their weights, and a core that lives keeps its requests. Where that fails
+again and again it is tried with growing pauses, and running requests end. Of its end a child need not say
+anything. Used by `engine.supervisor.supervisor`, in its thread.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.batch import RankLoaded
+from penstock.engine.supervisor.children import CAUSE_GRACE_S, Child, Family, spawn
+from penstock.engine.supervisor.endpoints import Endpoint
+from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.engine.supervisor.losses import CORE, Losses
+from penstock.engine.supervisor.reports import (
+    LoadProgress,
+    Notice,
+    Recovered,
+    Reporter,
+    StageLoaded,
+    StageLost,
+    StageReady,
+    of_replica,
+    rank_parts,
+)
+from penstock.engine.supervisor.wiring import Wiring
+from penstock.errors import ErrorInfo, PeerError
+from penstock.executor.base import first_cause
+from penstock.process import child as child_process
+from penstock.process import entry_points
+from penstock.process.config import CoreProcessConfig, RankConfig, RankProcessConfig, Restarts
+from penstock.process.control import ControlSocket, EpochLost, Stop
+
+COMPANY_S = 0.05  # after a loss: what ends one member often ends others
+DUMP_S = 0.05  # for a child to print where its threads are
+
+
+class Members:
+    """The core and the stages of one replica.
+
+    Args:
+        family: gets them as children; its events about them come back by `take`.
+
+    Attributes:
+        client: where the core meets its clients.
+    """
+
+    def __init__(self, plan: LaunchPlan, family: Family, reporter: Reporter) -> None:
+        self._plan = plan
+        self._family = family
+        self.client = Endpoint()
+        self._reporter = reporter
+        self._wiring = Wiring(plan)
+        self._children: dict[int, Child] = {}  # by place, those that have not been buried
+        self._control: dict[int, ControlSocket] = {}
+        self._ranks: dict[int, RankLoaded] = {}  # by place, what those that were ready have said
+        self._restarts: Counter[int] = Counter()
+        self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
+        self._places = range(len(plan.ranks))  # those of ranks are their numbers
+
+    @property
+    def children(self) -> list[Child]:
+        """Those that have not been buried."""
+        return list(self._children.values())
+
+    @property
+    def have_loaded(self) -> bool:
+        """Whether all stages have."""
+        return all(child.has_loaded for place, child in self._children.items() if place != CORE)
+
+    def start(self) -> None:
+        """Stages first: they take longest."""
+        for place in (*self._places, CORE):
+            self._fill(place)
+
+    def begin(self) -> None:
+        """The first epoch."""
+        self._tell_ends()
+
+    def take(self, child: Child, event: child_process.StatusEvent) -> None:
+        """Hear what one of them says."""
+        if isinstance(event, child_process.Ready):
+            if event.rank is not None:
+                self._ranks[child.place] = event.rank
+            is_present = event.epoch == self._losses.epoch and self._losses.missing is None
+            if child.stage is None and is_present and event.epoch > 0:
+                seconds = self._losses.recovered(time.monotonic())
+                replica = self._plan.core.replica
+                self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds))
+        elif isinstance(event, child_process.Abandoned):
+            self._losses.leave(event.epoch, event.error, child.place)
+        elif isinstance(event, child_process.Progress):
+            told = LoadProgress(
+                **_named(self._plan.ranks[child.place]), done_bytes=event.done, total_bytes=event.total
+            )
+            self._reporter.report(told)
+        elif isinstance(event, child_process.Loaded):
+            self._reporter.report(
+                StageLoaded(
+                    **_named(self._plan.ranks[child.place]),
+                    pid=child.pid,
+                    bytes_read=event.bytes_read,
+                    seconds=event.seconds,
+                )
+            )
+
+    def mend(self) -> None:
+        """End the epoch if it is broken, and begin the next one when it is due."""
+        losses, has_ended = self._losses, self._has_ended()
+        if losses.causes and not has_ended:
+            self._await_culprit()
+        if losses.causes or has_ended:
+            time.sleep(COMPANY_S)
+            self._end_epoch()
+        if losses.is_due(time.monotonic()):
+            try:
+                self._begin_epoch()
+            except OSError as error:  # no memory, no descriptors: perhaps later
+                self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
+
+    def end_the_hung(self) -> None:
+        """Kill stages that do not leave an epoch which is over: they are then lost as any other."""
+        ready = {place for place, child in self._children.items() if place != CORE and child.is_ready}
+        for place in self._losses.hung(ready, time.monotonic()):
+            self.kill(self._children[place], f"has not left epoch {self._losses.epoch - 1}")
+
+    def end_the_slow(self) -> None:
+        """Kill stages that have not loaded for too long: a disk, or another machine's, may never answer."""
+        limit_s, now = self._plan.core.parallel.load_timeout_s, time.monotonic()
+        for place, child in self._children.items():
+            if place != CORE and not child.has_loaded and now - child.started_at > limit_s:
+                self.kill(child, f"had not loaded after {limit_s:g} s")
+
+    def kill(self, child: Child, reason: str) -> None:
+        """End a child that cannot be asked to; before, it and all members print where their threads are."""
+        for each in {*self.children, child}:
+            if each.has_spoken:  # and so has set itself up for the signal
+                each.send_signal(signal.SIGUSR1)
+                time.sleep(DUMP_S)  # one after the other, to be read
+        child.kill(reason)
+
+    def dismiss(self) -> None:
+        """Tell all to leave."""
+        for place, child in self._children.items():
+            self._control[place].send(Stop())
+            if not child.is_ready:
+                child.send_signal(signal.SIGKILL)  # it loads, and looks at nothing until it has
+
+    def close(self) -> None:
+        """Let go of all connections; the children are the family's."""
+        for control in self._control.values():
+            control.close()
+        self._wiring.close()
+        self.client.close()
+
+    def what_is_there(self) -> Iterator[Notice | StageReady]:
+        """What was decided, and a line for each stage, once all are ready."""
+        plan, ranks = self._plan, self._ranks
+        kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
+        texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
+        on_cpu = [rank.kernels for place, rank in ranks.items() if plan.ranks[place].device_type == "cpu"]
+        if len({found.startswith("none") for found in on_cpu}) > 1:
+            texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
+        yield from (Notice(text=text) for text in texts)
+        num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
+        for place, config in enumerate(plan.ranks):
+            rank = ranks[place]
+            yield StageReady(
+                **_named(config),
+                pid=self._children[place].pid,
+                parts=rank_parts(config),
+                tensor_bytes=rank.tensor_bytes,
+                num_blocks=num_blocks,
+                stranded_bytes=(rank.max_blocks - num_blocks) * rank.block_bytes,
+            )
+
+    def _fill(self, place: int) -> None:
+        """Start the process of a place."""
+        if place == CORE:
+            core = CoreProcessConfig(
+                core=self._plan.core, parent_pid=os.getpid(), client_address=self.client.bind_address
+            )
+            name = of_replica(self._plan.core.replica, "core")
+            self._spawn(CORE, entry_points.CORE, core, name, [self.client.listen_fd])
+            return
+        rank = self._plan.ranks[place]
+        if self._losses.epoch > 0:
+            rank = _replacement(rank, self._ranks.values())
+        config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
+        self._spawn(place, entry_points.RANK, config, of_replica(rank.replica, rank.name))
+
+    def _spawn(
+        self, place: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
+    ) -> None:
+        control = ControlSocket()
+        try:
+            child = spawn(
+                module,
+                child_process.encode_config(config),
+                name=name,
+                stage=None if place == CORE else self._plan.ranks[place].stage,
+                place=place,
+                inherit=[*inherit, control.child_fd],
+                arguments=["--control-fd", str(control.child_fd)],
+            )
+        except BaseException:
+            control.close()
+            raise
+        self._children[place] = self._family.add(child)
+        control.close_child_end()
+        self._control[place] = control
+
+    def _tell_ends(self) -> None:
+        """All learn where they meet in this epoch."""
+        restarts = Restarts(stages=[0] * self._plan.num_stages, core=self._restarts[CORE])
+        for place, rank in enumerate(self._plan.ranks):
+            restarts.stages[rank.stage] += self._restarts[place]
+        self._control[CORE].send(msgspec.structs.replace(self._wiring.core(), restarts=restarts))
+        for place, rank in enumerate(self._plan.ranks):
+            self._control[place].send(self._wiring.rank(rank.stage, rank.tp_rank))
+        self._wiring.close_sockets()
+
+    def _await_culprit(self) -> None:
+        """A member has left the epoch because of another: that one may be about to end."""
+
+        def has_ended() -> bool:
+            for child in self.children:
+                if child.failure is not None:  # it has said so, and is about to leave
+                    child.send_signal(signal.SIGKILL)
+            return self._has_ended()
+
+        self._family.hear_until(has_ended, CAUSE_GRACE_S)
+
+    def _end_epoch(self) -> None:
+        """All leave it; those that have ended are to be started again, at once at first."""
+        ended = self._ended()
+        guilty = ended[max(ended)] if ended else None  # a rank before the core
+        cause = (
+            self._family.first_cause(guilty, self.children) if guilty else first_cause(self._losses.causes)
+        )
+        self._lose(cause, self._ended())  # finding the cause may have taken a while
+
+    def _has_ended(self) -> bool:
+        """Whether any member has."""
+        return any(child.exit_code is not None for child in self.children)
+
+    def _ended(self) -> dict[int, Child]:
+        """Members that have ended, by place; all that they said has been heard."""
+        ended = {place: child for place, child in self._children.items() if child.exit_code is not None}
+        for child in ended.values():
+            self._family.hear(child)
+        return ended
+
+    def _lose(self, cause: ErrorInfo, ended: Mapping[int, Child]) -> None:
+        losses, epoch = self._losses, self._losses.epoch
+        places = {CORE, *self._places}
+        lost = (places - set(self._children)) | set(ended)
+        failures = [(child.end(), child.trace) for child in ended.values()]
+        pause_s = losses.end(lost, time.monotonic())
+        self._reporter.report(
+            StageLost(
+                error=cause,
+                others=[failure.message for failure, _ in failures if failure != cause],
+                trace="".join(trace for failure, trace in failures if failure.code == "internal_error"),
+                replica=self._plan.core.replica,
+                epoch=epoch,
+                restarts=[self._plan.ranks[place].name for place in sorted(lost - {CORE})],
+                restarts_core=CORE in lost,
+                retry_s=pause_s,
+            )
+        )
+        if CORE not in lost:
+            self._control[CORE].send(EpochLost(cause, is_final=losses.is_repeated))
+        self._wiring.end()
+        for place in ended:
+            self._bury(place)
+
+    def _begin_epoch(self) -> None:
+        """New processes for the places that are empty, and new connections for all."""
+        for place in self._losses.begin():
+            self._fill(place)
+            self._restarts[place] += 1
+        self._wiring = Wiring(self._plan, self._losses.epoch)
+        self._tell_ends()
+
+    def _bury(self, place: int) -> None:
+        self._control.pop(place).close()
+        self._family.reap(self._children.pop(place))
+
+
+def begin_together(replicas: Sequence[Members]) -> bool:
+    """Begin the first epoch of all once every weight is in memory: only then is known how much is free for
+    KV caches. Whether it was time."""
+    have_loaded = all(replica.have_loaded for replica in replicas)
+    if have_loaded:
+        for replica in replicas:
+            replica.begin()
+    return have_loaded
+
+
+def _named(rank: RankConfig) -> dict[str, Any]:
+    """Who it is, for a report."""
+    tp_rank = rank.tp_rank if rank.tp_size > 1 else None
+    return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
+
+
+def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded]) -> RankConfig:
+    """As at the start, but for what the others have settled: they hold their KV cache, and their head."""
+    num_blocks = min(message.max_blocks for message in ranks)
+    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load", faults=[])

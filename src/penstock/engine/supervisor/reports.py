@@ -1,0 +1,288 @@
+"""What a supervisor tells while it works, and a plain way to print it.
+
+A `Reporter` is a port with one method; the command line may give one with bars and colours. Events are
+values, also sent as JSON lines over the status pipe of a supervisor that an `LLM` started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+from penstock.process.config import RankConfig
+
+PROGRESS_EVERY_S = 5.0
+
+_LOG = logging.getLogger("penstock")
+
+
+class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
+    """About a rank.
+
+    Attributes:
+        tp_rank: None where it is the only one of its stage.
+        replica: None where there is one.
+    """
+
+    stage: int
+    tp_rank: int | None = None
+    replica: int | None = None
+
+    @property
+    def name(self) -> str:
+        tp = "" if self.tp_rank is None else f" tp {self.tp_rank}"
+        return of_replica(self.replica, f"stage {self.stage}{tp}")
+
+
+class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="progress"):
+    """A rank is reading its weights."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
+    """A rank has its weights."""
+
+    pid: int
+    bytes_read: int
+    seconds: float
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="notice"):
+    """What was decided for the user, such as which kernels compute."""
+
+    text: str
+
+
+class PartitionChosen(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="partition_chosen"):
+    """`--partition auto` has cut the model.
+
+    Attributes:
+        layers: of each stage.
+        table: what it was chosen from, as lines.
+    """
+
+    layers: list[int]
+    table: list[str]
+
+
+class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_ready"):
+    """A rank serves.
+
+    Attributes:
+        parts: what it holds, such as "embed, layers 0-3".
+        stranded_bytes: KV memory that it could have had, were the smallest rank not the measure.
+    """
+
+    pid: int
+    parts: str
+    tensor_bytes: int
+    num_blocks: int
+    stranded_bytes: int
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_ready"):
+    """All stages serve, and the front too.
+
+    Attributes:
+        address: `http://...` of the server; for a caller's own engine, where its client connects.
+    """
+
+    address: str
+    seconds: float
+
+
+class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_lost"):
+    """The pipe is broken; running requests wait until it is joined again.
+
+    Attributes:
+        epoch: that has ended.
+        restarts: names of ranks that are started again.
+        restarts_core: so is the engine core.
+        retry_s: after this time.
+        others: what else was said of those that have ended.
+        trace: of those that had no words for it.
+    """
+
+    error: ErrorInfo
+    epoch: int
+    restarts: list[str]
+    replica: int | None = None
+    restarts_core: bool = False
+    retry_s: float = 0.0
+    others: list[str] = []
+    trace: str = ""
+
+
+class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
+    """A step has crossed the new pipe; `seconds` since the loss was noticed."""
+
+    epoch: int
+    seconds: float
+    replica: int | None = None
+
+
+class FrontLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_lost"):
+    """The API process has ended, and is started again after `retry_s`; connections are reset."""
+
+    error: ErrorInfo
+    retry_s: float = 0.0
+
+
+class FrontRecovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_recovered"):
+    """The API process answers again; `seconds` since the loss was noticed."""
+
+    seconds: float
+
+
+class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="draining"):
+    """A signal has come; running requests may finish."""
+
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_failed"):
+    """It is over; `error` is the first cause. `trace` is for those who ask for details."""
+
+    error: ErrorInfo
+    trace: str = ""
+
+
+Event = (
+    LoadProgress
+    | StageLoaded
+    | Notice
+    | PartitionChosen
+    | StageReady
+    | EngineReady
+    | StageLost
+    | Recovered
+    | FrontLost
+    | FrontRecovered
+    | Draining
+    | Failed
+)
+
+
+class Reporter(Protocol):
+    """Takes events as they happen, on the supervisor's thread. Must not block."""
+
+    def report(self, event: Event) -> None: ...
+
+
+class SteadyReporter:
+    """Gives events to another reporter; a full disk or a closed terminal must not stop the service (R16)."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+
+    def report(self, event: Event) -> None:
+        with contextlib.suppress(OSError):
+            self._reporter.report(event)
+
+
+class LogReporter:
+    """For programs that hold the engine as a library: one INFO record of logger `penstock` for each event."""
+
+    def report(self, event: Event) -> None:
+        if not isinstance(event, LoadProgress) and (line := event_line(event)):
+            _LOG.info("%s", line)
+
+
+class PlainReporter:
+    """One line per rank and event, without colours or cursor movement.
+
+    Args:
+        stream: where to print; standard error by default.
+        clock: monotonic seconds; progress of a rank is printed at most every `PROGRESS_EVERY_S`.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = stream or sys.stderr
+        self._clock = clock
+        self._started = clock()
+        self._progress_at: dict[str, float] = {}
+
+    def report(self, event: Event) -> None:
+        line = self._progress(event) if isinstance(event, LoadProgress) else event_line(event)
+        if line:
+            print(line, file=self._stream, flush=True)
+
+    def _progress(self, event: LoadProgress) -> str:
+        now = self._clock()
+        if now - self._progress_at.get(event.name, self._started) < PROGRESS_EVERY_S:
+            return ""
+        self._progress_at[event.name] = now
+        return event_line(event)
+
+
+def event_line(event: Event) -> str:
+    """An event as one line of text, or more for a table; empty for those that need none."""
+    match event:
+        case LoadProgress():
+            share = 100 * event.done_bytes // max(1, event.total_bytes)
+            return f"{event.name}  loading {share} % of {megabytes(event.total_bytes)}"
+        case Notice():
+            return f"note: {event.text}"
+        case PartitionChosen():
+            return "\n".join(event.table)
+        case StageReady():
+            return (
+                f"{event.name}  pid {event.pid}  {event.parts}  {megabytes(event.tensor_bytes)}  "
+                f"{event.num_blocks} KV blocks{_stranded(event.stranded_bytes)}"
+            )
+        case EngineReady():
+            return f"ready in {event.seconds:.1f} s   {event.address}"
+        case StageLost():
+            names = ["the core"] * event.restarts_core + event.restarts
+            again = "".join(f", {name} starts again" for name in names)
+            words = " ".join([event.error.message, *event.others])
+            epoch = of_replica(event.replica, f"epoch {event.epoch}")
+            told = f"lost: {words} {epoch[0].upper()}{epoch[1:]} is over{again}{_pause(event.retry_s)}"
+            return f"{told}\n{event.trace}".rstrip()
+        case Recovered():
+            return f"recovered in {event.seconds:.1f} s   {of_replica(event.replica, f'epoch {event.epoch}')}"
+        case FrontLost():
+            return f"lost: {event.error.message} It starts again{_pause(event.retry_s)}"
+        case FrontRecovered():
+            return f"recovered in {event.seconds:.1f} s   API process"
+        case Draining():
+            return f"draining: running requests have {event.seconds:g} s; a second signal ends at once"
+        case Failed():
+            return f"error: {event.error.message} {event.error.remedy}".rstrip()
+        case _:
+            return ""
+
+
+def of_replica(replica: int | None, name: str) -> str:
+    """Such as "replica 1 stage 0"; the name alone where there is one replica."""
+    return name if replica is None else f"replica {replica} {name}"
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def _pause(seconds: float) -> str:
+    return f" in {seconds:.0f} s" if seconds else ""
+
+
+def _stranded(count: int) -> str:
+    return f"  ({megabytes(count)} of KV memory stranded)" if count else ""
+
+
+def rank_parts(config: RankConfig) -> str:
+    """What a rank holds, in words."""
+    start, last = config.start_layer, config.end_layer - 1
+    layers = f"layers {start}-{last}" if last > start else f"layer {start}"
+    parts = ["embed"] * config.is_first + [layers] + ["norm", "head"] * config.is_last
+    share = f"1/{config.tp_size} of " if config.tp_size > 1 else ""
+    return share + ", ".join(parts)

@@ -1,0 +1,370 @@
+"""The parent of all processes of an engine. Torch-free; runs no model code, decides nothing about requests.
+
+`Supervisor.run` starts API process (or none, for an `LLM`), core and stages as its direct children, reports
+their progress and waits. SIGTERM and SIGINT drain; a second one ends at once.
+
+    loading ──all ready──▶ serving ──signal, or the caller is gone──▶ draining ──▶ ended (code 0)
+       │                     │  ▲
+       │             a child ended, or says nothing: it starts again
+       │             (`engine.supervisor.members`, for core and stages)
+       └──a child ended──▶ ended (the first cause gives the code)
+
+Nothing that is made here has a name (memfd, eventfd, sockets without a path), and children die with the
+thread that started them, so that a `kill -9` of the supervisor leaves nothing behind.
+
+`penstock serve` runs one in its main thread. `python -m penstock.engine.supervisor.supervisor` is what `LLM`
+starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence, Set
+
+import msgspec
+
+from penstock import faults
+from penstock.config.engine import EngineConfig
+from penstock.config.server import ServerConfig
+from penstock.engine.supervisor.auto_partition import settle_partition
+from penstock.engine.supervisor.children import Child, Family
+from penstock.engine.supervisor.fronts import CallerFront, Front, HttpFront
+from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas, with_faults
+from penstock.engine.supervisor.losses import BackOff, Heartbeats
+from penstock.engine.supervisor.members import Members, begin_together
+from penstock.engine.supervisor.reports import (
+    Draining,
+    EngineReady,
+    Event,
+    Failed,
+    FrontLost,
+    FrontRecovered,
+    Notice,
+    PlainReporter,
+    Reporter,
+    StageReady,
+    SteadyReporter,
+)
+from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
+from penstock.process.child import Ready, StatusEvent, show_threads_on_request
+
+FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error
+STOP_GRACE_S = 5.0  # for core and stages to leave after the front
+TICK_S = 1.0
+
+
+class _Stop(Exception):
+    """A signal came, or the user is gone: end in order."""
+
+
+class _ChildEnded(Exception):
+    """A child ended before all were ready."""
+
+    def __init__(self, child: Child) -> None:
+        super().__init__(child.name)
+        self.child = child
+
+
+class Supervisor:
+    """Args:
+    engine: what to serve.
+    front: who uses it.
+    reporter: gets every event; by default a line each on standard error.
+    """
+
+    def __init__(self, engine: EngineConfig, front: Front, reporter: Reporter | None = None) -> None:
+        self._engine = engine
+        self._front = front
+        self._reporter = SteadyReporter(reporter or PlainReporter())
+
+    @classmethod
+    def for_server(
+        cls, engine: EngineConfig, server: ServerConfig, reporter: Reporter | None = None
+    ) -> Supervisor:
+        """The supervisor of `penstock serve`."""
+        return cls(engine, HttpFront(engine, server), reporter)
+
+    def run(self) -> int:
+        """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
+        started = time.monotonic()
+        try:
+            host = Host.detect()
+            self._front.open()
+            plans = resolve_replicas(settle_partition(self._engine, host, self._reporter), host)
+            wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
+            plans = [with_faults(plan, wanted) for plan in plans]
+            with _signals() as signal_fd:
+                engine = _RunningEngine(plans, self._front, self._reporter, signal_fd, started)
+                try:
+                    return engine.run()
+                finally:
+                    engine.close()
+        except (PenstockError, OSError) as error:
+            return self._refuse(error)
+        finally:
+            self._front.close()
+
+    def _refuse(self, error: PenstockError | OSError) -> int:
+        """Report why nothing was started; the exit code."""
+        if isinstance(error, OSError):  # no descriptors, no memory, no temporary directory
+            error = PeerError(f"the engine cannot be started: {error}.", remedy="See `penstock doctor`.")
+        self._reporter.report(Failed(error=error.info()))
+        return error.exit_code
+
+
+class _RunningEngine:
+    """The children of one engine, from start to end."""
+
+    def __init__(
+        self,
+        plans: Sequence[LaunchPlan],
+        front: Front,
+        reporter: Reporter,
+        signal_fd: int,
+        started: float,
+    ) -> None:
+        self._plan = plans[0]
+        self._front = front
+        self._reporter = reporter
+        self._signal_fd = signal_fd
+        self._started = started
+        self._has_begun = False
+        self._is_serving = False
+        self._family = Family(self._take)
+        self._replicas = [Members(plan, self._family, reporter) for plan in plans]
+        self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
+        self._front_losses = BackOff()
+
+    @property
+    def _fronts(self) -> set[Child]:
+        return set(self._family.children) - set(self._members)
+
+    @property
+    def _members(self) -> list[Child]:
+        """Of all replicas."""
+        return [child for replica in self._replicas for child in replica.children]
+
+    def run(self) -> int:
+        try:
+            self._start()
+            while not all(child.is_ready for child in self._family.children):
+                self._raise_if_any(self._watch(TICK_S))
+                self._has_begun = self._has_begun or begin_together(self._replicas)
+                self._end_the_lifeless()
+            self._announce()
+            while True:
+                self._serve_on()
+        except _Stop:
+            return self._drain()
+        except _ChildEnded as ended:
+            return self._fail(self._family.first_cause(ended.child, self._family.children))
+
+    def close(self) -> None:
+        self._family.close()
+        for replica in self._replicas:
+            replica.close()
+
+    def _start(self) -> None:
+        for replica in self._replicas:
+            replica.start()
+        self._start_front()
+        for fd in (self._signal_fd, *self._front.lifeline_fds):
+            self._family.watch(fd)
+
+    def _start_front(self) -> None:
+        self._front_losses.begin()
+        self._front.start(self._family, self._plan, [replica.client for replica in self._replicas])
+
+    def _serve_on(self, leaving: Set[Child] = frozenset()) -> Set[Child]:
+        """Wait for what comes next, and mend what is broken; who of `leaving` has ended."""
+        ended = self._watch(TICK_S)
+        self._end_the_lifeless()
+        self._mend_front((ended & self._fronts) - leaving)
+        for replica in self._replicas:
+            replica.mend()
+        return ended & leaving
+
+    def _mend_front(self, ended: Set[Child]) -> None:
+        now = time.monotonic()
+        for child in ended:
+            pause_s = self._front_losses.lose(now)
+            self._reporter.report(FrontLost(error=child.end(), retry_s=pause_s))
+            self._family.reap(child)
+        if self._front_losses.is_due(now):
+            try:
+                self._start_front()
+            except OSError:  # no memory, no descriptors: perhaps later
+                self._front_losses.lose(now)
+
+    def _end_the_lifeless(self) -> None:
+        """Kill children that were stopped, or hang: they are then lost as any other."""
+        living = [child for child in self._family.children if child.exit_code is None]
+        loading = {child for child in living if not child.is_ready}
+        heard_at = {child: child.heard_at for child in living}
+        for child, silence_s in self._heartbeats.silent(heard_at, time.monotonic(), loading).items():
+            self._replica_of(child).kill(child, f"has given no sign of life for {silence_s:.1f} s")
+        for replica in self._replicas:
+            replica.end_the_hung()
+            replica.end_the_slow()
+
+    def _replica_of(self, child: Child) -> Members:
+        """Where it is a member; the first one's for a child that is none."""
+        return next((replica for replica in self._replicas if child in replica.children), self._replicas[0])
+
+    def _watch(self, timeout_s: float) -> set[Child]:
+        """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
+        children, descriptors = self._family.wait(timeout_s)
+        if descriptors:
+            self._consume(descriptors)
+            raise _Stop
+        for child in children:
+            self._family.hear(child)
+        return {child for child in children if child.exit_code is not None}
+
+    def _take(self, child: Child, event: StatusEvent) -> None:
+        if child in self._members:
+            self._replica_of(child).take(child, event)
+        elif isinstance(event, Ready) and self._front_losses.is_pending:
+            self._reporter.report(FrontRecovered(seconds=self._front_losses.succeed(time.monotonic())))
+
+    def _consume(self, descriptors: set[int]) -> None:
+        """A signal is taken; a lifeline that was cut stays cut and is not watched any more."""
+        for fd in descriptors:
+            if fd == self._signal_fd:
+                os.read(fd, 64)
+            else:
+                self._family.unwatch(fd)
+
+    def _raise_if_any(self, ended: set[Child]) -> None:
+        if ended:
+            raise _ChildEnded(min(ended, key=lambda child: child.stage is None))
+
+    def _announce(self) -> None:
+        self._is_serving = True
+        for event in _once(event for replica in self._replicas for event in replica.what_is_there()):
+            self._reporter.report(event)
+        seconds = time.monotonic() - self._started
+        self._reporter.report(
+            EngineReady(address=self._front.address(self._replicas[0].client), seconds=seconds)
+        )
+
+    def _drain(self) -> int:
+        """End in order: the front when its requests are done, then the core, which lets the stages go."""
+        if not self._is_serving:
+            return 0
+        try:
+            self._reporter.report(Draining(seconds=self._front.drain_s))
+            fronts = self._fronts
+            for child in fronts:
+                child.send_signal(signal.SIGTERM)
+            deadline = time.monotonic() + self._front.drain_s + FRONT_GRACE_S
+            while fronts and time.monotonic() < deadline:
+                for child in self._serve_on(fronts):
+                    fronts.discard(child)
+                    self._family.reap(child)
+            for replica in self._replicas:
+                replica.dismiss()
+            self._await_end(self._members, STOP_GRACE_S)
+        except _Stop:
+            pass  # a second signal: at once
+        return 0
+
+    def _await_end(self, children: Sequence[Child], timeout_s: float) -> None:
+        """Let children end that were asked to; those that have not after this long are killed later."""
+        deadline = time.monotonic() + timeout_s
+        leaving = set(children)
+        while leaving and (remaining := deadline - time.monotonic()) > 0:
+            ended = self._watch(remaining) & leaving
+            leaving -= ended
+            for child in ended:
+                self._family.reap(child)
+
+    def _fail(self, cause: ErrorInfo) -> int:
+        """It cannot be started: say why, end all."""
+        traces = [child.trace for child in self._family.children if child.failure is cause]
+        self._reporter.report(Failed(error=cause, trace="".join(traces)))
+        self._family.kill()
+        return error_from_info(cause).exit_code
+
+
+def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady]:
+    """What all replicas say is said once."""
+    said: set[str] = set()
+    for event in events:
+        if not isinstance(event, Notice):
+            yield event
+        elif event.text not in said:
+            said.add(event.text)
+            yield event
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[int]:
+    """A descriptor that becomes readable when SIGTERM, SIGINT or SIGHUP comes, in place of their actions."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    reader, writer = socket.socketpair()
+    reader.setblocking(False)
+    writer.setblocking(False)
+    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    former_fd = signal.set_wakeup_fd(writer.fileno())
+    try:
+        yield reader.fileno()
+    finally:
+        signal.set_wakeup_fd(former_fd)
+        for number, action in former.items():
+            signal.signal(number, action)
+        reader.close()
+        writer.close()
+
+
+class StatusReporter:
+    """Sends events as JSON lines to the program that started this process."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        os.set_blocking(fd, False)
+
+    def report(self, event: Event) -> None:
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # the program has gone, or does not read
+            os.write(self._fd, msgspec.json.encode(event) + b"\n")
+
+
+class CallerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What `LLM` writes to the config pipe, as one line of JSON; the pipe then stays open as its lifeline."""
+
+    engine: EngineConfig
+    caller_pid: int
+
+
+def read_caller_config(fd: int) -> CallerConfig:
+    """Read the line, and leave the pipe open."""
+    line = b""
+    while not line.endswith(b"\n"):
+        chunk = os.read(fd, 65536)
+        if not chunk:
+            break
+        line += chunk
+    return msgspec.json.decode(line, type=CallerConfig)
+
+
+def main() -> int:
+    """Entry point of the supervisor that an `LLM` starts."""
+    show_threads_on_request()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config-fd", type=int, required=True)
+    parser.add_argument("--status-fd", type=int, required=True)
+    arguments = parser.parse_args()
+    config = read_caller_config(arguments.config_fd)
+    front = CallerFront(arguments.config_fd, config.caller_pid)
+    return Supervisor(config.engine, front, StatusReporter(arguments.status_fd)).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""OLMo 2 and 3: norms after attention and MLP instead of before, and over all heads of queries and keys.
+Called by `families.registry`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from penstock.families.config_fields import ConfigFields
+from penstock.families.known.llama import read_decoder
+from penstock.families.rope_fields import read_rope, rope_of_layers
+from penstock.families.rope_spec import RopeSpec
+from penstock.families.spec import ModelSpec
+from penstock.families.window_fields import NO_WINDOWS, WindowRule, read_window
+
+
+def olmo2_spec(config: ConfigFields, architecture: str) -> ModelSpec:
+    """`Olmo2ForCausalLM`."""
+    return _olmo_spec(config, architecture, NO_WINDOWS, read_rope)
+
+
+def olmo3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
+    """`Olmo3ForCausalLM`: all but every fourth layer have a window, and positions that are not scaled."""
+    windows = WindowRule(window=read_window(config, 4096), is_sliding=lambda layer: (layer + 1) % 4 != 0)
+    spec = _olmo_spec(config, architecture, windows, _far_rope)
+    near = rope_of_layers(config, "sliding_attention", spec.max_position_embeddings, theta=5e5)
+    return dataclasses.replace(spec, local_rope=dataclasses.replace(near, rounds_angles=False))
+
+
+def _far_rope(config: ConfigFields, max_positions: int) -> RopeSpec:
+    return rope_of_layers(config, "full_attention", max_positions, theta=5e5)
+
+
+def _olmo_spec(
+    config: ConfigFields,
+    architecture: str,
+    windows: WindowRule,
+    read_rope: Callable[[ConfigFields, int], RopeSpec],
+) -> ModelSpec:
+    """What both have; one flag gives all four attention projections a bias."""
+    has_bias = config.flag("attention_bias", False)
+    spec = read_decoder(
+        config,
+        architecture,
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        windows=windows,
+        read_rope=read_rope,
+        eps=1e-5,
+    )
+    return dataclasses.replace(
+        spec,
+        rope=dataclasses.replace(spec.rope, rounds_angles=False),
+        qk_norm="all_heads",
+        norm_kind="wide",
+        norm_places="after",
+    )

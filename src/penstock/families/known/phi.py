@@ -1,0 +1,32 @@
+"""Phi-3, Phi-3.5 and Phi-4: Llama, stored with fused projections. Called by `families.registry`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from penstock.families.config_fields import ConfigFields
+from penstock.families.known.llama import read_decoder
+from penstock.families.rope_fields import read_longrope, scaling_section
+from penstock.families.spec import ModelSpec
+from penstock.families.window_fields import WindowRule, read_window
+
+
+def phi3_spec(config: ConfigFields, architecture: str) -> ModelSpec:
+    """`Phi3ForCausalLM`, whose heads may be rotated in part; of longrope, the original context."""
+    windows = WindowRule(window=read_window(config, 0) if config.has("sliding_window") else 0)
+    spec = read_decoder(
+        config, architecture, windows=windows, read_rope=read_longrope, max_positions=4096, eps=1e-5
+    )
+    _check_rotation(config, spec)
+    return dataclasses.replace(spec, stored_together=True)
+
+
+def _check_rotation(config: ConfigFields, spec: ModelSpec) -> None:
+    fraction, rotary_dim = spec.rope.rotary_fraction, spec.rope.rotary_dim(spec.head_dim)
+    if rotary_dim < 2 or rotary_dim % 2:
+        expected = f"such that an even part of head_dim ({spec.head_dim}) is rotated"
+        raise config.error("partial_rotary_factor", expected, fraction)
+    factors = spec.rope.short_factors
+    if factors and len(factors) != rotary_dim // 2:
+        expected = f"a list of {rotary_dim // 2} numbers, one for each rotated pair"
+        raise scaling_section(config).error("short_factor", expected, len(factors))

@@ -1,0 +1,115 @@
+"""How a checkpoint's weights are quantised, as frozen values: which projections, how many bits, which layout.
+
+`families.quantization_fields` reads them from `config.json`; `weights.quantized_formats` reads tensors by
+them; whoever plans sizes asks for bits. Torch-free. Knows no tensor and checks nothing: patterns come here
+only after `quantization_fields` has found them harmless.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Layout = Literal["gptq", "awq", "packed", "int8"]
+
+LINEAR = "Linear"  # a target that means every projection
+PATTERN_PREFIX = "re:"
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePattern:
+    """Names modules as compressed-tensors does: a name, `re:` and an expression, or the class `Linear`."""
+
+    text: str
+
+    def rank(self, name: str) -> int | None:
+        """How closely it names the module: 0 by name, 1 by expression, 2 by class; None if it does not."""
+        if self.text == name:
+            return 0
+        if self.text.startswith(PATTERN_PREFIX):
+            return 1 if re.match(self.text[len(PATTERN_PREFIX) :], name) else None
+        return 2 if self.text == LINEAR else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightScheme:
+    """How the weights of some projections are stored. w = scale x (q - zero) with q of `bits` bits, unsigned.
+
+    Attributes:
+        layout: `gptq`, `awq`; of compressed-tensors `packed` (in 32-bit words) or `int8` (one byte each).
+        bits: 4 or 8.
+        group_size: input columns that share a scale; None: one scale for a whole output row.
+        symmetric: zero is 2^(bits-1) everywhere.
+        zero_offset: what stored zeros lack: 1 in the first version of GPTQ's layout, else 0.
+        targets: the projections that it is for; more than one scheme can name the same, the closest counts.
+    """
+
+    layout: Layout
+    bits: int
+    group_size: int | None
+    symmetric: bool
+    zero_offset: int = 0
+    targets: tuple[ModulePattern, ...] = (ModulePattern(LINEAR),)
+
+    @property
+    def middle(self) -> int:
+        """The zero of a symmetric scheme: 8 or 128."""
+        return 1 << (self.bits - 1)
+
+    def num_groups(self, in_size: int) -> int:
+        """Scales of one output row; the last group may be a short one."""
+        return 1 if self.group_size is None else -(-in_size // self.group_size)
+
+    def describe(self) -> str:
+        """Such as "int4 in groups of 128"."""
+        share = "per channel" if self.group_size is None else f"in groups of {self.group_size}"
+        return f"int{self.bits} {share}{'' if self.symmetric else ', with zero points'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationSpec:
+    """What `quantization_config` says.
+
+    Attributes:
+        method: "compressed-tensors", "gptq" or "awq".
+        schemes: at least one.
+        ignore: projections that are not quantised, whatever the schemes name.
+    """
+
+    method: str
+    schemes: tuple[WeightScheme, ...]
+    ignore: tuple[ModulePattern, ...] = ()
+
+    @property
+    def kind(self) -> Literal["int4", "int8", "mixed"]:
+        """The number format of all quantised weights, or "mixed"."""
+        found = {scheme.bits for scheme in self.schemes}
+        if len(found) > 1:
+            return "mixed"
+        return "int4" if found == {4} else "int8"
+
+    @property
+    def min_bits(self) -> int:
+        """Of a quantised weight at least."""
+        return min(scheme.bits for scheme in self.schemes)
+
+    def scheme(self, projection: str) -> WeightScheme | None:
+        """The scheme of a projection such as `model.layers.0.mlp.up_proj`; None if it is not quantised.
+
+        A name counts more than an expression and that more than a class, as in compressed-tensors; at equal
+        rank the first scheme counts.
+        """
+        if any(pattern.rank(projection) is not None for pattern in self.ignore):
+            return None
+        ranked = [
+            (rank, place)
+            for place, scheme in enumerate(self.schemes)
+            for pattern in scheme.targets
+            if (rank := pattern.rank(projection)) is not None
+        ]
+        return self.schemes[min(ranked)[1]] if ranked else None
+
+    def describe(self) -> str:
+        """Such as "gptq: int4 in groups of 128"."""
+        return f"{self.method}: {'; '.join(dict.fromkeys(scheme.describe() for scheme in self.schemes))}"

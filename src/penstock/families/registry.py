@@ -1,0 +1,228 @@
+"""Finds a model on disk and reads what it is.
+
+`resolve_model_directory` turns what the user typed into a directory; `load_spec` turns the directory into a
+`ModelSpec`. Supervisor, core and ranks call both. Torch-free, and nothing here opens a connection: a model of
+the hub must have been downloaded before. Code that a checkpoint brings along (`auto_map`) is never run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import string
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.config.engine import ModelImpl
+from penstock.errors import ModelConfigError, UnsupportedModelError
+from penstock.families.config_fields import ConfigFields, kind_of, read_config
+from penstock.families.known.deepseek import deepseek_v2_spec, deepseek_v3_spec
+from penstock.families.known.gemma import gemma2_spec, gemma3_spec
+from penstock.families.known.granite import granite_spec
+from penstock.families.known.llama import llama_spec
+from penstock.families.known.mistral import mistral_spec
+from penstock.families.known.mixtral import mixtral_spec
+from penstock.families.known.olmo import olmo2_spec, olmo3_spec
+from penstock.families.known.phi import phi3_spec
+from penstock.families.known.qwen import qwen2_spec, qwen3_spec
+from penstock.families.known.qwen_moe import qwen2_moe_spec, qwen3_moe_spec
+from penstock.families.spec import ModelSpec
+from penstock.families.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
+from penstock.request import VectorShape
+
+DEMO_MODEL = "demo"
+GENERATION_FILE = "generation_config.json"
+
+_logger = logging.getLogger(__name__)
+
+_Read = Callable[[ConfigFields, str], ModelSpec]
+
+_FAMILIES: dict[str, _Read] = {
+    "DeepseekV2ForCausalLM": deepseek_v2_spec,
+    "DeepseekV3ForCausalLM": deepseek_v3_spec,
+    "Gemma2ForCausalLM": gemma2_spec,
+    "Gemma3ForCausalLM": gemma3_spec,
+    "GraniteForCausalLM": granite_spec,
+    "LlamaForCausalLM": llama_spec,
+    "MistralForCausalLM": mistral_spec,
+    "MixtralForCausalLM": mixtral_spec,
+    "Olmo2ForCausalLM": olmo2_spec,
+    "Olmo3ForCausalLM": olmo3_spec,
+    "Phi3ForCausalLM": phi3_spec,
+    "Qwen2ForCausalLM": qwen2_spec,
+    "Qwen2MoeForCausalLM": qwen2_moe_spec,
+    "Qwen3ForCausalLM": qwen3_spec,
+    "Qwen3MoeForCausalLM": qwen3_moe_spec,
+}
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+
+_ABOVE_ZERO = 1e-6
+_GENERATION_RANGES = {  # within those of penstock.request.SamplingParams
+    "temperature": (0.0, 2.0),
+    "top_p": (_ABOVE_ZERO, 1.0),
+    "min_p": (0.0, 1.0),
+}
+_PENALTY_RANGE = (_ABOVE_ZERO, 10.0)
+
+
+def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
+    """The model that `directory` holds.
+
+    Args:
+        model_impl: whose layers are to run it; "auto": ours where there are any, else transformers'.
+
+    Raises:
+        UnsupportedModelError: `config.json` names an architecture that is not in `SUPPORTED_ARCHITECTURES`,
+            and transformers is not to run it, not installed or cannot.
+        ModelConfigError: a file is unreadable, or a field missing, of the wrong type or out of range.
+    """
+    config = read_config(directory / "config.json")
+    if config.has("auto_map"):
+        _logger.warning("config.json: auto_map names code to run; ignored")
+    architecture, read = _architecture(config, model_impl)
+    spec = read(config, architecture)
+    generation_file = directory / GENERATION_FILE
+    return _with_generation(spec, read_config(generation_file)) if generation_file.exists() else spec
+
+
+def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Read]:
+    """The first architecture that is known, and what reads it."""
+    names = config.text_list("architectures")
+    if model_impl != "transformers":
+        for name in names:
+            if name in _FAMILIES:
+                return name, _FAMILIES[name]
+    if model_impl != "penstock":
+        for name in names:
+            if knows(name, config.text("model_type", "none")):
+                return name, transformers_spec
+    asked = ", ".join(kind_of(name).strip('"') for name in names[:4]) or "none"
+    raise UnsupportedModelError(
+        f"config.json asks for architecture {asked}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.",
+        remedy=_remedy(model_impl),
+        param="architectures",
+    )
+
+
+def _remedy(model_impl: ModelImpl) -> str:
+    if not has_transformers():
+        return f"Install `pip install {EXTRA}` for more of them, or use a model of a supported architecture."
+    if model_impl == "penstock":
+        return "Leave --model-impl out for more of them, or use a model of a supported architecture."
+    return "Use a model of a supported architecture; the installed transformers does not run this one for us."
+
+
+def _with_generation(spec: ModelSpec, fields: ConfigFields) -> ModelSpec:
+    own_eos = fields.token_ids("eos_token_id", spec.vocab_size)
+    return dataclasses.replace(
+        spec,
+        eos_token_ids=tuple(dict.fromkeys(own_eos + spec.eos_token_ids)),
+        generation_defaults=_generation_defaults(fields, spec.vocab_size),
+    )
+
+
+def load_generation_defaults(directory: Path, vocab_size: int) -> dict[str, float]:
+    """`ModelSpec.generation_defaults` alone, whoever runs the model.
+
+    Raises:
+        ModelConfigError: `generation_config.json` is unreadable, or a field of it is bad.
+    """
+    path = directory / GENERATION_FILE
+    return _generation_defaults(read_config(path), vocab_size) if path.exists() else {}
+
+
+def load_vector_shape(directory: Path, hidden_size: int) -> VectorShape:
+    """What vectors a model gives: whole ones, and those of the lengths that it says it was trained for.
+
+    `matryoshka_dimensions` lists lengths; `is_matryoshka` alone means any (arXiv 2205.13147).
+
+    Raises:
+        ModelConfigError: `config.json` is unreadable, or one of these fields bad.
+    """
+    fields = read_config(directory / "config.json")
+    cuts = tuple(fields.integer_list("matryoshka_dimensions", 1, hidden_size))
+    is_trained = fields.flag("is_matryoshka", False)
+    return VectorShape(size=hidden_size, cuts=cuts, any_cut=is_trained and not cuts)
+
+
+def _generation_defaults(fields: ConfigFields, vocab_size: int) -> dict[str, float]:
+    """Sampling that the checkpoint asks for. Without `do_sample` its numbers are leftovers, all but the
+    penalty, which transformers applies to greedy texts too."""
+    ranges = {"repetition_penalty": _PENALTY_RANGE}
+    is_drawn = fields.flag("do_sample", False)
+    if is_drawn:
+        ranges |= _GENERATION_RANGES
+    defaults: dict[str, float] = {
+        name: fields.number(name, low, high) for name, (low, high) in ranges.items() if fields.has(name)
+    }
+    if not is_drawn:
+        return defaults
+    if fields.has("top_k"):
+        defaults["top_k"] = fields.integer("top_k", -1, vocab_size)
+    return defaults
+
+
+def resolve_model_directory(name: str) -> Path:
+    """The directory of a model: `demo`, a path, or a hub name `org/name` that is already in the cache.
+
+    The cache layout is that of huggingface_hub: `models--org--name/refs/main` names a commit, and
+    `snapshots/<commit>` holds its files. A path that exists wins over a hub name.
+
+    Raises:
+        ModelConfigError: there is no such directory; says where it was looked for and how to download it.
+    """
+    if name == DEMO_MODEL:
+        return Path(__file__).resolve().parent.parent / "assets" / DEMO_MODEL
+    path = os.path.expanduser(name)  # os.path, because it calls an impossible name absent instead of raising
+    if os.path.isdir(path):
+        return Path(path).resolve()
+    if os.path.exists(path):
+        raise ModelConfigError(
+            f"model {kind_of(name)} is a file, not a directory.",
+            remedy="Give the directory that holds config.json.",
+            param="model",
+        )
+    if _is_hub_name(name):
+        return _cached_snapshot(name)
+    raise ModelConfigError(
+        f"model {kind_of(name)} is neither a directory nor a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
+        remedy="Give the directory of a Hugging Face style checkpoint, or `demo`.",
+        param="model",
+    )
+
+
+def _is_hub_name(name: str) -> bool:
+    allowed = set(string.ascii_letters + string.digits + "-_.")
+    parts = name.split("/")
+    return len(parts) == 2 and all(part and set(part) <= allowed and part.strip(".") for part in parts)
+
+
+def _cached_snapshot(name: str) -> Path:
+    repository = hub_cache_directory() / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / _main_commit(repository)
+    if snapshot.is_dir() and (snapshot / "config.json").exists():
+        return snapshot
+    raise ModelConfigError(
+        f"model {name} is neither a directory here nor in the Hugging Face cache {hub_cache_directory()}.",
+        remedy=f"Download it first: `hf download {name}`. Or give the directory of a checkpoint.",
+        param="model",
+    )
+
+
+def _main_commit(repository: Path) -> str:
+    """Name of the snapshot that `main` points to, or a name that does not exist."""
+    try:
+        commit = (repository / "refs" / "main").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return "no-main"
+    return commit if commit.isalnum() else "no-main"
+
+
+def hub_cache_directory() -> Path:
+    """Where huggingface_hub keeps models: `HF_HUB_CACHE`, else `hub` in `HF_HOME` or the user's cache."""
+    if explicit := os.environ.get("HF_HUB_CACHE"):
+        return Path(explicit).expanduser()
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = os.environ.get("HF_HOME") or f"{user_cache}/huggingface"
+    return Path(home).expanduser() / "hub"

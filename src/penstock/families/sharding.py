@@ -1,0 +1,128 @@
+"""How the layers of a model are cut for the ranks of a stage, and which models can be (rows B2, B3, B9).
+
+Asked by `engine.supervisor.launch` before anything is started, and by `models.decoder`. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.distributed.share import IDS, Share, even_share, head_share
+from penstock.errors import UsageError
+from penstock.families.spec import ModelSpec
+from penstock.kernels.quantized_groups import default_group_size, inputs_together
+
+
+class Place(Protocol):
+    """A rank among those of its stage."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShares:
+    """Heads of attention that a rank has. Queries and the keys that they look at are on one rank."""
+
+    queries: Share
+    keys: Share
+
+    @classmethod
+    def of(cls, spec: ModelSpec, place: Place) -> HeadShares:
+        return cls(
+            queries=even_share(spec.num_heads, place.rank, place.size),
+            keys=head_share(spec.num_kv_heads, place.rank, place.size),
+        )
+
+
+def require_shardable(spec: ModelSpec, size: int, *, expert_parallel: bool = False) -> None:
+    """Raise `UsageError` if so many ranks cannot share the layers; names the number that is in the way.
+
+    Args:
+        expert_parallel: each rank is to have whole experts (`layers.compute.Compute`).
+    """
+    reason = _in_the_way(spec, size, expert_parallel=expert_parallel)
+    if reason is None:
+        return
+    sizes = range(1, spec.num_heads + 1)
+    good = [str(each) for each in sizes if _in_the_way(spec, each, expert_parallel=expert_parallel) is None]
+    raise UsageError(
+        f"tensor_parallel_size is {size}, and {reason}.",
+        remedy=f"This model can have {', '.join(good)}; or use more stages (--pp).",
+        param="tensor_parallel_size",
+    )
+
+
+def _in_the_way(spec: ModelSpec, size: int, *, expert_parallel: bool) -> str | None:
+    """Why so many ranks cannot share the layers; None: they can."""
+    if size == 1:
+        return None
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % size:
+        return f"the model has {heads} attention heads, which {size} ranks cannot share"
+    if kv_heads % size and size % kv_heads:
+        return (
+            f"the model has {kv_heads} key-value heads, which can neither be shared by {size} ranks nor held "
+            "by equally many ranks each"
+        )
+    for what, _, inner in mlp_cuts(spec, expert_parallel=expert_parallel):
+        if inner % size:
+            return f"{what} is {inner} wide, which {size} ranks cannot share equally"
+    if expert_parallel and spec.experts is not None and spec.experts.num_experts < size:
+        return f"a layer has {spec.experts.num_experts} experts, fewer than ranks"
+    if spec.vocab_size < IDS * size:
+        return f"a vocabulary of {spec.vocab_size} ids is too small for {size} ranks"
+    return None
+
+
+def require_whole_groups(
+    spec: ModelSpec, size: int, load_bits: int | None, *, expert_parallel: bool = False
+) -> None:
+    """Raise `UsageError` if a group of quantised weights, or of the activations that meet them, would lie on
+    two ranks: its numbers would depend on the layout.
+
+    Args:
+        load_bits: of weights that are quantised while they are loaded; None: they are not.
+        expert_parallel: as for `require_shardable`.
+    """
+    if size == 1:
+        return
+    cuts = mlp_cuts(spec, expert_parallel=expert_parallel)
+    widths = {name: inner for _, name, inner in cuts} | {"self_attn.o_proj": spec.attended_size}
+    for name, width in widths.items():
+        for unit in _groups_of(spec, name, width, load_bits):
+            if width // size % unit:
+                raise UsageError(
+                    f"tensor_parallel_size is {size}, and {name} is quantised in groups: {size} ranks get "
+                    f"{width // size} of its {width} inputs each, which is no multiple of {unit}.",
+                    remedy="Use fewer ranks per stage and more stages (--pp), or weights that are not "
+                    "quantised.",
+                    param="tensor_parallel_size",
+                )
+
+
+def _groups_of(spec: ModelSpec, name: str, width: int, load_bits: int | None) -> set[int]:
+    """Inputs that belong together, in all layers."""
+    if load_bits is not None:
+        return {inputs_together(default_group_size(load_bits, width), width)}
+    if spec.quantization is None:
+        return set()
+    schemes = [spec.quantization.scheme(f"model.layers.{layer}.{name}") for layer in range(spec.num_layers)]
+    return {inputs_together(scheme.group_size or width, width) for scheme in schemes if scheme is not None}
+
+
+def mlp_cuts(spec: ModelSpec, *, expert_parallel: bool) -> list[tuple[str, str, int]]:
+    """What of MLPs and experts is cut by its width: in words, the projection in a layer whose inputs are cut
+    (of experts the first one's), and how many inputs it has."""
+    dense = ("the MLP", "mlp.down_proj", spec.intermediate_size)
+    experts = spec.experts
+    if experts is None:
+        return [dense]
+    names = experts.names
+    cuts = [dense] if experts.dense_layers else []
+    if not expert_parallel:
+        cuts.append(("an expert", f"{names.block}.experts.0.{names.down}", experts.inner_size))
+    if experts.has_shared:
+        cuts.append(("the shared expert", f"{names.block}.{names.shared}.{names.down}", experts.shared_size))
+    return cuts

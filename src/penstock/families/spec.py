@@ -1,0 +1,180 @@
+"""What a model is, in numbers: read once from a checkpoint's configuration and never changed.
+
+Owns `ModelSpec` and the sums that follow from it (parameters, KV bytes, bytes on a link). Everybody who
+plans, sizes or builds a model reads it; `families.registry` makes it. Torch-free: the supervisor and the core
+use it too. Does not read files and does not check anything: `families.config_fields` and the family modules
+do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from penstock.families.experts_spec import ExpertsSpec
+from penstock.families.kinds import Activation, NormKind
+from penstock.families.latent_spec import LatentSpec
+from penstock.families.quantization_spec import QuantizationSpec
+from penstock.families.rope_spec import RopeSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, gated MLP.
+
+    With `latent` attention `num_kv_heads` is 1, for all heads look at one key, and `head_dim` a query's.
+
+    What has a default is a plain Llama's where a family does not say otherwise.
+
+    Attributes:
+        architecture: as in `config.json`, such as "LlamaForCausalLM".
+        max_position_embeddings: longest sequence in tokens, after rope scaling.
+        dtype: of the checkpoint: "float32", "bfloat16" or "float16".
+        eos_token_ids: all ids that end a text, from `config.json` and `generation_config.json`.
+        generation_defaults: the checkpoint's own `temperature`, `top_k`, `top_p`, `min_p` and
+            `repetition_penalty`, where it gives them.
+        quantization: how the checkpoint's weights are quantised; None: they are numbers of `dtype`.
+        latent: attention that keeps a latent vector in place of keys and values; None: plain attention.
+        num_unused_layers: that the checkpoint has after the last, for other purposes.
+        experts: in place of the MLP, in all layers but some; None: every layer has a plain MLP.
+        layer_windows: of each layer, how many tokens one sees, itself included; 0: all before it. Empty: all
+            layers see all.
+        local_rope: of the layers with a window; None: as the others.
+        attention_scale: of the scores; 0: 1 / sqrt(head_dim).
+        attention_soft_cap, logit_soft_cap: cap * tanh(x / cap) of scores and of logits; 0: none.
+        qk_norm: whether queries and keys are normalised, each head on its own or all heads together.
+        norm_kind: what all norms do with their weights.
+        norm_places: norms stand before attention and MLP, after them, or both.
+        activation: of the gate of the MLP.
+        embedding_multiplier: of the vectors that tokens become.
+        rounds_embedding_multiplier: it is rounded to the dtype of the computation first.
+        residual_multiplier: of what attention and MLP add to the residual stream.
+        logit_multiplier: of the logits, before their cap.
+        stored_together: the checkpoint has query, key and value as one tensor `qkv_proj`, gate and up as one
+            `gate_up_proj`.
+        gated_mlp: the MLP has a gate; without one, an estimate of its size is on the low side.
+        implementation: whose layers run: ours, or transformers', of which the numbers above that need no
+            mention here say little (`families.transformers_fields`).
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeSpec
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    dtype: str
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    generation_defaults: Mapping[str, float] = field(default_factory=dict)
+    quantization: QuantizationSpec | None = None
+    latent: LatentSpec | None = None
+    num_unused_layers: int = 0
+    experts: ExpertsSpec | None = None
+    layer_windows: tuple[int, ...] = ()
+    local_rope: RopeSpec | None = None
+    attention_scale: float = 0.0
+    attention_soft_cap: float = 0.0
+    logit_soft_cap: float = 0.0
+    qk_norm: Literal["none", "each_head", "all_heads"] = "none"
+    norm_kind: NormKind = "plain"
+    norm_places: Literal["before", "after", "both"] = "before"
+    activation: Activation = "silu"
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
+    stored_together: bool = False
+    gated_mlp: bool = True
+    implementation: Literal["penstock", "transformers"] = "penstock"
+
+    def window(self, layer: int) -> int:
+        """How many tokens a token of this layer sees; 0: all."""
+        return self.layer_windows[layer] if self.layer_windows else 0
+
+    @property
+    def query_size(self) -> int:
+        """Width of the queries of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (or of the values) of all KV heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def attended_size(self) -> int:
+        """Width of what attention gives to its output projection."""
+        return self.query_size if self.latent is None else self.num_heads * self.latent.value_dim
+
+    def attention_parameters(self) -> int:
+        """Of one layer: query, key, value and output projections."""
+        if self.latent is not None:
+            inputs = self.latent.attention_parameters(self.hidden_size, self.num_heads, bias=self.qkv_bias)
+            return inputs + (self.attended_size + self.o_bias) * self.hidden_size
+        qkv_width = self.query_size + 2 * self.kv_size
+        weights = self.hidden_size * (qkv_width + self.query_size)
+        return weights + self.qkv_bias * qkv_width + self.o_bias * self.hidden_size
+
+    def experts_of(self, layer: int) -> ExpertsSpec | None:
+        """The experts of a layer; None: it has a plain MLP."""
+        return None if self.experts is None or layer in self.experts.dense_layers else self.experts
+
+    def norm_parameters(self) -> int:
+        """Of one layer: before or after attention and MLP, of queries and keys, and of latent vectors."""
+        places = 4 if self.norm_places == "both" else 2
+        heads = {"none": 0, "each_head": 2 * self.head_dim, "all_heads": self.query_size + self.kv_size}
+        latent = 0 if self.latent is None else self.latent.norm_parameters()
+        return places * self.hidden_size + heads[self.qk_norm] + latent
+
+    def mlp_parameters(self) -> int:
+        """Of one layer with a plain MLP: gate, up and down projections."""
+        weights = (2 + self.gated_mlp) * self.hidden_size * self.intermediate_size
+        return weights + self.mlp_bias * (2 * self.intermediate_size + self.hidden_size)
+
+    def layer_parameters(self, layer: int | None = None) -> int:
+        """Of a layer, its norms included; None: of one with experts, if the model has any."""
+        experts = self.experts if layer is None else self.experts_of(layer)
+        mlp = self.mlp_parameters() if experts is None else experts.parameters(self.hidden_size)
+        return self.attention_parameters() + mlp + self.norm_parameters()
+
+    def embedding_parameters(self) -> int:
+        """Of the token embedding; an untied output head has as many."""
+        return self.vocab_size * self.hidden_size
+
+    def parameter_counts(self, start_layer: int, end_layer: int) -> dict[str, int]:
+        """Parameters that the stage with layers `[start_layer, end_layer)` holds, by component.
+
+        A tied head counts as an embedding: it is stored once on a rank (rows A6, A14).
+        """
+        is_first, is_last = start_layer == 0, end_layer == self.num_layers
+        holds_embedding = is_first or (is_last and self.tie_word_embeddings)
+        return {
+            "embedding": holds_embedding * self.embedding_parameters(),
+            "layers": sum(map(self.layer_parameters, range(start_layer, end_layer))),
+            "norm": is_last * self.hidden_size,
+            "head": (is_last and not self.tie_word_embeddings) * self.embedding_parameters(),
+        }
+
+    def stage_parameters(self, start_layer: int, end_layer: int) -> int:
+        """All parameters of the stage with layers `[start_layer, end_layer)`."""
+        return sum(self.parameter_counts(start_layer, end_layer).values())
+
+    def kv_bytes_per_token(self, num_layers: int, itemsize: int) -> int:
+        """Bytes of keys and values, or of latent vectors, that one token takes over `num_layers` layers."""
+        numbers = 2 * self.kv_size if self.latent is None else self.latent.width
+        return num_layers * numbers * itemsize
+
+    def hidden_state_bytes(self, num_tokens: int, itemsize: int) -> int:
+        """Bytes that a step of `num_tokens` moves over one link: hidden states and residual (rows S1, I8)."""
+        return 2 * num_tokens * self.hidden_size * itemsize

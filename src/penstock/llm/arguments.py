@@ -1,0 +1,70 @@
+"""The arguments of `LLM` and `AsyncLLM`: from names and values to an `EngineConfig`, and on to a plan."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.refused_settings import refuse_if_known, refuse_replicas
+from penstock.config.topology import with_topology
+from penstock.engine.supervisor.auto_partition import settle_partition
+from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.launch import LaunchPlan, resolve
+from penstock.engine.supervisor.reports import LogReporter
+from penstock.errors import UsageError
+
+NO_INTER_TOKEN_TARGET_MS = 1e9
+# Here the caller is the queue: it may hold any number, for any time.
+_NO_BOUNDS = {"max_waiting_requests": 1 << 31, "max_waiting_tokens": 1 << 62, "queue_timeout_s": 1e12}
+_PARTS = {
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "cache": CacheConfig,
+    "scheduler": SchedulerConfig,
+}
+
+
+def engine_config(
+    given: Mapping[str, Any], backend: str, topology: str | os.PathLike[str] | None = None
+) -> EngineConfig:
+    """The configuration of the arguments that are fields of it, types and ranges checked."""
+    given = {**given, **_NO_BOUNDS, "model": str(given["model"]), "backend": backend}
+    values: dict[str, Any] = {
+        part: {name: given[name] for name in fields.__struct_fields__ if name in given}
+        for part, fields in _PARTS.items()
+    }
+    values["seed"] = given["seed"]
+    try:
+        config = msgspec.convert(values, EngineConfig)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, UsageError):  # a range, checked by its owner
+            raise error.__cause__ from None
+        raise UsageError(f"an argument of LLM has the wrong type or value: {error}.") from error
+    if topology is None:
+        return config
+    return msgspec.structs.replace(config, parallel=with_topology(config.parallel, topology))
+
+
+def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:
+    """The configuration without `auto`s that have to be measured, and what becomes of it on this host."""
+    host = Host.detect()
+    config = settle_partition(config, host, LogReporter())
+    return config, resolve(config, host)
+
+
+def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise `UsageError` for an argument that is none of those known; says which one is near."""
+    if not unknown:
+        return
+    name = next(iter(unknown))
+    refuse_if_known(name)
+    if name == "data_parallel_size":
+        refuse_replicas()
+    nearest = difflib.get_close_matches(name, known, n=1)
+    remedy = f"Did you mean {nearest[0]}?" if nearest else "See help(penstock.LLM)."
+    raise UsageError(f"LLM has no argument {name!r}.", remedy=remedy, param=name, code="unknown_argument")

@@ -1,0 +1,397 @@
+"""`AsyncLLM`: an engine of its own for a program with an event loop; outputs come as they are made.
+
+    async with AsyncLLM("path/to/model", pipeline_parallel_size=2) as llm:
+        async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+It starts the same supervisor as `LLM` and is a client of the core by the API process's own
+`engine.client.async_engine`: streams, aborts, checks and what becomes of them when a core is lost are the
+server's. Prompts become ids as for `LLM` (`llm.text_side`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import itertools
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from penstock.config.engine import EngineConfig, Pooling
+from penstock.config.limits import GrammarLimits
+from penstock.config.refused_settings import require_backend
+from penstock.engine.client.async_engine import AsyncEngine, EngineInfo, EngineStatus, RequestStream
+from penstock.engine.client.outputs import RequestOutput, TextDelta, merge_deltas, request_output
+from penstock.engine.client.vectors import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    embedding_output,
+    pooling_output,
+)
+from penstock.engine.ipc import silence_limit_s
+from penstock.engine.supervisor.reports import LogReporter
+from penstock.errors import PenstockError, StageLostError, UnavailableError, UsageError
+from penstock.grammar.proving import GrammarProver
+from penstock.llm.arguments import engine_config, refuse_unknown, settled
+from penstock.llm.engine_client import START_TIMEOUT_S, SupervisorProcess
+from penstock.llm.llm import LLM
+from penstock.llm.text_side import (
+    Conversation,
+    PreparedPrompt,
+    Prompt,
+    TextSide,
+    chat_options,
+    normalised_pooling,
+    raw_pooling,
+)
+from penstock.request import PoolingParams, SamplingParams
+from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """A model, ready to generate. Belongs to one event loop.
+
+    Starts at the first use, at `start`, or at the entry of `async with`; ends its processes at `close`, at
+    the exit of `async with`, or with this process.
+
+    Args:
+        model: as for `LLM`.
+        settings: those of `LLM`, with the same defaults; `distributed_executor_backend` can only be `mp`.
+
+    Raises:
+        UsageError: an argument is unknown or out of range.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._config = _config_of(model, settings)
+        self._starting: asyncio.Task[_Running] | None = None
+        self._numbers = itertools.count()
+        self._streams: dict[str, list[RequestStream]] = {}  # of a request, one for each sequence
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Return when the engine is ready.
+
+        Raises:
+            ModelError, NotEnoughMemoryError, PeerError: the model cannot be served; says why.
+        """
+        await self._running()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt. Each output has all that was generated so far, of each of its `n` sequences; the
+        last one is `finished`.
+
+        Leaving the loop early, or cancelling its task, aborts the request (`contextlib.aclosing` does so at
+        once).
+
+        Args:
+            prompt: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`.
+            sampling_params: None takes the model's defaults.
+            request_id: for `abort`; no other request that is alive has it. None makes one.
+
+        Raises:
+            InvalidRequestError: the prompt or a sampling value is out of bounds, or the id is in use.
+            AbortedError: somebody else has aborted it.
+            PenstockError: the request or the engine failed.
+        """
+        running = await self._running()
+        prepared = await _off_the_loop(prompt, running.text.prompt, prompt)
+        async for output in self._stream(running, prepared, sampling_params, request_id):
+            yield output
+
+    async def chat(
+        self,
+        messages: Conversation,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Answer a conversation by the model's chat template; else as `generate`, and `LLM.chat`."""
+        options = chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        running = await self._running()
+        prepared = await _off_the_loop(messages, running.text.conversation, messages, options)
+        async for output in self._stream(running, prepared, sampling_params, request_id):
+            yield output
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+    ) -> EmbeddingRequestOutput:
+        """A vector of length 1; as `LLM.embed` for one prompt. Cancelling the task aborts the request."""
+        name, ids, delta = await self._pooled(prompt, pooling_params or PoolingParams(), request_id)
+        return embedding_output(name, ids, delta.vector)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        pooling: Pooling | None = None,
+    ) -> PoolingRequestOutput[PoolingOutput]:
+        """The pooled hidden states; as `LLM.encode` for one prompt."""
+        params = raw_pooling(pooling_params, pooling)
+        name, ids, delta = await self._pooled(prompt, params, request_id)
+        return pooling_output(name, ids, delta.vector)
+
+    def abort(self, request_id: str) -> None:
+        """End a request: whoever reads it gets an `AbortedError`. Harmless where there is none."""
+        for stream in self._streams.get(request_id, ()):
+            stream.cancel()
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of this model."""
+        return (await self._running()).text.tokenizer
+
+    async def get_chat_template(self) -> ChatTemplate:
+        """The chat template of this model."""
+        return (await self._running()).text.chat_template
+
+    async def get_default_sampling_params(self) -> SamplingParams:
+        """Sampling that the checkpoint's `generation_config.json` asks for."""
+        return (await self._running()).text.default_sampling
+
+    async def status(self) -> EngineStatus:
+        """Whether tokens come through the pipe, and the core's numbers."""
+        return (await self._running()).engine.status()
+
+    async def close(self) -> None:
+        """End the engine and wait until nothing of it is left; requests that are open end with an error. May
+        be called twice."""
+        self._is_closed = True
+        starting, self._starting = self._starting, None
+        if starting is None:
+            return
+        starting.cancel()
+        await asyncio.wait([starting])
+        if not starting.cancelled() and starting.exception() is None:
+            await starting.result().end()
+
+    async def __aenter__(self) -> AsyncLLM:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _running(self) -> _Running:
+        """The engine, started once however many ask for it."""
+        if self._is_closed:
+            raise UsageError("this AsyncLLM has been closed.", remedy="Make a new one.")
+        if self._starting is None or (self._starting.done() and self._starting.cancelled()):
+            self._starting = asyncio.get_running_loop().create_task(_start(self._config))
+        starting = self._starting
+        try:
+            running = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            if self._is_closed and starting.cancelled():  # not whoever asks was cancelled
+                raise UnavailableError("this AsyncLLM was closed while it started.") from None
+            raise
+        running.require_alive()
+        return running
+
+    async def _stream(
+        self,
+        running: _Running,
+        prompt: PreparedPrompt,
+        sampling: SamplingParams | None,
+        request_id: str | None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        params = running.sampling_for(prompt, sampling)
+        name = self._name(request_id)
+        await running.prove(params)
+        streams = self._streams[name] = running.engine.add_all(name, prompt.token_ids, params)
+        wholes = [TextDelta("", []) for _ in streams]
+        try:
+            async with contextlib.aclosing(_news(streams)) as news:
+                async for deltas in news:
+                    for index, delta in deltas.items():
+                        wholes[index] = merge_deltas([wholes[index], delta])
+                    if not any(delta.token_ids or delta.finish_reason for delta in deltas.values()):
+                        continue  # scores of the prompt, which are told once they are all there
+                    yield request_output(
+                        name,
+                        prompt.text,
+                        prompt.token_ids,
+                        wholes,
+                        running.text.tokenizer,
+                        scored=params.prompt_logprobs is not None,
+                        num_cached_tokens=streams[0].cached_tokens,
+                    )
+        finally:
+            self._release(name, streams)
+
+    async def _pooled(
+        self, prompt: Prompt, params: PoolingParams, request_id: str | None
+    ) -> tuple[str, list[int], TextDelta]:
+        """The request's id, the prompt's ids, and the delta with the vector."""
+        running = await self._running()
+        prepared = await _off_the_loop(prompt, running.text.prompt, prompt)
+        name = self._name(request_id)
+        stream = running.engine.embed(name, prepared.token_ids, normalised_pooling(params))
+        streams = self._streams[name] = [stream]
+        try:
+            return name, prepared.token_ids, await stream.next()
+        finally:
+            self._release(name, streams)
+
+    def _release(self, name: str, streams: list[RequestStream]) -> None:
+        """Its reader has left; the core may still be at it."""
+        for stream in streams:
+            stream.cancel()
+        if self._streams.get(name) is streams:
+            del self._streams[name]
+
+    def _name(self, request_id: str | None) -> str:
+        return f"request-{next(self._numbers)}" if request_id is None else request_id
+
+
+class _Running:
+    """An engine that runs: its supervisor, its client and its text side.
+
+    Args:
+        max_model_len: longest prompt and output that it serves.
+    """
+
+    def __init__(self, supervisor: SupervisorProcess, engine: AsyncEngine, text: TextSide) -> None:
+        self.engine = engine
+        self.text = text
+        self._supervisor = supervisor
+        self._limits = text.limits(engine.max_model_len)
+        self._grammars = GrammarProver(text.grammar_model, GrammarLimits())
+        self._failure: PenstockError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(supervisor.fileno(), self._hear)
+
+    def sampling_for(self, prompt: PreparedPrompt, sampling: SamplingParams | None) -> SamplingParams:
+        """The caller's, or the model's defaults as far as they fit."""
+        return self.text.sampling_for(sampling, self._limits, len(prompt.token_ids))
+
+    async def prove(self, sampling: SamplingParams) -> None:
+        """Return if its structured output can be had. Raises what `GrammarProver.prove` does."""
+        if sampling.structured_outputs is not None:
+            await self._grammars.prove(sampling.structured_outputs)
+
+    def require_alive(self) -> None:
+        """Raise the first cause once the engine is lost for good."""
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+
+    async def end(self) -> None:
+        """Wait until nothing is left."""
+        if self._failure is None:
+            self._loop.remove_reader(self._supervisor.fileno())
+        self.engine.close()
+        self._grammars.close()
+        await asyncio.to_thread(self._supervisor.end)
+
+    def _hear(self) -> None:
+        """The supervisor has said something, or has ended: then nobody starts another core."""
+        self._supervisor.pass_on_news()
+        if self._supervisor.has_ended:
+            self._loop.remove_reader(self._supervisor.fileno())
+            lost = StageLostError("the supervisor of the engine has ended.")
+            self._failure = self._supervisor.first_cause(lost)
+            self.engine.lose(self._failure)
+
+
+async def _start(config: EngineConfig) -> _Running:
+    """Start processes and wait for them, off the loop; whatever goes wrong, none of them stays."""
+    config, plan = await asyncio.to_thread(settled, config)
+    text = await asyncio.to_thread(TextSide.of, plan, config.model.pooling)
+    supervisor = SupervisorProcess(config, LogReporter())
+    try:
+        address = await asyncio.to_thread(supervisor.wait_until_ready)
+        info = EngineInfo(
+            max_model_len=plan.core.max_model_len,
+            vocab_size=plan.core.vocab_size,
+            vector=text.vector,
+            pooling=text.pooling,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_waiting_requests=config.scheduler.max_waiting_requests,
+            silence_limit_s=silence_limit_s(config.parallel.heartbeat_limit_s),
+        )
+        engine = AsyncEngine(address, text.tokenizer, info)
+        try:
+            await engine.start(START_TIMEOUT_S)
+            return _Running(supervisor, engine, text)
+        except BaseException:
+            engine.close()
+            raise
+    except BaseException:
+        await asyncio.shield(asyncio.to_thread(supervisor.end))
+        raise
+
+
+async def _news(streams: Sequence[RequestStream]) -> AsyncGenerator[dict[int, TextDelta], None]:
+    """What comes of these, by their places, until all have ended. The first error of one ends it."""
+    if len(streams) == 1:
+        while True:
+            delta = await streams[0].next()
+            yield {0: delta}
+            if delta.finish_reason is not None:
+                return
+    waiting = {asyncio.ensure_future(stream.next()): index for index, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            deltas = {waiting.pop(task): task.result() for task in done}
+            for index in [index for index, delta in deltas.items() if delta.finish_reason is None]:
+                waiting[asyncio.ensure_future(streams[index].next())] = index
+            yield dict(sorted(deltas.items()))
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+
+_INLINE_CHARACTERS = 16 << 10
+
+
+async def _off_the_loop(text: object, prepare: Any, *arguments: Any) -> PreparedPrompt:
+    """The prepared prompt; long texts and conversations are worked on in a thread."""
+    if isinstance(text, Mapping):
+        text = text.get("prompt")
+    if len(str(text)) <= _INLINE_CHARACTERS:
+        prepared: PreparedPrompt = prepare(*arguments)
+        return prepared
+    return await asyncio.to_thread(prepare, *arguments)
+
+
+def _config_of(model: str, settings: Mapping[str, Any]) -> EngineConfig:
+    """By the signature of `LLM`, which has the names and the defaults."""
+    parameters = inspect.signature(LLM.__init__).parameters
+    known = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    unknown = {name: value for name, value in settings.items() if name not in known}
+    refuse_unknown(unknown, list(known))
+    given = {**known, **settings, "model": model}
+    backend = given["distributed_executor_backend"]
+    require_backend(backend if isinstance(backend, str) else "a caller's own executor", ("mp",))
+    topology: str | os.PathLike[str] | None = given["topology"]
+    return engine_config(given, "mp", topology)

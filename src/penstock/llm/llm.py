@@ -1,0 +1,399 @@
+"""`LLM`: the synchronous, offline face of the engine. Shapes of arguments and results are vLLM's.
+
+    with LLM("path/to/model", pipeline_parallel_size=2) as llm:
+        for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
+            print(output.outputs[0].text)
+
+The stages are processes of their own (`mp`) or threads of this one (`inprocess`). Tokenising is
+`llm.text_side`'s, text and stop strings are `engine.client.outputs`', waiting is `llm.pending`'s; everything
+else is the engine's (`llm.engine_client`). What is decided and done at start is logged at INFO by the logger
+`penstock`. The same for programs with an event loop is `llm.async_llm`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+from penstock.config.engine import (
+    Backend,
+    DType,
+    EngineConfig,
+    EvictionPolicy,
+    ModelImpl,
+    PinThreads,
+    Pooling,
+    Quantization,
+    StorePolicy,
+    TiedHead,
+)
+from penstock.config.limits import GrammarLimits
+from penstock.config.refused_settings import require_backend
+from penstock.engine.client.outputs import CompletionOutput, RequestOutput, output_assembler
+from penstock.engine.client.siblings import with_siblings
+from penstock.engine.client.vectors import (
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    VectorAssembler,
+    embedding_output,
+    pooling_output,
+)
+from penstock.engine.stats import CoreStats
+from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.engine.supervisor.reports import LogReporter
+from penstock.errors import InvalidRequestError, UsageError
+from penstock.executor.base import Executor
+from penstock.grammar.proving import GrammarProver
+from penstock.llm.arguments import NO_INTER_TOKEN_TARGET_MS, engine_config, refuse_unknown, settled
+from penstock.llm.engine_client import EngineClient, InprocessClient, ProcessClient
+from penstock.llm.pending import Pending, run_all
+from penstock.llm.progress import progress_of
+from penstock.llm.text_side import (
+    Conversation,
+    PreparedPrompt,
+    Prompt,
+    TextSide,
+    at_place,
+    chat_options,
+    normalised_pooling,
+    raw_pooling,
+)
+from penstock.request import GenerationRequest, PoolingParams, SamplingParams
+from penstock.tokenizer.chat_template import ChatTemplate
+from penstock.tokenizer.tokenizer import Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+MakeExecutor = Callable[[LaunchPlan], Executor]
+Params = TypeVar("Params", SamplingParams, PoolingParams)
+
+
+class LLM:
+    """A model, ready to generate. Ends its processes at `shutdown`, at the end of a `with`, or at exit.
+
+    Args:
+        model: directory of a checkpoint, `demo`, or a hub name already downloaded.
+        pipeline_parallel_size: number of stages.
+        tensor_parallel_size: ranks that share a stage's layers, or of each stage, such as "2,1" or [2, 1].
+        enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
+        topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
+        dtype: of weights and computation; "auto" takes the checkpoint's.
+        max_model_len: longest prompt + output in tokens; None takes the model's own.
+        seed: of requests that bring none.
+        async_depth: plans issued ahead of the pipe; "auto" measures whether one is faster than none.
+        prefill_chunk: prompt tokens of one request in one step at most.
+        micro_batches: that decoding requests are split into; "auto" chooses by time.
+        inter_token_target_ms: milliseconds between two tokens of a request that others' prompts should keep.
+            No target by default: the caller waits for the whole anyway.
+        max_num_seqs: requests that run at once.
+        max_num_batched_tokens: tokens of one step at most.
+        block_size: tokens per KV block.
+        num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
+        enable_prefix_caching: keep keys and values of what was computed, for prompts that begin the same.
+        eviction_policy: what of it is given up first: `lru`, `lfu` or `priority`.
+        kv_store: directory or URL where KV blocks are kept beyond the pool and this process; None: nowhere.
+        kv_store_bytes: of that directory at most.
+        kv_store_when_found: a block is stored when it was found so often; 0: when it is computed.
+        kv_store_patience_s: how long a request may wait for its blocks.
+        kv_host_bytes: of host memory for KV blocks in front of the store, or without one; for GPUs.
+        kv_write_bytes_per_s: of each rank, that are copied out of the pool at most; 0: no bound.
+        kv_store_policy: a block goes to the store at once, or when host memory is full.
+        partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
+        partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
+        device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
+        distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
+            makes an `executor.base.Executor` of a `LaunchPlan`.
+        threads_per_rank: CPU threads of a rank, or of each, such as "1,3" or [1, 3]; None shares the cores
+            among the ranks.
+        heartbeat_limit_s: a stage without a sign of life for this long is started again.
+        load_timeout_s: a stage that has not loaded after this long counts as lost.
+        step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
+        tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
+        quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
+        pooling: token states that embeddings are made of: the `last`, the `mean` of all, or `cls`: the first.
+        model_impl: whose layers run: `penstock`, `transformers` (of the extra `penstock[hf]`), or `auto`:
+            ours where there are any.
+        kernels: our own CPU kernels: `auto`, `off`, or names switched off such as "-attention,-head".
+        pin_threads: bind CPU threads to cores: `auto` (where they fit), `on` or `off`.
+
+    Raises:
+        UsageError: an argument is unknown or out of range.
+        ModelError, NotEnoughMemoryError, PeerError: the model cannot be served; says why.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        pipeline_parallel_size: int = 1,
+        tensor_parallel_size: int | str | Sequence[int] = 1,
+        enable_expert_parallel: bool = False,
+        topology: str | os.PathLike[str] | None = None,
+        dtype: DType = "auto",
+        max_model_len: int | None = None,
+        seed: int = 0,
+        async_depth: int | Literal["auto"] = "auto",
+        prefill_chunk: int = 512,
+        micro_batches: int | Literal["auto"] = "auto",
+        inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        block_size: int = 32,
+        num_blocks: int | None = None,
+        kv_cache_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        eviction_policy: EvictionPolicy = "lru",
+        kv_store: str | None = None,
+        kv_store_bytes: int = 16 << 30,
+        kv_store_when_found: int = 0,
+        kv_store_patience_s: float = 2.0,
+        kv_host_bytes: int = 0,
+        kv_write_bytes_per_s: int = 1 << 30,
+        kv_store_policy: StorePolicy = "write-through",
+        partition: str = "even",
+        partition_mix: str = "512:128",
+        device: str = "cpu",
+        distributed_executor_backend: Backend | MakeExecutor = "mp",
+        threads_per_rank: int | str | Sequence[int] | None = None,
+        tied_head: TiedHead = "load",
+        heartbeat_limit_s: float = 5.0,
+        load_timeout_s: float = 3600.0,
+        step_timeout_s: float | None = None,
+        quantization: Quantization = "none",
+        model_impl: ModelImpl = "auto",
+        pooling: Pooling = "last",
+        kernels: str = "auto",
+        pin_threads: PinThreads = "auto",
+        **unknown: Any,
+    ) -> None:
+        given = {**locals()}
+        known = inspect.signature(LLM.__init__).parameters
+        refuse_unknown(unknown, [name for name in known if name != "unknown"])
+        backend, make_executor = _executor_backend(distributed_executor_backend)
+        config, plan = settled(engine_config(given, backend, topology))
+        self._text = TextSide.of(plan, config.model.pooling)
+        self._client = _make_client(config, plan, make_executor)
+        self._limits = self._text.limits(self._client.max_model_len)
+        self._numbers = itertools.count()
+        self._grammars = GrammarProver(self._text.grammar_model, GrammarLimits())
+        self._finalizer = weakref.finalize(self, _close, self._client, self._grammars)  # at exit too
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; results are in the order of the prompts.
+
+        Args:
+            prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. Special tokens
+                written in a text mean themselves.
+            sampling_params: for all prompts, or one per prompt; None takes the model's defaults.
+            use_tqdm: show the progress, also where there is no terminal; None: only on a terminal, and of
+                several prompts.
+
+        Raises:
+            InvalidRequestError: a prompt or a sampling value is out of bounds, or prompt and output together
+                are too long; names the prompt by its index. Nothing has run.
+            PenstockError: a request or the engine failed; the others were aborted.
+        """
+        self._require_open()
+        return self._generate(self._text.prompts(prompts), sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation (a list of messages), or several, by the model's chat template.
+
+        Args:
+            add_generation_prompt: end the prompt with what begins an answer.
+            continue_final_message: go on with the last message, an assistant's, instead.
+            tools: functions that the model is told of, in OpenAI's form; its calls are in the text, as it
+                writes them.
+            chat_template_kwargs: further variables of the template.
+
+        Raises what `generate` does; also when the template refuses the messages, or knows no tools.
+        """
+        self._require_open()
+        options = chat_options(add_generation_prompt, continue_final_message, tools, chat_template_kwargs)
+        return self._generate(self._text.conversations(messages, options), sampling_params, use_tqdm)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector of length 1 for each prompt; results are in the order of the prompts.
+
+        Args:
+            prompts: as for `generate`.
+            pooling_params: for all prompts, or one per prompt; None takes what the engine was started with.
+
+        Raises what `generate` does.
+        """
+        requests = self._pooled(prompts, pooling_params or PoolingParams(), use_tqdm)
+        return [
+            embedding_output(one.request.request_id, one.prompt.token_ids, one.whole().vector)
+            for one in requests
+        ]
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        pooling: Pooling | None = None,
+        use_tqdm: bool | None = None,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """The pooled hidden states of each prompt as a numpy array, without a change of their length unless
+        `pooling_params` ask for it.
+
+        Args:
+            pooling: in place of `pooling_params`.
+
+        Raises what `generate` does.
+        """
+        requests = self._pooled(prompts, raw_pooling(pooling_params, pooling), use_tqdm)
+        return [
+            pooling_output(one.request.request_id, one.prompt.token_ids, one.whole().vector)
+            for one in requests
+        ]
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of this model."""
+        return self._text.tokenizer
+
+    def get_chat_template(self) -> ChatTemplate:
+        """The chat template of this model."""
+        return self._text.chat_template
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Sampling that the checkpoint's `generation_config.json` asks for."""
+        return self._text.default_sampling
+
+    def stats(self) -> CoreStats | None:
+        """Numbers of the engine core, as of its last message."""
+        return self._client.stats()
+
+    def shutdown(self) -> None:
+        """End the engine and wait until nothing of it is left. May be called twice."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _require_open(self) -> None:
+        if not self._finalizer.alive:
+            raise UsageError("this LLM has been shut down.", remedy="Make a new one.")
+
+    def _generate(
+        self,
+        prompts: Sequence[PreparedPrompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        use_tqdm: bool | None,
+    ) -> list[RequestOutput]:
+        sampling: Sequence[SamplingParams | None] = [None] * len(prompts)
+        if sampling_params is not None:
+            sampling = _for_each(sampling_params, len(prompts), "sampling_params")
+        requests = []
+        for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+            with at_place(f"prompts[{index}]"):
+                requests.append(self._request(prompt, params))
+        for index, request in enumerate(requests):
+            structured = request.request.sampling.structured_outputs
+            if structured is not None:
+                with at_place(f"prompts[{index}]"):
+                    self._grammars.prove_now(structured)
+        run_all(self._client, requests, progress_of(len(requests), use_tqdm))
+        return [request.output(self._text.tokenizer) for request in requests]
+
+    def _request(self, prompt: PreparedPrompt, given: SamplingParams | None) -> Pending:
+        sampling = self._text.sampling_for(given, self._limits, len(prompt.token_ids))
+        self._limits.check(prompt.token_ids, sampling)
+        self._limits.check_length(prompt.token_ids, sampling)
+        request = with_siblings(str(next(self._numbers)), prompt.token_ids, sampling)
+        tokenizer = self._text.tokenizer
+        return Pending(
+            request, prompt, lambda one: output_assembler(tokenizer, prompt.token_ids, one.sampling)
+        )
+
+    def _pooled(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams],
+        use_tqdm: bool | None,
+    ) -> list[Pending]:
+        self._require_open()
+        prepared, requests = self._text.prompts(prompts), []
+        each = _for_each(pooling_params, len(prepared), "pooling_params")
+        for index, (prompt, params) in enumerate(zip(prepared, each, strict=True)):
+            with at_place(f"prompts[{index}]"):
+                requests.append(self._vector_request(prompt, normalised_pooling(params)))
+        run_all(self._client, requests, progress_of(len(requests), use_tqdm))
+        return requests
+
+    def _vector_request(self, prompt: PreparedPrompt, params: PoolingParams) -> Pending:
+        self._limits.check_pooled(prompt.token_ids, params)
+        request = GenerationRequest(
+            request_id=str(next(self._numbers)),
+            prompt_token_ids=prompt.token_ids,
+            pooling=params.pooling or self._text.pooling,
+        )
+        return Pending(request, prompt, lambda _: VectorAssembler(params))
+
+
+def _for_each(given: Params | Sequence[Params], count: int, name: str) -> Sequence[Params]:
+    """One for all prompts, or one per prompt."""
+    if isinstance(given, SamplingParams | PoolingParams):
+        return [given] * count
+    if len(given) != count:
+        raise InvalidRequestError(f"{len(given)} {name} were given for {count} prompts.", param=name)
+    return given
+
+
+def _close(client: EngineClient, grammars: GrammarProver) -> None:
+    grammars.close()
+    client.close()
+
+
+def _executor_backend(given: str | MakeExecutor) -> tuple[str, MakeExecutor | None]:
+    """Where ranks run, and what makes the executor if it is the caller's own."""
+    if callable(given):
+        return "inprocess", given
+    require_backend(given, ("mp", "inprocess"))
+    return given, None
+
+
+def _make_client(config: EngineConfig, plan: LaunchPlan, make_executor: MakeExecutor | None) -> EngineClient:
+    """Start the engine."""
+    if make_executor is not None:
+        return InprocessClient(plan, make_executor(plan))
+    if config.parallel.backend == "mp":
+        return ProcessClient(config, LogReporter())
+    # Here and not above: this imports torch, which the processes of the other backend do for themselves.
+    from penstock.executor.inprocess import InprocessExecutor
+
+    return InprocessClient(plan, InprocessExecutor(plan.ranks))

@@ -1,0 +1,256 @@
+"""What the front of an engine knows of its model's text: prompts and conversations to token ids, defaults.
+
+`llm` and `llm.async_llm` make one from the `LaunchPlan`; no engine has to run for it. Prompts come from the
+program's author: special tokens in them mean themselves, except in messages, where only those that the
+template writes do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict, TypeVar
+
+import msgspec
+
+from penstock.config.engine import Pooling
+from penstock.engine.client.request_check import RequestLimits
+from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.errors import InvalidRequestError
+from penstock.families.registry import load_vector_shape
+from penstock.grammar.proving import GrammarModel
+from penstock.request import PoolingParams, SamplingParams, VectorShape
+from penstock.tokenizer.bad_words import with_bad_words
+from penstock.tokenizer.chat_template import ChatTemplate, load_chat_template
+from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
+
+G = TypeVar("G")
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids; its text, if any, is only handed on."""
+
+    prompt_token_ids: list[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | TextPrompt | TokensPrompt | Mapping[str, Any]
+Conversation = Sequence[Mapping[str, Any]]
+
+_OF_THE_PROMPT = (None, "prompt", "prompts", "prompt_token_ids", "messages")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPrompt:
+    """Attributes:
+    text: None where the prompt was given as ids alone.
+    """
+
+    text: str | None
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSide:
+    """Attributes:
+    default_sampling: what the checkpoint asks for.
+    vector: what vectors it gives.
+    pooling: of what, where nothing else is said.
+    grammar_model: for who proves grammars (`grammar.proving`).
+    """
+
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate
+    default_sampling: SamplingParams
+    vocab_size: int
+    vector: VectorShape
+    pooling: Pooling
+    grammar_model: GrammarModel
+
+    def sampling_for(
+        self, given: SamplingParams | None, limits: RequestLimits, num_prompt_tokens: int
+    ) -> SamplingParams:
+        """The caller's, bad words as ids, or the model's defaults as far as they fit behind the prompt.
+
+        Raises `InvalidRequestError` naming a field of the caller's that is out of range.
+        """
+        if given is None:
+            return limits.shortened(normalised_sampling(self.default_sampling), num_prompt_tokens)
+        sampling = normalised_sampling(given)
+        sampling.validate(self.vocab_size)
+        return with_bad_words(sampling, self.tokenizer.encode_trusted, self.vocab_size)
+
+    @classmethod
+    def of(cls, plan: LaunchPlan, pooling: Pooling) -> TextSide:
+        """Raises `ModelConfigError` when a file of the model is bad."""
+        directory = Path(plan.model_path)
+        tokenizer = load_tokenizer(directory)
+        return cls(
+            tokenizer=tokenizer,
+            chat_template=load_chat_template(directory, tokenizer),
+            default_sampling=default_sampling(plan.spec.generation_defaults),
+            vocab_size=plan.spec.vocab_size,
+            vector=load_vector_shape(directory, plan.spec.hidden_size),
+            pooling=pooling,
+            grammar_model=GrammarModel(directory=directory, eos_token_ids=plan.spec.eos_token_ids),
+        )
+
+    def limits(self, max_model_len: int) -> RequestLimits:
+        """What requests must satisfy, given the length that the engine serves."""
+        return RequestLimits(max_model_len=max_model_len, vocab_size=self.vocab_size, vector=self.vector)
+
+    def prompt(self, prompt: Prompt) -> PreparedPrompt:
+        """Raises `InvalidRequestError` for what is none."""
+        if isinstance(prompt, str):
+            return PreparedPrompt(text=prompt, token_ids=self.tokenizer.encode_trusted(prompt))
+        given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
+        text = given.get("prompt")
+        if "prompt_token_ids" in given:
+            token_ids = [token_id(value) for value in given["prompt_token_ids"]]
+            return PreparedPrompt(text=text, token_ids=token_ids)
+        if isinstance(text, str):
+            return PreparedPrompt(text=text, token_ids=self.tokenizer.encode_trusted(text))
+        raise InvalidRequestError(
+            f"a prompt is a text or a mapping with prompt_token_ids, got {type(prompt).__name__}.",
+            remedy='Write {"prompt_token_ids": [...]} for token ids.',
+            param="prompts",
+        )
+
+    def prompts(self, given: Prompt | Sequence[Prompt]) -> list[PreparedPrompt]:
+        """One prompt, or several; an error names the one at fault."""
+        if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+            return [self.prompt(given)]
+        return [self._placed("prompts", index, self.prompt, one) for index, one in enumerate(given)]
+
+    def conversation(self, messages: Conversation, options: Mapping[str, Any]) -> PreparedPrompt:
+        """A list of messages by the model's chat template.
+
+        Args:
+            options: `add_generation_prompt`, `continue_final_message`, and variables of the template, `tools`
+                among them.
+        """
+        if options.get("continue_final_message"):
+            _check_continued(messages)
+        if options.get("tools") and "tools" not in self.chat_template.reads:
+            raise InvalidRequestError(
+                "the chat template of this model knows no tools.",
+                remedy="Say in a message of yours what the model may call.",
+                param="tools",
+                code="unsupported_parameter",
+            )
+        text = self.chat_template.render(messages, **options)
+        return PreparedPrompt(text=text, token_ids=self.chat_template.encode(messages, **options))
+
+    def conversations(
+        self, given: Conversation | Sequence[Conversation], options: Mapping[str, Any]
+    ) -> list[PreparedPrompt]:
+        """One conversation, or several; an error names the one at fault."""
+        if given and isinstance(given[0], Mapping):
+            return [self.conversation(given, options)]  # type: ignore[arg-type]
+        return [
+            self._placed("messages", index, self.conversation, one, options)
+            for index, one in enumerate(given)
+        ]
+
+    @staticmethod
+    def _placed(name: str, index: int, prepare: Any, *arguments: Any) -> PreparedPrompt:
+        with at_place(f"{name}[{index}]"):
+            prepared: PreparedPrompt = prepare(*arguments)
+        return prepared
+
+
+@contextlib.contextmanager
+def at_place(place: str) -> Iterator[None]:
+    """Let a refusal say which of several requests it is about."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        param = place if error.param in _OF_THE_PROMPT else error.param
+        raise InvalidRequestError(
+            f"{place}: {error.message}", remedy=error.remedy, param=param, code=error.code
+        ) from error
+
+
+def chat_options(
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    kwargs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What a conversation is rendered with. Raises `InvalidRequestError` for what does not go together."""
+    if add_generation_prompt and continue_final_message:
+        raise InvalidRequestError(
+            "continue_final_message goes on with the last message; add_generation_prompt begins another one.",
+            remedy="Set add_generation_prompt to False.",
+            param="continue_final_message",
+        )
+    options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt, **(kwargs or {})}
+    options |= {"continue_final_message": True} if continue_final_message else {}
+    return options | ({"tools": list(tools)} if tools else {})
+
+
+def _check_continued(messages: Conversation) -> None:
+    if not messages or messages[-1].get("role") != "assistant" or messages[-1].get("tool_calls"):
+        raise InvalidRequestError(
+            "continue_final_message needs a last message of the assistant, with text and without tool_calls.",
+            param="continue_final_message",
+        )
+
+
+def default_sampling(defaults: Mapping[str, float]) -> SamplingParams:
+    """`SamplingParams` with the values that a checkpoint asks for."""
+    values: dict[str, Any] = dict(defaults)
+    if "top_k" in values:
+        values["top_k"] = int(values["top_k"])
+    return SamplingParams(**values)
+
+
+def normalised_sampling(sampling: SamplingParams) -> SamplingParams:
+    """The same values with the types that a wire would give them (a temperature of 0 becomes 0.0)."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InvalidRequestError(f"sampling_params: {error}.", param="sampling_params") from error
+
+
+def raw_pooling(given: G | None, pooling: Pooling | None) -> G | PoolingParams:
+    """The parameters of `encode`: the caller's, or those of a vector whose length is not changed.
+
+    Args:
+        pooling: in place of `given`.
+    """
+    if given is None:
+        return PoolingParams(pooling=pooling, normalize=False)
+    if pooling is not None:
+        raise InvalidRequestError(
+            "pooling and pooling_params say the same; give one of them.", param="pooling"
+        )
+    return given
+
+
+def normalised_pooling(params: PoolingParams) -> PoolingParams:
+    """The same of `PoolingParams`."""
+    try:
+        return msgspec.convert(msgspec.to_builtins(params), PoolingParams)
+    except (msgspec.ValidationError, TypeError) as error:
+        raise InvalidRequestError(f"pooling_params: {error}.", param="pooling_params") from error
+
+
+def token_id(value: Any) -> int:
+    """An integer of any library."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    try:
+        return int(value.__index__())  # numpy and torch scalars
+    except (AttributeError, TypeError) as error:
+        raise InvalidRequestError(
+            f"prompt_token_ids must be integers, got {type(value).__name__}.", param="prompt_token_ids"
+        ) from error

@@ -1,0 +1,52 @@
+"""The seam over which whole messages travel: plans, results and token returns.
+
+`pipeline.links.plan_channel` implements it over zmq and in memory; `pipeline.token_return` and
+`pipeline.ports` are given one. It carries bytes (msgspec), never tensors.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.errors import LinkClosedError, WaitTimeoutError
+
+SEND_TIMEOUT_S = 60.0
+
+
+class MessageChannel(Protocol):
+    """One end of a two-way, ordered, loss-free path of messages between two threads or processes."""
+
+    def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        """Queue one message.
+
+        Args:
+            timeout_s: for a queue that is full or has no other end yet; 0 only tries.
+
+        Raises:
+            LinkClosedError: the other end is gone, or this one has been closed.
+            WaitTimeoutError: the queue did not take it in time.
+        """
+        ...
+
+    def recv(self, timeout_s: float | None) -> bytes | None:
+        """The next message; None when none came in time.
+
+        Args:
+            timeout_s: 0 only looks; None waits without end, but returns when the other end closes.
+
+        Raises:
+            LinkClosedError: no message is left and the other end is gone.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let the other end know that nothing follows. Messages sent before are still delivered."""
+        ...
+
+
+def send_of_step(channel: MessageChannel, frame: bytes, what: str, step_id: int) -> None:
+    """Send what belongs to a step; the errors of `MessageChannel.send` then say so."""
+    try:
+        channel.send(frame)
+    except (LinkClosedError, WaitTimeoutError) as error:
+        raise type(error)(f"{error.message} It was to take {what} of step {step_id}.") from error

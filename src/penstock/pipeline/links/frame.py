@@ -1,0 +1,141 @@
+"""The header that goes before the tensors of every frame, and the size of a frame.
+
+Both ends of a link work the header out from the plan; the receiver compares all of it before it believes one
+byte of the payload (rows DR1, DR2, d1). Called by `pipeline.links.link` and, for the size of a link, by
+`engine.supervisor.launch`. No torch here.
+
+    0       4     6      8       12       16     24           28      32      34            36      64
+    | magic | ver | kind | epoch | digest | step | num_tokens | width | dtype | num_tensors | zeros | payload
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import IntEnum
+
+from penstock.errors import ProtocolError, concerned
+
+ALIGNMENT = 64  # of the header and of every tensor in a frame: one cache line
+NUM_CARRIED = 2  # hidden_states and residual
+
+_MAGIC = b"PSTK"
+_VERSION = 1
+_LAYOUT = struct.Struct("<4sHHIIQIIHH")
+_DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
+_DTYPE_NAMES = {code: name for name, code in _DTYPES.items()}
+
+
+class FrameKind(IntEnum):
+    """What a frame carries."""
+
+    HIDDEN = 1  # hidden_states and residual, both [num_tokens, width]
+    WEIGHT = 2  # rows of an embedding, [num_tokens, width], before the first plan; the step is their number
+
+
+_KINDS = {kind.value for kind in FrameKind}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameHeader:
+    """What a frame is. Two headers are equal if and only if both ends agree about the step."""
+
+    epoch: int
+    step_id: int
+    kind: FrameKind
+    num_tokens: int
+    width: int  # elements of one token in one tensor
+    dtype: str
+    num_tensors: int
+    digest: int  # of the plan
+
+    def pack(self) -> bytes:
+        """The header as it stands in front of a frame, `ALIGNMENT` bytes."""
+        packed = _LAYOUT.pack(
+            _MAGIC,
+            _VERSION,
+            self.kind,
+            self.epoch,
+            self.digest,
+            self.step_id,
+            self.num_tokens,
+            self.width,
+            _DTYPES[self.dtype],
+            self.num_tensors,
+        )
+        return packed.ljust(ALIGNMENT, b"\0")
+
+    @classmethod
+    def unpack(cls, frame: bytes | memoryview) -> FrameHeader:
+        """Read the header of a frame; raises `ProtocolError` for anything that this build does not write."""
+        magic, version, kind, epoch, digest, step_id, num_tokens, width, dtype, num_tensors = (
+            _LAYOUT.unpack_from(frame)
+        )
+        if magic != _MAGIC or version != _VERSION:
+            raise ProtocolError(
+                f"frame starts with {magic!r} version {version}, expected {_MAGIC!r} version {_VERSION}.",
+                remedy="Run the same Penstock version on both ends.",
+            )
+        if kind not in _KINDS or dtype not in _DTYPE_NAMES:
+            raise ProtocolError(f"frame of unknown kind {kind} or dtype {dtype}.")
+        return cls(
+            epoch=epoch,
+            step_id=step_id,
+            kind=FrameKind(kind),
+            num_tokens=num_tokens,
+            width=width,
+            dtype=_DTYPE_NAMES[dtype],
+            num_tensors=num_tensors,
+            digest=digest,
+        )
+
+    @property
+    def purpose(self) -> str:
+        """What a wait for the frame waits for."""
+        is_hidden = self.kind is FrameKind.HIDDEN
+        return f"the hidden states of step {self.step_id}" if is_hidden else f"weight block {self.step_id}"
+
+    def differences(self, found: FrameHeader) -> list[str]:
+        """The fields in which `found` is not what this header promised, as text."""
+        return [
+            f"{field.name} expected {getattr(self, field.name)}, found {getattr(found, field.name)}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(found, field.name)
+        ]
+
+
+def check_header(expected: FrameHeader, found: FrameHeader, link: str, requests: Sequence[str]) -> None:
+    """Raise `ProtocolError` naming link, step and requests if the frame is not the one of this step."""
+    if found != expected:
+        raise _not_of_this_step(expected, "; ".join(expected.differences(found)), link, requests)
+
+
+def check_packed(
+    expected: FrameHeader, found: bytes | memoryview, link: str, requests: Sequence[str]
+) -> None:
+    """As `check_header`, for a header as it stands in front of a frame."""
+    if found == expected.pack():
+        return
+    try:
+        unpacked = FrameHeader.unpack(found)
+    except ProtocolError as error:
+        raise _not_of_this_step(expected, error.message.rstrip("."), link, requests) from error
+    check_header(expected, unpacked, link, requests)
+
+
+def _not_of_this_step(expected: FrameHeader, why: str, link: str, requests: Sequence[str]) -> ProtocolError:
+    return ProtocolError(
+        f"link {link} delivered a frame that is not the one of step {expected.step_id}: "
+        f"{why}.{concerned(requests)}"
+    )
+
+
+def padded(num_bytes: int) -> int:
+    """`num_bytes` rounded up to the alignment of a frame."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def frame_bytes(*, max_num_tokens: int, width: int, itemsize: int) -> int:
+    """Bytes of the largest frame of a link whose steps have at most `max_num_tokens` tokens."""
+    return ALIGNMENT + NUM_CARRIED * padded(max_num_tokens * width * itemsize)

@@ -1,0 +1,141 @@
+"""Links: how the hidden states of a step get from one stage to the next.
+
+`pipeline.ports` sends and receives through the `Link` seam. Two carriers: `SharedMemoryLink` between
+processes of one host, `MemoryLink` between threads (ranks in one process, tests). Both copy on `send`, so the
+caller may write over its tensors at once (row C6), and both check the header of a frame before they touch its
+payload.
+
+There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
+elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A link
+of n frames is n receives posted ahead: the sender runs n steps ahead of a busy receiver and then waits.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.models.intermediate import IntermediateTensors
+from penstock.pipeline.links.frame import FrameHeader
+from penstock.trace.phases import NOBODYS, PhaseClock
+
+
+class RecvHandle:
+    """A receive that has been posted; `wait` does it, once, however often it is called (row DR9)."""
+
+    def __init__(self, fetch: Callable[[], None]) -> None:
+        self._fetch = fetch
+        self._outcome: Exception | bool = False  # False: not waited yet; True: here; else the failure
+
+    @property
+    def is_done(self) -> bool:
+        return self._outcome is not False
+
+    def wait(self) -> None:
+        """Block until the tensors given to `recv` are filled; raises what the link raised, each time."""
+        if self._outcome is False:
+            try:
+                self._fetch()
+                self._outcome = True
+            except Exception as error:
+                self._outcome = error
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+
+
+class Link(Protocol):
+    """One direction between two neighbouring stages; frames arrive in the order in which they were sent."""
+
+    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+        """Copy the tensors into the link; they may be written over when this returns.
+
+        Args:
+            clock: is told what is waiting and what is copying.
+
+        Raises:
+            WaitTimeoutError: the receiver has not made room before the deadline.
+            LinkClosedError: the receiver has gone.
+        """
+        ...
+
+    def recv(
+        self,
+        header: FrameHeader,
+        out: Sequence[Tensor],
+        requests: Sequence[str] = (),
+        clock: PhaseClock = NOBODYS,
+    ) -> RecvHandle:
+        """Post the receive of the frame that `header` describes into `out`. Does not block.
+
+        Args:
+            header: what the frame must carry.
+            out: contiguous tensors [header.num_tokens, header.width] to fill.
+            requests: ids named in the error if another frame comes.
+            clock: as for `send`.
+
+        The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Tell the other end that nothing follows, and wake it if it waits. May be called twice."""
+        ...
+
+
+class AsyncIntermediateTensors(IntermediateTensors):
+    """Intermediate tensors still under way: the first access to `tensors` waits, no other does (row C4).
+
+    Args:
+        tensors: the buffers that the receive fills.
+        handle: of the receive.
+        postprocess: run once, after the wait, in order.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        handle: RecvHandle,
+        postprocess: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._buffers = tensors
+        self._handle = handle
+        self._pending = list(postprocess)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:  # type: ignore[override]
+        self._handle.wait()
+        while self._pending:
+            self._pending.pop(0)()
+        return self._buffers
+
+
+class Carrier(ABC):
+    """What all carriers share: a receive that is posted is done when it is waited for."""
+
+    def recv(
+        self,
+        header: FrameHeader,
+        out: Sequence[Tensor],
+        requests: Sequence[str] = (),
+        clock: PhaseClock = NOBODYS,
+    ) -> RecvHandle:
+        return RecvHandle(lambda: self._fetch(header, out, requests, clock))
+
+    @abstractmethod
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
+        """Wait for the frame and copy it into `out`, as `Link.recv` says."""
+
+
+def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:
+    """Own tensors must be what the own header says, else the other end would believe a lie (row DR2)."""
+    shape, dtype = (header.num_tokens, header.width), getattr(torch, header.dtype)
+    assert len(tensors) == header.num_tensors, (len(tensors), header)
+    for tensor in tensors:
+        assert tensor.shape == shape, (tensor.shape, header)
+        assert tensor.dtype == dtype, (tensor.dtype, header)

@@ -1,0 +1,75 @@
+"""The carrier between threads of one process: a link in memory, the twin of `pipeline.links.ring`."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Condition
+
+from torch import Tensor
+
+from penstock.errors import LinkClosedError, WaitTimeoutError
+from penstock.pipeline.links.frame import FrameHeader, check_header
+from penstock.pipeline.links.link import Carrier, check_shapes
+from penstock.trace.phases import NOBODYS, Phase, PhaseClock
+
+
+class MemoryLink(Carrier):
+    """The in-memory twin: one object that both threads hold.
+
+    Args:
+        name, timeout_s: as for `SharedMemoryLink`.
+        num_frames: frames that may be under way at once.
+    """
+
+    def __init__(self, name: str, timeout_s: float, num_frames: int = 1) -> None:
+        self._name = name
+        self._timeout_s = timeout_s
+        self._num_frames = num_frames
+        self._frames: deque[tuple[FrameHeader, list[Tensor]]] = deque()
+        self._changed = Condition()
+        self._closed = False
+
+    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+        check_shapes(header, tensors)
+        purpose = f"room for {header.purpose}"
+        before = clock.begin(Phase.WAIT_NEXT)
+        with self._changed:
+            self._wait(lambda: self._closed or len(self._frames) < self._num_frames, purpose)
+            self._raise_if(self._closed, purpose)
+            clock.begin(Phase.COMM)
+            self._frames.append((header, [tensor.clone() for tensor in tensors]))
+            self._changed.notify_all()
+        clock.begin(before)
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
+        check_shapes(header, out)
+        purpose = header.purpose
+        before = clock.begin(Phase.WAIT_PREV)
+        with self._changed:
+            self._wait(lambda: bool(self._frames) or self._closed, purpose)
+            self._raise_if(not self._frames, purpose)
+            found, tensors = self._frames.popleft()
+            self._changed.notify_all()
+        clock.begin(Phase.COMM)
+        check_header(header, found, self._name, requests)
+        for target, tensor in zip(out, tensors, strict=True):
+            target.copy_(tensor)
+        clock.begin(before)
+
+    def _wait(self, ready: Callable[[], bool], purpose: str) -> None:
+        if not self._changed.wait_for(ready, self._timeout_s):
+            raise WaitTimeoutError(
+                f"link {self._name}: waited {self._timeout_s:g} s for {purpose}, and it did not come."
+            )
+
+    def _raise_if(self, gone: bool, purpose: str) -> None:
+        if gone:
+            raise LinkClosedError(f"link {self._name} was closed by the other end before {purpose}.")

@@ -1,0 +1,231 @@
+"""Message channels: plans to the ranks, results and token returns back.
+
+`ZmqChannel` joins processes, `QueueChannel` threads; both implement `MessageChannel`. A zmq PAIR per rank,
+never a PUB socket, which drops. Carries bytes and does not look into them.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import zmq
+
+from penstock.errors import LinkClosedError, PortInUseError, WaitTimeoutError
+from penstock.pipeline.links.channel import SEND_TIMEOUT_S
+from penstock.pipeline.links.channel import MessageChannel as MessageChannel
+
+_QUEUE_LIMIT = 4096  # messages; far above any depth, so that a full queue means a peer that has stopped
+_LINGER_MS = 1_000  # last words (a shutdown, the cause of a failure) get this long to leave a closed socket
+
+
+class ZmqChannel:
+    """One end of a zmq PAIR. Use `bind` on one side and `connect` on the other, in either order.
+
+    Belongs to one thread. Notices through the socket's monitor that the other end has gone, even by kill -9.
+    """
+
+    def __init__(self, address: str, name: str = "") -> None:
+        self._name = name or address
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, _LINGER_MS)
+        self._socket.set(zmq.HANDSHAKE_IVL, 0)  # a peer that is still starting is not a peer that has gone
+        self._socket.set_hwm(_QUEUE_LIMIT)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._peer_gone = False
+
+    @classmethod
+    def bind(cls, address: str, name: str = "") -> ZmqChannel:
+        """The side that owns the address; raises `PortInUseError` if it cannot be had.
+
+        Args:
+            name: for messages, such as "core - stage 1".
+        """
+        channel = cls(address, name)
+        try:
+            bind_socket(channel._socket, address)
+        except zmq.ZMQError as error:
+            channel.close()
+            raise PortInUseError(f"cannot listen on {address}: {error}.") from error
+        return channel
+
+    @classmethod
+    def connect(cls, address: str, name: str = "") -> ZmqChannel:
+        """The other side; may come first."""
+        channel = cls(address, name)
+        channel._socket.connect(address)
+        return channel
+
+    @staticmethod
+    def wait_any(channels: Sequence[ZmqChannel], timeout_s: float | None, besides: int | None = None) -> None:
+        """Return when a message or a farewell is there on any channel, when the descriptor `besides` is
+        readable, or after `timeout_s`."""
+        poller = zmq.Poller()
+        if besides is not None:
+            poller.register(besides, zmq.POLLIN)
+        for channel in channels:
+            poller.register(channel._socket, zmq.POLLIN)
+            poller.register(channel._monitor, zmq.POLLIN)
+        poller.poll(_milliseconds(timeout_s))
+
+    def filenos(self) -> list[int]:
+        """Readable when something *may* have come; edge-triggered: look after each event and each send."""
+        return [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
+
+    def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self._check_open()
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self._wait_for_room(timeout_s)
+            self._socket.send(frame, zmq.NOBLOCK)
+
+    def recv(self, timeout_s: float | None) -> bytes | None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while (frame := self._look()) is None:
+            self._check_open()
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = dict(self._poller.poll(_milliseconds(remaining)))
+            if not ready:
+                return None
+            if self._monitor in ready:
+                self._monitor.recv_multipart()
+                self._peer_gone = True  # once more round, for what it had sent before
+        return frame
+
+    def _wait_for_room(self, timeout_s: float) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLOUT)
+        poller.register(self._monitor, zmq.POLLIN)
+        ready = dict(poller.poll(_milliseconds(timeout_s)))
+        self._peer_gone = self._monitor in ready
+        self._check_open()
+        if not ready:
+            raise WaitTimeoutError(
+                f"channel {self._name}: the other end took no message for {timeout_s:g} s."
+            )
+
+    def _check_open(self) -> None:
+        if self._peer_gone or self._socket.closed:
+            raise LinkClosedError(f"channel {self._name}: the other end has gone.")
+
+    def close(self) -> None:
+        """See `MessageChannel.close`; blocks at most `_LINGER_MS` for what is still to be delivered."""
+        if not self._socket.closed:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+            self._socket.close()
+            self._context.term()
+
+    def _look(self) -> bytes | None:
+        try:
+            return None if self._socket.closed else self._socket.recv(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+
+class QueueChannel:
+    """The in-memory twin, between two threads."""
+
+    def __init__(self, inbox: _Inbox, outbox: _Inbox) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+
+    @classmethod
+    def pair(cls, name: str = "in memory") -> tuple[QueueChannel, QueueChannel]:
+        """The two ends of one channel; `name` is for messages."""
+        (mine,), (theirs,) = cls._between([name])
+        return mine, theirs
+
+    @classmethod
+    def star(cls, count: int) -> tuple[list[QueueChannel], list[QueueChannel]]:
+        """Channels from the core to `count` stages; its ends can be waited for together (`wait_any`)."""
+        return cls._between([f"core - stage {stage}" for stage in range(count)])
+
+    @classmethod
+    def _between(cls, names: Sequence[str]) -> tuple[list[QueueChannel], list[QueueChannel]]:
+        shared = threading.Condition()
+        inboxes = [(_Inbox(shared, name), _Inbox(threading.Condition(), name)) for name in names]
+        return [cls(a, b) for a, b in inboxes], [cls(b, a) for a, b in inboxes]
+
+    @staticmethod
+    def wait_any(channels: Sequence[QueueChannel], timeout_s: float | None) -> None:
+        """Return when a message or a farewell is there on any channel of a star, or after `timeout_s`."""
+        inboxes = [channel._inbox for channel in channels]
+        with inboxes[0].changed:
+            inboxes[0].changed.wait_for(lambda: any(inbox.is_ready for inbox in inboxes), timeout_s)
+
+    def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
+        self._outbox.put(frame)
+
+    def recv(self, timeout_s: float | None) -> bytes | None:
+        return self._inbox.get(timeout_s)
+
+    def close(self) -> None:
+        self._inbox.close()
+        self._outbox.close()
+
+
+class _Inbox:
+    """A queue that one side fills and the other empties."""
+
+    def __init__(self, changed: threading.Condition, name: str) -> None:
+        self.changed = changed
+        self._name = name
+        self._frames: deque[bytes] = deque()
+        self._closed = False
+
+    @property
+    def is_ready(self) -> bool:
+        return bool(self._frames) or self._closed
+
+    def put(self, frame: bytes) -> None:
+        with self.changed:
+            self._check(not self._closed)
+            self._frames.append(frame)
+            self.changed.notify_all()
+
+    def get(self, timeout_s: float | None) -> bytes | None:
+        with self.changed:
+            if not self.changed.wait_for(lambda: self.is_ready, timeout_s):
+                return None
+            self._check(bool(self._frames))
+            return self._frames.popleft()
+
+    def close(self) -> None:
+        with self.changed:
+            self._closed = True
+            self.changed.notify_all()
+
+    def _check(self, goes_on: bool) -> None:
+        if not goes_on:
+            raise LinkClosedError(f"channel {self._name}: the other end has gone.")
+
+
+def bind_address(fd: int) -> str:
+    """Of a listening socket whose descriptor this process has."""
+    return f"fd:{fd}"
+
+
+def connect_address(fd: int) -> str:
+    """Of a listening socket, by a handle (`O_PATH`) of its file, which stays open as long as it is needed."""
+    return f"ipc:///proc/self/fd/{fd}"
+
+
+def bind_socket(socket: zmq.Socket[bytes], address: str) -> None:
+    """Bind to a zmq address, or take over the inherited listening descriptor of an address such as `fd:7`."""
+    if address.startswith("fd:"):
+        socket.setsockopt(zmq.USE_FD, int(address[3:]))
+        address = "ipc:///inherited"  # never looked at: the descriptor is bound already
+    socket.bind(address)
+
+
+def _milliseconds(timeout_s: float | None) -> int | None:
+    return None if timeout_s is None else math.ceil(timeout_s * 1000)

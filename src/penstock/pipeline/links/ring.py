@@ -1,0 +1,102 @@
+"""The carrier between processes of one host: a link through a ring of frames in shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ProtocolError
+from penstock.kernels.views import KeptViews
+from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, check_packed, padded
+from penstock.pipeline.links.link import Carrier, check_shapes
+from penstock.pipeline.links.ring_memory import Ring
+from penstock.process.config import LinkHandle
+from penstock.trace.phases import NOBODYS, Phase, PhaseClock
+
+
+class _Place(NamedTuple):
+    """Which tensors in which frame of a ring."""
+
+    frame: int
+    num_tokens: int
+    width: int
+    dtype: torch.dtype
+    num_tensors: int
+
+
+class SharedMemoryLink(Carrier):
+    """A link through a ring of frames that two processes map.
+
+    Args:
+        handle: as inherited from the supervisor.
+        name: for messages, such as "stage 0 -> stage 1".
+        timeout_s: deadline of every wait.
+    """
+
+    def __init__(self, handle: LinkHandle, name: str, timeout_s: float) -> None:
+        self._ring = Ring(handle, name)
+        self._frames = self._ring.frames
+        self._timeout_s = timeout_s
+        self._bytes = torch.frombuffer(self._frames, dtype=torch.uint8)
+        self._places: KeptViews[_Place, list[Tensor]] = KeptViews(self._view)
+
+    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+        _check_size(header, tensors, self._ring.frame_bytes)
+        ring, before = self._ring, clock.begin(Phase.WAIT_NEXT)
+        index = ring.reserve(self._timeout_s, header.purpose)
+        clock.begin(Phase.COMM)
+        begin = index * ring.frame_bytes
+        self._frames[begin : begin + ALIGNMENT] = header.pack()
+        if header.num_tokens:
+            for place, tensor in zip(self._places_of(index, header, tensors), tensors, strict=True):
+                place.copy_(tensor)
+        ring.publish()
+        clock.begin(before)
+
+    def close(self) -> None:
+        self._ring.close()
+
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
+        _check_size(header, out, self._ring.frame_bytes)
+        ring, before = self._ring, clock.begin(Phase.WAIT_PREV)
+        index = ring.take(self._timeout_s, header.purpose)
+        clock.begin(Phase.COMM)
+        begin = index * ring.frame_bytes
+        found = self._frames[begin : begin + ALIGNMENT]
+        check_packed(header, found, ring.name, requests)
+        if header.num_tokens:
+            for tensor, place in zip(out, self._places_of(index, header, out), strict=True):
+                tensor.copy_(place)
+        ring.release()
+        clock.begin(before)
+
+    def _places_of(self, index: int, header: FrameHeader, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Where the tensors lie in the frame, behind its header."""
+        return self._places.of(
+            _Place(index, header.num_tokens, header.width, tensors[0].dtype, header.num_tensors)
+        )
+
+    def _view(self, at: _Place) -> list[Tensor]:
+        places = []
+        begin = at.frame * self._ring.frame_bytes + ALIGNMENT
+        num_bytes = at.num_tokens * at.width * at.dtype.itemsize
+        for _ in range(at.num_tensors):
+            raw = self._bytes[begin : begin + num_bytes]
+            places.append(raw.view(at.dtype).view(at.num_tokens, at.width))
+            begin += padded(num_bytes)
+        return places
+
+
+def _check_size(header: FrameHeader, tensors: Sequence[Tensor], capacity: int) -> None:
+    check_shapes(header, tensors)
+    needed = ALIGNMENT + len(tensors) * padded(tensors[0].nbytes)
+    if needed > capacity:
+        raise ProtocolError(
+            f"step {header.step_id} needs a frame of {needed} bytes, but the link's frames hold {capacity}.",
+            remedy="Start all processes with the same max_num_batched_tokens.",
+        )

@@ -1,0 +1,254 @@
+"""A ring of frames in memory that two processes share, and the two semaphores that say which frames are full.
+
+Owns bytes and waiting; what a frame holds is the business of `pipeline.links.link` and
+`pipeline.links.ring_channel`. The supervisor makes a ring with `create_ring` and hands its file descriptors
+to two children; nothing of it has a name, so nothing is left behind however the processes end. One writer,
+one reader, no torch.
+
+    word 0: magic   word 1: frames written so far   word 2: closed      then the frames
+    data_fd  counts frames that are written and not yet taken;  the reader takes, the writer gives
+    space_fd counts frames that are free;                       the writer takes, the reader gives
+
+A wait first looks, then spins for some microseconds without the interpreter lock, then sleeps in poll(2). The
+side that leaves sets `closed` and wakes both semaphores. `closed` may also be set by a third party that holds
+the handle, so that the survivors of a dead peer return at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import select
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
+from penstock.pipeline.links.frame import padded
+from penstock.process.config import LinkHandle
+
+_MAGIC = 0x50454E53544F434B
+_WORDS_BYTES = 4096  # the words have a page of their own, so frames begin on a page
+_WORD_MAGIC, _WORD_WRITTEN, _WORD_CLOSED = 0, 8, 16  # one cache line each
+_SPIN_NS = 20_000  # a sleeping wait costs 40 us more than a spinning one; spin no longer than that saves
+
+
+def create_ring(frame_bytes: int, num_frames: int) -> LinkHandle:
+    """Make the memory and the semaphores of a link.
+
+    Args:
+        frame_bytes: largest frame (`frame.frame_bytes`).
+        num_frames: frames that may be under way at once, at least 1.
+
+    Returns:
+        Inheritable file descriptors. The caller closes them with `close_handle` once the children have them.
+    """
+    assert min(frame_bytes, num_frames) > 0, (frame_bytes, num_frames)
+    frame_bytes = padded(frame_bytes)
+    with ExitStack() as undo:  # when there are no more descriptors, or no memory
+        memory_fd = os.memfd_create("penstock-link", os.MFD_ALLOW_SEALING)
+        undo.callback(os.close, memory_fd)
+        os.ftruncate(memory_fd, _WORDS_BYTES + frame_bytes * num_frames)
+        # Sealed in size: no peer can shrink the memory under the other's feet (SIGBUS).
+        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, seals)
+        os.pwrite(memory_fd, _MAGIC.to_bytes(8, "little"), _WORD_MAGIC * 8)
+        data_fd = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_NONBLOCK)
+        undo.callback(os.close, data_fd)
+        space_fd = os.eventfd(num_frames, os.EFD_SEMAPHORE | os.EFD_NONBLOCK)
+        undo.pop_all()
+    return LinkHandle(
+        memory_fd=memory_fd,
+        data_fd=data_fd,
+        space_fd=space_fd,
+        frame_bytes=frame_bytes,
+        num_frames=num_frames,
+    )
+
+
+def close_handle(handle: LinkHandle) -> None:
+    """Close this process' descriptors of a link; rings already mapped go on with their own copies."""
+    for fd in handle.fds:
+        os.close(fd)
+
+
+def end_ring(handle: LinkHandle) -> None:
+    """Close a ring from outside: both ends stop waiting. For who made it, and still has its descriptors."""
+    os.pwrite(handle.memory_fd, (1).to_bytes(8, "little"), _WORD_CLOSED * 8)
+    for fd in (handle.data_fd, handle.space_fd):
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_write(fd, 1)
+
+
+class Ring:
+    """One end of a ring: either its writer or its reader.
+
+    Args:
+        handle: from `create_ring`, as inherited. The descriptors are duplicated.
+        name: for messages, such as "stage 0 -> stage 1".
+    """
+
+    def __init__(self, handle: LinkHandle, name: str) -> None:
+        self.name = name
+        self.frame_bytes = handle.frame_bytes
+        self.num_frames = handle.num_frames
+        self._memory = memoryview(_map(handle, name))
+        self._words = self._memory[:_WORDS_BYTES].cast("Q")
+        self._data = _Semaphore(handle.data_fd)
+        self._space = _Semaphore(handle.space_fd)
+        self._num_passed = 0  # frames that this end has written or read
+
+    @property
+    def frames(self) -> memoryview:
+        """All frames, one after the other: frame i begins at `i * frame_bytes`."""
+        return self._memory[_WORDS_BYTES:]
+
+    @property
+    def data_fd(self) -> int:
+        """Readable while there is a frame to read, or the writer has gone."""
+        return self._data.fd
+
+    @property
+    def closed(self) -> bool:
+        return self._words[_WORD_CLOSED] != 0
+
+    def reserve(self, timeout_s: float, purpose: str) -> int:
+        """Index of the next frame to write, once the reader has left it.
+
+        The previous frame in the same place has then been read: this wait is the "commit" before a buffer is
+        sent again (rows C6, C8).
+
+        Args:
+            timeout_s: deadline, from now.
+            purpose: what is waited for, for the message, such as "step 7".
+
+        Raises:
+            LinkClosedError: the reader has gone.
+            WaitTimeoutError: the reader has not made room in time.
+        """
+        if not self._space.take(timeout_s, self._must_stop_writing):
+            raise self._timed_out(timeout_s, f"room for {purpose}")
+        self._raise_if(self._must_stop_writing(), purpose)
+        return self._num_passed % self.num_frames
+
+    def publish(self) -> None:
+        """Give the reserved frame to the reader."""
+        self._num_passed += 1
+        self._words[_WORD_WRITTEN] = self._num_passed
+        self._data.give()
+
+    def take(self, timeout_s: float, purpose: str) -> int:
+        """Index of the next frame to read. Frames written before a close are still delivered.
+
+        Raises:
+            LinkClosedError: the writer has gone and no frame is left.
+            WaitTimeoutError: no frame came in time.
+        """
+        index = self.take_if_any(timeout_s, purpose)
+        if index is None:
+            raise self._timed_out(timeout_s, purpose)
+        return index
+
+    def take_if_any(self, timeout_s: float, purpose: str) -> int | None:
+        """As `take`, but None when no frame came in time; `timeout_s` 0 only looks."""
+        if not self._data.take(timeout_s, self._must_stop_reading):
+            return None
+        self._raise_if(self._must_stop_reading(), purpose)
+        return self._num_passed % self.num_frames
+
+    def release(self) -> None:
+        """Give the frame that was read back to the writer."""
+        self._num_passed += 1
+        self._space.give()
+
+    def write(self, data: bytes, timeout_s: float, purpose: str) -> None:
+        """Send `data`, at most `frame_bytes` long, as one frame."""
+        begin = self.reserve(timeout_s, purpose) * self.frame_bytes
+        self.frames[begin : begin + len(data)] = data
+        self.publish()
+
+    def read(self, timeout_s: float, purpose: str) -> bytes:
+        """A copy of the next frame, all `frame_bytes` of it."""
+        begin = self.take(timeout_s, purpose) * self.frame_bytes
+        data = bytes(self.frames[begin : begin + self.frame_bytes])
+        self.release()
+        return data
+
+    def close(self) -> None:
+        """Tell both ends that no frame follows, and wake whoever waits. May be called twice."""
+        if self._data.is_closed:
+            return
+        self._words[_WORD_CLOSED] = 1
+        for semaphore in (self._data, self._space):
+            semaphore.give()
+            semaphore.close()
+
+    def _must_stop_writing(self) -> bool:
+        return self.closed
+
+    def _must_stop_reading(self) -> bool:
+        nothing_left = self._words[_WORD_WRITTEN] == self._num_passed
+        return self._data.is_closed or (self.closed and nothing_left)
+
+    def _raise_if(self, gone: bool, purpose: str) -> None:
+        if gone:
+            raise LinkClosedError(f"link {self.name} was closed by the other end before {purpose}.")
+
+    def _timed_out(self, timeout_s: float, purpose: str) -> WaitTimeoutError:
+        return WaitTimeoutError(
+            f"link {self.name}: waited {timeout_s:g} s for {purpose}, and it did not come."
+        )
+
+
+class _Semaphore:
+    """An eventfd in semaphore mode, waited for with a deadline."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = os.dup(fd)
+        self._poll = select.poll()
+        self._poll.register(self._fd, select.POLLIN)
+
+    @property
+    def fd(self) -> int:
+        return self._fd
+
+    @property
+    def is_closed(self) -> bool:
+        return self._fd < 0
+
+    def give(self) -> None:
+        os.eventfd_write(self._fd, 1)
+
+    def take(self, timeout_s: float, must_stop: Callable[[], bool]) -> bool:
+        """Count down once, or return because `must_stop` says so; False when neither came in time."""
+        started = time.monotonic_ns()
+        deadline = started + int(timeout_s * 1e9)
+        while not must_stop():
+            try:
+                os.eventfd_read(self._fd)
+                return True
+            except BlockingIOError:
+                pass
+            now = time.monotonic_ns()
+            if now >= deadline:
+                return False
+            spinning = now - started < _SPIN_NS
+            self._poll.poll(0 if spinning else (deadline - now) / 1e6 + 1)
+        return True
+
+    def close(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+
+
+def _map(handle: LinkHandle, name: str) -> mmap.mmap:
+    expected = _WORDS_BYTES + handle.frame_bytes * handle.num_frames
+    found = os.fstat(handle.memory_fd).st_size
+    if found != expected:
+        raise ProtocolError(f"memory of link {name} has {found} bytes, expected {expected}.")
+    memory = mmap.mmap(handle.memory_fd, expected)
+    if int.from_bytes(memory[_WORD_MAGIC * 8 : _WORD_MAGIC * 8 + 8], "little") != _MAGIC:
+        raise ProtocolError(f"memory of link {name} is not a ring of frames.")
+    return memory

@@ -1,0 +1,293 @@
+"""What each child process is told: on its inherited pipe at start, and over its control socket in each epoch.
+
+Frozen values, encoded by msgspec. `engine.supervisor.launch` makes them from the settings (`config`),
+`engine.supervisor.wiring` from the connections of an epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from penstock.config.engine import (
+    CacheConfig,
+    ModelImpl,
+    ParallelConfig,
+    Pooling,
+    Quantization,
+    SchedulerConfig,
+    TiedHead,
+)
+from penstock.config.server import ServerConfig
+from penstock.faults import Fault
+
+
+def rank_name(stage: int, tp_rank: int, tp_size: int) -> str:
+    """For messages: "stage 1", or "stage 1 tp 0" where ranks share it."""
+    return f"stage {stage}" + (f" tp {tp_rank}" if tp_size > 1 else "")
+
+
+def rank_names(stages: Sequence[int]) -> list[str]:
+    """Of ranks, given the stage of each, stage by stage."""
+    return [
+        rank_name(stage, rank - stages.index(stage), stages.count(stage)) for rank, stage in enumerate(stages)
+    ]
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers of KV blocks beyond the pool, as core and ranks open them.
+
+    Attributes:
+        url: of the store; None: there is the host tier alone.
+        host_bytes: of each rank, for the host tier.
+        writes_back: see `kvstore.host_tier`.
+        write_bytes_per_s: see `runner.kv_transfer`.
+        namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
+        description: of that, for people (`kvstore.description`).
+    """
+
+    url: str | None
+    quota_bytes: int | None
+    namespace: bytes
+    description: bytes = b""
+    host_bytes: int = 0
+    writes_back: bool = False
+    write_bytes_per_s: int = 0
+
+
+class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank is told at start. Its layers are `[start_layer, end_layer)`.
+
+    Attributes:
+        quantization: what to do with weights at load. "none" for a checkpoint that is quantised already: its
+            tensors are held as they are.
+        device: `cpu`, or one GPU such as `cuda:0`.
+        num_sharers: ranks in the same memory, this one counted.
+        kernels: which of our CPU kernels to use, as in `ParallelConfig`.
+        cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
+        faults: what a test has armed; a rank that takes the place of another has none.
+        tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
+        next_tp_size: how many share those of the next stage.
+        expert_parallel: the ranks of a stage have experts whole, and not each a part of all.
+        are_threads: the ranks are threads of one process.
+        replica: which pipeline it belongs to; None where there is one.
+        model_impl: whose layers run, as in `ModelConfig`.
+        store: where KV blocks are kept beyond the cache; None: nowhere.
+    """
+
+    model_path: str  # resolved directory
+    dtype: Literal["float32", "bfloat16", "float16"]
+    max_model_len: int
+    stage: int
+    num_stages: int
+    start_layer: int
+    end_layer: int
+    device: str
+    threads: int
+    block_size: int
+    num_blocks: int | None
+    kv_cache_bytes: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    depth: int
+    link_frames: int  # frames that a link holds: async_depth + 1
+    tied_head: TiedHead = "load"
+    quantization: Quantization = "none"
+    num_sharers: int = 1
+    kernels: str = "auto"
+    cpus: tuple[int, ...] = ()
+    wait_timeout_s: float = (
+        60.0  # deadline of every wait on a peer inside a step: all stages may be computing
+    )
+    faults: list[Fault] = []
+    tp_rank: int = 0
+    tp_size: int = 1
+    next_tp_size: int = 1
+    expert_parallel: bool = False
+    are_threads: bool = False
+    replica: int | None = None
+    model_impl: ModelImpl = "auto"
+    store: StoreConfig | None = None
+
+    @property
+    def device_type(self) -> str:
+        """`cpu` or `cuda`."""
+        return self.device.partition(":")[0]
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    @property
+    def name(self) -> str:
+        """For messages within its pipeline."""
+        return rank_name(self.stage, self.tp_rank, self.tp_size)
+
+    @property
+    def is_output(self) -> bool:
+        """Whether this rank tells what was sampled: the first of the last stage (row D8)."""
+        return self.is_last and self.tp_rank == 0
+
+    @property
+    def receivers(self) -> range:
+        """Ranks of the next stage that this one sends to: each gets its share from one of the senders."""
+        return range(0) if self.is_last else range(self.tp_rank, self.next_tp_size, self.tp_size)
+
+
+class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the engine core is told at start.
+
+    Attributes:
+        replica: which pipeline it is the core of; None where there is one.
+        stall_timeout_s: with plans in flight and no result for this long, the pipeline counts as lost; a
+            little more than the waits of the ranks, which know better what they wait for.
+        cpus: cores that the core's process may use; empty: all.
+        store: as for the ranks.
+    """
+
+    parallel: ParallelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    seed: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    stall_timeout_s: float = 65.0
+    replica: int | None = None
+    cpus: tuple[int, ...] = ()
+    store: StoreConfig | None = None
+
+
+class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """A ring in shared memory as inherited file descriptors; nothing of it has a name."""
+
+    memory_fd: int
+    data_fd: int  # eventfd semaphore: frames written and not yet read
+    space_fd: int  # eventfd semaphore: frames free to write
+    frame_bytes: int
+    num_frames: int
+
+    @property
+    def fds(self) -> tuple[int, int, int]:
+        return self.memory_fd, self.data_fd, self.space_fd
+
+
+class MeetingHandle(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of a stage meet in one epoch, as inherited descriptors (`distributed.meeting`)."""
+
+    memory_fd: int
+    store_fd: int
+
+
+class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank process reads from its config pipe. Where its neighbours are comes later: `RankEnds`."""
+
+    rank: RankConfig
+    parent_pid: int
+
+
+class RankEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rank_ends"):
+    """Where the neighbours of a rank are in one epoch. Descriptors are the receiver's own."""
+
+    epoch: int
+    plan_fd: int  # handle of the socket that the core listens on (`engine.supervisor.endpoints`)
+    tokens: list[LinkHandle]  # output rank: to each rank of earlier stages, in order; those: from it
+    results: LinkHandle | None = None  # output rank: to the core
+    incoming: LinkHandle | None = None
+    outgoing: list[LinkHandle] = []  # to each of `RankConfig.receivers`
+    meeting: MeetingHandle | None = None  # of the ranks of the stage, if there are several
+
+
+class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that measures a rank reads from its config pipe.
+
+    Attributes:
+        rank: in service, but for its layers: only as many as are timed.
+        start_fd: a pipe that ends when all ranks are ready.
+        meeting: of the ranks of the stage, if there are several.
+        num_rows: of the decode steps, rising.
+        context: tokens of each row, the one that it decodes included.
+        prefill_tokens: of the chunk of a prompt.
+        case_s: seconds for each number of rows, and for the chunk; more if a step takes longer.
+    """
+
+    rank: RankConfig
+    parent_pid: int
+    start_fd: int
+    num_rows: list[int]
+    context: int
+    prefill_tokens: int
+    case_s: float
+    meeting: MeetingHandle | None = None
+
+
+class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the core process reads from its config pipe. Where the ranks are comes later: `CoreEnds`."""
+
+    core: CoreConfig
+    parent_pid: int
+    client_address: str  # zmq ROUTER; the core binds
+
+
+class Restarts(msgspec.Struct, frozen=True, kw_only=True):
+    """How often processes were started again."""
+
+    stages: list[int] = []  # [num_stages]
+    core: int = 0
+
+
+NO_RESTARTS = Restarts()
+
+
+class CoreEnds(msgspec.Struct, frozen=True, kw_only=True, tag="core_ends"):
+    """Where the core meets the ranks in one epoch. Descriptors are the receiver's own."""
+
+    epoch: int
+    plan_fds: list[int]  # listening sockets, one per rank, stage by stage
+    stages: list[int]  # of each rank
+    results: LinkHandle  # from the output rank
+    restarts: Restarts = Restarts()  # up to this epoch
+
+
+class StageShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage is made of: layers `[start_layer, end_layer)`, on this many ranks."""
+
+    start_layer: int
+    end_layer: int
+    num_ranks: int = 1
+
+
+class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the API process reads from its config pipe. The listening socket comes as `listen_fd`.
+
+    Attributes:
+        hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
+        has_prefix_cache: whether each replica keeps what it has computed.
+        hidden_size: numbers of a token's hidden state, and of a whole vector.
+        pooling: as in `ModelConfig`.
+    """
+
+    server: ServerConfig
+    parent_pid: int
+    client_addresses: list[str]  # of the cores, one per replica
+    listen_fd: int
+    model_path: str
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_num_seqs: int
+    max_waiting_requests: int
+    num_stages: int
+    stages: list[StageShape] = []  # of each replica
+    has_prefix_cache: bool = False
+    heartbeat_limit_s: float = 5.0
+    hold_s: float = 0.0
+    hidden_size: int = 0
+    pooling: Pooling = "last"

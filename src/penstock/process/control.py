@@ -1,0 +1,135 @@
+"""From the supervisor to the core and the ranks: what to do next, with the descriptors that it takes.
+
+A message is one packet of JSON over a socket pair; descriptors travel beside it, and stand in it as their
+places among them. The end of the socket means that the supervisor is gone. Torch-free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+from penstock.process.config import CoreEnds, RankEnds
+
+_MAX_BYTES = 1 << 16
+_MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
+
+
+class Stop(msgspec.Struct, frozen=True, tag="stop"):
+    """Let the ranks go and leave."""
+
+
+class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
+    """The pipe is broken and will be joined again: give up the steps in flight, and wait for new ends.
+
+    Attributes:
+        is_final: not soon: running requests end with the error.
+    """
+
+    error: ErrorInfo
+    is_final: bool = False
+
+
+ControlMessage = Stop | EpochLost | RankEnds | CoreEnds
+
+
+class ControlSocket:
+    """The supervisor's end, and until `close_child_end` the child's, which the child inherits."""
+
+    def __init__(self) -> None:
+        self._own, self._child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    @property
+    def child_fd(self) -> int:
+        return self._child.fileno()
+
+    def send(self, message: ControlMessage) -> None:
+        """Never fails: that the child is gone is noticed elsewhere."""
+        descriptors: list[int] = []
+
+        def place(fd: int) -> int:
+            descriptors.append(fd)
+            return len(descriptors) - 1
+
+        packet = msgspec.json.encode(_with_descriptors(msgspec.to_builtins(message), place))
+        assert len(packet) <= _MAX_BYTES, f"{len(packet)} bytes"
+        assert len(descriptors) <= _MAX_DESCRIPTORS, f"{len(descriptors)} descriptors"
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            socket.send_fds(self._own, [packet], descriptors)
+
+    def close_child_end(self) -> None:
+        self._child.close()
+
+    def close(self) -> None:
+        self._own.close()
+        self._child.close()
+
+
+class ControlReader:
+    """The child's end.
+
+    Args:
+        fd: inherited; closed by `close`.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+
+    def fileno(self) -> int:
+        """Readable when there is a message, or the supervisor is gone."""
+        return self._socket.fileno()
+
+    def has_news(self) -> bool:
+        """Whether `receive` would return at once: what was said before is then over."""
+        return bool(select.select([self._socket], [], [], 0)[0])
+
+    def receive(self) -> ControlMessage:
+        """Wait for the next message; `Stop` when the supervisor is gone. The descriptors are the caller's."""
+        packet, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_DESCRIPTORS)
+        if not packet:
+            return Stop()
+        for fd in descriptors:
+            os.set_inheritable(fd, False)
+        message: ControlMessage = msgspec.convert(
+            _with_descriptors(msgspec.json.decode(packet), descriptors.__getitem__), ControlMessage
+        )
+        return message
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+def descriptors_of(message: ControlMessage) -> list[int]:
+    """All descriptors that a message carries."""
+    found: list[int] = []
+
+    def note(fd: int) -> int:
+        found.append(fd)
+        return fd
+
+    _with_descriptors(msgspec.to_builtins(message), note)
+    return found
+
+
+def _with_descriptors(value: Any, renumber: Callable[[int], int]) -> Any:
+    """A copy of nested fields in which those called `..._fd` and `..._fds` are renumbered."""
+    if isinstance(value, list):
+        return [_with_descriptors(entry, renumber) for entry in value]
+    if not isinstance(value, dict):
+        return value
+    changed: dict[str, Any] = {}
+    for name, entry in value.items():
+        if name.endswith("_fd"):
+            changed[name] = renumber(entry)
+        elif name.endswith("_fds"):
+            changed[name] = [renumber(fd) for fd in entry]
+        else:
+            changed[name] = _with_descriptors(entry, renumber)
+    return changed

@@ -1,0 +1,18 @@
+"""The modules that run as processes of their own, as `python -m NAME`.
+
+The one place where these names are strings: imports between the rooms that start a process and the room that
+it runs would break the walls between them. A test checks that each module exists and can be run.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+SUPERVISOR: Final = "penstock.engine.supervisor.supervisor"  # started by `llm.engine_client`
+CORE: Final = "penstock.engine.core.core_process"  # by `engine.supervisor.members`
+RANK: Final = "penstock.rank.process"  # by `engine.supervisor.members`
+API_PROCESS: Final = "penstock.server.api_process"  # by `engine.supervisor.fronts`
+MEASURE: Final = "penstock.planner.measure"  # by `engine.supervisor.measuring`
+GRAMMAR_PROVING: Final = "penstock.grammar.proving_process"  # by `grammar.proving`
+
+ALL: Final = (SUPERVISOR, CORE, RANK, API_PROCESS, MEASURE, GRAMMAR_PROVING)

@@ -1,0 +1,42 @@
+"""How much memory of this host a process may still take. Torch-free; decides nothing.
+
+Read by `engine.supervisor.launch` before anything is started, by `rank.rank` once the weights are loaded, and
+by the front while it serves.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_available_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Bytes that could be allocated now: what the kernel can give, bounded by the container's limit."""
+    host = _host_available(meminfo)
+    return min(host, _cgroup_available(cgroup, host))
+
+
+def _host_available(meminfo: Path) -> int:
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{meminfo} has no line MemAvailable")
+
+
+def _cgroup_available(cgroup: Path, unlimited: int) -> int:
+    """What a container's limit leaves, or `unlimited` without one (control groups version 2).
+
+    Files that were read count as used there, and are given up when memory is wanted, as in `MemAvailable`.
+    """
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit == "max":
+            return unlimited
+        used = int((cgroup / "memory.current").read_text())
+        details = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return unlimited
+    files = sum(int(details.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return max(0, int(limit) - max(0, used - files))

@@ -1,0 +1,198 @@
+"""The HTTP socket: where it may listen, and who is in the way.
+
+The supervisor binds it before anything is loaded, so that a busy port is known at once and the address is
+kept over a restart of the API process. Serves nothing itself.
+
+With `reuse_port` two servers may have the same port: the new one listens only when it is ready, and from then
+on the kernel gives it every new connection (`take_over`), so that the old one can be ended in peace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import ipaddress
+import os
+import re
+import socket
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from penstock.config.server import ServerConfig
+from penstock.errors import PortInUseError, UsageError
+
+BACKLOG = 2048
+_SO_ATTACH_REUSEPORT_CBPF = 51
+_BPF_RETURN, _SECOND = 0x06, 1
+_HOST = r"(?:\[[0-9a-f:.]+\]|[a-z0-9](?:[a-z0-9._-]*[a-z0-9])?)"
+_ORIGIN = re.compile(rf"(?P<scheme>[a-z][a-z0-9+.-]*)://{_HOST}(?::(?P<port>[1-9][0-9]{{0,4}}))?")
+_IMPLIED_PORTS = frozenset({("http", "80"), ("https", "443")})
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Bind, and listen unless the port is to be taken over later.
+
+    Raises:
+        UsageError: the address does not exist, or is open to others and has no key; or a key is blank, or an
+            origin of pages is none.
+        PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
+    """
+    refuse_bad_keys(config.api_keys, config.admin_keys)
+    refuse_bad_origins(config.allowed_origins)
+    family, address = _resolve(config)
+    _require_key_unless_loopback(config, address[0])
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        if config.reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind(address)
+        if not config.reuse_port:
+            listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _bind_error(config, error) from error
+    return listener
+
+
+def take_over(listener: socket.socket) -> None:
+    """Have the kernel give all new connections of a shared port to this socket, which has begun to listen.
+
+    It is the second of its group as long as the server before it lives. A classic BPF program chooses the
+    second; where there is one alone, the kernel falls back to that one.
+    Source: socket(7), SO_ATTACH_REUSEPORT_CBPF.
+    """
+    program = ctypes.create_string_buffer(struct.pack("@HBBI", _BPF_RETURN, 0, 0, _SECOND))
+    pointer = struct.pack("@HP", 1, ctypes.addressof(program))
+    listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, pointer)
+
+
+def url(listener: socket.socket) -> str:
+    """`http://host:port` of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
+    """Raise `UsageError` for a key that is no secret, empty or blanks alone, and for one of both kinds."""
+    for name, group in (("api_keys", keys), ("admin_keys", admin_keys)):
+        blank = next((index for index, key in enumerate(group) if not key.strip()), None)
+        if blank is not None:
+            raise UsageError(
+                f"{name}[{blank}] is empty.", remedy="Give a key with characters, or none.", param=name
+            )
+    if set(keys) & set(admin_keys):
+        raise UsageError(
+            "an admin key is an API key too, so that every client would be an administrator.",
+            remedy="Make another key for administrators.",
+            param="admin_keys",
+        )
+
+
+def refuse_bad_origins(origins: Sequence[str]) -> None:
+    """Raise `UsageError` for what is not an origin of web pages as browsers write it."""
+    for index, origin in enumerate(origins):
+        named, found = f"allowed_origins[{index}] is {origin[:128]!r}", _ORIGIN.fullmatch(origin)
+        if found is None:
+            raise UsageError(
+                f"{named}, which is no origin.",
+                remedy="Write it as browsers send it, such as https://chat.example or http://localhost:3000: "
+                "lower case, no path, no pattern. For several, give --allowed-origins once for each.",
+                param="allowed_origins",
+            )
+        if (found["scheme"], found["port"]) in _IMPLIED_PORTS:
+            raise UsageError(
+                f"{named}; browsers leave out port {found['port']} there.",
+                remedy="Leave it out as well.",
+                param="allowed_origins",
+            )
+
+
+def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:
+    try:
+        found = socket.getaddrinfo(
+            config.host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except (socket.gaierror, UnicodeError) as error:
+        raise UsageError(
+            f"--host {config.host} is no address of this machine: {error}.",
+            remedy="Use 127.0.0.1, or an address that `ip addr` shows.",
+            param="host",
+        ) from error
+    family, _, _, _, address = found[0]
+    return family, (str(address[0]), int(address[1]))
+
+
+def _require_key_unless_loopback(config: ServerConfig, host: str) -> None:
+    is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    if is_loopback or config.api_keys or config.insecure:
+        return
+    raise UsageError(
+        f"--host {config.host} is reachable from other machines, and no API key is set.",
+        remedy="Set --api-key (or --api-key-file), or say --insecure.",
+        param="host",
+        code="no_api_key",
+    )
+
+
+def _bind_error(config: ServerConfig, error: OSError) -> PortInUseError | UsageError:
+    if error.errno == errno.EADDRINUSE:
+        owner = _owner(config.port)
+        by = f" by pid {owner[0]} ({owner[1]})" if owner else " by another process"
+        return PortInUseError(
+            f"port {config.port} is used{by}.", remedy="Use --port or stop it.", param="port"
+        )
+    if error.errno == errno.EACCES:
+        return PortInUseError(
+            f"port {config.port} needs privileges that this process does not have.",
+            remedy="Use a --port from 1024 on.",
+            param="port",
+        )
+    return UsageError(f"cannot listen on {config.host} port {config.port}: {error.strerror}.", param="host")
+
+
+def _owner(port: int) -> tuple[int, str] | None:
+    """(pid, name) of the process that listens on a TCP port, where we are allowed to see it."""
+    inodes = _listening_inodes(port)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and _holds_socket(entry, inodes):
+            return int(entry.name), _name_of(entry)
+    return None
+
+
+def _name_of(process: Path) -> str:
+    try:
+        return (process / "comm").read_text().strip()
+    except OSError:
+        return "it has just ended"
+
+
+def _listening_inodes(port: int) -> set[str]:
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path("/proc/net", table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for fields in map(str.split, lines):
+            local, state, inode = fields[1], fields[3], fields[9]
+            if state == "0A" and int(local.rpartition(":")[2], 16) == port:  # 0A: TCP_LISTEN
+                inodes.add(inode)
+    return inodes
+
+
+def _holds_socket(process: Path, inodes: set[str]) -> bool:
+    try:
+        descriptors = list((process / "fd").iterdir())
+    except OSError:  # not ours to see, or it has just ended
+        return False
+    return any(_socket_inode(descriptor) in inodes for descriptor in descriptors)
+
+
+def _socket_inode(descriptor: Path) -> str:
+    try:
+        target = os.readlink(descriptor)
+    except OSError:  # closed in the meantime
+        return ""
+    return target[8:-1] if target.startswith("socket:[") else ""

@@ -1,0 +1,113 @@
+"""With what a rank computes: our kernels or torch, on which cores, over weights in which form.
+
+Called by `rank.rank` before the model is built.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+import torch
+
+from penstock.families.spec import ModelSpec
+from penstock.kernels.cpu.library import KERNEL_NAMES, Loaded, load, parse_kernels
+from penstock.kernels.cpu.ops import DTYPES, CpuKernels
+from penstock.kernels.quantized_groups import default_group_size
+from penstock.layers.compute import FormatOf, never_quantized
+from penstock.layers.matrix import QuantizedFormat
+from penstock.process.config import RankConfig
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.quantized_formats import QuantizedCheckpoint
+
+_BITS = {"int8": 8, "int4": 4}
+
+
+def load_kernels(config: RankConfig, *, is_quantized: bool) -> tuple[CpuKernels | None, str]:
+    """Our kernels, and a line that says which run, or why none do and what is lost."""
+    if config.device != "cpu":
+        return None, "none on a GPU"
+    if getattr(torch, config.dtype) not in DTYPES:
+        return None, f"none for {config.dtype}: plain torch, which is slower; use bfloat16 or float32"
+    loaded = load(config.kernels)
+    if loaded.library is None:
+        lost = "plain torch, which is slower, and whose results depend on what is computed together"
+        if is_quantized:
+            lost += "; quantised weights are held as float32"
+        return None, f"none: {loaded.reason}; {lost}. {loaded.remedy}".rstrip()
+    enabled = parse_kernels(config.kernels).enabled
+    return CpuKernels(loaded.library, enabled), _described(loaded, enabled, config.kernels)
+
+
+def is_invariant(kernels: CpuKernels | None, spec: ModelSpec) -> bool:
+    """Whether numbers do not depend on what is computed together with them: torch does not promise that."""
+    has_all = kernels is not None and kernels.enabled == frozenset(KERNEL_NAMES)
+    return has_all and spec.latent is None
+
+
+def _described(loaded: Loaded, enabled: frozenset[str], asked: str) -> str:
+    text = f"{loaded.isa}, {loaded.reason}"
+    if loaded.remedy:  # they run, but cannot be kept
+        text = f"{text}. {loaded.remedy}"
+    if asked == "auto":
+        return text
+    return f"{text}; only {', '.join(sorted(enabled))}; plain torch for the rest, which is slower"
+
+
+def pin_threads(config: RankConfig, kernels: CpuKernels | None) -> None:
+    """Bind the rank's compute threads to its cores, one each where our kernels can do it.
+
+    After the kernels were built: a compiler would inherit the binding.
+    """
+    if not config.cpus:
+        return
+    # A library of another compiler may bring an OpenMP runtime, and so threads, of its own.
+    shares_threads = kernels is not None and kernels.library.penstock_num_threads() == config.threads
+    if kernels is None or not shares_threads:
+        os.sched_setaffinity(0, config.cpus)  # threads that are started from here on inherit it
+        return
+    cpus = (ctypes.c_int64 * len(config.cpus))(*config.cpus)
+    kernels.library.penstock_pin_threads(cpus, len(cpus))
+
+
+def quantized_checkpoint(checkpoint: Checkpoint, spec: ModelSpec) -> QuantizedCheckpoint | None:
+    """The quantised projections of the checkpoint, if it has any."""
+    return None if spec.quantization is None else QuantizedCheckpoint(checkpoint, spec.quantization)
+
+
+def format_of(config: RankConfig, quantized: QuantizedCheckpoint | None) -> FormatOf:
+    """How each matrix is to be held; raises `CheckpointError` for shapes that config.json denies."""
+    if quantized is not None:
+        return lambda parts, in_size: _checkpoints_format(quantized, parts, in_size)
+    if config.quantization == "none":
+        return never_quantized
+    bits = _BITS[config.quantization]
+
+    def at_load(parts: Mapping[str, int], in_size: int) -> QuantizedFormat | None:
+        if not parts:
+            return None
+        group_size = default_group_size(bits, in_size)
+        return QuantizedFormat(bits=bits, group_size=group_size, scale_dtype=torch.bfloat16, has_zeros=False)
+
+    return at_load
+
+
+def _checkpoints_format(
+    quantized: QuantizedCheckpoint, parts: Mapping[str, int], in_size: int
+) -> QuantizedFormat | None:
+    """The one format that all parts share; where they do not, the matrix is held as floats."""
+    formats = set()
+    for projection, out_size in parts.items():
+        if not quantized.holds(projection) or quantized.is_dense(projection, out_size, in_size):
+            return None
+        scheme = quantized.scheme(projection)
+        formats.add(
+            QuantizedFormat(
+                bits=scheme.bits,
+                group_size=min(scheme.group_size or in_size, in_size),
+                scale_dtype=quantized.scale_dtype(projection),
+                has_zeros=not scheme.symmetric,
+            )
+        )
+    return formats.pop() if len(formats) == 1 else None

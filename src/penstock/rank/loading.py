@@ -1,0 +1,246 @@
+"""One rank's model, loaded, and the runner over it: all that computes, without neighbours or messages.
+
+Called by `rank.rank`, which serves with it, and by `planner.step_timing`, which times it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from penstock.attention.metadata import AnyKV
+from penstock.distributed.group import SOLO, MemoryGroup, TensorGroup
+from penstock.distributed.torch_group import TorchGroup
+from penstock.errors import UsageError
+from penstock.families.registry import load_spec
+from penstock.families.sharding import HeadShares
+from penstock.families.spec import ModelSpec
+from penstock.kernels.cpu.collective import SharedGroup
+from penstock.kernels.cpu.ops import CpuKernels
+from penstock.kvstore.opening import open_guarded
+from penstock.layers.compute import Compute
+from penstock.models.decoder import EMBEDDING, Decoder
+from penstock.models.interfaces import require_pp
+from penstock.models.transformers_backend import TransformersModel
+from penstock.process.config import RankConfig
+from penstock.process.host_memory import host_available_bytes
+from penstock.rank.compute_choice import (
+    format_of,
+    is_invariant,
+    load_kernels,
+    pin_threads,
+    quantized_checkpoint,
+)
+from penstock.runner.buffers import BufferPool
+from penstock.runner.kv_storage import KVStorage
+from penstock.runner.kv_transfer import KVTransfer
+from penstock.runner.model_runner import ModelRunner
+from penstock.runner.request_rows import RequestRows
+from penstock.sample.grammar_rows import GrammarRows, NoGrammars
+from penstock.weights.checkpoint import Checkpoint
+from penstock.weights.loader import LoadReport, load_weights
+from penstock.weights.quantized_formats import QuantizedCheckpoint
+
+if TYPE_CHECKING:
+    from penstock.grammar.matcher import Vocabulary
+
+_NO_KERNELS = "none for transformers' layers: plain torch, which is slower"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedRank:
+    """Weights in memory.
+
+    Attributes:
+        group: the ranks that share them; it is joined in every epoch.
+        storage: of the KV cache; nothing is allocated yet.
+        kernels: which run, or why none do.
+        has_kernels: whether any runs.
+        is_invariant: whether a number is the same bits whatever is computed together with it.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    group: TensorGroup
+    model: Decoder | TransformersModel
+    storage: KVStorage
+    report: LoadReport
+    kernels: str
+    has_kernels: bool
+    is_invariant: bool
+
+
+def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> LoadedRank:
+    """Set up this process' (or thread's) compute threads, and load the rank's weights.
+
+    Args:
+        progress: called with (bytes done, bytes in all).
+    """
+    torch.set_num_threads(config.threads)
+    device = device_of(config)
+    spec = load_spec(Path(config.model_path), config.model_impl)
+    is_quantized = config.quantization != "none" or spec.quantization is not None
+    is_ours = spec.implementation == "penstock"
+    kernels, description = load_kernels(config, is_quantized=is_quantized) if is_ours else (None, _NO_KERNELS)
+    pin_threads(config, kernels)
+    require_pp(Decoder if is_ours else TransformersModel)
+    checkpoint = Checkpoint(Path(config.model_path))
+    quantized = quantized_checkpoint(checkpoint, spec)
+    group = tensor_group(config, kernels)
+    model = (
+        build_model(config, spec, kernels, quantized, group)
+        if is_ours
+        else build_transformers(config, spec, checkpoint)
+    )
+    is_sent_head = config.is_last and transfers_head(config, spec)
+    left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
+    report = load_weights(model, checkpoint, progress, left_out=left_out, quantized=quantized)
+    num_layers = config.end_layer - config.start_layer
+    storage = KVStorage(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
+    return LoadedRank(
+        spec=spec,
+        device=device,
+        group=group,
+        model=model,
+        storage=storage,
+        report=report,
+        kernels=description,
+        has_kernels=kernels is not None,
+        is_invariant=is_invariant(kernels, spec),
+    )
+
+
+def tensor_group(config: RankConfig, kernels: CpuKernels | None) -> TensorGroup:
+    """The ranks of the stage as this one sees them; over the best carrier that there is."""
+    if config.tp_size == 1:
+        return SOLO
+    name, timeout_s = f"stage {config.stage}", config.wait_timeout_s
+    rank, size = config.tp_rank, config.tp_size
+    if kernels is not None:
+        return SharedGroup(
+            kernels, rank, size, name=name, timeout_s=timeout_s, has_own_cores=bool(config.cpus)
+        )
+    if config.are_threads:
+        return MemoryGroup(rank, size, name=name, timeout_s=timeout_s)
+    return TorchGroup(rank, size, device=device_of(config), name=name, timeout_s=timeout_s)
+
+
+def build_model(
+    config: RankConfig,
+    spec: ModelSpec,
+    kernels: CpuKernels | None,
+    quantized: QuantizedCheckpoint | None,
+    group: TensorGroup = SOLO,
+) -> Decoder:
+    """The rank's layers, not filled."""
+    return Decoder(
+        spec,
+        (config.start_layer, config.end_layer),
+        dtype=dtype_of(config),
+        device=device_of(config),
+        kernels=kernels,
+        format_of=format_of(config, quantized),
+        block_size=config.block_size,
+        group=group,
+        expert_parallel=config.expert_parallel,
+    )
+
+
+def build_transformers(config: RankConfig, spec: ModelSpec, checkpoint: Checkpoint) -> TransformersModel:
+    """The rank's layers as transformers has them, not filled."""
+    return TransformersModel(
+        spec,
+        (config.start_layer, config.end_layer),
+        directory=Path(config.model_path),
+        stored=checkpoint.names,
+        compute=Compute(dtype=dtype_of(config), device=device_of(config)),
+        max_model_len=config.max_model_len,
+    )
+
+
+def build_runner(
+    config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV], grammars: NoGrammars | None = None
+) -> ModelRunner:
+    """The runner over a model and its KV storage."""
+    model = loaded.model
+    model.record(kv, config.max_num_batched_tokens)
+    rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)
+    buffers = BufferPool(
+        config.depth,
+        max_num_tokens=config.max_num_batched_tokens,
+        max_num_rows=config.max_num_seqs,
+        max_blocks_per_row=rows.max_blocks_per_row,
+        device=device_of(config),
+    )
+    return ModelRunner(model, kv, rows, buffers, loaded.spec.vocab_size, grammars)
+
+
+def grammar_rows(config: RankConfig, spec: ModelSpec) -> NoGrammars:
+    """What obeys the grammars of requests, on a rank that samples."""
+    if not config.is_last:
+        return NoGrammars()
+
+    def open_vocabulary() -> Vocabulary:
+        from penstock.grammar.matcher import load_vocabulary  # here: most requests have no grammar
+
+        return load_vocabulary(Path(config.model_path), spec.eos_token_ids)
+
+    grammars = GrammarRows(spec.vocab_size, open_vocabulary, timeout_s=config.wait_timeout_s)
+    if not config.are_threads:
+        grammars.open()  # else the first request with a grammar would hold up all others
+    return grammars
+
+
+def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> KVTransfer | None:
+    """Between this rank's KV storage and the store, if there is one."""
+    if config.store is None:
+        return None
+    heads = HeadShares.of(loaded.spec, loaded.group)
+    return KVTransfer(
+        open_guarded(
+            config.store.url,
+            quota_bytes=config.store.quota_bytes,
+            host_bytes=config.store.host_bytes,
+            writes_back=config.store.writes_back,
+        ),
+        loaded.model.attention.block_codec(config.block_size),
+        kv,
+        first_layer=config.start_layer,
+        first_head=heads.keys.start if loaded.spec.latent is None else 0,
+        namespace=config.store.namespace,
+        write_bytes_per_s=config.store.write_bytes_per_s,
+    )
+
+
+def transfers_head(config: RankConfig, spec: ModelSpec) -> bool:
+    """Whether a tied head comes down the pipe."""
+    return config.tied_head == "transfer" and spec.tie_word_embeddings and config.num_stages > 1
+
+
+def device_of(config: RankConfig) -> torch.device:
+    """The device of the rank, which must be there."""
+    device, num_gpus = torch.device(config.device), torch.cuda.device_count()
+    if device.type == "cpu" or device.index < num_gpus:
+        return device
+    seen = f"only {num_gpus}" if num_gpus else "no GPU"
+    raise UsageError(
+        f"stage {config.stage} is to run on {device}, but torch {torch.__version__} sees {seen}.",
+        remedy="Use --device cpu or a GPU that is there, or install a CUDA build of torch.",
+        param="device",
+    )
+
+
+def available_bytes(device: torch.device) -> int:
+    """What is free on the device now, other processes' use deducted."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_available_bytes()
+
+
+def dtype_of(config: RankConfig) -> torch.dtype:
+    """The torch type of a rank's numbers."""
+    dtype = getattr(torch, config.dtype)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

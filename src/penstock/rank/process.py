@@ -1,0 +1,102 @@
+"""A rank's process: `python -m penstock.rank.process --config-fd N --status-fd M --control-fd K`.
+
+Started by the supervisor, which passes the descriptors of links and sockets over the control socket, for each
+epoch anew. Sets up the process before torch is imported, opens the connections, and lets `rank.rank` do
+the rest. Exit code: 0 after a shutdown, else that of the error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.errors import LinkClosedError, error_from_info
+from penstock.pipeline.links.plan_channel import ZmqChannel, connect_address
+from penstock.process import entry_points
+from penstock.process.child import (
+    Abandoned,
+    StatusEvent,
+    StatusWriter,
+    bound_thread_pools,
+    enter_child,
+    keep_saying_alive,
+    leave,
+    run_child,
+)
+from penstock.process.config import LinkHandle, RankConfig, RankEnds, RankProcessConfig
+from penstock.process.control import ControlReader, descriptors_of
+
+if TYPE_CHECKING:
+    from penstock.pipeline.links.link import Link
+    from penstock.rank.rank import RankConnections
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one rank; returns the exit code."""
+    return run_child(entry_points.RANK, arguments, RankProcessConfig, _run, more=["--control-fd"])
+
+
+def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
+    rank = config.rank
+    replica = "" if rank.replica is None else f"replica {rank.replica} "
+    enter_child(f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}", config.parent_pid)
+    bound_thread_pools(config.rank.threads)
+    keep_saying_alive(status)
+    # Here and not above: torch reads its environment when it is imported.
+    from penstock.rank.rank import run_rank
+
+    control = ControlReader(options.control_fd)
+    epochs = _epochs(config.rank, control, status.write)
+    failed = run_rank(config.rank, epochs, status.write, loads_first=True)
+    return 0 if failed is None else error_from_info(failed.error).exit_code
+
+
+def _epochs(
+    rank: RankConfig, control: ControlReader, report: Callable[[StatusEvent], None]
+) -> Iterator[RankConnections]:
+    """The connections of each epoch that the supervisor begins; waits for it. Ends with the supervisor."""
+    while isinstance(ends := control.receive(), RankEnds):
+        if control.has_news():  # that epoch is over before it has begun here
+            error = LinkClosedError(f"epoch {ends.epoch} was over before this stage came to it.")
+            report(Abandoned(epoch=ends.epoch, error=error.info()))
+            _close(ends)
+            continue
+        yield _connect(rank, ends, control.has_news)
+        _close(ends)
+        gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
+
+
+def _close(ends: RankEnds) -> None:
+    for fd in descriptors_of(ends):
+        os.close(fd)
+
+
+def _connect(rank: RankConfig, ends: RankEnds, is_over: Callable[[], bool]) -> RankConnections:
+    from penstock.distributed.group import open_meeting
+    from penstock.pipeline.links.ring import SharedMemoryLink
+    from penstock.pipeline.links.ring_channel import RingChannel
+    from penstock.rank.rank import RankConnections
+
+    def link(handle: LinkHandle, sender: str, receiver: str) -> Link:
+        return SharedMemoryLink(handle, f"{sender} -> {receiver}", rank.wait_timeout_s)
+
+    last, after = f"stage {rank.num_stages - 1}", f"stage {rank.stage + 1}"
+    plans = ZmqChannel.connect(connect_address(ends.plan_fd), f"core - {rank.name}")
+    samples = f"samples, {rank.name} -> earlier stages" if rank.is_last else f"samples, {last} -> {rank.name}"
+    return RankConnections(
+        epoch=ends.epoch,
+        is_over=is_over,
+        plans=plans,
+        results=plans if ends.results is None else RingChannel(ends.results, "results"),
+        tokens=[RingChannel(handle, samples) for handle in ends.tokens],
+        incoming=None if ends.incoming is None else link(ends.incoming, f"stage {rank.stage - 1}", rank.name),
+        outgoing=[link(handle, rank.name, after) for handle in ends.outgoing],
+        meeting=None if ends.meeting is None else open_meeting(ends.meeting),
+    )
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,354 @@
+"""One rank from weights to the end of its last stage loop.
+
+`run_rank` is the whole life of a rank, the same in a process of its own (`rank.process`) and in a thread
+(`executor.inprocess`); they differ in the channels and links that they pass in.
+
+    load weights ─▶ RankLoaded ─▶ (AllocateKV) ─▶ allocate ─▶ RankReady ─▶ stage loop until Shutdown
+                        ▲                                                     │
+                        └──── new connections ◀── a neighbour or the core is gone: the epoch is over
+
+Weights and KV storage outlive an epoch; requests do not: the core sends them again. A process loads before it
+asks for its first connections, which it gets when all others have loaded too: what `RankLoaded` says of free
+memory is then true of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.batch import (
+    AllocateKV,
+    RankFailed,
+    RankLoaded,
+    RankReady,
+    Shutdown,
+    StageSpans,
+    StageTimes,
+    decode_to_rank,
+    encode,
+)
+from penstock.distributed.group import MeetingPlace
+from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
+from penstock.faults import armed
+from penstock.layers.embedding import VocabEmbedding
+from penstock.layers.matrix import PLAIN, Matrix
+from penstock.models.decoder import EMBEDDING
+from penstock.pipeline.decision_log import DecisionLog
+from penstock.pipeline.links.channel import MessageChannel
+from penstock.pipeline.links.link import Link
+from penstock.pipeline.order_desk import OrderDesk
+from penstock.pipeline.ports import (
+    EmbedSource,
+    ForwardSink,
+    LinkSource,
+    SampleSink,
+    Sink,
+    Source,
+    carried_share,
+)
+from penstock.pipeline.stage import Stage, blaming, plans_from
+from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
+from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.process.child import Abandoned, Failed, Loaded, Progress, Ready, StatusEvent, failure
+from penstock.process.config import RankConfig
+from penstock.rank.loading import (
+    LoadedRank,
+    available_bytes,
+    build_runner,
+    dtype_of,
+    grammar_rows,
+    kv_transfer,
+    load_rank,
+    transfers_head,
+)
+from penstock.residency import Residency
+from penstock.runner.kv_demand import KVDemand
+from penstock.runner.kv_transfer import KVTransfer
+from penstock.runner.model_runner import ModelRunner
+from penstock.trace.phases import PhaseClock, StageReporter
+
+START_POLL_S = 0.2
+
+Report = Callable[[StatusEvent], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankConnections:
+    """How a rank reaches the others.
+
+    Attributes:
+        epoch: whose connections they are.
+        plans: from the core, and what is told to it.
+        results: output rank: of its steps, to the core.
+        tokens: output rank: to each rank of the earlier stages, in order; any of those: from the output rank.
+        incoming: from the stage before; absent on the first stage.
+        outgoing: to ranks of the next stage (`RankConfig.receivers`).
+        meeting: where the ranks of the stage meet, if there are several.
+        is_over: whether the epoch has ended; asked until it begins, when nobody is there who could be missed.
+    """
+
+    plans: MessageChannel
+    results: MessageChannel
+    tokens: Sequence[MessageChannel]
+    incoming: Link | None
+    outgoing: Sequence[Link] = ()
+    meeting: MeetingPlace | None = None
+    epoch: int = 0
+    is_over: Callable[[], bool] = lambda: False
+
+    def close(self) -> None:
+        """Let all neighbours know that this rank has ended."""
+        for end in (self.incoming, *self.outgoing, *self.tokens, self.results, self.plans):
+            if end is not None:
+                end.close()
+
+
+def run_rank(
+    config: RankConfig, epochs: Iterable[RankConnections], report: Report, *, loads_first: bool = False
+) -> Failed | None:
+    """Live the life of a rank. Whatever ends an epoch, core and supervisor learn the cause before the
+    neighbours do.
+
+    Args:
+        epochs: the connections of one epoch after the other; what is next may be waited for there.
+        report: takes status events; must not block.
+        loads_first: before the first connections are asked for. Why that failed only `report` hears.
+
+    Returns:
+        The failure that ended it and was reported; None after `Shutdown`, or when there is no other epoch.
+    """
+    with contextlib.closing(Rank(config, report)) as rank:
+        if loads_first:
+            try:
+                with blaming(config.stage, "while starting"):
+                    rank.load()
+            except Exception as error:
+                report(failed := failure(error))
+                return failed
+        return _live(config, rank, epochs, report)
+
+
+def _live(config: RankConfig, rank: Rank, epochs: Iterable[RankConnections], report: Report) -> Failed | None:
+    """One epoch after the other, as `run_rank` says."""
+    for connections in epochs:
+        try:
+            with blaming(config.stage, "while starting"):
+                rank.serve(connections)
+            return None
+        except Exception as error:
+            failed = failure(error)
+            is_others = isinstance(error, LinkClosedError | WaitTimeoutError)
+            report(Abandoned(epoch=connections.epoch, error=failed.error) if is_others else failed)
+            _tell_core(config.stage, failed, connections.plans)
+            if not is_others:
+                return failed
+        finally:
+            connections.close()
+            rank.leave()
+        del connections  # and with them the memory of the epoch, while the next one is waited for
+    return None
+
+
+class Rank:
+    """What outlives an epoch: the weights, and the KV storage with its runner.
+
+    Args:
+        report: as for `run_rank`.
+    """
+
+    def __init__(self, config: RankConfig, report: Report) -> None:
+        self._config = config
+        self._report = report
+        self._loaded: LoadedRank | None = None
+        self._message: RankLoaded | None = None
+        self._runner: ModelRunner | None = None
+        self._transfer: KVTransfer | None = None
+
+    def load(self) -> LoadedRank:
+        """The weights."""
+        if self._loaded is None:
+            report = self._report
+            load = armed(self._config.faults, "rank.load", self._config.stage, load_rank)
+            self._loaded = load(self._config, lambda done, total: report(Progress(done=done, total=total)))
+            report(Loaded(bytes_read=self._loaded.report.bytes_read, seconds=self._loaded.report.seconds))
+        return self._loaded
+
+    def serve(self, connections: RankConnections) -> None:
+        """One epoch, until the core says `Shutdown`."""
+        config, plans = self._config, connections.plans
+        loaded = self.load()
+        if self._message is None:
+            self._message = _loaded_message(config, loaded)
+        plans.send(encode(self._message))
+        start = _await_start(connections)
+        if start is None:
+            return
+        if connections.meeting is not None:  # not before: others may load as long as they need
+            loaded.group.join(connections.meeting)
+        if transfers_head(config, loaded.spec):
+            _transfer_head(config, loaded, connections, has_it=self._runner is not None)
+        runner = self._runner_for(start.num_blocks, loaded)
+        clock = PhaseClock(keeps_spans=True)
+        source = _choose_source(config, loaded, runner, connections, clock)
+        sink = _choose_sink(config, loaded, runner, connections, clock)
+        times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
+        desk = OrderDesk(self._transfer, plans, runner.grammars)
+        stage = Stage(config.stage, runner, source, sink, times, config.faults, desk, loaded.group)
+        self._report(Ready(epoch=start.epoch, rank=self._message))
+        plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
+        log = DecisionLog(start.epoch, start.first_step)
+        with blaming(config.stage, "while it waited for a plan"):
+            stage.run(
+                plans_from(
+                    plans,
+                    clock,
+                    is_last=config.is_last,
+                    log=log,
+                    names_of=runner.rows.names_of,
+                    desk=desk,
+                    check=Residency(config.block_size).replay,
+                )
+            )
+
+    def leave(self) -> None:
+        """The epoch is over: who waits for this rank at a meeting of the stage is let go."""
+        if self._transfer is not None:
+            self._transfer.reset()
+        if self._loaded is not None:
+            self._loaded.group.close()
+
+    def close(self) -> None:
+        """It ends."""
+        if self._runner is not None:
+            self._runner.close()
+        if self._transfer is not None:
+            self._transfer.close()
+
+    def _runner_for(self, num_blocks: int, loaded: LoadedRank) -> ModelRunner:
+        """Over storage of so many blocks; they are as many in every epoch."""
+        if self._runner is None:
+            allocate = armed(
+                self._config.faults, "rank.allocate", self._config.stage, loaded.storage.allocate
+            )
+            kv = allocate(num_blocks)
+            grammars = grammar_rows(self._config, loaded.spec)
+            self._runner = build_runner(self._config, loaded, kv, grammars)
+            self._transfer = kv_transfer(self._config, loaded, kv)
+            self._num_blocks = num_blocks
+        if num_blocks != self._num_blocks:
+            raise ProtocolError(f"the core wants {num_blocks} KV blocks where there are {self._num_blocks}.")
+        self._runner.reset()
+        return self._runner
+
+
+def _transfer_head(
+    config: RankConfig, loaded: LoadedRank, connections: RankConnections, *, has_it: bool
+) -> None:
+    """Once all ranks have loaded, so that nobody waits for another's disk. In every epoch: a rank cannot know
+    whether the last one has started anew; if it has the head still, it takes what comes and forgets it."""
+    spec = loaded.spec
+    weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=dtype_of(config), device=loaded.device)
+    embedding = loaded.model.get_submodule(EMBEDDING)
+    matrix = embedding.weight if isinstance(embedding, VocabEmbedding) else None
+    if isinstance(matrix, Tensor):
+        weight = matrix.data
+    packed = matrix if isinstance(matrix, Matrix) and not has_it else None
+    transfer_tied_head(
+        weight,
+        epoch=connections.epoch,
+        incoming=connections.incoming,
+        outgoing=next(iter(connections.outgoing), None),
+        block_rows=config.max_num_batched_tokens,
+        keep=None if packed is None else lambda first, rows: packed.put(first, rows, PLAIN),
+    )
+    if packed is not None:
+        packed.finish()
+
+
+def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
+    demand = KVDemand.of_rank(config, config.num_sharers)
+    return RankLoaded(
+        stage=config.stage,
+        tp_rank=config.tp_rank,
+        max_blocks=loaded.storage.max_blocks(demand, available_bytes(loaded.device)),
+        block_bytes=loaded.storage.block_bytes,
+        tensor_bytes=loaded.report.tensor_bytes,
+        bytes_read=loaded.report.bytes_read,
+        load_seconds=loaded.report.seconds,
+        kernels=loaded.kernels,
+        is_invariant=loaded.is_invariant,
+    )
+
+
+def _await_start(connections: RankConnections) -> AllocateKV | None:
+    """What the core has decided on; None when it shuts down instead."""
+    while (frame := connections.plans.recv(START_POLL_S)) is None:  # others may load as long as they need
+        if connections.is_over():
+            raise LinkClosedError(f"epoch {connections.epoch} was over before all stages had come.")
+    message = decode_to_rank(frame)
+    if isinstance(message, Shutdown):
+        return None
+    if not isinstance(message, AllocateKV):
+        raise ProtocolError(f"expected AllocateKV from the core, found {type(message).__name__}.")
+    return message
+
+
+def _choose_source(
+    config: RankConfig,
+    loaded: LoadedRank,
+    runner: ModelRunner,
+    connections: RankConnections,
+    clock: PhaseClock,
+) -> Source:
+    if connections.incoming is None:
+        return EmbedSource(runner)
+    return LinkSource(
+        connections.incoming,
+        max_num_tokens=config.max_num_batched_tokens,
+        width=loaded.spec.hidden_size,
+        dtype=dtype_of(config),
+        device=loaded.device,
+        group=loaded.group,
+        clock=clock,
+    )
+
+
+def _choose_sink(
+    config: RankConfig,
+    loaded: LoadedRank,
+    runner: ModelRunner,
+    connections: RankConnections,
+    clock: PhaseClock,
+) -> Sink:
+    if config.is_last:
+        results = connections.results if config.is_output else None
+        return SampleSink(runner, TokenSender(connections.tokens), results, clock)
+    (channel,) = connections.tokens
+    tokens = TokenReceiver(
+        channel,
+        runner.rows,
+        name=f"stage {config.num_stages - 1} -> stage {config.stage}",
+        timeout_s=config.wait_timeout_s,
+    )
+    width, size = loaded.spec.hidden_size, config.next_tp_size
+    shares = [carried_share(width, receiver, size) for receiver in config.receivers]
+    return ForwardSink(list(zip(shares, connections.outgoing, strict=True)), tokens, clock)
+
+
+def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:
+    with contextlib.suppress(PenstockError):  # the core may have gone as well; the supervisor has heard
+        plans.send(encode(RankFailed(stage=stage, error=failed.error)), timeout_s=1.0)
+
+
+def _teller(config: RankConfig, plans: MessageChannel) -> Callable[[StageTimes | StageSpans], None]:
+    """Sends what a stage has spent its time on: its first rank speaks for all, which go in step."""
+
+    def tell(told: StageTimes | StageSpans) -> None:
+        with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
+            plans.send(encode(told), timeout_s=0.0)
+
+    return tell if config.tp_rank == 0 else lambda told: None

@@ -1,0 +1,347 @@
+"""One HTTP request's sequences from start to end: streamed or as a whole.
+
+A route makes a `GenerationJob` and returns a `StreamedResponse` or a `WholeResponse`; running that response
+adds the sequences to the engine, follows them, and watches the connection. Whatever ends it (the finish, an
+error, a client that leaves, the server's shutdown), the sequences are cancelled in the engine before it
+returns. The route's text shapes are `sse`'s and the job's `make_body`. The route enters the response into the
+lifecycle, so that no time passes between its acceptance and its count; the response leaves by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from penstock.engine.client.outputs import TextDelta, merge_deltas
+from penstock.errors import AbortedError, PenstockError, StageLostError, UnavailableError
+from penstock.request import SamplingParams
+from penstock.server.answers.echo import Echo
+from penstock.server.answers.sse import PING, STREAM_HEADERS
+from penstock.server.engine_port import EngineLike, RequestStream
+from penstock.server.http.errors import json_response
+from penstock.server.http.keep_alive import Clock, KeepAlive
+from penstock.server.http.lifecycle import Interruptible, Lifecycle
+from penstock.server.http.memory_guard import MemoryGuard
+from penstock.server.http.metrics import Metrics
+from penstock.server.http.request_log import RequestLog
+from penstock.server.http.request_record import RequestRecord
+from penstock.server.openai.openai_types import CompletionTokensDetails, PromptTokensDetails, Usage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sequence:
+    """One prompt and how to go on from it, `sampling.n` times."""
+
+    prompt_token_ids: list[int]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    echo: Echo | None = None  # at the beginning of its text
+
+
+def choices_of(sequences: Iterable[Sequence]) -> list[Sequence]:
+    """Choice i belongs to entry i: `n` for each, one after the other."""
+    return [sequence for sequence in sequences for _ in range(sequence.sampling.n)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob:
+    """What one request asks for. `make_body` turns the finished sequences into a whole answer's bytes, beside
+    the event loop where it takes long."""
+
+    sequences: list[Sequence]
+    record: RequestRecord
+    headers: Mapping[str, str] = field(default_factory=dict)
+    make_body: Callable[[list[TextDelta], Usage], Awaitable[bytes]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationContext:
+    """What every generating response works with; one for the server."""
+
+    engine: EngineLike
+    lifecycle: Lifecycle
+    memory: MemoryGuard
+    keep_alive: KeepAlive
+    metrics: Metrics
+    log: RequestLog
+    clock: Clock
+
+
+class EventWriter(Protocol):
+    """Writes the events of one choice of a stream."""
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens of its reasoning so far; None where nobody counts them."""
+
+    def opening(self) -> bytes:
+        """What stands before all else, once; for streams that ping before their first token."""
+
+    def chunk(self, delta: TextDelta) -> bytes:
+        """The events for a delta: none, one, or more; may be empty."""
+
+
+class EventText(Protocol):
+    """The bytes of one event stream, in the shape of its route."""
+
+    @property
+    def writers(self) -> list[EventWriter]:
+        """One for each choice."""
+
+    def end(self, usage: Usage) -> bytes:
+        """What stands behind all choices."""
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """What stands there instead, after a failure."""
+
+
+class GenerationResponse(Response):
+    """Runs the job; subclasses say how the answer is written."""
+
+    def __init__(self, job: GenerationJob, context: GenerationContext) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = []
+        self._job = job
+        self._context = context
+        self._streams: list[RequestStream] = []
+        self._work = Interruptible()
+        self._is_client_gone = False
+
+    @property
+    def record(self) -> RequestRecord:
+        return self._job.record
+
+    def interrupt(self, reason: PenstockError) -> None:
+        self._work.interrupt(reason)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(wait_for_disconnect(receive))
+        watcher.add_done_callback(self._client_left)
+        try:
+            await self._work.run(self._generate(send))
+        except Exception as error:
+            self._note_error(error)
+            if not self._is_client_gone:
+                await self._fail(error, send)
+        finally:
+            watcher.remove_done_callback(self._client_left)
+            watcher.cancel()
+            for stream in self._streams:
+                stream.cancel()
+            self._note_streams()
+            self._context.lifecycle.leave(self)
+
+    async def _generate(self, send: Send) -> None:
+        raise NotImplementedError
+
+    async def _send_whole(self, send: Send, outcomes: list[TextDelta]) -> None:
+        """Answer with one body, made of what the sequences have come to."""
+        body = await self._job.make_body(outcomes, self._usage())
+        response = json_response(body, headers=self._job.headers)
+        await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _fail(self, error: Exception, send: Send) -> None:
+        """Tell the client; by raising while no byte of an answer is out."""
+        raise error
+
+    def _add_sequences(self) -> None:
+        record = self._job.record
+        for index, sequence in enumerate(self._job.sequences):
+            self._streams += self._context.engine.add_all(
+                f"{record.unique_id}-{index}", sequence.prompt_token_ids, sequence.sampling
+            )
+        record.prompt_tokens = sum(len(one.prompt_token_ids) for one in self._job.sequences)
+
+    async def _next(self, stream: RequestStream) -> TextDelta:
+        """The stream's next delta, timed. An engine that gives a sequence up is an error, never a finish."""
+        delta = await stream.next()
+        if delta.token_ids:
+            self._note_tokens()
+        if delta.finish_reason in ("abort", "error"):
+            raise StageLostError("The engine gave this request up before it was complete.", code="aborted")
+        return delta
+
+    def _usage(self) -> Usage:
+        prompt = sum(stream.prompt_tokens for stream in self._streams)
+        completion = sum(stream.completion_tokens for stream in self._streams)
+        cached = sum(stream.cached_tokens for stream in self._streams)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached),
+        )
+
+    def _client_left(self, watcher: asyncio.Task[None]) -> None:
+        if not watcher.cancelled():
+            self._is_client_gone = True
+            self._job.record.status = AbortedError.http_status
+            self.interrupt(AbortedError("The client closed the connection.", code="client_left"))
+
+    def _note_tokens(self) -> None:
+        now = self._context.clock()
+        record = self._job.record
+        if record.last_token_at is None:
+            record.first_token_at = now
+        else:
+            self._context.metrics.inter_token.observe(now - record.last_token_at)
+        record.last_token_at = now
+
+    def _note_streams(self) -> None:
+        record = self._job.record
+        record.output_tokens = sum(stream.completion_tokens for stream in self._streams)
+        record.cached_tokens = sum(stream.cached_tokens for stream in self._streams)
+        waits = [wait for stream in self._streams if (wait := stream.queue_seconds) is not None]
+        record.queue_seconds = max(waits, default=None)
+
+    def _note_error(self, error: Exception) -> None:
+        record = self._job.record
+        record.error_code = (
+            (error.code or type(error).__name__) if isinstance(error, PenstockError) else "bug"
+        )
+        record.finish_reason = "abort" if isinstance(error, AbortedError) else "error"
+
+
+class WholeResponse(GenerationResponse):
+    """Waits for all sequences, then answers with one JSON body."""
+
+    async def _generate(self, send: Send) -> None:
+        self._add_sequences()
+        outcomes = await all_of([self._collect(stream) for stream in self._streams])
+        self._job.record.finish_reason = _finish_reason(outcomes)
+        await self._send_whole(send, outcomes)
+
+    async def _collect(self, stream: RequestStream) -> TextDelta:
+        deltas = [await self._next(stream)]
+        while deltas[-1].finish_reason is None:
+            deltas.append(await self._next(stream))
+        return merge_deltas(deltas)
+
+
+class StreamedResponse(GenerationResponse):
+    """Sends chunks as they come.
+
+    The head of the answer goes out with the first chunk or the first ping, so that a request which fails
+    before has a status code of its own.
+    """
+
+    def __init__(self, job: GenerationJob, context: GenerationContext, text: EventText) -> None:
+        super().__init__(job, context)
+        self._text = text
+        self._writers = text.writers
+        self._is_started = False
+        self._is_followed = False
+        self._sending = asyncio.Lock()  # one piece at a time, so that the head and the role chunks are first
+        self._pings: set[asyncio.Task[None]] = set()
+        self._send: Send
+        self.last_sent_at = context.clock()
+
+    async def _generate(self, send: Send) -> None:
+        self._send = send
+        self._add_sequences()
+        self._context.keep_alive.enter(self)
+        self._is_followed = True
+        try:
+            pairs = zip(self._streams, self._writers, strict=True)
+            finishes = await all_of([self._follow(stream, writer) for stream, writer in pairs])
+        finally:
+            self._context.keep_alive.leave(self)
+            self._is_followed = False
+        self._job.record.finish_reason = _finish_reason(finishes)
+        counted = with_reasoning_tokens(self._usage(), [writer.reasoning_tokens for writer in self._writers])
+        await self._write(self._text.end(counted), more=False)
+
+    async def _follow(self, stream: RequestStream, writer: EventWriter) -> TextDelta:
+        """Send one sequence's chunks; its last delta."""
+        while True:
+            delta = await self._next(stream)
+            events = writer.chunk(delta)
+            if events:
+                await self._write(events)
+            if delta.finish_reason is not None:
+                return delta
+
+    async def _write(self, events: bytes, *, more: bool = True) -> None:
+        async with self._sending:
+            await self._write_alone(events, more=more)
+
+    async def _write_alone(self, events: bytes, *, more: bool = True) -> None:
+        if not self._is_started:
+            await self._start()
+        await self._send({"type": "http.response.body", "body": events, "more_body": more})
+        self.last_sent_at = self._context.clock()
+
+    async def _start(self) -> None:
+        extra = [(name.encode(), value.encode()) for name, value in self._job.headers.items()]
+        start: Message = {"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS + extra}
+        await self._send(start)
+        self._is_started = True
+
+    def ping(self) -> None:
+        if not self._sending.locked():
+            task = asyncio.create_task(self._write_ping())
+            self._pings.add(task)
+            task.add_done_callback(self._pings.discard)
+
+    async def _write_ping(self) -> None:
+        """Never cancelled: what it has taken from the writers must go out before anything else does."""
+        async with self._sending:
+            if self._is_followed:
+                opening = b"" if self._is_started else b"".join(writer.opening() for writer in self._writers)
+                await self._write_alone(opening + PING)
+
+    async def _fail(self, error: Exception, send: Send) -> None:
+        if not self._is_started:
+            raise error
+        if not isinstance(error, PenstockError):
+            self._context.log.bug(self._job.record, error)
+        await self._write(self._text.failure(error, self._job.record.request_id), more=False)
+
+
+async def all_of(works: list[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results of the coroutines, in order. One alone runs in this task; the first failure ends the others."""
+    if len(works) == 1:
+        return [await works[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def _finish_reason(finishes: list[TextDelta]) -> str:
+    reasons = {delta.finish_reason or "stop" for delta in finishes}
+    return reasons.pop() if len(reasons) == 1 else "mixed"
+
+
+def with_reasoning_tokens(usage: Usage, counts: list[int | None]) -> Usage:
+    """The usage with the tokens of each choice's reasoning, where they could be counted."""
+    known = [count for count in counts if count is not None]
+    if not known:
+        return usage
+    return msgspec.structs.replace(usage, completion_tokens_details=CompletionTokensDetails(sum(known)))
+
+
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Return when the client has closed the connection."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def require_ready(context: GenerationContext) -> None:
+    """Raise `UnavailableError` unless this server can take a request now."""
+    context.lifecycle.refuse_new()
+    context.memory.refuse_new()
+    status = context.engine.status()
+    if not status.ready:
+        raise UnavailableError(f"The model is not ready: {status.reason or 'starting'}.", stage=status.stage)

@@ -1,0 +1,358 @@
+"""What an answer of `/v1/responses` consists of, as it comes: items, and the events that tell of them.
+
+An item is a message, what the model thought, or a call of a function. Grammar of a stream:
+`response.created`, `response.in_progress`; for each item `response.output_item.added`, its parts and deltas,
+`response.output_item.done`; then `response.completed` or `response.incomplete`, and `[DONE]`. After a failure
+`error` and `response.failed`, without `[DONE]`. Every event has a `sequence_number`; `: ping` may stand
+anywhere. A whole answer is the last event's `response`, so that both forms say the same.
+
+Log-probabilities stand in the delta that they come with, and all of them in each of the last four events:
+they are encoded once, and copied from then on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from functools import cached_property
+from typing import Any, ClassVar
+
+import msgspec
+
+from penstock.engine.client.outputs import TextDelta
+from penstock.request import FinishReason
+from penstock.server.answers.generation import EventWriter
+from penstock.server.answers.sse import DONE
+from penstock.server.http.errors import error_object
+from penstock.server.openai.logprobs import TokenBytes, chat_logprobs
+from penstock.server.openai.message_reader import MessageReader
+from penstock.server.openai.openai_types import ChatTokenLogprob, Usage
+from penstock.server.openai.responses_types import (
+    IncompleteDetails,
+    InputTokensDetails,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningText,
+    ResponseError,
+    ResponseObject,
+    ResponseUsage,
+    Status,
+)
+from penstock.tokenizer.pieces import Piece
+
+Event = dict[str, Any]
+
+_encode = msgspec.json.Encoder().encode
+
+
+class _EncodedList:
+    """A JSON list that is put together of lists which are encoded already."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def extend(self, encoded: bytes) -> None:
+        """Add the entries of a list."""
+        if entries := encoded[1:-1]:
+            self._parts += (b",", entries) if self._parts else (entries,)
+
+    def whole(self) -> msgspec.Raw:
+        """The list with all entries."""
+        return msgspec.Raw(b"".join((b"[", *self._parts, b"]")))
+
+
+class _OpenItem:
+    """An item that is not complete. Its events lack their place, which `Output` adds.
+
+    Attributes:
+        kind: of the pieces that it is made of.
+    """
+
+    kind: ClassVar[str]
+    _prefix: ClassVar[str]
+    _events: ClassVar[str]  # begin so
+
+    def __init__(self, unique: str) -> None:
+        self.id = f"{self._prefix}_{unique}"
+        self._texts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """All that was added."""
+        return "".join(self._texts)
+
+    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        """The event of some more text."""
+        self._texts.append(text)
+        return {"type": f"{self._events}.delta", "delta": text}
+
+    def begin(self) -> list[Event]:
+        """The events behind its `output_item.added`."""
+        return []
+
+    def end(self) -> list[Event]:
+        """The events before its `output_item.done`."""
+        raise NotImplementedError
+
+    def item(self, status: Status) -> OutputItem:
+        """What it is; in progress: as it began."""
+        raise NotImplementedError
+
+
+class _OpenMessage(_OpenItem):
+    kind = "content"
+    _prefix = "msg"
+    _events = "response.output_text"
+
+    def __init__(self, unique: str) -> None:
+        super().__init__(unique)
+        self._logprobs = _EncodedList()
+
+    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        encoded = _encode(logprobs)
+        self._logprobs.extend(encoded)
+        return super().add(text, logprobs) | {"content_index": 0, "logprobs": msgspec.Raw(encoded)}
+
+    def begin(self) -> list[Event]:
+        return [_part_event("added", OutputText(text=""))]
+
+    def end(self) -> list[Event]:
+        part = self._part
+        whole = {"text": part.text, "logprobs": part.logprobs, "content_index": 0}
+        return [{"type": f"{self._events}.done", **whole}, _part_event("done", part)]
+
+    def item(self, status: Status) -> OutputMessage:
+        content = [] if status == "in_progress" else [self._part]
+        return OutputMessage(id=self.id, status=status, content=content)
+
+    @cached_property
+    def _part(self) -> OutputText:
+        """All of it, when nothing is added any more."""
+        return OutputText(text=self.text, logprobs=self._logprobs.whole())
+
+
+class _OpenReasoning(_OpenItem):
+    kind = "reasoning"
+    _prefix = "rs"
+    _events = "response.reasoning_text"
+
+    def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
+        return super().add(text, logprobs) | {"content_index": 0}
+
+    def begin(self) -> list[Event]:
+        return [_part_event("added", ReasoningText(text=""))]
+
+    def end(self) -> list[Event]:
+        whole = {"text": self.text, "content_index": 0}
+        return [{"type": f"{self._events}.done", **whole}, _part_event("done", ReasoningText(text=self.text))]
+
+    def item(self, status: Status) -> OutputReasoning:
+        content = [] if status == "in_progress" else [ReasoningText(text=self.text)]
+        return OutputReasoning(id=self.id, status=status, content=content)
+
+
+class _OpenCall(_OpenItem):
+    kind = "arguments"
+    _prefix = "fc"
+    _events = "response.function_call_arguments"
+
+    def __init__(self, unique: str, call_id: str, name: str) -> None:
+        super().__init__(unique)
+        self._call_id = call_id
+        self._name = name
+
+    def end(self) -> list[Event]:
+        return [{"type": f"{self._events}.done", "name": self._name, "arguments": self.text}]
+
+    def item(self, status: Status) -> OutputCall:
+        return OutputCall(
+            id=self.id, status=status, call_id=self._call_id, name=self._name, arguments=self.text
+        )
+
+
+def _part_event(what: str, part: OutputText | ReasoningText) -> Event:
+    return {"type": f"response.content_part.{what}", "content_index": 0, "part": part}
+
+
+class Output:
+    """The items of one response.
+
+    Args:
+        unique: what its id ends with; those of its items have it too.
+        token_bytes: None: no log-probabilities.
+    """
+
+    def __init__(self, unique: str, reader: MessageReader, token_bytes: TokenBytes | None) -> None:
+        self.items: list[OutputItem] = []
+        self.finish_reason: FinishReason | None = None
+        self._unique = unique
+        self._reader = reader
+        self._token_bytes = token_bytes
+        self._open: _OpenItem | None = None
+        self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text has not come
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return self._reader.reasoning_tokens
+
+    def take(self, delta: TextDelta) -> list[Event]:
+        """What the delta brings. The last one completes all items."""
+        reason = delta.finish_reason
+        self._reader.note_tokens(delta.token_ids)
+        if self._token_bytes is not None:
+            self._logprobs += chat_logprobs(delta.token_ids, delta.logprobs or [], self._token_bytes).content
+        events: list[Event] = []
+        for piece in self._reader.read(delta.text, is_last=reason is not None):
+            events += self._piece(piece)
+        if reason is not None:
+            events += self._finish(reason)
+        return events
+
+    def _piece(self, piece: Piece) -> list[Event]:
+        if piece.kind == "broken":
+            return self._close("incomplete")
+        if piece.kind == "call":
+            return self._call(piece.text)
+        events: list[Event] = []
+        if self._open is None or self._open.kind != piece.kind:
+            events += self._close() + self._begin(
+                _OpenMessage(self._name()) if piece.kind == "content" else _OpenReasoning(self._name())
+            )
+        return events + self._add(piece.text)
+
+    def _call(self, name: str) -> list[Event]:
+        closed = self._close()
+        return closed + self._begin(_OpenCall(self._name(), self._reader.new_call_id(), name))
+
+    def _finish(self, reason: FinishReason) -> list[Event]:
+        self.finish_reason = reason
+        events: list[Event] = []
+        if self._open is None and not self.items:
+            events += self._begin(_OpenMessage(self._name()))
+        if self._logprobs and self._open is not None and self._open.kind == "content":
+            events += self._add("")
+        return events + self._close("incomplete" if reason == "length" and self._is_cut else "completed")
+
+    @property
+    def _is_cut(self) -> bool:
+        """Whether more tokens might have been of the open item. A call that is open has all of its arguments:
+        one that breaks off is closed as such."""
+        kind = None if self._open is None else self._open.kind
+        return kind == "content" or (kind == "reasoning" and self._reader.is_thinking)
+
+    def _name(self) -> str:
+        return f"{self._unique}_{len(self.items)}"
+
+    def _begin(self, opened: _OpenItem) -> list[Event]:
+        self._open = opened
+        added = {"type": "response.output_item.added", "item": opened.item("in_progress")}
+        return [self._placed(added)] + [self._placed(event) for event in opened.begin()]
+
+    def _add(self, text: str) -> list[Event]:
+        assert self._open is not None
+        logprobs, self._logprobs = self._logprobs, []
+        return [self._placed(self._open.add(text, logprobs))]
+
+    def _close(self, status: Status = "completed") -> list[Event]:
+        opened = self._open
+        if opened is None:
+            return []
+        events = [self._placed(event) for event in opened.end()]
+        item = opened.item(status)
+        events.append(self._placed({"type": "response.output_item.done", "item": item}))
+        self.items.append(item)
+        self._open = None
+        return events
+
+    def _placed(self, event: Event) -> Event:
+        assert self._open is not None
+        event["output_index"] = len(self.items)
+        if "item" not in event:
+            event["item_id"] = self._open.id
+        return event
+
+
+def finished(asked: ResponseObject, output: Output, usage: Usage) -> ResponseObject:
+    """The response that has come to its end."""
+    is_cut = output.finish_reason == "length"
+    details = usage.completion_tokens_details
+    num_reasoning = 0 if details is msgspec.UNSET else details.reasoning_tokens
+    return msgspec.structs.replace(
+        asked,
+        completed_at=int(time.time()),
+        status="incomplete" if is_cut else "completed",
+        incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
+        output=output.items,
+        usage=ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=num_reasoning),
+            total_tokens=usage.total_tokens,
+        ),
+    )
+
+
+class ResponseText:
+    """The event stream of one response; its own only writer.
+
+    Args:
+        asked: the response as it stands at the beginning.
+    """
+
+    def __init__(self, asked: ResponseObject, output: Output) -> None:
+        self._asked = asked
+        self._output = output
+        self._number = 0
+        self._is_opened = False
+        self.writers: list[EventWriter] = [self]
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        return self._output.reasoning_tokens
+
+    def opening(self) -> bytes:
+        """That the response is begun, once."""
+        if self._is_opened:
+            return b""
+        self._is_opened = True
+        begun = ("response.created", "response.in_progress")
+        return self._written({"type": kind, "response": self._asked} for kind in begun)
+
+    def chunk(self, delta: TextDelta) -> bytes:
+        """The events for a delta."""
+        return self.opening() + self._written(self._output.take(delta))
+
+    def end(self, usage: Usage) -> bytes:
+        """The event with all of the response."""
+        response = finished(self._asked, self._output, usage)
+        return self._written([{"type": f"response.{response.status}", "response": response}]) + DONE
+
+    def failure(self, error: Exception, request_id: str) -> bytes:
+        """The error, for clients that raise it and for those that look at responses."""
+        shown = error_object(error, request_id)
+        failed = msgspec.structs.replace(
+            self._asked,
+            status="failed",
+            error=ResponseError(code=shown.code or shown.type, message=shown.message),
+            output=self._output.items,
+        )
+        flat = {"message": shown.message, "code": shown.code, "param": shown.param}
+        return self._written(
+            [
+                {"type": "error", "error": shown, **flat},
+                {"type": "response.failed", "response": failed},
+            ]
+        )
+
+    def _written(self, events: Iterable[Event]) -> bytes:
+        written: list[bytes] = []
+        for event in events:
+            event["sequence_number"] = self._number
+            self._number += 1
+            written += (b"event: ", event["type"].encode(), b"\ndata: ", _encode(event), b"\n\n")
+        return b"".join(written)

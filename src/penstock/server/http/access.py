@@ -1,0 +1,123 @@
+"""Who may ask: API keys, host names and origins. Default deny: every path but the health probes needs a key.
+
+Paths of administrators are there only where an admin key is set, and need that key. It opens the others too.
+
+Browsers: a page of another origin is refused by its `Origin` header unless the server was told of that
+origin (`cross_origin`); a host name that was re-bound to this machine (DNS rebinding) is refused by the
+`Host` header while the server listens on a loopback address.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Iterable, Sequence
+
+from penstock.errors import AuthenticationError, NotFoundError
+from penstock.process.listening import refuse_bad_keys
+from penstock.server.http.errors import ForbiddenError
+
+ADMIN_PATHS = frozenset(
+    {
+        *("/pause", "/resume", "/is_paused", "/flush_cache", "/abort", "/slow_down"),
+        *("/start_profile", "/stop_profile", "/open_session", "/close_session"),
+    }
+)
+OPEN_PATHS = frozenset({"/health", "/health/ready", "/health/live", "/health/generate"})
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+def refuse_odd_path(path: str) -> None:
+    """Raise `NotFoundError` for control characters, which no path of ours has: the router's patterns pass
+    over a line feed at the end, which would make one route answer to two names."""
+    if not path.isprintable():
+        raise NotFoundError("there is no such path.")
+
+
+class ApiKeys:
+    """Args:
+    keys: any of them opens the server; none at all means that no key is asked for.
+    admin_keys: any of them opens all paths.
+
+    Raises:
+        UsageError: a key is blank, which an empty `Authorization` would match; or is of both kinds.
+    """
+
+    def __init__(self, keys: Sequence[str], admin_keys: Sequence[str] = ()) -> None:
+        refuse_bad_keys(keys, admin_keys)
+        self._keys = [key.encode() for key in keys]
+        self._admin_keys = [key.encode() for key in admin_keys]
+
+    def check(self, path: str, headers: Headers) -> None:
+        """Raise `AuthenticationError` unless the request carries a key. Time does not tell how much fits."""
+        is_admin_path = path in ADMIN_PATHS and bool(self._admin_keys)
+        if path in OPEN_PATHS or not (self._keys or is_admin_path):
+            return
+        fitting = self._admin_keys if is_admin_path else [*self._keys, *self._admin_keys]
+        given = _bearer(header_value(headers, b"authorization"))
+        matches = [hmac.compare_digest(given, key) for key in fitting]
+        if not any(matches):
+            kind = "admin key" if is_admin_path else "API key"
+            raise AuthenticationError(
+                f"The {kind} is missing or wrong.", remedy="Send it as `Authorization: Bearer KEY`."
+            )
+
+
+def _bearer(value: bytes) -> bytes:
+    scheme, _, key = value.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+class HostPolicy:
+    """Args:
+    host: the address that the server listens on.
+    allowed_origins: whose pages may use the server beside its own.
+    """
+
+    def __init__(self, host: str, allowed_origins: Sequence[str] = ()) -> None:
+        self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
+        self._is_loopback = is_loopback(host)
+        self._own_name = host.lower()
+
+    def check(self, headers: Headers) -> None:
+        """Raise `ForbiddenError` for a foreign `Host` on loopback, or an `Origin` that is neither our own nor
+        allowed."""
+        host = header_value(headers, b"host").decode("latin-1").lower()
+        if self._is_loopback and host and not self._is_ours(_without_port(host)):
+            raise ForbiddenError(
+                "This server listens on a loopback address and does not answer to that Host.",
+                remedy="Use http://127.0.0.1 or http://localhost.",
+                code="host_not_allowed",
+            )
+        sent = header_value(headers, b"origin")
+        origin = sent.decode("latin-1").lower()
+        if origin and sent not in self._allowed_origins and origin.partition("://")[2] != host:
+            raise ForbiddenError(
+                "Requests from web pages of another origin are refused.",
+                remedy="Whoever runs the server can allow the origin by --allowed-origins.",
+            )
+
+    def _is_ours(self, name: str) -> bool:
+        return name == self._own_name or is_loopback(name)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address can only mean this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host.partition("]")[0] + "]"
+    return host.partition(":")[0]
+
+
+def header_value(headers: Headers, wanted: bytes) -> bytes:
+    """Of the first header of that name, which is lower case; empty if there is none."""
+    return next((value for name, value in headers if name == wanted), b"")

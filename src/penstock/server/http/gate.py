@@ -1,0 +1,96 @@
+"""The outermost layer of the app: every request passes here before any route.
+
+It names the request, checks host, origin and key, tells browsers which pages may read the answer, sees to it
+that every failure becomes an error object, and writes the request's one log line. It knows nothing of routes:
+a path that does not exist asks for a key too.
+"""
+
+from __future__ import annotations
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.server.http.access import ApiKeys, HostPolicy, refuse_odd_path
+from penstock.server.http.cross_origin import CrossOrigin
+from penstock.server.http.errors import error_response
+from penstock.server.http.keep_alive import Clock
+from penstock.server.http.lifecycle import Lifecycle
+from penstock.server.http.metrics import Metrics
+from penstock.server.http.request_log import RequestLog
+from penstock.server.http.request_record import REQUEST_ID_HEADER, RequestRecord, open_record
+
+_SAFETY_HEADERS = [
+    (b"x-content-type-options", b"nosniff"),
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'none'; frame-ancestors 'none'"),
+]
+
+
+class Gate:
+    """An ASGI app around another."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: ApiKeys,
+        hosts: HostPolicy,
+        pages: CrossOrigin,
+        log: RequestLog,
+        metrics: Metrics,
+        lifecycle: Lifecycle,
+        clock: Clock,
+    ) -> None:
+        self._app = app
+        self._keys = keys
+        self._hosts = hosts
+        self._pages = pages
+        self._log = log
+        self._metrics = metrics
+        self._lifecycle = lifecycle
+        self._clock = clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = open_record(scope, self._clock())
+        try:
+            await self._answer(scope, receive, send, record)
+        finally:
+            now = self._clock()
+            self._metrics.observe(record, now)
+            self._log.request_end(record, now)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, record: RequestRecord) -> None:
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                _complete_head(message, record)
+                message["headers"] += self._pages.headers(scope["headers"])
+                if self._lifecycle.is_draining:  # the next request may find another server
+                    message["headers"].append((b"connection", b"close"))
+            await send(message)
+
+        try:
+            self._hosts.check(scope["headers"])
+            preflight = self._pages.preflight(scope)
+            if preflight is not None:
+                await preflight(scope, receive, send_named)
+                return
+            self._keys.check(scope["path"], scope["headers"])
+            refuse_odd_path(scope["path"])
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            if record.status == 0:
+                await error_response(error, record.request_id)(scope, receive, send_named)
+            if not isinstance(error, PenstockError):
+                self._log.bug(record, error)
+
+
+def _complete_head(message: Message, record: RequestRecord) -> None:
+    record.status = message["status"]
+    headers = list(message.get("headers", ()))
+    present = {name for name, _ in headers}
+    headers += [pair for pair in _SAFETY_HEADERS if pair[0] not in present]
+    headers.append((REQUEST_ID_HEADER, record.request_id.encode()))
+    message["headers"] = headers

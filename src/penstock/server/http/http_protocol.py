@@ -1,0 +1,262 @@
+"""One TCP connection: uvicorn's httptools protocol with bounds on size, time and number.
+
+| bound (default of `config.ConnectionLimits`) | answer |
+| --- | --- |
+| 4,096 connections | 503 and close |
+| request line 8 KiB | 414 and close |
+| headers 16 KiB, 64 of them | 431 and close |
+| header time 10 s from the first byte (or the connect) | close |
+| 75 s without a byte of a body, or less than 1 KiB/s of it; 75 s idle between requests | close |
+| bytes around a body (chunk extensions, trailers): 16 KiB and 16 for each of its own | 400, 431 and close |
+| 60 s in which a client takes nothing of what is written | close |
+
+Refusals carry an OpenAI error object. Given to uvicorn by `api_process`; knows nothing of routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from penstock.config.limits import ConnectionLimits
+from penstock.server.http.errors import RETRY_AFTER_S, ErrorBody, ErrorObject
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """uvicorn makes one per connection; subclasses with other `limits` are made by `with_limits`."""
+
+    limits = ConnectionLimits()
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._in_head = True
+        self._in_body = False
+        self._head_bytes = 0  # received since the head began, upper bound
+        self._header_bytes = 0
+        self._body_began = 0.0  # loop time
+        self._body_bytes = 0  # without what stands around them
+        self._received_bytes = 0  # since the body began, all of them
+        self._discarded_bytes = 0
+        self._refusal = 0  # status of a refusal that is due
+        self._is_refused = False
+
+    # Connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            self._refuse(503, f"more than {self.limits.max_connections} connections are open")
+            return
+        self._arm(self.limits.header_timeout_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._stop_stall_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._timer is None:
+                self._arm(self.limits.header_timeout_s)
+        elif self._in_body:
+            self._note_body(len(data))
+        super().data_received(data)
+        if self._in_head:
+            self._check_unfinished_head()
+        elif self._in_body:
+            self._check_unfinished_body()
+        if self._refusal and not self._is_refused:
+            self._refuse(self._refusal, _REASONS[self._refusal])
+
+    def _note_body(self, size: int) -> None:
+        self._received_bytes += size
+        patience = self.limits.body_timeout_s
+        spare = self._received_bytes / self.limits.min_body_rate - (self.loop.time() - self._body_began)
+        self._arm(patience + min(0.0, spare))
+        if self.cycle is not None and self.cycle.response_complete:
+            self._discarded_bytes += size
+            if self._discarded_bytes > self.limits.max_discarded_bytes:
+                self.transport.abort()
+
+    def _check_unfinished_body(self) -> None:
+        """Extensions of chunks are swallowed by the parser, and no bound of bodies counts them."""
+        around = self._received_bytes - self._body_bytes
+        if around > self.limits.max_header_bytes + _BYTES_AROUND_ONE * self._body_bytes:
+            self.send_400_response("there are too many bytes around those of the body")
+
+    def _check_unfinished_head(self) -> None:
+        """The parser keeps an unfinished header to itself, so what has come is counted here."""
+        most = self.limits.max_request_line + self.limits.max_header_bytes
+        if not self._refusal and self._head_bytes > most:
+            self._refusal = 431 if self.headers else 414
+
+    # Parser callbacks
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._header_bytes = 0
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > self.limits.max_request_line:
+            self._refusal = 414
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # else a trailer: it must not pass for what was checked before the body
+            super().on_header(name, value)
+        self._header_bytes += len(name) + len(value) + 4
+        too_long = self._header_bytes > self.limits.max_header_bytes
+        if too_long or len(self.headers) > self.limits.max_headers:
+            self._refusal = self._refusal or 431
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        if self._refusal:
+            return  # before any route sees it
+        self._in_body = True
+        self._body_began = self.loop.time()
+        self._body_bytes = self._received_bytes = self._discarded_bytes = 0
+        self._arm(self.limits.body_timeout_s)
+        super().on_headers_complete()
+        if len(self.pipeline) > self.limits.max_pipelined:
+            self.transport.abort()
+        elif self.pipeline:
+            self.flow.resume_reading()  # a client that left must be noticed
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if not self._refusal:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._refusal:
+            return
+        self._in_body = False
+        self._in_head = True
+        self._disarm()
+        super().on_message_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            self._wait_for_next_request()
+
+    def _wait_for_next_request(self) -> None:
+        self._unset_keepalive_if_required()
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    # Refusals and time
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nobody needs a log line for every client that offers another protocol."""
+
+    def _refuse(self, status: int, reason: str) -> None:
+        self._refusal = status
+        self._is_refused = True
+        if self.transport.is_closing():
+            return
+        self.transport.write(_refusal_bytes(status, reason))
+        if status == 503:
+            self._disarm()
+            self.transport.close()
+        else:  # closing on unread data would reset the connection under the answer
+            self.transport.write_eof()
+            self._arm(_LINGER_S)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self._time_is_up)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_is_up(self) -> None:
+        self._timer = None
+        if self._in_body and self.flow.read_paused and not self._is_refused:  # it is we who do not read
+            self._body_began = self.loop.time() - self._received_bytes / self.limits.min_body_rate
+            self._arm(self.limits.body_timeout_s)
+        else:
+            self.transport.abort()
+
+    # Slow readers
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writes(self.transport.get_write_buffer_size())
+
+    def resume_writing(self) -> None:
+        self._stop_stall_timer()
+        super().resume_writing()
+
+    def _watch_writes(self, waiting: int) -> None:
+        self._stall_timer = self.loop.call_later(self.limits.write_timeout_s, self._check_writes, waiting)
+
+    def _check_writes(self, waiting_before: int) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        if waiting < waiting_before:
+            self._watch_writes(waiting)
+        else:
+            self.transport.abort()
+
+    def _stop_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+
+_LINGER_S = 2.0
+_BYTES_AROUND_ONE = 16  # of a body in chunks of one byte: its size and two line ends, with room for more
+_REASONS = {
+    414: "the request line is too long",
+    431: "the headers are too many or too long",
+}
+
+
+def _refusal_bytes(status: int, reason: str) -> bytes:
+    kind = "service_unavailable" if status == 503 else "invalid_request_error"
+    message = f"Refused: {reason.rstrip('.')}."
+    body = msgspec.json.encode(
+        ErrorBody(error=ErrorObject(message=message, type=kind, code=_CODES.get(status)))
+    )
+    retry = f"retry-after: {RETRY_AFTER_S}\r\n" if status == 503 else ""
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+_CODES = {
+    400: "bad_http",
+    414: "request_line_too_long",
+    431: "headers_too_large",
+    503: "too_many_connections",
+}
+
+
+def with_limits(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
+    """The protocol class with these limits; uvicorn makes the instances itself."""
+    return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"limits": limits})

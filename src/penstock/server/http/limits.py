@@ -1,0 +1,127 @@
+"""How much a client may send, for the model that is served, and the reading of bodies.
+
+Endpoints call `read_json`. A body is refused with 413 by its declared length before a byte of it is read, and
+by its true length while it is read. JSON is taken strictly: UTF-8 without a byte order mark, one value, no
+NaN, no lone surrogates, at most `max_json_depth` levels. Of a key given twice the last value counts.
+`config.Limits` says what each bound means; those of request lines, headers, connections and time are
+`http_protocol`'s.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from penstock.config.limits import Limits
+from penstock.errors import AbortedError, InvalidRequestError, TooLargeError
+from penstock.server.http.text_workers import TextWorkers
+
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ByteLimits:
+    """The bounds that follow from the model's context where nothing else is said."""
+
+    max_body: int
+    max_prompt: int  # lets through whatever could fit at 16 bytes a token
+
+    @classmethod
+    def resolve(cls, limits: Limits, max_model_len: int) -> ByteLimits:
+        return cls(
+            max_body=limits.max_body_bytes or (2 << 20) + 8 * max_model_len,
+            max_prompt=limits.max_prompt_bytes or 16 * max_model_len,
+        )
+
+
+async def read_json(request: Request, max_bytes: int, max_depth: int, workers: TextWorkers) -> dict[str, Any]:
+    """The request's body as a JSON object.
+
+    Raises:
+        TooLargeError: longer than `max_bytes`.
+        InvalidRequestError: compressed, not JSON, not an object, or too deep.
+        AbortedError: the client left before it had sent all.
+    """
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise InvalidRequestError(
+            f"the body is said to be encoded as {encoding[:64]!r}.",
+            remedy="Send it as it is, without content-encoding.",
+            code="unsupported_content_encoding",
+        )
+    body = await _read_body(request, max_bytes)
+    value = await workers.run(len(body), parse_json, body, max_depth)
+    if not isinstance(value, dict):
+        raise _bad_json(f"the body must be a JSON object, got {_json_name(value)}")
+    return value
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > limit:
+        raise _too_large(int(declared), limit)
+    chunks: list[bytes] = []
+    total = 0
+    try:
+        async for chunk in request.stream():
+            total += len(chunk)
+            if total > limit:
+                raise _too_large(total, limit)
+            chunks.append(chunk)
+    except ClientDisconnect:
+        raise AbortedError("The client closed the connection before its request was complete.") from None
+    return b"".join(chunks)
+
+
+def parse_json(body: bytes, max_depth: int) -> Any:
+    """Decode strictly; see the module's text for what is refused."""
+    if not body:
+        raise _bad_json("it is empty")
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _bad_json(str(error)) from None
+    except RecursionError:
+        raise _too_deep(max_depth) from None
+    if not _within_depth(body, max_depth):
+        raise _too_deep(max_depth)
+    return value
+
+
+def _within_depth(body: bytes, max_depth: int) -> bool:
+    """Peel the innermost brackets of valid JSON once per level; linear work per level, all of it in C."""
+    skeleton = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+    for _ in range(max_depth):
+        if not skeleton:
+            return True
+        skeleton = skeleton.replace(b"[]", b"0").replace(b"{}", b"0").replace(b"0", b"")
+    return not skeleton
+
+
+def _json_name(value: object) -> str:
+    names = {type(None): "null", bool: "a boolean", str: "a string", list: "an array"}
+    return names.get(type(value), "a number")
+
+
+def _bad_json(detail: str) -> InvalidRequestError:
+    return InvalidRequestError(f"The request body is not valid: {detail}.", code="invalid_json")
+
+
+def _too_deep(limit: int) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"The request body nests deeper than {limit} levels.",
+        remedy="Send flatter JSON, or start the server with a larger --max-json-depth.",
+        code="json_too_deep",
+    )
+
+
+def _too_large(size: int, limit: int) -> TooLargeError:
+    return TooLargeError(
+        f"The request body has at least {size} bytes; the limit is {limit} bytes.",
+        remedy="Send a shorter prompt or fewer prompts in one request, or raise --max-body-bytes.",
+    )

@@ -1,0 +1,57 @@
+"""No new work while the host has hardly any memory left, so that what runs can end before the kernel kills.
+
+Asked by the generating routes (`generation.require_ready`) and by `health`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.errors import UnavailableError
+from penstock.process.host_memory import host_available_bytes
+from penstock.server.http.keep_alive import Clock
+
+LOOK_S = 1.0  # between two looks
+
+
+class MemoryGuard:
+    """Args:
+    min_free_bytes: below, new work is refused; 0 refuses none.
+    available: bytes that the host can still give.
+    """
+
+    def __init__(
+        self, min_free_bytes: int, clock: Clock, available: Callable[[], int] = host_available_bytes
+    ) -> None:
+        self._min_free_bytes = min_free_bytes
+        self._available = available
+        self._clock = clock
+        self._shortage = ""
+        self._look_at = clock()
+
+    @property
+    def shortage(self) -> str:
+        """What is short, or nothing."""
+        now = self._clock()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_S
+            self._shortage = self._look()
+        return self._shortage
+
+    def refuse_new(self) -> None:
+        """Raise `UnavailableError` while memory is short."""
+        if self.shortage:
+            raise UnavailableError(
+                f"This server takes no new requests: {self.shortage}.",
+                remedy="Try again when others are done.",
+                code="low_memory",
+            )
+
+    def _look(self) -> str:
+        try:
+            free = self._available() if self._min_free_bytes else 0
+        except OSError:  # a host that does not say
+            return ""
+        if free >= self._min_free_bytes:
+            return ""
+        return f"the host has {free >> 20} MiB of memory left, less than {self._min_free_bytes >> 20} MiB"

@@ -1,0 +1,232 @@
+"""Prometheus metrics of `/metrics`: names are vLLM's under the prefix `penstock_`.
+
+The core's numbers are read from its last message when a scrape comes; what the front sees itself is counted
+here, at the end of a request. Histograms are plain lists of counts, cheap enough for every token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.process_collector import ProcessCollector
+
+from penstock import __version__
+from penstock.batch import StageTimes
+from penstock.engine.stats import CoreStats
+from penstock.server.engine_port import EngineLike, ServedModel
+from penstock.server.http.request_record import RequestRecord
+from penstock.trace.phases import BUBBLES, Phase
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+PREFIX = "penstock_"
+
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+_LONG = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+
+
+class Histogram:
+    """Counts of values by upper bound, in seconds."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
+        self.name = name
+        self.text = text
+        self._bounds = list(bounds)
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum += seconds
+
+    def family(self, label: str) -> HistogramMetricFamily:
+        total = 0
+        buckets: list[tuple[str, float]] = []
+        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
+            total += count
+            buckets.append((bound, float(total)))
+        family = HistogramMetricFamily(PREFIX + self.name, self.text, labels=["model_name"])
+        family.add_metric([label], buckets=buckets, sum_value=self._sum)
+        return family
+
+
+class Metrics:
+    """A prometheus collector over the engine's status and the front's own counts."""
+
+    def __init__(self, model: ServedModel, engine: EngineLike) -> None:
+        self._label = model.name
+        self._num_stages = model.num_stages
+        self._engine = engine
+        self._finished: Counter[str] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self.inter_token = Histogram("inter_token_latency_seconds", "Time between tokens.", _SHORT)
+        self._ttft = Histogram("time_to_first_token_seconds", "From request to first token.", _SHORT)
+        self._e2e = Histogram("e2e_request_latency_seconds", "From request to last token.", _LONG)
+        self._queue = Histogram("request_queue_time_seconds", "Waiting to be scheduled.", _LONG)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        ProcessCollector(namespace="penstock_api", registry=self._registry)
+
+    def observe(self, record: RequestRecord, now: float) -> None:
+        """Count a request that has ended."""
+        if record.generated:
+            self._finished[record.finish_reason or "error"] += 1
+            self._e2e.observe(now - record.started_at)
+            ttft = record.ttft_seconds()
+            if ttft is not None:
+                self._ttft.observe(ttft)
+            if record.queue_seconds is not None:
+                self._queue.observe(record.queue_seconds)
+        elif record.status >= 400:
+            self._rejected[str(record.status)] += 1
+
+    def exposition(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterable[Metric]:
+        """Called by prometheus_client at a scrape."""
+        yield from self._own_families()
+        stats = self._engine.status().stats
+        if stats is not None:
+            yield from self._gauges(stats)
+            yield from self._totals(stats)
+            yield from self._stages(stats.stage_times)
+
+    def _own_families(self) -> Iterator[Metric]:
+        info = InfoMetricFamily(PREFIX + "build", "Version and layout.")
+        info.add_metric([], {"version": __version__, "stages": str(self._num_stages)})
+        yield info
+        yield self._counter("request_success", "Finished requests.", "finished_reason", self._finished)
+        yield self._counter("requests_rejected", "Requests refused at the door.", "status", self._rejected)
+        for histogram in (self._ttft, self.inter_token, self._e2e, self._queue):
+            yield histogram.family(self._label)
+
+    def _gauges(self, stats: CoreStats) -> Iterator[Metric]:
+        used = 1.0 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        yield self._gauge("num_requests_running", "Requests that hold a row.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
+        yield self._gauge("kv_cache_blocks", "Blocks of the KV pool.", stats.num_blocks)
+        yield self._gauge(
+            "prefix_cache_blocks", "Blocks that a request could begin with.", stats.cached_blocks
+        )
+        yield self._gauge("pipeline_inflight_batches", "Plans in the pipe.", stats.inflight)
+        yield self._gauge(
+            "pipeline_micro_batches", "Parts that decoding requests are split into.", stats.micro_batches
+        )
+        yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.paused)
+        yield self._gauge(
+            "operations_open",
+            "Administrators' operations that are accepted and that not all ranks have behind them.",
+            stats.open_operations,
+        )
+        yield self._gauge(
+            "plan_interval_seconds",
+            "Time between plans that an administrator has asked for at least; 0: full speed.",
+            stats.plan_interval_ms / 1000,
+        )
+        yield self._gauge("kv_host_bytes", "Host memory that keeps KV blocks, bytes.", stats.host_bytes_used)
+        yield self._gauge(
+            "kv_store_switched_off",
+            "Processes that leave the store alone for a while because it failed too often.",
+            stats.store_switched_off,
+        )
+        yield self._gauge("sessions", "Open sessions.", stats.num_sessions)
+        yield self._gauge("session_blocks", "KV blocks that they keep.", stats.session_blocks)
+        yield self._gauge("epoch", "Membership epoch of the pipe.", stats.epoch)
+        usage = GaugeMetricFamily(
+            PREFIX + "kv_cache_usage_perc",
+            "Share of KV blocks in use, 0 to 1.",
+            labels=["model_name", "tier"],
+        )
+        usage.add_metric([self._label, "l1"], used)
+        yield usage
+
+    def _totals(self, stats: CoreStats) -> Iterator[Metric]:
+        for name, text, value in (
+            ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
+            ("prefix_cache_queries", "Tokens of requests that started.", stats.prefix_tokens),
+            ("prefix_cache_hits", "Of these, found in the prefix cache.", stats.prefix_hit_tokens),
+            ("prefix_cache_evictions", "Cached blocks given up.", stats.evicted_blocks),
+            ("kv_store_stored_blocks", "KV blocks put into the store.", stats.stored_blocks),
+            ("kv_store_loaded_blocks", "KV blocks got from the store.", stats.loaded_blocks),
+            ("kv_store_failed_blocks", "KV blocks not stored or not loaded.", stats.failed_blocks),
+            (
+                "kv_store_verify_failures",
+                "Records of the store that were not what they should be.",
+                stats.store_verify_failures,
+            ),
+            ("kv_store_read_records", "Parts of KV blocks got from the store.", stats.store_records_read),
+            ("kv_host_read_records", "Parts of KV blocks found in host memory.", stats.host_records_read),
+            ("kv_host_read_bytes", "Bytes of KV blocks got from host memory.", stats.host_bytes_read),
+            ("kv_host_written_bytes", "Bytes of KV blocks put into host memory.", stats.host_bytes_written),
+            ("kv_store_call_failures", "Calls of the store that failed.", stats.store_call_failures),
+            ("sessions_reaped", "Sessions closed because nobody used them.", stats.reaped_sessions),
+            ("num_preemptions", "Requests preempted.", stats.num_preemptions),
+            ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),
+            ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),
+            ("engine_steps", "Plans sent through the pipe.", stats.step_id),
+        ):
+            family = CounterMetricFamily(PREFIX + name, text, labels=["model_name"])
+            family.add_metric([self._label], value)
+            yield family
+        restarts = Counter({str(stage): count for stage, count in enumerate(stats.restarts.stages)})
+        moved = Counter({"read": stats.store_bytes_read, "written": stats.store_bytes_written})
+        yield self._counter("kv_store_bytes", "Bytes of KV blocks from and to the store.", "direction", moved)
+        yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
+
+    def _stages(self, times: Sequence[StageTimes]) -> Iterator[Metric]:
+        labels = ["model_name", "replica", "stage"]
+        busy = GaugeMetricFamily(
+            PREFIX + "pipeline_stage_busy_ratio",
+            "Share of the time between the stage's last two reports (a second or a step) spent computing.",
+            labels=labels,
+        )
+        bubbles = CounterMetricFamily(
+            PREFIX + "pipeline_bubble_seconds",
+            "Time that the stage spent waiting or copying.",
+            labels=[*labels, "cause"],
+        )
+        steps = SummaryMetricFamily(
+            PREFIX + "stage_step_seconds",
+            "Time of steps with tokens by what it went into; waiting for work is not among it.",
+            labels=[*labels, "phase"],
+        )
+        reduces = SummaryMetricFamily(
+            PREFIX + "stage_exchange_seconds",
+            "Time in sums and gathers of the ranks that share the stage, which is among the rest.",
+            labels=labels,
+        )
+        for stage in times:
+            of_stage = [self._label, str(stage.replica), str(stage.stage)]
+            busy.add_metric(of_stage, stage.busy_ratio)
+            for phase, spent_ns in zip(Phase, stage.phase_ns, strict=True):
+                name = phase.name.lower()
+                if phase is not Phase.NO_WORK:
+                    steps.add_metric([*of_stage, name], stage.num_steps, spent_ns / 1e9)
+                if phase in BUBBLES:
+                    bubbles.add_metric([*of_stage, name], spent_ns / 1e9)
+            if stage.exchange_ns:
+                reduces.add_metric(of_stage, stage.num_steps, stage.exchange_ns / 1e9)
+        yield from (busy, bubbles, steps, reduces)
+
+    def _gauge(self, name: str, text: str, value: float) -> GaugeMetricFamily:
+        family = GaugeMetricFamily(PREFIX + name, text, labels=["model_name"])
+        family.add_metric([self._label], value)
+        return family
+
+    def _counter(self, name: str, text: str, label: str, counts: Counter[str]) -> CounterMetricFamily:
+        family = CounterMetricFamily(PREFIX + name, text, labels=["model_name", label])
+        for value, count in sorted(counts.items()):
+            family.add_metric([self._label, value], count)
+        return family

@@ -1,0 +1,119 @@
+"""What a chat request tells the chat template beside messages and tools, and how its answers are read.
+
+Called by `chat_reader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.config.limits import Limits
+from penstock.errors import InvalidRequestError
+from penstock.server.engine_port import ServedModel
+from penstock.server.openai.message_reader import Reading
+from penstock.server.openai.openai_types import ChatRequest
+from penstock.server.openai.prompts import text_of
+from penstock.server.openai.tools import ToolUse
+from penstock.tokenizer.tool_formats import ModelSyntax
+
+# Variables that are set by the server, or that would change what a template is.
+_OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
+_OURS_ENDS = ("_token", "template")
+_MAX_NAME = 64
+_TAIL = 32  # ids at the end of a prompt in which the opening of the reasoning may be
+
+
+def template_options(
+    asked: ChatRequest, syntax: ModelSyntax, limits: Limits
+) -> tuple[dict[str, Any], list[str]]:
+    """Options of `ChatTemplate.encode`, and the fields that have no effect on this model's template.
+
+    Raises:
+        InvalidRequestError: they contradict each other, or name what is not theirs to set.
+    """
+    options: dict[str, Any] = {}
+    given: dict[str, tuple[str, Any]] = {}
+    if asked.reasoning_effort is not None:
+        given["reasoning_effort"] = ("reasoning_effort", asked.reasoning_effort)
+    for name, value in _checked_kwargs(asked, limits).items():
+        given[name] = (f"chat_template_kwargs.{name}", value)
+    for name, (_field, value) in given.items():
+        if name in syntax.reads:
+            options[name] = value
+    if asked.add_generation_prompt is not None:
+        options["add_generation_prompt"] = asked.add_generation_prompt
+    if asked.continue_final_message:
+        _check_continued(asked)
+        options["continue_final_message"] = True
+    return options, [field for name, (field, _value) in given.items() if name not in syntax.reads]
+
+
+def _checked_kwargs(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
+    given = asked.chat_template_kwargs or {}
+    if len(given) > limits.max_template_kwargs:
+        raise InvalidRequestError(
+            f"chat_template_kwargs has {len(given)} entries, more than {limits.max_template_kwargs}.",
+            remedy="Give fewer, or raise --max-template-kwargs.",
+            param="chat_template_kwargs",
+            code="out_of_range",
+        )
+    for name in given:
+        is_ours = name in _OURS or name.endswith(_OURS_ENDS)
+        if is_ours or not name.isidentifier() or len(name) > _MAX_NAME:
+            raise InvalidRequestError(
+                f"chat_template_kwargs cannot set {name[:_MAX_NAME]!r}.",
+                remedy="It is for the template's own variables, such as enable_thinking.",
+                param="chat_template_kwargs",
+            )
+    return given
+
+
+def _check_continued(asked: ChatRequest) -> None:
+    if asked.add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot both be true.",
+            remedy="The first goes on with the last message, the second begins another.",
+            param="continue_final_message",
+        )
+    if not asked.messages or asked.messages[-1].role != "assistant" or asked.messages[-1].tool_calls:
+        raise InvalidRequestError(
+            "continue_final_message needs a last message of the assistant, with text and without tool_calls.",
+            param="continue_final_message",
+        )
+
+
+def opens_reasoning(asked: ChatRequest, prompt: Sequence[int], model: ServedModel) -> bool:
+    """Whether the answer to this prompt begins inside of the reasoning."""
+    form = model.syntax.reasoning
+    if form is None:
+        return False
+    if asked.continue_final_message:
+        text = text_of(asked.messages[-1])
+        return text.rfind(form.opening) > text.rfind(form.closing)
+    tail = b"".join(map(model.codec.token_bytes, prompt[-_TAIL:])).decode(errors="ignore").rstrip()
+    return tail.endswith(form.opening) or (form.is_open and not tail.endswith(form.closing))
+
+
+def reading_of(asked: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> Reading | None:
+    """How the answers are read; None where all of their text is content."""
+    tools = syntax.tools if use.choice != "none" else None
+    reasoning = syntax.reasoning
+    if tools is None and reasoning is None:
+        return None
+    return Reading(
+        tools=tools,
+        names=use.names,
+        is_parallel=use.is_parallel,
+        reasoning=reasoning,
+        is_open=is_open,
+        shows_reasoning=asked.include_reasoning is not False,
+        reasoning_end=None if reasoning is None else syntax.marker_ids.get(reasoning.closing),
+    )
+
+
+def shown_markers(reading: Reading | None, syntax: ModelSyntax) -> list[str]:
+    """Tokens that must stay in the text for it to be read."""
+    forms = (reading.tools, reading.reasoning) if reading is not None else ()
+    markers = [marker for form in forms if form is not None for marker in form.markers]
+    return [marker for marker in markers if marker in syntax.marker_ids]

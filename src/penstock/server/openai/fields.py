@@ -1,0 +1,236 @@
+"""Turns decoded JSON into a request type: wrong types and unsupported features are refused, each by name.
+
+A field that a client may know from elsewhere but that asks for something this version does not do is refused,
+unless its value asks for nothing. A field that nobody knows is ignored; its name goes back in a header.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from penstock.errors import InvalidRequestError
+from penstock.server.openai.openai_types import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    GenerateRequest,
+    StreamOptions,
+)
+from penstock.server.openai.responses_types import ResponsesRequest, ResponsesStreamOptions
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+WARNING_HEADER = "x-penstock-warning"
+MAX_NAMED_FIELDS = 16
+MAX_FIELD_CHARACTERS = 64
+
+# What others call a bound on the reasoning alone.
+REASONING_BUDGETS = (
+    "thinking",
+    "thinking_budget",
+    "thinking_budget_tokens",
+    "thinking_token_budget",
+    "reasoning_budget",
+)
+# Known fields without support yet, and the values under which they ask for nothing (null always does).
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "truncate_prompt_tokens": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "reasoning_effort": (),
+    "include_reasoning": (True,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "web_search_options": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+    "session_id": (),
+    "session_params": (),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "detokenize": (True,),
+} | dict.fromkeys(REASONING_BUDGETS, ())
+
+_NO_BUDGET = (
+    "Reasoning has no bound of its own here: max_tokens bounds it and the answer together, and "
+    "reasoning_effort or chat_template_kwargs shorten it or switch it off where the model's template "
+    "reads them. Leave it out."
+)
+
+# What to use in place of fields that will not come, or have another name now.
+_IN_PLACE: Mapping[str, str] = {
+    "best_of": "One request could cost any number. Leave it out: ask for n with logprobs, and choose.",
+    **dict.fromkeys(REASONING_BUDGETS, _NO_BUDGET),
+    "functions": "Leave it out and use tools.",
+    "session_params": "Leave it out and use session_id.",
+    "function_call": "Leave it out and use tool_choice.",
+} | {
+    f"guided_{kind}": f'Leave it out and use structured_outputs: {{"{kind}": ...}}.'
+    for kind in ("json", "regex", "choice", "grammar")
+}
+
+# Fields of other routes that would change the answer of these: the values that ask for nothing, and what to
+# do in place of others. Those of the Responses API stand in `responses_input`.
+_ADDED = "Token ids in prompt, such as those of /tokenize, are taken as they are."
+_WRITTEN = "The chat template writes the special tokens."
+OF_OTHER_ROUTES: Mapping[type[msgspec.Struct], Mapping[str, tuple[tuple[object, ...], str]]] = {
+    ChatRequest: {
+        "max_output_tokens": ((), "It is max_completion_tokens here."),
+        "add_special_tokens": ((False,), _WRITTEN),
+    },
+    CompletionRequest: {
+        "max_completion_tokens": ((), "It is max_tokens here."),
+        "max_output_tokens": ((), "It is max_tokens here."),
+        "top_logprobs": ((), "It is logprobs here, a number."),
+        "add_special_tokens": ((True,), _ADDED),
+    },
+    EmbeddingRequest: {
+        "add_special_tokens": ((True,), _ADDED.replace("prompt", "input")),
+    },
+}
+
+_NOT_IN_HEADERS = re.compile(r"[^!-+\--~]")  # printable ASCII but the comma, which separates names
+_STEP = re.compile(r"[^.\[\]]+|\[[^\]]*\]")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
+
+
+def convert(body: dict[str, Any], request_type: type[R]) -> R:
+    """The request in `body`. Raises `InvalidRequestError` naming the field at fault."""
+    _refuse_unsupported(body, request_type)
+    try:
+        return msgspec.convert(body, request_type, strict=True, str_keys=True)  # keys of logit_bias are ids
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), request_type) from None
+
+
+def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
+    known = request_type.__struct_fields__
+    elsewhere = OF_OTHER_ROUTES.get(request_type, {})
+    for name, value in body.items():
+        if value is None or name in known:
+            continue
+        if name in elsewhere:
+            neutral, remedy = elsewhere[name]
+        elif name in NEUTRAL_VALUES:
+            neutral = NEUTRAL_VALUES[name]
+            remedy = _IN_PLACE.get(name, f"Leave it out or set it to {_alternatives(neutral)}.")
+        else:
+            continue
+        if not any(_is_same(value, one) for one in neutral):
+            raise InvalidRequestError(
+                f"{name} is not supported by this version of Penstock.",
+                remedy=remedy,
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _is_same(value: object, neutral: object) -> bool:
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def _alternatives(neutral: tuple[object, ...]) -> str:
+    return " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
+
+
+def _invalid(message: str, request_type: type[msgspec.Struct]) -> InvalidRequestError:
+    found = _AT.search(message)
+    text = _AT.sub("", message)
+    missing = re.fullmatch(r"Object missing required field `(.*)`", text)
+    path = found[1] if found else ""
+    if missing:
+        param = f"{path}.{missing[1]}" if path else missing[1]
+        return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
+    param = path or None
+    code = "out_of_range" if text == "Number out of range" else "invalid_type"
+    words = _words_at(request_type, path) if text.startswith("Invalid enum value") else []
+    remedy = f"Give one of: {', '.join(map(str, words))}." if words else ""
+    return InvalidRequestError(
+        f"{path}: {text}{'.' if remedy else ''}" if path else text, remedy=remedy, param=param, code=code
+    )
+
+
+def _words_at(request_type: type[msgspec.Struct], path: str) -> list[object]:
+    """Those that a field may be, where it is one of a few words; the path is as in `messages[0].role`."""
+    kinds = [inspect.type_info(request_type)]
+    for step in _STEP.findall(path):
+        kinds = [inside for kind in kinds for inside in _inside(kind, step)]
+    return [
+        word
+        for kind in kinds
+        for one in _each(kind)
+        if isinstance(one, inspect.LiteralType)
+        for word in one.values
+    ]
+
+
+def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
+    for one in _each(kind):
+        if isinstance(one, inspect.StructType):
+            yield from (field.type for field in one.fields if field.encode_name == step)
+        elif isinstance(one, inspect.ListType | inspect.VarTupleType):
+            yield one.item_type
+        elif isinstance(one, inspect.DictType):
+            yield one.value_type
+
+
+def _each(kind: inspect.Type) -> tuple[inspect.Type, ...]:
+    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+
+
+def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
+    """Names in a body that was converted which mean nothing: the request type has none of them, and they are
+    no known ones without support. A null is as if it were not there."""
+    known = {*request_type.__struct_fields__, *NEUTRAL_VALUES, *OF_OTHER_ROUTES.get(request_type, ())}
+    names = [name for name, value in body.items() if name not in known and value is not None]
+    return names + _unknown_options(body, request_type)
+
+
+def _unknown_options(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
+    is_generating = issubclass(request_type, GenerateRequest | ResponsesRequest)
+    options = (body.get("stream_options") or {}) if is_generating else {}
+    of = ResponsesStreamOptions if request_type is ResponsesRequest else StreamOptions
+    return [f"stream_options.{name}" for name in options if name not in of.__struct_fields__]
+
+
+def warning_headers(unknown: Sequence[str], unused: Sequence[str] = ()) -> dict[str, str]:
+    """The header that names ignored fields; untrusted characters become `?`, long lists are cut.
+
+    Args:
+        unused: those that have no effect on this model.
+    """
+    parts = [
+        f"{what}: {_listed(names)}"
+        for what, names in (
+            ("ignored unknown field(s)", unknown),
+            ("without effect on this model", unused),
+        )
+        if names
+    ]
+    return {WARNING_HEADER: "; ".join(parts)} if parts else {}
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [_NOT_IN_HEADERS.sub("?", name[:MAX_FIELD_CHARACTERS]) for name in names[:MAX_NAMED_FIELDS]]
+    more = len(names) - len(shown)
+    tail = f" and {more} more" if more > 0 else ""
+    return f"{', '.join(shown)}{tail}"

@@ -1,0 +1,193 @@
+"""From the text of an answer to the message that it is: reasoning, content and calls of tools.
+
+A `Reading` says how the answers of one request are read; it makes a `MessageReader` for each. Pieces come
+out as the text comes in, for `message_stream` and `responses_output`; `whole_message` is for a chat's answers
+that are not streamed. How a model writes is `tokenizer.tool_formats`'.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import string
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from penstock.request import FinishReason
+from penstock.server.openai.openai_types import (
+    AssistantMessage,
+    ChatFinishReason,
+    MadeFunctionCall,
+    MadeToolCall,
+)
+from penstock.tokenizer.pieces import Piece
+from penstock.tokenizer.reasoning import ReasoningSplitter
+from penstock.tokenizer.tool_calls import ToolCallParser
+from penstock.tokenizer.tool_formats import ReasoningFormat, ToolFormat
+
+_LETTERS = string.ascii_letters + string.digits
+_SHORT_ID, _LONG_ID = 9, 24
+
+
+class _Splitter(Protocol):
+    @property
+    def is_closed(self) -> bool: ...
+    @property
+    def is_thinking(self) -> bool: ...
+    def feed(self, text: str) -> list[Piece]: ...
+    def finish(self) -> list[Piece]: ...
+
+
+class _AllContent:
+    """In place of a parser, where there is nothing to look for."""
+
+    num_sound = 0
+    is_closed = False
+    is_thinking = False
+
+    def feed(self, text: str) -> list[Piece]:
+        return [Piece("content", text)] if text else []
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How the answers of one request are read.
+
+    Attributes:
+        tools: how the model calls tools; None: calls are not looked for.
+        names: tools of the request.
+        is_parallel: an answer may have several calls; else those behind the first are left out.
+        reasoning: where the model thinks aloud; None: that is not looked for.
+        is_open: the prompt has opened the reasoning.
+        shows_reasoning: else it is left out.
+        reasoning_end: the token that ends it, where that is one token: it can be counted then.
+    """
+
+    tools: ToolFormat | None = None
+    names: frozenset[str] = frozenset()
+    is_parallel: bool = True
+    reasoning: ReasoningFormat | None = None
+    is_open: bool = False
+    shows_reasoning: bool = True
+    reasoning_end: int | None = None
+
+    def reader(self, response_id: str, choice: int) -> MessageReader:
+        """For one choice of a response."""
+        return MessageReader(self, f"{response_id}:{choice}")
+
+
+class MessageReader:
+    """Of one choice; `name` is that of no other choice, nor of another response's.
+
+    Attributes:
+        num_calls: calls that `new_call_id` has named.
+    """
+
+    def __init__(self, reading: Reading, name: str) -> None:
+        self.num_calls = 0
+        self._reading = reading
+        self._name = name
+        self._splitter: _Splitter = _AllContent()
+        self._calls: ToolCallParser | _AllContent = _AllContent()
+        if reading.reasoning is not None:
+            self._splitter = ReasoningSplitter(reading.reasoning, is_open=reading.is_open)
+        if reading.tools is not None:
+            self._calls = ToolCallParser(reading.tools, reading.names)
+        self._num_read = 0  # calls, sound or not
+        self._is_first_broken = False
+        self._num_tokens = 0
+        self._tokens_to_end: int | None = None  # of the reasoning
+
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Tokens up to the end of the reasoning, markers included; None where they cannot be counted."""
+        if self._reading.reasoning_end is None:
+            return None
+        if self._splitter.is_closed:
+            return self._tokens_to_end
+        return self._num_tokens if self._splitter.is_thinking else 0
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether the reasoning has begun, and has not ended."""
+        return self._splitter.is_thinking
+
+    def note_tokens(self, token_ids: Sequence[int]) -> None:
+        """Count these among the answer's."""
+        end = self._reading.reasoning_end
+        if end is None:
+            return
+        if self._tokens_to_end is None and end in token_ids:
+            self._tokens_to_end = self._num_tokens + token_ids.index(end) + 1
+        self._num_tokens += len(token_ids)
+
+    def read(self, text: str, *, is_last: bool) -> list[Piece]:
+        """What these characters bring; with the last ones, all that was held back."""
+        pieces = self._splitter.feed(text)
+        if is_last:
+            pieces += self._splitter.finish()
+        found: list[Piece] = []
+        for piece in pieces:
+            if piece.kind == "content":
+                found += self._calls.feed(piece.text)
+            elif self._reading.shows_reasoning:
+                found.append(piece)
+        if is_last:
+            found += self._calls.finish()
+        return found if self._reading.is_parallel else list(self._up_to_one_call(found))
+
+    def _up_to_one_call(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
+        for piece in pieces:
+            self._num_read += piece.kind == "call"
+            self._is_first_broken |= piece.kind == "broken" and self._num_read == 1
+            if self._num_read <= 1 or piece.kind in ("content", "reasoning"):
+                yield piece
+
+    def finish_reason(self, reason: FinishReason) -> ChatFinishReason:
+        """`tool_calls` where the model has ended by itself, and there is a call that can be made."""
+        is_given = self._reading.is_parallel or not self._is_first_broken
+        return "tool_calls" if reason == "stop" and self._calls.num_sound and is_given else reason
+
+    def new_call_id(self) -> str:
+        """Of the choice's next call, in the form that the model's templates take."""
+        digest = hashlib.sha256(f"{self._name}:{self.num_calls}".encode()).digest()
+        self.num_calls += 1
+        letters = "".join(_LETTERS[byte % len(_LETTERS)] for byte in digest)
+        form = self._reading.tools
+        if form is not None and form.has_short_ids:
+            return letters[:_SHORT_ID]
+        return "call_" + letters[:_LONG_ID]
+
+
+def whole_message(reader: MessageReader, text: str) -> AssistantMessage:
+    """The message that all of an answer's text is. A call that is not sound is content."""
+    content, reasoning = "", ""
+    calls: list[tuple[str, list[str]]] = []
+    for piece in reader.read(text, is_last=True):
+        if piece.kind == "content":
+            content += piece.text
+        elif piece.kind == "reasoning":
+            reasoning += piece.text
+        elif piece.kind == "call":
+            calls.append((piece.text, []))
+        elif piece.kind == "arguments":
+            calls[-1][1].append(piece.text)
+        else:
+            calls.pop()
+            content += piece.text
+    made = [
+        MadeToolCall(
+            id=reader.new_call_id(), function=MadeFunctionCall(name=name, arguments="".join(arguments))
+        )
+        for name, arguments in calls
+    ]
+    return AssistantMessage(
+        content=content or (None if made else ""),
+        reasoning_content=reasoning or msgspec.UNSET,
+        tool_calls=made or msgspec.UNSET,
+    )

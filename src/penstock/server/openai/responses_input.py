@@ -1,0 +1,395 @@
+"""From a request to `/v1/responses` to the chat request that asks for the same.
+
+What the two APIs have in common is checked once, as a chat's fields: `own_names` turns the names of those in
+an error back into the ones that the client has sent. Called by `responses`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from penstock.config.limits import Limits
+from penstock.errors import InvalidRequestError, RequestError
+from penstock.server.openai.fields import REASONING_BUDGETS, unknown_fields
+from penstock.server.openai.message_reader import Reading
+from penstock.server.openai.openai_types import (
+    ChatMessage,
+    ChatRequest,
+    Function,
+    FunctionCall,
+    JsonSchemaFormat,
+    NamedFunction,
+    NamedTool,
+    ResponseFormat,
+    SampledRequest,
+    Tool,
+    ToolCall,
+)
+from penstock.server.openai.prompts import joined_text
+from penstock.server.openai.responses_types import (
+    LOGPROBS,
+    FunctionTool,
+    InputItem,
+    InputPart,
+    NamedChoice,
+    ResponsesRequest,
+    TextFormat,
+)
+
+_ROLES = ("system", "developer", "user", "assistant")
+_TEXT_PARTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text"})
+
+# Fields that ask for what a server does that keeps responses, or that we do not have: the values that ask for
+# nothing, and what to do in place of others.
+_KEEP = "This server keeps no responses: send the whole conversation in input."
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "previous_response_id": ((None,), _KEEP),
+    "conversation": ((None,), _KEEP),
+    "background": ((None, False), "Leave it out, and wait for the answer or stream it."),
+    "prompt": ((None,), "Send the text itself in input or instructions."),
+    "truncation": ((None, "disabled"), "Leave it out, and shorten the input where it is too long."),
+}
+_NO_BUDGET = "Reasoning has no bound of its own here: max_output_tokens bounds it and the answer together."
+# Fields of chats that would change the answer, and bounds on reasoning.
+_OF_CHATS: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "messages": ((None,), "Send them in input."),
+    "n": ((None, 1), "Send several requests."),
+    "max_tokens": ((None,), "It is max_output_tokens here."),
+    "max_completion_tokens": ((None,), "It is max_output_tokens here."),
+    "response_format": ((None,), "It is text.format here."),
+    "logprobs": ((None, False), "Ask for them by include and top_logprobs."),
+    "prompt_logprobs": ((None,), "Ask for them by /v1/chat/completions."),
+    "return_token_ids": ((None, False), "Ask for them by /v1/chat/completions."),
+    "add_special_tokens": ((None, False), "The chat template writes the special tokens."),
+    **dict.fromkeys(REASONING_BUDGETS, ((None,), _NO_BUDGET)),
+}
+# What `reasoning` has elsewhere, by several names.
+_OF_REASONING: Mapping[str, tuple[tuple[object, ...], str]] = {
+    f"reasoning.{name}": ((None,), _NO_BUDGET) for name in ("max_tokens", "budget_tokens", "budget")
+}
+# And those that are taken and change nothing.
+_UNUSED: Mapping[str, tuple[object, ...]] = {
+    "store": (None, False),
+    "max_tool_calls": (None,),
+    "service_tier": (None, "auto", "default"),
+    "prompt_cache_key": (None,),
+    "prompt_cache_retention": (None, "in_memory"),
+}
+
+MAX_METADATA = 16
+_MAX_METADATA_KEY, _MAX_METADATA_VALUE, _MAX_NOTE = 64, 512, 512
+
+
+class _Origin(NamedTuple):
+    """Of a message: the item of the input that it began with, None where it is not of the input; and the item
+    that is its first call, if it has any."""
+
+    item: int | None
+    call: int | None = None
+
+
+class ChatOfResponse:
+    """Attributes:
+    request: the same as a chat.
+    unused: fields of the request that change nothing here.
+    """
+
+    def __init__(self, asked: ResponsesRequest, limits: Limits) -> None:
+        _refuse(_REFUSED, lambda name: getattr(asked, name))
+        _check_notes(asked)
+        messages, self._origins = _messages(asked, limits)
+        wants_logprobs = LOGPROBS in (asked.include or ())
+        if asked.top_logprobs and not wants_logprobs:
+            raise _wrong(
+                "top_logprobs needs an include of message.output_text.logprobs.",
+                "top_logprobs",
+                remedy=f"Add include: [{LOGPROBS!r}], or leave top_logprobs out.",
+            )
+        shared = {name: getattr(asked, name) for name in SampledRequest.__struct_fields__}
+        text_format = None if asked.text is None else asked.text.format
+        self.request = ChatRequest(
+            **shared,
+            messages=messages,
+            max_completion_tokens=asked.max_output_tokens,
+            logprobs=wants_logprobs,
+            top_logprobs=asked.top_logprobs,
+            tools=[_tool(index, tool) for index, tool in enumerate(asked.tools or ())] or None,
+            tool_choice=_choice(asked),
+            parallel_tool_calls=asked.parallel_tool_calls,
+            response_format=None if text_format is None else _format(text_format),
+            reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
+            include_reasoning=asked.include_reasoning,
+            chat_template_kwargs=asked.chat_template_kwargs,
+        )
+        self.unused = _unused(asked)
+
+    def own_names(self, text: str) -> str:
+        """The text with the names of the request's own fields in place of a chat's."""
+        return _CHAT_NAME.sub(self._own_name, text)
+
+    def _own_name(self, found: re.Match[str]) -> str:
+        if found["message"] is not None:
+            index = int(found["message"])
+            if index >= len(self._origins):  # the client's own words
+                return found[0]
+            item, call = self._origins[index]
+            if found["calls"] and call is not None:
+                return f"input[{call}]" + _OF_CALLS[found["calls"]]
+            return ("instructions" if item is None else f"input[{item}]") + (found["calls"] or "")
+        if found["tool"] is not None:
+            return f"tools[{found['tool']}]"
+        return _OWN_NAMES[found[0]]
+
+    def renamed(self, error: RequestError) -> RequestError:
+        """An error of the chat, with the names of the request's own fields."""
+        return type(error)(
+            self.own_names(error.message),
+            remedy=self.own_names(error.remedy),
+            param=None if error.param is None else self.own_names(error.param),
+            code=error.code,
+        )
+
+
+_OWN_NAMES: Mapping[str, str] = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "top_logprobs",
+}
+_OF_CALLS = {".tool_calls": "", " has tool_calls": " is a function_call"}
+_CHAT_NAME = re.compile(  # behind a quote are the client's own words
+    r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\](?P<calls>(?:\.| has )tool_calls\b)?"
+    r"|\btools\[(?P<tool>\d+)\]\.function|(?<!['\"])\b(?:" + "|".join(map(re.escape, _OWN_NAMES)) + r")\b"
+)
+
+
+def check_logprobs(asked: ChatRequest, reading: Reading | None) -> None:
+    """Raise `InvalidRequestError` where tokens cannot be told to be of the text: where that is a part of what
+    comes out."""
+    if asked.logprobs and reading is not None:
+        raise _wrong(
+            "log-probabilities are not told of answers that may have reasoning or calls of tools.",
+            "include",
+            remedy="Ask by /v1/chat/completions, or leave out the tools.",
+            code="unsupported_parameter",
+        )
+
+
+def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(message, remedy=remedy, param=param, code=code)
+
+
+def refuse_fields_of_chats(body: Mapping[str, Any]) -> None:
+    """Raise `InvalidRequestError` for a field that is another one here, or a bound on reasoning, before it is
+    ignored as unknown."""
+    _refuse(_OF_CHATS, body.get)
+    reasoning = body.get("reasoning")
+    if isinstance(reasoning, dict):
+        _refuse(_OF_REASONING, lambda name: reasoning.get(name.removeprefix("reasoning.")))
+
+
+def unknown_here(body: Mapping[str, Any]) -> list[str]:
+    """`fields.unknown_fields`, but for those of a chat that ask for nothing."""
+    return [name for name in unknown_fields(body, ResponsesRequest) if name not in _OF_CHATS]
+
+
+def _refuse(names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Callable[[str], object]) -> None:
+    for name, (neutral, remedy) in names.items():
+        if value_of(name) not in neutral:
+            raise _wrong(
+                f"{name} is not supported by this version of Penstock.",
+                name,
+                remedy=remedy,
+                code="unsupported_parameter",
+            )
+
+
+def _check_notes(asked: ResponsesRequest) -> None:
+    """What comes back as it is, is short."""
+    metadata = asked.metadata or {}
+    longest_key = max(map(len, metadata), default=0)
+    longest_value = max(map(len, metadata.values()), default=0)
+    for param, what, value, most in (
+        ("metadata", "The number of pairs in metadata", len(metadata), MAX_METADATA),
+        ("metadata", "The length of a key of metadata", longest_key, _MAX_METADATA_KEY),
+        ("metadata", "The length of a value of metadata", longest_value, _MAX_METADATA_VALUE),
+        *(
+            (name, f"The length of {name}", len(getattr(asked, name) or ""), _MAX_NOTE)
+            for name in ("user", "safety_identifier", "prompt_cache_key")
+        ),
+    ):
+        if value > most:
+            raise _wrong(f"{what} is {value}; at most {most} are taken.", param, code="out_of_range")
+
+
+def _unused(asked: ResponsesRequest) -> list[str]:
+    names = [name for name, neutral in _UNUSED.items() if getattr(asked, name) not in neutral]
+    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
+        names.append("text.verbosity")
+    if asked.reasoning is not None and asked.reasoning.summary is not None:
+        names.append("reasoning.summary")
+    return names
+
+
+def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[_Origin]]:
+    """The conversation, and where each message comes from."""
+    messages: list[ChatMessage | _Turn] = []
+    origins: list[_Origin] = []
+    if asked.instructions:
+        messages.append(ChatMessage(role="system", content=asked.instructions))
+        origins.append(_Origin(None))
+    for index, item in enumerate(_items(asked.input, limits.max_messages - len(messages))):
+        last = messages[-1] if messages else None
+        call = index if item.kind == "function_call" else None
+        if isinstance(last, _Turn) and last.takes(item):
+            last.take(item, f"input[{index}]")
+            if origins[-1].call is None:
+                origins[-1] = _Origin(origins[-1].item, call)
+            continue
+        messages.append(_begun(item, f"input[{index}]"))
+        origins.append(_Origin(index, call))
+    return [one.message() if isinstance(one, _Turn) else one for one in messages], origins
+
+
+def _items(given: str | list[InputItem], most: int) -> list[InputItem]:
+    if isinstance(given, str):
+        return [InputItem(role="user", content=given)]
+    if not 1 <= len(given) <= most:
+        raise _wrong(
+            f"input must hold 1 to {most} items, got {len(given)}.",
+            "input",
+            remedy="Leave out the oldest." if given else "Give at least one, or a text.",
+            code="out_of_range",
+        )
+    return given
+
+
+def _begun(item: InputItem, where: str) -> ChatMessage | _Turn:
+    """The message that begins with this item."""
+    if item.kind == "function_call_output":
+        return _result(item, where)
+    if item.kind == "message" and item.role != "assistant":
+        return _message(item, where)
+    turn = _Turn()
+    turn.take(item, where)
+    return turn
+
+
+class _Turn:
+    """What the model said at once: a thought, a text, and calls; any may be missing. Text between calls, or
+    behind them, belongs to it, so that results stand behind their calls."""
+
+    def __init__(self) -> None:
+        self._reasoning: str | None = None
+        self._text: str | None = None
+        self._calls: list[ToolCall] = []
+
+    def takes(self, item: InputItem) -> bool:
+        """Whether the item goes on with this turn."""
+        if item.kind == "function_call":
+            return True
+        is_text = item.kind == "message" and item.role == "assistant"
+        return is_text and (self._text is None or bool(self._calls))
+
+    def take(self, item: InputItem, where: str) -> None:
+        """Add an item. Raises `InvalidRequestError` for one that nobody has."""
+        if item.kind == "message":
+            self._text = (self._text or "") + joined_text(item.content, f"{where}.content", _part_text)
+        elif item.kind == "reasoning":
+            self._reasoning = joined_text(item.content or item.summary, f"{where}.content", _part_text)
+        elif item.kind == "function_call":
+            self._calls.append(_call(item, where))
+        else:
+            raise _wrong(
+                f"{where}.type is {item.kind[:64]!r}, which this server does not take.",
+                f"{where}.type",
+                remedy="It takes message, reasoning, function_call and function_call_output.",
+                code="unsupported_content",
+            )
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            role="assistant",
+            content=self._text,
+            tool_calls=self._calls or None,
+            reasoning_content=self._reasoning or None,
+        )
+
+
+def _message(item: InputItem, where: str) -> ChatMessage:
+    if item.role not in _ROLES:
+        given = "nothing" if item.role is None else repr(item.role[:64])
+        raise _wrong(f"{where}.role must be one of {', '.join(_ROLES)}, got {given}.", f"{where}.role")
+    content = joined_text(item.content, f"{where}.content", _part_text)
+    return ChatMessage(role=item.role, content=content)
+
+
+def _result(item: InputItem, where: str) -> ChatMessage:
+    if item.output is None:
+        raise _missing(f"{where}.output")
+    return ChatMessage(
+        role="tool",
+        tool_call_id=_required(item.call_id, f"{where}.call_id"),
+        content=joined_text(item.output, f"{where}.output", _part_text),
+    )
+
+
+def _call(item: InputItem, where: str) -> ToolCall:
+    name = _required(item.name, f"{where}.name")
+    return ToolCall(
+        id=_required(item.call_id, f"{where}.call_id"),
+        function=FunctionCall(name=name, arguments=item.arguments or "{}"),
+    )
+
+
+def _required(value: str | None, where: str) -> str:
+    if value is None:
+        raise _missing(where)
+    return value
+
+
+def _missing(where: str) -> InvalidRequestError:
+    return _wrong(f"{where} is required.", where, code="missing_required_parameter")
+
+
+def _part_text(part: InputPart) -> str | None:
+    return part.refusal if part.type == "refusal" else part.text if part.type in _TEXT_PARTS else None
+
+
+def _tool(index: int, tool: FunctionTool) -> Tool:
+    where = f"tools[{index}]"
+    if tool.type != "function":
+        raise _wrong(
+            f"{where}.type is {tool.type[:64]!r}, which this server does not have.",
+            f"{where}.type",
+            remedy="It has tools of type function, which the client runs.",
+            code="unsupported_parameter",
+        )
+    function = Function(
+        name=_required(tool.name, f"{where}.name"),
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _choice(asked: ResponsesRequest) -> Literal["none", "auto", "required"] | NamedTool | None:
+    choice = asked.tool_choice
+    if isinstance(choice, NamedChoice):
+        return NamedTool(type="function", function=NamedFunction(name=choice.name))
+    return choice
+
+
+def _format(asked: TextFormat) -> ResponseFormat:
+    if asked.type != "json_schema":
+        return ResponseFormat(type=asked.type)
+    if asked.schema is None:
+        raise _missing("text.format.schema")
+    schema = JsonSchemaFormat(name=asked.name, schema=asked.schema)
+    return ResponseFormat(type="json_schema", json_schema=schema)

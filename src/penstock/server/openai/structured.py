@@ -1,0 +1,106 @@
+"""From `response_format` and `structured_outputs` of a request to `StructuredOutputs`."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import InvalidRequestError
+from penstock.request import SamplingParams, StructuredOutputs
+from penstock.server.openai.openai_types import GenerateRequest, ResponseFormat, StructuredOutputFields
+from penstock.server.openai.tools import ToolUse
+from penstock.tokenizer.tool_formats import ModelSyntax
+from penstock.tokenizer.tool_grammar import has_rule, reasoned_grammar
+
+
+def structured_field(request: GenerateRequest) -> str:
+    """The field by which structured output is asked for, if it is."""
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
+
+
+def structured_outputs(request: GenerateRequest) -> StructuredOutputs | None:
+    """What the text must be; None where nothing is asked. Raises `InvalidRequestError` naming the field."""
+    of_format = None if request.response_format is None else _of_format(request.response_format)
+    if request.structured_outputs is None:
+        return of_format
+    if of_format is not None:
+        raise InvalidRequestError(
+            "response_format and structured_outputs both say what the text must be.",
+            remedy="Leave one of them out.",
+            param="response_format",
+        )
+    return _of_fields(request.structured_outputs)
+
+
+def in_place_of_calls(
+    sampling: SamplingParams, use: ToolUse, syntax: ModelSyntax, param: str
+) -> StructuredOutputs | None:
+    """What the text must be where a model may call tools or not; None where that is not bound, or where there
+    is no choice.
+
+    Raises:
+        InvalidRequestError: there is no grammar of either; names the field.
+    """
+    text = sampling.structured_outputs
+    if text is None or use.choice != "auto":
+        return None
+    if syntax.tools is None:
+        why = "this server does not look for calls of tools, so that there would be none"
+    elif not has_rule(text):
+        why = "a regex or grammar is not combined with calls of tools"
+    else:
+        return text
+    raise InvalidRequestError(
+        f"{param} binds the whole answer, and {why}.",
+        remedy="Leave one of them out, or set tool_choice to none or required.",
+        param=param,
+    )
+
+
+def behind_reasoning(
+    sampling: SamplingParams, syntax: ModelSyntax, param: str, *, is_open: bool
+) -> str | None:
+    """The grammar of a bound text that the model may think before; None where it is bound from its beginning.
+
+    Args:
+        is_open: the prompt has opened the reasoning.
+    """
+    structured, reasoning = sampling.structured_outputs, syntax.reasoning
+    if structured is None or reasoning is None:
+        return None
+    grammar = reasoned_grammar(structured, reasoning, syntax.marker_ids, is_open=is_open)
+    if grammar is None and is_open:
+        raise InvalidRequestError(
+            f"{param} has a regex or grammar, and this model thinks before it answers.",
+            remedy="Use json, json_object or choice, or switch thinking off by chat_template_kwargs.",
+            param=param,
+        )
+    return grammar
+
+
+def _of_format(asked: ResponseFormat) -> StructuredOutputs | None:
+    if asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return StructuredOutputs(json_object=True)
+    if asked.json_schema is None or asked.json_schema.schema is None:
+        raise InvalidRequestError(
+            "response_format.json_schema.schema is required for the type json_schema.",
+            param="response_format.json_schema",
+            code="missing_required_parameter",
+        )
+    return StructuredOutputs(json=_text(asked.json_schema.schema))
+
+
+def _of_fields(asked: StructuredOutputFields) -> StructuredOutputs:
+    return StructuredOutputs(
+        json=asked.json if asked.json is None or isinstance(asked.json, str) else _text(asked.json),
+        json_object=bool(asked.json_object),
+        regex=asked.regex,
+        choice=asked.choice,
+        grammar=asked.grammar,
+        whitespace=bool(asked.whitespace),
+    )
+
+
+def _text(schema: dict[str, object]) -> str:
+    return msgspec.json.encode(schema).decode()

@@ -1,0 +1,106 @@
+"""From a chat request to the sequence that answers it, and to how its answers are read.
+
+Called by the routes that take conversations: `chat`, and `responses`, which makes chat requests of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from penstock.request import SamplingParams, StructuredOutputs
+from penstock.server.answers.generation import Sequence
+from penstock.server.engine_port import ServedModel
+from penstock.server.openai.chat_options import opens_reasoning, reading_of, shown_markers, template_options
+from penstock.server.openai.message_reader import Reading
+from penstock.server.openai.openai_types import ChatRequest
+from penstock.server.openai.sampling import chat_sampling, check_choices, fit_to_context, output_field
+from penstock.server.openai.structured import behind_reasoning, in_place_of_calls, structured_field
+from penstock.server.openai.tools import ToolUse, bound_schemas, grammar_of, tool_use
+from penstock.server.routes.generation_route import GenerationRoute
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadChat:
+    """Attributes:
+    reading: how the answers are read; None: all of their text is content.
+    unused: fields that have no effect on this model.
+    """
+
+    sequence: Sequence
+    reading: Reading | None
+    unused: list[str]
+
+
+class ChatReader:
+    """One for the server."""
+
+    def __init__(self, route: GenerationRoute) -> None:
+        self._route = route
+
+    async def read(self, asked: ChatRequest) -> ReadChat:
+        """What the request comes to, its grammar proved. Raises errors that name the field at fault."""
+        route = self._route
+        model = route.model
+        sampling = chat_sampling(asked, model, route.limits)
+        check_choices(sampling, 1, route.limits)
+        use, options, unused = self._beside_messages(asked)
+        prompt = await route.prompts.chat(asked.messages, use, options)
+        is_open = opens_reasoning(asked, prompt, model)
+        reading = reading_of(asked, use, model.syntax, is_open=is_open)
+        asked_by = structured_field(asked)
+        text = in_place_of_calls(sampling, use, model.syntax, asked_by)
+        if use.choice in ("none", "auto"):  # else there are only calls
+            await route.prove(sampling, asked_by)
+        grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
+        if grammar is None:
+            grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
+        else:
+            asked_by = "tools"
+        for param, schema in bound_schemas(use).items():
+            route.check_schema(schema, param)
+        sampling = _for_reading(sampling, reading, model, grammar)
+        if grammar is not None:
+            await route.prove_made(grammar, asked_by)
+        return ReadChat(sequence=self._sequence(asked, prompt, sampling), reading=reading, unused=unused)
+
+    async def render(self, asked: ChatRequest) -> tuple[str, Sequence, list[str]]:
+        """The text that the template makes, its sequence, and fields without effect; nothing is proved."""
+        prompts = self._route.prompts
+        sampling = chat_sampling(asked, self._route.model, self._route.limits)
+        use, options, unused = self._beside_messages(asked)
+        prompt = await prompts.chat(asked.messages, use, options)
+        sequence = self._sequence(asked, prompt, sampling)
+        return await prompts.chat_text(asked.messages, use, options), sequence, unused
+
+    def _beside_messages(self, asked: ChatRequest) -> tuple[ToolUse, dict[str, Any], list[str]]:
+        """Tools and options for the chat template, and the fields that have no effect on it."""
+        syntax, limits = self._route.model.syntax, self._route.limits
+        return tool_use(asked, syntax, limits), *template_options(asked, syntax, limits)
+
+    def _sequence(self, asked: ChatRequest, prompt: list[int], sampling: SamplingParams) -> Sequence:
+        fitted = fit_to_context(
+            sampling,
+            len(prompt),
+            self._route.max_model_len,
+            default=None,
+            prompt_field="messages",
+            output_field=output_field(asked),
+        )
+        return Sequence(prompt_token_ids=prompt, sampling=fitted)
+
+
+def _for_reading(
+    sampling: SamplingParams, reading: Reading | None, model: ServedModel, grammar: str | None
+) -> SamplingParams:
+    """The sampling of an answer that can be read so, and that follows the grammar."""
+    changes: dict[str, Any] = {}
+    if markers := shown_markers(reading, model.syntax):
+        changes["shown_special_tokens"] = markers
+    if grammar is not None:
+        changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
+    changed = msgspec.structs.replace(sampling, **changes)
+    changed.validate(model.vocab_size)
+    return changed

@@ -1,0 +1,155 @@
+"""`POST /v1/embeddings`: a vector for each input.
+
+Inputs are texts or token ids in all four forms of a completions prompt. They go to the engine a few at a
+time, so that one request with thousands of them leaves room in the queue; a failed one ends the others.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Send
+
+from penstock.engine.client.outputs import TextDelta
+from penstock.errors import InvalidRequestError
+from penstock.request import PoolingParams
+from penstock.server.answers.generation import (
+    GenerationContext,
+    GenerationJob,
+    GenerationResponse,
+    Sequence,
+    all_of,
+)
+from penstock.server.http.request_record import record_of
+from penstock.server.http.text_workers import TextWorkers
+from penstock.server.openai.fields import convert, unknown_fields, warning_headers
+from penstock.server.openai.openai_types import (
+    Embedding,
+    EmbeddingRequest,
+    EmbeddingResponse,
+    EmbeddingUsage,
+    Usage,
+)
+from penstock.server.routes.generation_route import GenerationRoute
+
+AT_ONCE = 64  # inputs of one request in the engine
+_BYTES_PER_NUMBER = 20  # of JSON, about
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingJob(GenerationJob):
+    """What one request asks for; its sequences' sampling says nothing."""
+
+    params: PoolingParams
+
+
+class EmbeddingsResponse(GenerationResponse):
+    """Has all inputs pooled, then answers with one JSON body."""
+
+    _job: EmbeddingJob
+
+    async def _generate(self, send: Send) -> None:
+        sequences = self._job.sequences
+        self._job.record.prompt_tokens = sum(len(one.prompt_token_ids) for one in sequences)
+        found: list[TextDelta | None] = [None] * len(sequences)
+        waiting = iter(enumerate(sequences))
+        await all_of([self._work_off(waiting, found) for _ in sequences[:AT_ONCE]])
+        self._job.record.finish_reason = "stop"
+        vectors = [delta for delta in found if delta is not None]
+        await self._send_whole(send, vectors)
+
+    async def _work_off(
+        self, waiting: Iterator[tuple[int, Sequence]], found: list[TextDelta | None]
+    ) -> TextDelta | None:
+        """Have one input after the other pooled, until none waits; the last one's delta."""
+        delta = None
+        for index, sequence in waiting:
+            stream = self._context.engine.embed(
+                f"{self._job.record.unique_id}-{index}", sequence.prompt_token_ids, self._job.params
+            )
+            self._streams.append(stream)
+            delta = found[index] = await self._next(stream)
+        return delta
+
+
+class EmbeddingsRoute:
+    def __init__(self, route: GenerationRoute, context: GenerationContext, workers: TextWorkers) -> None:
+        self._route = route
+        self._context = context
+        self._workers = workers
+
+    async def create(self, request: Request) -> Response:
+        """A vector for each input, in order."""
+        return await self._route.accept(request, self._prepare)
+
+    async def _prepare(self, request: Request) -> GenerationResponse:
+        body = await self._route.read(request)
+        asked = convert(body, EmbeddingRequest)
+        self._route.check_model(asked.model)
+        params = self._params(asked)
+        prompts = await self._route.prompts.embeddings(asked.input)
+        self._refuse_long(prompts)
+        write = vector_in_base64 if asked.encoding_format == "base64" else vector_as_numbers
+        job = EmbeddingJob(
+            sequences=[Sequence(prompt_token_ids=prompt) for prompt in prompts],
+            record=record_of(request.scope),
+            headers=warning_headers(unknown_fields(body, EmbeddingRequest)),
+            make_body=lambda vectors, usage: self._workers.answer(
+                _num_bytes(vectors), embedding_body, self._route.model.name, write, vectors, usage
+            ),
+            params=params,
+        )
+        return EmbeddingsResponse(job, self._context)
+
+    def _params(self, asked: EmbeddingRequest) -> PoolingParams:
+        self._route.model.vector.check(asked.dimensions)
+        return PoolingParams(
+            pooling=asked.pooling,
+            normalize=asked.normalize is not False,
+            dimensions=asked.dimensions,
+        )
+
+    def _refuse_long(self, prompts: list[list[int]]) -> None:
+        limit = self._route.max_model_len
+        for index, prompt in enumerate(prompts):
+            if len(prompt) > limit:
+                raise InvalidRequestError(
+                    f"input {index} has {len(prompt)} tokens, more than the model's context of {limit}.",
+                    remedy="Cut it into pieces.",
+                    param="input",
+                    code="context_length_exceeded",
+                )
+
+
+def _num_bytes(outcomes: list[TextDelta]) -> int:
+    """Of an answer with these vectors, about."""
+    return sum(len(outcome.vector) for outcome in outcomes) // 4 * _BYTES_PER_NUMBER
+
+
+def embedding_body(
+    model: str, write: Callable[[bytes], list[float] | str], outcomes: list[TextDelta], usage: Usage
+) -> bytes:
+    """A whole answer; `write` gives vectors, float32, their form."""
+    response = EmbeddingResponse(
+        data=[
+            Embedding(index=index, embedding=write(outcome.vector)) for index, outcome in enumerate(outcomes)
+        ],
+        model=model,
+        usage=EmbeddingUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.prompt_tokens),
+    )
+    return msgspec.json.encode(response)
+
+
+def vector_as_numbers(vector: bytes) -> list[float]:
+    numbers: list[float] = np.frombuffer(vector, dtype=np.float32).tolist()
+    return numbers
+
+
+def vector_in_base64(vector: bytes) -> str:
+    return base64.b64encode(np.frombuffer(vector, dtype=np.float32).astype("<f4").tobytes()).decode("ascii")

@@ -1,0 +1,141 @@
+"""`/health` (= `/health/ready`), `/health/live`, `/health/generate`, `/version`, `/metrics`.
+
+Ready means: every stage has answered lately, the queue takes requests, there is memory, and the server is
+neither paused nor shutting down. Live means: this process's event loop turns. Generate means: a token has
+just come out of the pipe. A 503 says why as `{state, stage, reason, since}`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from typing import Literal
+
+import msgspec
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.errors import OverloadedError, PenstockError
+from penstock.request import SamplingParams
+from penstock.server.answers.generation import GenerationContext
+from penstock.server.http.errors import RETRY_AFTER_S, json_response
+from penstock.server.http.metrics import CONTENT_TYPE
+
+PROBE_AGE_S = 1.0  # how long the answer of a probe counts
+PROBE_LIMIT_S = 10.0
+PROBE_PLANS = 3  # that a probe may have to wait for, where plans are slowed down
+LOOK_S = 0.05  # between two looks for others' tokens
+NUM_LOOKS = 20
+PROBE_PROMPT = [0]  # an id that every vocabulary has
+
+State = Literal["ready", "not_ready", "overloaded", "draining", "paused", "stuck"]
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """`since`: Unix time from which on this state holds, where it is known."""
+
+    state: State
+    stage: int | None = None
+    reason: str = ""
+    since: float | None = None
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    version: str
+
+
+class HealthRoute:
+    def __init__(self, context: GenerationContext) -> None:
+        self._context = context
+        self._probe: asyncio.Task[Health] | None = None  # the last one, which counts for a second
+        self._probe_ended_at = -math.inf
+
+    async def ready(self) -> Response:
+        """Whether a request sent now would be served."""
+        return _respond(self._readiness())
+
+    async def live(self) -> Response:
+        """Whether this process works at all."""
+        if self._context.keep_alive.loop_turns:
+            return _respond(Health(state="ready"))
+        return _respond(Health(state="stuck", reason="the event loop was blocked for seconds"))
+
+    async def generate(self) -> Response:
+        """Whether a token comes out of the pipe now. Who asks within a second of another gets its answer."""
+        probe = self._probe
+        if probe is None or (probe.done() and self._context.clock() - self._probe_ended_at >= PROBE_AGE_S):
+            probe = self._probe = asyncio.create_task(self._generated())
+        return _respond(await asyncio.shield(probe))
+
+    async def version(self) -> Response:
+        return json_response(msgspec.json.encode(Version(version=__version__)))
+
+    async def metrics(self) -> Response:
+        """Prometheus text."""
+        return Response(self._context.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    async def _generated(self) -> Health:
+        readiness = self._readiness()
+        stats = self._context.engine.status().stats
+        interval_ms = 0 if stats is None else stats.plan_interval_ms
+        limit_s = PROBE_LIMIT_S + PROBE_PLANS * interval_ms / 1000
+        if readiness.state == "ready":
+            try:
+                await asyncio.wait_for(self._see_token(), limit_s)
+            except TimeoutError:
+                readiness = Health(state="stuck", reason=f"no token has come in {limit_s:g} s")
+            except OverloadedError as error:
+                readiness = Health(state="overloaded", reason=str(error))
+            except PenstockError as error:
+                readiness = Health(state="not_ready", stage=error.stage, reason=str(error))
+        self._probe_ended_at = self._context.clock()
+        return readiness
+
+    async def _see_token(self) -> None:
+        """Somebody else's proves as much: a busy engine is asked for none, unless it seems to yield none
+        (row G6)."""
+        stats = self._context.engine.status().stats
+        num_tokens = 0 if stats is None else stats.generated_tokens
+        for _ in range(NUM_LOOKS):
+            if stats is None or not stats.num_running:
+                break
+            await asyncio.sleep(LOOK_S)
+            stats = self._context.engine.status().stats
+            if stats is not None and stats.generated_tokens > num_tokens:
+                return
+        await self._generate_token()
+
+    async def _generate_token(self) -> None:
+        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+        stream = self._context.engine.add(f"health-{secrets.token_hex(8)}", PROBE_PROMPT, sampling)
+        try:
+            while (await stream.next()).finish_reason is None:
+                pass
+        finally:
+            stream.cancel()
+
+    def _readiness(self) -> Health:
+        lifecycle = self._context.lifecycle
+        if lifecycle.is_draining:
+            reason = f"shutting down, {lifecycle.num_running} requests to finish"
+            return Health(state="draining", reason=reason, since=lifecycle.draining_since)
+        status = self._context.engine.status()
+        if not status.ready:
+            return Health(
+                state="not_ready", stage=status.stage, reason=status.reason or "starting", since=status.since
+            )
+        if status.stats is not None and status.stats.paused:
+            return Health(state="paused", reason="an administrator has paused the engine")
+        if status.is_full:
+            return Health(state="overloaded", reason="as many requests wait as may")
+        if shortage := self._context.memory.shortage:
+            return Health(state="overloaded", reason=shortage)
+        return Health(state="ready", reason=status.reason, since=status.since)
+
+
+def _respond(health: Health) -> Response:
+    body = msgspec.json.encode(health)
+    if health.state == "ready":
+        return json_response(body)
+    return json_response(body, status=503, headers={"retry-after": str(RETRY_AFTER_S)})

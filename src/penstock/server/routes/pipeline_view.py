@@ -1,0 +1,301 @@
+"""`GET /debug/pipeline`: the pipeline as it is now; `/debug/pipeline/events`: the same, again and again.
+
+Made of what the core has told last, so that looking costs the engine nothing. A frame is made when it can be
+sent: whoever reads slowly gets fewer, and none is kept for him. The feed ends when its reader leaves or the
+server drains, and a drain does not wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from penstock import __version__
+from penstock.batch import StageTimes
+from penstock.engine.stats import CoreStats
+from penstock.errors import OverloadedError
+from penstock.process.config import Restarts, StageShape
+from penstock.server.answers.generation import wait_for_disconnect
+from penstock.server.answers.sse import STREAM_HEADERS
+from penstock.server.engine_port import EngineLike, ServedModel, StatusLike
+from penstock.server.http.errors import json_response
+from penstock.server.http.keep_alive import Clock
+from penstock.server.http.lifecycle import Lifecycle
+from penstock.trace.phases import BUBBLES, Phase
+
+FRAME_S = 0.1  # between two frames at least
+STILL_S = 1.0  # between two that say the same
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class StageView(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds are totals since the stage's process began; `busy_ratio` is of the last second or so."""
+
+    stage: int
+    layers: list[int] | None = None  # first, and one after the last
+    num_ranks: int | None = None
+    busy_ratio: float = 0.0
+    num_steps: int = 0
+    wall_s: float = 0.0
+    busy_s: float = 0.0
+    bubble_s: dict[str, float] = {}  # by cause
+    restarts: int = 0
+
+
+class PoolView(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool in which steps compute. Counts are of blocks."""
+
+    num_blocks: int
+    used_blocks: int  # by requests
+    cached_blocks: int
+    evicted_blocks: int
+    session_blocks: int  # that open sessions keep
+    query_tokens: int  # of requests that started
+    hit_tokens: int  # of these, found
+
+
+class HostTierView(msgspec.Struct, frozen=True, kw_only=True):
+    bytes_used: int
+    bytes_read: int
+
+
+class StoreView(msgspec.Struct, frozen=True, kw_only=True):
+    stored_blocks: int  # in host memory or the store
+    loaded_blocks: int
+    failed_blocks: int
+    bytes_read: int
+    bytes_written: int
+    switched_off: int  # processes that leave it alone now
+    failure: str  # why a call has failed, the last one; empty: none has
+
+
+class TiersView(msgspec.Struct, frozen=True, kw_only=True):
+    l1: PoolView
+    l2: HostTierView
+    l3: StoreView
+
+
+class ReplicaView(msgspec.Struct, frozen=True, kw_only=True):
+    """One pipeline. What its core has not told yet is null."""
+
+    replica: int
+    ready: bool
+    reason: str
+    paused: bool | None = None
+    plan_interval_ms: int | None = None  # as `/slow_down` has it
+    epoch: int | None = None
+    step: int | None = None  # of the next plan
+    inflight: int | None = None  # plans
+    micro_batches: int | None = None
+    running: int | None = None
+    waiting: int | None = None
+    sessions: int | None = None  # open ones
+    prompt_tokens: int | None = None
+    generated_tokens: int | None = None
+    num_preemptions: int | None = None
+    core_restarts: int | None = None
+    kv: TiersView | None = None
+    stages: list[StageView] = []
+
+
+class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
+    """`time`: Unix seconds of this view."""
+
+    version: str
+    model: str
+    time: float
+    draining: bool
+    replicas: list[ReplicaView]
+
+
+class PipelineRoute:
+    """Args:
+    max_streams: feeds that may be open at once; one more is answered 429.
+    clock, wall_clock: monotonic seconds, Unix time.
+    sleep: as `asyncio.sleep`; tests give their own.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        engine: EngineLike,
+        lifecycle: Lifecycle,
+        *,
+        max_streams: int,
+        clock: Clock,
+        wall_clock: Clock = time.time,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self._model = model
+        self._engine = engine
+        self._lifecycle = lifecycle
+        self._max_streams = max_streams
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._sleep = sleep
+        self._num_streams = 0
+
+    async def snapshot(self) -> Response:
+        """Stages, their bubbles by cause, plans in flight, queues and KV use, by replica."""
+        return json_response(msgspec.json.encode(self.view()))
+
+    async def events(self) -> Response:
+        """That as server-sent events, ten a second at most; one a second while nothing changes."""
+        self._lifecycle.refuse_new()
+        return _Feed(self)
+
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[None]:
+        """One more reads along. Raises `OverloadedError` when as many do as may."""
+        if self._num_streams >= self._max_streams:
+            raise OverloadedError(
+                f"{self._num_streams} readers follow the pipeline, which is the limit.",
+                remedy="Close one, or raise --max-event-streams.",
+                code="too_many_streams",
+            )
+        self._num_streams += 1
+        try:
+            yield
+        finally:
+            self._num_streams -= 1
+
+    def view(self) -> PipelineView:
+        """As of the last word of each core."""
+        return PipelineView(
+            version=__version__,
+            model=self._model.name,
+            time=self._wall_clock(),
+            draining=self._lifecycle.is_draining,
+            replicas=[
+                _replica(index, status, self._model.stages)
+                for index, status in enumerate(self._engine.statuses())
+            ],
+        )
+
+    async def feed(self, send: Callable[[bytes], Awaitable[None]]) -> None:
+        """Send frames until the server drains; `send` takes its time."""
+        told: list[ReplicaView] | None = None
+        told_at = self._clock()
+        while not self._lifecycle.is_draining:
+            view = self.view()
+            if view.replicas != told or self._clock() - told_at > STILL_S - FRAME_S / 2:
+                told, told_at = view.replicas, self._clock()
+                await send(b"data: " + msgspec.json.encode(view) + b"\n\n")
+            await self._sleep(FRAME_S)
+
+
+class _Feed(Response):
+    """The answer to one reader."""
+
+    def __init__(self, route: PipelineRoute) -> None:
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(STREAM_HEADERS)
+        self._route = route
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._route.reader():
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._run(receive, send)
+
+    async def _run(self, receive: Receive, send: Send) -> None:
+        async def send_frame(frame: bytes) -> None:
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+
+        feeding = asyncio.create_task(self._route.feed(send_frame))
+        watching = asyncio.create_task(wait_for_disconnect(receive))
+        try:
+            await asyncio.wait((feeding, watching), return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done():
+                feeding.result()
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            for task in (feeding, watching):
+                task.cancel()
+            await asyncio.gather(feeding, watching, return_exceptions=True)
+
+
+def _replica(index: int, status: StatusLike, shapes: Sequence[StageShape]) -> ReplicaView:
+    stats = status.stats
+    if stats is None:
+        stages = [_stage(stage, shape, None, Restarts()) for stage, shape in enumerate(shapes)]
+        return ReplicaView(replica=index, ready=status.ready, reason=status.reason, stages=stages)
+    times = {told.stage: told for told in stats.stage_times}
+    known = dict(enumerate(shapes))
+    return ReplicaView(
+        replica=index,
+        ready=status.ready,
+        reason=status.reason,
+        paused=stats.paused,
+        plan_interval_ms=stats.plan_interval_ms,
+        epoch=stats.epoch,
+        step=stats.step_id,
+        inflight=stats.inflight,
+        micro_batches=stats.micro_batches,
+        running=stats.num_running,
+        waiting=stats.num_waiting,
+        sessions=stats.num_sessions,
+        prompt_tokens=stats.prompt_tokens,
+        generated_tokens=stats.generated_tokens,
+        num_preemptions=stats.num_preemptions,
+        core_restarts=stats.restarts.core,
+        kv=_tiers(stats),
+        stages=[
+            _stage(stage, known.get(stage), times.get(stage), stats.restarts)
+            for stage in sorted({*known, *times})
+        ],
+    )
+
+
+def _stage(stage: int, shape: StageShape | None, times: StageTimes | None, restarts: Restarts) -> StageView:
+    view = StageView(
+        stage=stage,
+        layers=None if shape is None else [shape.start_layer, shape.end_layer],
+        num_ranks=None if shape is None else shape.num_ranks,
+        restarts=restarts.stages[stage] if stage < len(restarts.stages) else 0,
+    )
+    if times is None:
+        return view
+    return msgspec.structs.replace(
+        view,
+        busy_ratio=times.busy_ratio,
+        num_steps=times.num_steps,
+        wall_s=times.wall_ns / 1e9,
+        busy_s=times.busy_ns / 1e9,
+        bubble_s={
+            phase.name.lower(): spent_ns / 1e9
+            for phase, spent_ns in zip(Phase, times.phase_ns, strict=True)
+            if phase in BUBBLES
+        },
+    )
+
+
+def _tiers(stats: CoreStats) -> TiersView:
+    return TiersView(
+        l1=PoolView(
+            num_blocks=stats.num_blocks,
+            used_blocks=stats.num_blocks - stats.free_blocks,
+            cached_blocks=stats.cached_blocks,
+            evicted_blocks=stats.evicted_blocks,
+            session_blocks=stats.session_blocks,
+            query_tokens=stats.prefix_tokens,
+            hit_tokens=stats.prefix_hit_tokens,
+        ),
+        l2=HostTierView(bytes_used=stats.host_bytes_used, bytes_read=stats.host_bytes_read),
+        l3=StoreView(
+            stored_blocks=stats.stored_blocks,
+            loaded_blocks=stats.loaded_blocks,
+            failed_blocks=stats.failed_blocks,
+            bytes_read=stats.store_bytes_read,
+            bytes_written=stats.store_bytes_written,
+            switched_off=stats.store_switched_off,
+            failure=stats.store_failure,
+        ),
+    )

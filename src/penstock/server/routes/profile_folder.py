@@ -1,0 +1,82 @@
+"""The directory that profiles are written into: names are ours, their number is bounded, nothing is followed.
+
+A profile appears under its name when it is whole. Only this module opens the directory;
+`server.routes.profiler` says when.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from penstock.errors import InvalidRequestError, OverloadedError, UnavailableError
+
+_NAME = re.compile(r"profile-[0-9]{8}-[0-9]{6}-[0-9a-f]{8}\.json")
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class ProfileFolder:
+    """Args:
+    path: of the directory; None: there is none, and profiles are refused.
+    max_files: profiles that may lie there.
+    now: the date, for names.
+    """
+
+    def __init__(
+        self, path: str | None, max_files: int, now: Callable[[], time.struct_time] = time.gmtime
+    ) -> None:
+        self._path = path
+        self._max_files = max_files
+        self._now = now
+
+    def require_room(self) -> None:
+        """Raise unless one more profile may be written."""
+        with self._opened() as directory:
+            count = sum(_NAME.fullmatch(name) is not None for name in os.listdir(directory))
+        if count >= self._max_files:
+            raise OverloadedError(
+                f"the profile directory holds {count} profiles, which is the limit.",
+                remedy="Take some away, or raise --max-profiles.",
+                code="too_many_profiles",
+            )
+
+    def write(self, pieces: Iterable[bytes]) -> tuple[str, int]:
+        """Write a profile; its name, and how many bytes it has. Nothing is left of one that fails."""
+        name = f"profile-{time.strftime('%Y%m%d-%H%M%S', self._now())}-{secrets.token_hex(4)}.json"
+        part = f".{name}.part"
+        with self._opened() as directory:
+            try:
+                with open(os.open(part, _CREATE, 0o600, dir_fd=directory), "wb") as file:
+                    num_bytes = sum(file.write(piece) for piece in pieces)
+                os.rename(part, name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(part, dir_fd=directory)
+                raise
+        return name, num_bytes
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """A descriptor of the directory; what the system refuses is an error of ours."""
+        if self._path is None:
+            raise InvalidRequestError(
+                "this server has no directory for profiles.",
+                remedy="Start it with --profile-dir DIRECTORY.",
+                code="no_profile_dir",
+            )
+        try:
+            directory = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                yield directory
+            finally:
+                os.close(directory)
+        except OSError as error:
+            raise UnavailableError(
+                f"the profile directory cannot be used: {error.strerror}.",
+                remedy="Check --profile-dir: that it is there, may be written to and has room.",
+                code="profile_not_written",
+            ) from error

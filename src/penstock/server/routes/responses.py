@@ -1,0 +1,98 @@
+"""`POST /v1/responses`: the Responses API, without a memory: each request brings the whole conversation."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engine.client.outputs import TextDelta
+from penstock.errors import RequestError
+from penstock.request import SamplingParams
+from penstock.server.answers.generation import GenerationResponse, with_reasoning_tokens
+from penstock.server.answers.responses_output import Output, ResponseText, finished
+from penstock.server.http.request_record import record_of
+from penstock.server.openai.fields import convert, warning_headers
+from penstock.server.openai.message_reader import Reading
+from penstock.server.openai.openai_types import Usage
+from penstock.server.openai.responses_input import (
+    ChatOfResponse,
+    check_logprobs,
+    refuse_fields_of_chats,
+    unknown_here,
+)
+from penstock.server.openai.responses_types import (
+    ReasoningOptions,
+    ResponseObject,
+    ResponsesRequest,
+    TextFormat,
+    TextOptions,
+)
+from penstock.server.routes.chat_reader import ChatReader
+from penstock.server.routes.generation_route import GenerationRoute
+
+
+class ResponsesRoute:
+    def __init__(self, route: GenerationRoute, chats: ChatReader) -> None:
+        self._route = route
+        self._chats = chats
+
+    async def create(self, request: Request) -> Response:
+        """Answer a conversation with items, streamed or as a whole."""
+        return await self._route.accept(request, self._prepare)
+
+    async def _prepare(self, request: Request) -> GenerationResponse:
+        route = self._route
+        body = await route.read(request)
+        refuse_fields_of_chats(body)
+        asked = convert(body, ResponsesRequest)
+        route.check_model(asked.model)
+        chat = ChatOfResponse(asked, route.limits)
+        try:
+            read = await self._chats.read(chat.request)
+        except RequestError as error:
+            raise chat.renamed(error) from None
+        check_logprobs(chat.request, read.reading)
+        unique = record_of(request.scope).unique_id
+        response = _begun(asked, f"resp_{unique}", route.model.name, read.sequence.sampling)
+        token_bytes = route.model.codec.token_bytes if chat.request.logprobs else None
+        output = Output(unique, (read.reading or Reading()).reader(response.id, 0), token_bytes)
+
+        def make_body(outcomes: list[TextDelta], usage: Usage) -> bytes:
+            output.take(outcomes[0])
+            counted = with_reasoning_tokens(usage, [output.reasoning_tokens])
+            return msgspec.json.encode(finished(response, output, counted))
+
+        unused = chat.unused + [chat.own_names(name) for name in read.unused]
+        headers = warning_headers(unknown_here(body), unused)
+        text = ResponseText(response, output) if asked.stream else None
+        return route.start(request, [read.sequence], headers, make_body, text)
+
+
+def _begun(asked: ResponsesRequest, id_: str, model: str, sampling: SamplingParams) -> ResponseObject:
+    """The response before anything has come out of it."""
+    text = asked.text or TextOptions()
+    return ResponseObject(
+        id=id_,
+        created_at=int(time.time()),
+        model=model,
+        instructions=asked.instructions,
+        max_output_tokens=asked.max_output_tokens,
+        max_tool_calls=asked.max_tool_calls,
+        metadata=asked.metadata or {},
+        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        prompt_cache_key=asked.prompt_cache_key,
+        reasoning=asked.reasoning or ReasoningOptions(),
+        safety_identifier=asked.safety_identifier,
+        temperature=sampling.temperature,
+        text=TextOptions(format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"),
+        tool_choice=asked.tool_choice or "auto",
+        tools=asked.tools or [],
+        top_logprobs=asked.top_logprobs or 0,
+        top_p=sampling.top_p,
+        user=asked.user,
+    )

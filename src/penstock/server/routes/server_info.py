@@ -1,0 +1,58 @@
+"""`GET /server_info`: what this server runs with, for whoever may use it. No secret is among it.
+
+The settings come from the command line (`cli_sources.shown_settings`), where secrets are left out.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from penstock import __version__
+from penstock.process.config import StageShape
+from penstock.server.engine_port import EngineLike, ServedModel
+from penstock.server.http.errors import json_response
+
+
+class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """Attributes:
+    max_model_len: as of now: the model's, or less where the KV pool holds less.
+    stages: of each replica.
+    settings: by the names that a settings file has for them; empty for a server that was not started by the
+        command line.
+    """
+
+    version: str
+    model: str
+    max_model_len: int
+    vocab_size: int
+    num_replicas: int
+    stages: list[StageShape]
+    settings: dict[str, Any]
+
+
+class ServerInfoRoute:
+    """Args:
+    settings: to show; without secrets.
+    """
+
+    def __init__(self, model: ServedModel, engine: EngineLike, settings: dict[str, Any]) -> None:
+        self._model = model
+        self._engine = engine
+        self._settings = settings
+
+    async def get(self) -> Response:
+        """Version, model, layout and every effective setting that is no secret."""
+        model = self._model
+        info = ServerInfo(
+            version=__version__,
+            model=model.name,
+            max_model_len=min(model.max_model_len, self._engine.max_model_len),
+            vocab_size=model.vocab_size,
+            num_replicas=len(self._engine.statuses()),
+            stages=list(model.stages),
+            settings=self._settings,
+        )
+        return json_response(msgspec.json.encode(info))

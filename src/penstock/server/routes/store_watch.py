@@ -1,0 +1,51 @@
+"""Lines of the log that tell how the KV store is: requests only miss when it fails, so nobody else would.
+
+Reads the numbers of the engine once a second; see `kvstore.guard` for what counts as a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from penstock.engine.stats import CoreStats
+from penstock.server.engine_port import EngineLike
+from penstock.server.http.keep_alive import Clock
+from penstock.server.http.request_log import RequestLog
+
+LOOK_S = 1.0
+QUIET_S = 60.0  # after a line on failures; those meanwhile are counted in the next
+
+
+class StoreWatch:
+    def __init__(self, log: RequestLog, clock: Clock) -> None:
+        self._log = log
+        self._clock = clock
+        self._told = (0, 0)  # failed calls and bad records
+        self._num_off = 0
+        self._quiet_until = clock()
+
+    def look(self, stats: CoreStats | None) -> None:
+        """Say what is new, if anything is."""
+        if stats is None:
+            return
+        counts, num_off = (stats.store_call_failures, stats.store_verify_failures), stats.store_switched_off
+        now = self._clock()
+        if num_off > self._num_off or (counts != self._told and now >= self._quiet_until):
+            failed_calls, bad_records = (new - told for new, told in zip(counts, self._told, strict=True))
+            self._log.warning(
+                "KV store fails",
+                failed_calls=failed_calls,
+                bad_records=bad_records,
+                processes_without_it=num_off,
+                error=stats.store_failure,
+            )
+            self._told, self._quiet_until = counts, now + QUIET_S
+        elif num_off == 0 < self._num_off:
+            self._log.event("KV store is used again")
+        self._num_off = num_off
+
+    async def run(self, engine: EngineLike) -> None:
+        """Look until cancelled."""
+        while True:
+            self.look(engine.status().stats)
+            await asyncio.sleep(LOOK_S)

@@ -1,0 +1,475 @@
+"""Settings: where each came from, TOML that can be fed back, and the configs that they become."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import fields
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from penstock.cli import serve as cli_serve
+from penstock.cli.limits import LimitSettings
+from penstock.cli.program import run
+from penstock.cli.reporter import JsonReporter, ServeReporter
+from penstock.cli.settings import EngineSettings, FrontSettings, read_keys
+from penstock.cli.terminal import Invocation, flag_of
+from penstock.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
+from penstock.config.server import ServerConfig
+from penstock.engine.supervisor.reports import Reporter
+from penstock.errors import UsageError
+
+SETTINGS = (EngineSettings, FrontSettings, LimitSettings)
+CONFIGS = (ParallelConfig, CacheConfig, SchedulerConfig, Limits, ConnectionLimits, GrammarLimits)
+
+
+def print_config(*words: str, **environ: str) -> str:
+    out, err = StringIO(), StringIO()
+    invocation = Invocation(stdout=out, stderr=err, stdin=StringIO(), environ=environ)
+    code = run(["serve", *words, "--print-config"], invocation)
+    assert (code, err.getvalue()) == (0, "")
+    return out.getvalue()
+
+
+def refused(*words: str, **environ: str) -> str:
+    err = StringIO()
+    invocation = Invocation(stdout=StringIO(), stderr=err, stdin=StringIO(), environ=environ)
+    assert run(["serve", *words, "--print-config"], invocation) == 2
+    return err.getvalue()
+
+
+def settings_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "penstock.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def line_of(text: str, key: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith((f"{key} ", f"# {key}")))
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    path = settings_file(tmp_path, 'model = "m"\nport = 1\nmax-num-seqs = 2\nblock_size = 3\n')
+    shown = print_config(
+        "--config", path, "--port", "9", PENSTOCK_PORT="8", PENSTOCK_MAX_NUM_SEQS="7", PENSTOCK_SEED=""
+    )
+    assert line_of(shown, "port") == "port = 9  # flag"
+    assert line_of(shown, "max-num-seqs") == "max-num-seqs = 7  # environment PENSTOCK_MAX_NUM_SEQS"
+    assert line_of(shown, "block-size") == f"block-size = 3  # file {path}"
+    assert line_of(shown, "seed") == "seed = 0  # default"
+    assert line_of(shown, "model") == f'model = "m"  # file {path}'
+
+
+def test_printed_settings_can_be_fed_back(tmp_path: Path) -> None:
+    first = print_config(
+        *('a "quoted" \\ path', "--pp", "3", "--partition", "1,2,3", "--insecure", "--drain-seconds", "1.5"),
+        *("--num-blocks", "77", "--served-model-name", "näme", "--dtype", "float16", "--log-format", "json"),
+    )
+    path = settings_file(tmp_path, first)
+    second = print_config("--config", path)
+    assert tomllib.loads(second) == tomllib.loads(first)
+    values = tomllib.loads(first)
+    assert values["model"] == 'a "quoted" \\ path'
+    assert values["insecure"] is True
+    assert values["num-blocks"] == 77
+    assert "max-model-len" not in values  # unset: a comment
+
+
+def test_every_setting_has_an_environment_name() -> None:
+    shown = print_config(
+        PENSTOCK_MODEL="m",
+        PENSTOCK_PIPELINE_PARALLEL_SIZE="2",
+        PENSTOCK_INSECURE="yes",
+        PENSTOCK_KV_CACHE_BYTES="1000",
+        PENSTOCK_PP_LAYER_PARTITION="3,2",
+    )
+    assert line_of(shown, "model") == 'model = "m"  # environment PENSTOCK_MODEL'
+    assert "pipeline-parallel-size = 2  # environment PENSTOCK_PIPELINE_PARALLEL_SIZE\n" in shown
+    assert line_of(shown, "insecure") == "insecure = true  # environment PENSTOCK_INSECURE"
+    assert line_of(shown, "kv-cache-bytes").startswith("kv-cache-bytes = 1000  #")
+    assert line_of(shown, "partition") == 'partition = "3,2"  # environment PENSTOCK_PP_LAYER_PARTITION'
+    assert "pipeline-parallel-size = 4  # environment PENSTOCK_PP\n" in print_config(PENSTOCK_PP="4")
+
+
+def test_a_partition_of_the_environment_does_not_bind_one_stage() -> None:
+    assert 'partition = "even"' in print_config(PENSTOCK_PP_LAYER_PARTITION="3,2")
+    assert 'partition = "3,2"  # flag' in print_config("--partition", "3,2")
+
+
+def test_the_environment_of_the_process_is_not_taken_for_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PP_LAYER_PARTITION", "3,2")
+    environ = {"PENSTOCK_PP_LAYER_PARTITION": "3,2"}
+    assert 'partition = "even"' in print_config(**environ)
+    shown = print_config("--pp", "2", **environ)
+    assert line_of(shown, "partition") == 'partition = "3,2"  # environment PENSTOCK_PP_LAYER_PARTITION'
+
+
+def test_keys_are_never_printed(tmp_path: Path) -> None:
+    assert "# admin-key: set by " in print_config("--admin-key", "s3cret")
+    for shown in (
+        print_config("--api-key", "x", PENSTOCK_ADMIN_KEY="s3cret"),
+        print_config("--api-key", "s3cret"),
+        print_config(PENSTOCK_API_KEY="s3cret,s3cret2"),
+        print_config("--config", settings_file(tmp_path, 'api-key = ["s3cret"]\n')),
+    ):
+        assert "s3cret" not in shown
+        assert "# api-key: set by " in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("prot = 1\n", "Did you mean port?"),
+        ("port = \n", "is not TOML"),
+        ("port = [1, 2]\n", "no value for --port"),
+        ("port = true\n", "no value for --port"),
+        ('port = "x"\n', "unable to convert"),
+        ('insecure = "maybe"\n', "must be true or false"),
+        ("[serve]\nport = 1\n", "serve, which is no setting"),
+        ('dtype = "float8"\n', "float8"),
+        ('config = "other.toml"\n', "config, which is no setting"),
+    ],
+)
+def test_a_bad_file_is_refused_with_the_place(tmp_path: Path, text: str, told: str) -> None:
+    path = settings_file(tmp_path, text)
+    assert told in refused("--config", path)
+
+
+def test_a_bad_environment_value_is_named() -> None:
+    assert "PENSTOCK_PORT" in refused(PENSTOCK_PORT="x")
+    assert "PENSTOCK_INSECURE" in refused(PENSTOCK_INSECURE="perhaps")
+    assert "cannot be read" in refused("--config", "/nonexistent/file.toml")
+
+
+class Recorded:
+    """Stands for the supervisor: keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[EngineConfig, ServerConfig, Reporter]] = []
+
+    def __call__(self, engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:
+        self.calls.append((engine, server, reporter))
+        return 17
+
+
+def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple[Recorded, str]:
+    recorded, out = Recorded(), StringIO()
+    monkeypatch.setattr(cli_serve, "run_supervisor", recorded)
+    invocation = Invocation(stdout=out, stderr=StringIO(), stdin=StringIO(), environ=environ)
+    assert run(["serve", *words], invocation) == 17  # the supervisor's exit code is the program's
+    return recorded, out.getvalue()
+
+
+EVERY_FLAG = """
+m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --dp 2 --ep
+--partition 4,1 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1
+--tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
+--kernels -attention,-head --pin-threads off --model-impl penstock --pooling cls
+--block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
+--kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
+--kv-host-bytes 47 --kv-write-rate 48 --kv-store-policy write-back
+--max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
+ --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
+ --max-waiting-tokens 30 --built-grammar-bytes 62
+--host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
+--allowed-origins https://a.example --allowed-origins http://localhost:3000
+--max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
+--max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
+--max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
+--max-embedding-inputs 51 --max-embedding-tokens 52
+--session-idle-seconds 60 --max-session-idle-seconds 61
+--max-logprobs 5 --max-stop-strings 6 --max-stop-string-bytes 7 --max-stop-token-ids 8
+--max-logit-bias 9 --max-allowed-token-ids 10 --max-bad-words 13 --max-bad-word-bytes 14
+--max-schema-bytes 51 --max-schema-depth 52 --max-enum-items 53 --max-pattern-bytes 54 --max-repeats 55
+--max-compiling 3 --max-compile-waiting 56 --compile-timeout 57 --grammar-cache-bytes 58
+--max-connections 23 --max-request-line 36 --max-header-bytes 37 --max-headers 38
+--header-timeout 39 --body-timeout 40 --keep-alive-timeout 41 --write-timeout 42 --min-body-rate 43
+--min-free-bytes 44
+--max-tools 9 --max-tool-bytes 50 --max-template-kwargs 0 --tool-parser hermes --reasoning-parser qwen3
+"""
+
+
+def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("# team a\nk1\n\n k2 \n")
+    words = EVERY_FLAG.split()
+    recorded, _ = serve(monkeypatch, *words, "--api-key-file", str(keys), "--log-format", "json")
+    ((engine, server, reporter),) = recorded.calls
+    assert msgspec.to_builtins(engine) == {
+        "model": {
+            "model": "m",
+            "dtype": "float16",
+            "max_model_len": 11,
+            "quantization": "int8",
+            "model_impl": "penstock",
+            "pooling": "cls",
+        },
+        "parallel": {
+            "pipeline_parallel_size": 2,
+            "data_parallel_size": 2,
+            "tensor_parallel_size": "2,1",
+            "enable_expert_parallel": True,
+            "partition": "4,1",
+            "partition_mix": "24:25",
+            "async_depth": 1,
+            "threads_per_rank": 3,
+            "device": "cpu,cuda:1",
+            "tied_head": "transfer",
+            "heartbeat_limit_s": 9.0,
+            "load_timeout_s": 45.0,
+            "step_timeout_s": 24.0,
+            "kernels": "-attention,-head",
+            "pin_threads": "off",
+            "backend": "mp",
+        },
+        "cache": {
+            "block_size": 13,
+            "num_blocks": 14,
+            "kv_cache_bytes": 15,
+            "enable_prefix_caching": True,
+            "eviction_policy": "lfu",
+            "kv_store": "/blocks",
+            "kv_store_bytes": 1 << 21,
+            "kv_store_when_found": 1,
+            "kv_store_patience_s": 46.0,
+            "kv_host_bytes": 47,
+            "kv_write_bytes_per_s": 48,
+            "kv_store_policy": "write-back",
+        },
+        "scheduler": {
+            "max_num_seqs": 16,
+            "max_num_batched_tokens": 17,
+            "prefill_chunk": 18,
+            "max_waiting_requests": 19,
+            "max_waiting_tokens": 30,
+            "queue_timeout_s": 20.0,
+            "max_sessions": 59,
+            "micro_batches": 2,
+            "inter_token_target_ms": 250.0,
+            "built_grammar_bytes": 62,
+        },
+        "seed": 12,
+    }
+    told = msgspec.to_builtins(server)
+    settings = told.pop("settings")
+    assert told == {
+        "host": "::1",
+        "port": 21,
+        "api_keys": ["k0", "k1", "k2"],
+        "admin_keys": ["a0"],
+        "allowed_origins": ["https://a.example", "http://localhost:3000"],
+        "served_model_name": "s",
+        "insecure": True,
+        "reuse_port": True,
+        "drain_s": 22.0,
+        "min_free_bytes": 44,
+        "profile_dir": "/tmp",
+        "limits": {
+            "max_body_bytes": 31,
+            "max_prompt_bytes": 32,
+            "max_json_depth": 33,
+            "max_messages": 34,
+            "max_prompts": 35,
+            "max_prompt_scores": 45,
+            "max_event_streams": 49,
+            "max_profile_s": 50.0,
+            "max_profile_bytes": 1 << 20,
+            "max_profiles": 51,
+            "max_tools": 9,
+            "max_tool_bytes": 50,
+            "max_template_kwargs": 0,
+            "max_choices": 11,
+            "max_embedding_inputs": 51,
+            "max_embedding_tokens": 52,
+            "session_idle_s": 60.0,
+            "max_session_idle_s": 61.0,
+            "max_logprobs": 5,
+            "max_stop_strings": 6,
+            "max_stop_string_bytes": 7,
+            "max_stop_token_ids": 8,
+            "max_logit_bias": 9,
+            "max_allowed_token_ids": 10,
+            "max_bad_words": 13,
+            "max_bad_word_bytes": 14,
+            "max_n": 12,
+        },
+        "connections": {
+            "max_connections": 23,
+            "max_request_line": 36,
+            "max_header_bytes": 37,
+            "max_headers": 38,
+            "header_timeout_s": 39.0,
+            "body_timeout_s": 40.0,
+            "keep_alive_timeout_s": 41.0,
+            "write_timeout_s": 42.0,
+            "min_body_rate": 43,
+            "max_discarded_bytes": 64 << 20,
+            "max_pipelined": 16,
+        },
+        "grammars": {
+            "max_schema_bytes": 51,
+            "max_schema_depth": 52,
+            "max_enum_items": 53,
+            "max_pattern_bytes": 54,
+            "max_repeats": 55,
+            "max_compiling": 3,
+            "max_compile_waiting": 56,
+            "compile_timeout_s": 57.0,
+            "grammar_cache_bytes": 58,
+        },
+        "log_format": "json",
+        "tool_parser": "hermes",
+        "reasoning_parser": "qwen3",
+    }
+    assert isinstance(reporter, JsonReporter)
+    assert (settings["port"], settings["kernels"]) == (21, "-attention,-head")
+    assert settings["api-key"] == settings["api-key-file"] == settings["admin-key"] == "set"
+    assert settings["admin-key-file"] == "not set"
+
+
+def test_allowed_origins_come_from_everywhere(tmp_path: Path) -> None:
+    shown = print_config("m", "--allowed-origins", "https://a.example", "--allowed-origins", "http://b:3000")
+    values = 'allowed-origins = ["https://a.example", "http://b:3000"]'
+    assert line_of(shown, "allowed-origins") == f"{values}  # flag"
+    path = settings_file(tmp_path, shown)
+    assert line_of(print_config("--config", path), "allowed-origins") == f"{values}  # file {path}"
+    shown = print_config("m", PENSTOCK_ALLOWED_ORIGINS="https://a.example,http://b:3000")
+    assert line_of(shown, "allowed-origins") == f"{values}  # environment PENSTOCK_ALLOWED_ORIGINS"
+    assert line_of(print_config("m"), "allowed-origins") == "allowed-origins = []  # default"
+
+
+def test_rule_4_what_a_client_is_shown_holds_no_secret(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """GHSA-r8xv-p3w3-58q4: every setting that can hold a secret does; none of them is shown."""
+    keys = {name: tmp_path / f"{name}-hidden" for name in ("api", "admin")}
+    for name, path in keys.items():
+        path.write_text(f"{name}-from-a-file")
+    words = ["--api-key", "api-1", "--admin-key", "admin-1", "--kv-store"]
+    words += ["redis://user:pass-1@host.example:6379/3?password=pass-2"]
+    files = ["--api-key-file", str(keys["api"]), "--admin-key-file", str(keys["admin"])]
+    recorded, _ = serve(monkeypatch, "m", *words, *files)
+    ((engine, server, _),) = recorded.calls
+    assert "pass-1" in (engine.cache.kv_store or ""), "the engine has it"
+    assert server.settings["kv-store"] == "redis://host.example/3"
+    shown = msgspec.json.encode(server.settings).decode()
+    for secret in ("api-1", "admin-1", "from-a-file", "hidden", "pass-1", "pass-2", "user:"):
+        assert secret not in shown
+    assert {*server.settings} >= {"port", "pipeline-parallel-size", "max-headers", "kv-store-bytes"}
+
+
+def test_what_is_out_of_range_is_named_by_a_flag_that_exists() -> None:
+    err = StringIO()
+    invocation = Invocation(stdout=StringIO(), stderr=err, stdin=StringIO(), environ={})
+    assert run(["serve", "m", "--kv-write-rate", "-1"], invocation) == 2
+    assert err.getvalue().startswith("error: --kv-write-rate is -1;")
+    flags = {field.name for kind in SETTINGS for field in fields(kind)}
+    unlike = {
+        field
+        for kind in CONFIGS
+        for field in kind.__struct_fields__
+        if flag_of(field).removeprefix("--").replace("-", "_") not in flags
+    }
+    no_settings = {"backend", "max_discarded_bytes", "max_pipelined"}
+    assert unlike == no_settings
+
+
+def test_defaults_are_those_of_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, out = serve(monkeypatch, "demo")
+    ((engine, server, reporter),) = recorded.calls
+    assert engine == EngineConfig(model=engine.model)
+    assert msgspec.structs.replace(server, settings={}) == ServerConfig()
+    assert isinstance(reporter, ServeReporter)
+    assert "model demo" in out
+
+
+def test_names_of_kernels_may_look_like_flags(tmp_path: Path) -> None:
+    expected = 'kernels = "-attention,-head"'
+    assert expected in print_config("--kernels", "-attention,-head", "--port", "9")
+    assert expected in print_config("--kernels=-attention,-head")
+    assert expected in print_config(PENSTOCK_KERNELS="-attention,-head")
+    path = settings_file(tmp_path, expected)
+    assert expected in print_config("--config", path)
+
+
+def test_choices_are_checked_where_they_are_typed() -> None:
+    assert "int5" in refused("--quantization", "int5")
+    assert "maybe" in refused("--pin-threads", "maybe")
+    assert "pythonic" in refused("--tool-parser", "pythonic")
+    assert "PENSTOCK_QUANTIZATION" in refused(PENSTOCK_QUANTIZATION="int5")
+
+
+def test_several_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded, out = serve(monkeypatch, "demo", PENSTOCK_API_KEY="k1,k2")
+    assert recorded.calls[0][1].api_keys == ["k1", "k2"]
+    assert "key on (2)" in out
+    assert "k1" not in out
+
+
+def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.write_text("# nothing\n\n")
+    with pytest.raises(UsageError, match="holds no key"):
+        read_keys(empty)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_keys(tmp_path / "none")
+    assert read_keys(None) == []
+
+
+@pytest.mark.parametrize("bad", [{"port": -1}, {"drain_seconds": float("nan")}, {"api_key": (" ",)}])
+def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        FrontSettings(**bad).server_config(Limits(), ConnectionLimits(), GrammarLimits())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"max_connections": 0},
+        {"max_headers": -1},
+        {"header_timeout": 0.0},
+        {"write_timeout": math.inf},
+        {"keep_alive_timeout": math.nan},
+        {"max_body_bytes": 0},
+        {"max_json_depth": 0},
+        {"max_prompts": 0},
+        {"max_tools": -1},
+        {"max_tool_bytes": -1},
+        {"max_template_kwargs": -1},
+        {"max_embedding_inputs": 0},
+        {"max_embedding_tokens": 0},
+        {"max_logprobs": 21},
+        {"max_prompt_scores": -1},
+        {"max_stop_strings": 17},
+        {"max_stop_string_bytes": 0},
+        {"max_stop_token_ids": -1},
+        {"max_choices": 0},
+        {"max_n": 0},
+        {"max_n": 129},
+        {"max_logit_bias": 1025},
+        {"max_allowed_token_ids": 1025},
+        {"max_bad_words": 129},
+        {"max_bad_word_bytes": 129},
+        {"max_schema_bytes": 0},
+        {"max_compiling": 0},
+        {"compile_timeout": math.inf},
+    ],
+)
+def test_bad_limits_are_refused_and_named(bad: dict[str, Any]) -> None:
+    settings = LimitSettings(**bad)
+    with pytest.raises(UsageError, match="must be") as raised:
+        (settings.request_limits(), settings.connection_limits(), settings.grammar_limits())
+    assert raised.value.code == "out_of_range"
+    (flag,) = bad
+    assert (raised.value.param or "").removesuffix("_s") == flag.removesuffix("_s")
+
+
+@pytest.mark.parametrize("bad", [{"queue_timeout": 0.0}, {"queue_timeout": math.inf}, {"max_num_seqs": 0}])
+def test_bad_engine_settings_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(UsageError):
+        EngineSettings(**bad).engine_config("m")

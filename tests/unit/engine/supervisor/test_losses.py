@@ -1,0 +1,90 @@
+"""Which epoch it is and who counts as lost, by numbers alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.engine.supervisor.losses import CORE, LONG_LOOK_S, MAX_LOSSES, MAX_RETRY_S, Heartbeats, Losses
+from penstock.errors import ErrorInfo
+
+CAUSE = ErrorInfo(kind="LinkClosedError", message="stage 0 has gone.")
+
+
+@pytest.fixture
+def losses() -> Losses:
+    return Losses(leave_s=60.0)
+
+
+@pytest.fixture
+def heartbeats() -> Heartbeats:
+    return Heartbeats(limit_s=5.0)
+
+
+def test_the_next_epoch_begins_at_once_and_later_with_growing_pauses(losses: Losses) -> None:
+    pauses = []
+    for _ in range(MAX_LOSSES + 8):
+        pauses.append(losses.end({1}, 100.0))
+        assert losses.is_due(100.0 + pauses[-1])
+        assert losses.is_due(100.0) == (pauses[-1] == 0.0)
+        assert losses.begin() == [1]
+        assert not losses.is_due(1e9)
+    assert pauses == [0.0] * MAX_LOSSES + [2.0, 4.0, 8.0, 16.0, 32.0, MAX_RETRY_S, MAX_RETRY_S, MAX_RETRY_S]
+    assert losses.epoch == MAX_LOSSES + 8
+    assert losses.is_repeated
+
+
+def test_a_step_that_crosses_ends_the_count_and_tells_the_time_since_the_first(losses: Losses) -> None:
+    for second in (10.0, 12.0, 14.0, 16.0):
+        losses.end({0}, second)
+        losses.begin()
+    assert losses.recovered(21.0) == 11.0
+    assert not losses.is_repeated
+    assert losses.end({0}, 50.0) == 0.0
+
+
+def test_members_that_are_lost_one_after_the_other_start_together(losses: Losses) -> None:
+    losses.end({2}, 0.0)
+    losses.end({0, CORE}, 0.0)
+    assert losses.begin() == [CORE, 0, 2]
+
+
+def test_only_who_leaves_the_present_epoch_ends_it(losses: Losses) -> None:
+    losses.leave(0, CAUSE, 1)
+    assert losses.causes == [CAUSE]
+    losses.end(set(), 0.0)
+    losses.leave(0, CAUSE, 0)
+    assert losses.causes == [], "it is over already"
+    losses.begin()
+    losses.leave(0, CAUSE, CORE)
+    assert losses.causes == [], "late news of the epoch before"
+    losses.leave(1, CAUSE, CORE)
+    assert losses.causes == [CAUSE]
+
+
+def test_r2_who_says_nothing_for_longer_than_the_limit_is_silent(heartbeats: Heartbeats) -> None:
+    assert heartbeats.silent({0: 10.0}, 10.0) == {}
+    assert heartbeats.silent({0: 10.0, 1: 4.9}, 11.0) == {1: 6.1}
+
+
+def test_who_could_not_be_heard_is_not_silent(heartbeats: Heartbeats) -> None:
+    heartbeats.silent({}, 0.0)
+    assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0) == {}, "it was the supervisor that slept"
+    assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.1) == {}, "nor has anybody had time to speak since"
+    for second in range(1, 6):
+        assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 5.0 + second) == {}
+    assert heartbeats.silent({0: 0.0}, 2 * LONG_LOOK_S + 11.0) == {0: 6.0}
+
+
+def test_r2_who_loads_may_be_silent_for_longer_but_not_for_ever(heartbeats: Heartbeats) -> None:
+    for second in range(61):
+        assert heartbeats.silent({0: 0.0}, float(second), loading={0}) == {}
+    assert heartbeats.silent({0: 0.0}, 61.0, loading={0}) == {0: 61.0}
+
+
+def test_who_does_not_leave_an_epoch_that_is_over_hangs(losses: Losses) -> None:
+    losses.end({2}, 0.0)
+    losses.begin()
+    losses.leave(0, CAUSE, 1)
+    assert losses.hung({0, 1, 2}, 59.0) == set()
+    assert losses.hung({0, 1, 2}, 60.0) == {0}, "1 has left, 2 has been started again"
+    assert losses.hung({0, 1, 2}, 61.0) == set(), "told once"

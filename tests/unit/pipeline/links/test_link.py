@@ -1,0 +1,229 @@
+"""Both carriers keep the same promises: C3, C4, C6, C8, DR1, DR2, DR9."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hand_core import Crew
+from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
+from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.link import AsyncIntermediateTensors, Link, RecvHandle
+from penstock.pipeline.links.memory import MemoryLink
+from penstock.pipeline.links.ring import SharedMemoryLink
+from penstock.pipeline.links.ring_memory import close_handle, create_ring
+
+NAME, WIDTH, MAX_TOKENS = "stage 0 -> stage 1", 6, 8
+Ends = tuple[Link, Link]
+Connect = Callable[..., Ends]
+
+
+@pytest.fixture(params=["memory", "shared memory"])
+def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
+    """Makes the sending and the receiving end of a link."""
+    opened = []
+
+    def make(timeout_s: float = 30.0, num_frames: int = 1) -> Ends:
+        if request.param == "memory":
+            link = MemoryLink(NAME, timeout_s, num_frames)
+            ends: Ends = (link, link)
+        else:
+            handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4), num_frames)
+            ends = (SharedMemoryLink(handle, NAME, timeout_s), SharedMemoryLink(handle, NAME, timeout_s))
+            close_handle(handle)
+        opened.extend(ends)
+        return ends
+
+    yield make
+    for end in opened:
+        end.close()
+
+
+def header(step_id: int = 0, num_tokens: int = 3, dtype: str = "float32", **changes: object) -> FrameHeader:
+    made = FrameHeader(
+        epoch=0,
+        step_id=step_id,
+        kind=FrameKind.HIDDEN,
+        num_tokens=num_tokens,
+        width=WIDTH,
+        dtype=dtype,
+        num_tensors=2,
+        digest=5,
+    )
+    return replace(made, **changes)
+
+
+def tensors(step_id: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step_id)
+    return [torch.randn(num_tokens, WIDTH, generator=generator).to(dtype) for _ in range(2)]
+
+
+def blank(num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.full((num_tokens, WIDTH), 99.0, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 5, MAX_TOKENS])
+def test_c3_tensors_arrive_bit_for_bit_and_empty_ones_too(
+    connect: Connect, dtype: torch.dtype, num_tokens: int
+) -> None:
+    sender, receiver = connect()
+    sent, out = tensors(1, num_tokens, dtype), blank(num_tokens, dtype)
+    described = header(num_tokens=num_tokens, dtype=str(dtype).removeprefix("torch."))
+    sender.send(described, sent)
+    receiver.recv(described, out).wait()
+    assert all(torch.equal(a, b) for a, b in zip(out, sent, strict=True))
+
+
+def test_c6_sent_tensors_may_be_written_over_at_once(connect: Connect) -> None:
+    sender, receiver = connect(num_frames=2)
+    buffer = blank(4)
+    for step in range(2):
+        for place, value in zip(buffer, tensors(step, 4), strict=True):
+            place.copy_(value)
+        sender.send(header(step, 4), buffer)
+    for place in buffer:
+        place.fill_(-1.0)
+    for step in range(2):
+        out = blank(4)
+        receiver.recv(header(step, 4), out).wait()
+        assert all(torch.equal(a, b) for a, b in zip(out, tensors(step, 4), strict=True))
+
+
+def test_c6_received_tensors_survive_the_next_frames(connect: Connect) -> None:
+    sender, receiver = connect()
+    sender.send(header(0, 2), tensors(0, 2))
+    first = blank(2)
+    receiver.recv(header(0, 2), first).wait()
+    sender.send(header(1, 2), tensors(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(first, tensors(0, 2), strict=True))
+
+
+def test_c8_a_send_waits_until_the_frame_before_has_left(connect: Connect) -> None:
+    sender, receiver = connect(num_frames=1)
+    sender.send(header(0, 2), tensors(0, 2))
+    events = []
+    crew = Crew()
+
+    def send_next() -> None:
+        sender.send(header(1, 2), tensors(1, 2))
+        events.append("sent 1")
+
+    out = blank(2)
+    handle = receiver.recv(header(0, 2), out)
+    crew.start(send_next)
+    assert events == []  # one frame, and it is full: the send cannot have returned
+    events.append("waiting for 0")
+    handle.wait()
+    crew.join()
+    assert events == ["waiting for 0", "sent 1"]
+    assert torch.equal(out[0], tensors(0, 2)[0])
+
+
+def test_frames_of_many_sizes_cross_in_order(connect: Connect) -> None:
+    sender, receiver = connect(num_frames=3)
+    sizes = [(7 * step) % (MAX_TOKENS + 1) for step in range(60)]
+    crew = Crew()
+    crew.start(lambda: [sender.send(header(s, n), tensors(s, n)) for s, n in enumerate(sizes)])
+    for step, size in enumerate(sizes):
+        out = blank(size)
+        receiver.recv(header(step, size), out, ["r"]).wait()
+        assert all(torch.equal(a, b) for a, b in zip(out, tensors(step, size), strict=True))
+    crew.join()
+
+
+@pytest.mark.parametrize(
+    "change", [{"step_id": 4}, {"epoch": 1}, {"digest": 6}, {"num_tokens": 2}, {"dtype": "bfloat16"}], ids=str
+)
+def test_dr1_another_frame_is_refused_before_its_payload(connect: Connect, change: dict) -> None:
+    sender, receiver = connect()
+    sent = header(**{"step_id": 3, **change})
+    sender.send(sent, tensors(3, sent.num_tokens, getattr(torch, sent.dtype)))
+    out = blank(3)
+    with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1.*step 3.*request-a, request-b"):
+        receiver.recv(header(3), out, ["request-a", "request-b"]).wait()
+    assert all(bool((place == 99.0).all()) for place in out)
+
+
+def test_dr2_tensors_must_be_what_their_header_says(connect: Connect) -> None:
+    sender, receiver = connect()
+    with pytest.raises(AssertionError):
+        sender.send(header(num_tokens=4), tensors(0, 3))
+    with pytest.raises(AssertionError):
+        receiver.recv(header(num_tokens=3), blank(4)).wait()
+    with pytest.raises(AssertionError):
+        sender.send(header(num_tokens=3), tensors(0, 3)[:1])
+
+
+def test_dr2_a_frame_that_does_not_fit_is_refused_by_its_sender() -> None:
+    handle = create_ring(frame_bytes(max_num_tokens=2, width=WIDTH, itemsize=4), 1)
+    link = SharedMemoryLink(handle, NAME, 30.0)
+    with pytest.raises(ProtocolError, match=r"step 0 needs a frame of 320 bytes.*hold 192"):
+        link.send(header(num_tokens=5), tensors(0, 5))
+    link.close()
+    close_handle(handle)
+
+
+def test_waits_end_with_a_typed_error(connect: Connect) -> None:
+    sender, receiver = connect(timeout_s=0.001)
+    with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*hidden states of step 8"):
+        receiver.recv(header(8), blank(3)).wait()
+    sender.send(header(0), tensors(0, 3))
+    with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*step 9"):
+        sender.send(header(9), tensors(9, 3))
+
+
+def test_a_close_wakes_the_receiver(connect: Connect) -> None:
+    sender, receiver = connect()
+    crew = Crew()
+    crew.start(sender.close)
+    with pytest.raises(LinkClosedError, match="step 2"):
+        receiver.recv(header(2), blank(3)).wait()
+    crew.join()
+
+
+def test_dr9_waiting_twice_receives_once(connect: Connect) -> None:
+    sender, receiver = connect(num_frames=2)
+    sender.send(header(0), tensors(0, 3))
+    sender.send(header(1), tensors(1, 3))
+    out = blank(3)
+    handle = receiver.recv(header(0), out)
+    assert not handle.is_done
+    handle.wait()
+    handle.wait()
+    assert handle.is_done
+    receiver.recv(header(1), out).wait()
+    assert torch.equal(out[1], tensors(1, 3)[1])
+
+
+def test_dr9_a_failed_wait_fails_again_the_same_way() -> None:
+    calls = []
+
+    def fetch() -> None:
+        calls.append(1)
+        raise WaitTimeoutError("too late")
+
+    handle = RecvHandle(fetch)
+    for _ in range(2):
+        with pytest.raises(WaitTimeoutError, match="too late"):
+            handle.wait()
+    assert calls == [1]
+
+
+def test_c4_lazy_tensors_wait_on_first_access_once_and_postprocess_once() -> None:
+    events = []
+    buffers = {"hidden_states": torch.zeros(2, 3), "residual": torch.ones(2, 3)}
+    lazy = AsyncIntermediateTensors(
+        buffers,
+        RecvHandle(lambda: events.append("wait")),
+        [lambda: events.append("first"), lambda: events.append("second")],
+    )
+    assert events == []
+    assert lazy["hidden_states"] is buffers["hidden_states"]
+    assert events == ["wait", "first", "second"]
+    assert dict(lazy.items()) == buffers
+    assert len(lazy[0:1]["residual"]) == 1
+    assert events == ["wait", "first", "second"]

@@ -1,0 +1,185 @@
+"""What children do first and how they report."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from penstock.batch import RankLoaded
+from penstock.errors import CheckpointError, StageLostError, UsageError
+from penstock.process.child import (
+    STUCK_S,
+    Failed,
+    Loaded,
+    Progress,
+    Pulse,
+    Ready,
+    StatusWriter,
+    decode_status,
+    encode_config,
+    failure,
+    read_config,
+)
+from penstock.process.config import RankConfig, RankProcessConfig
+
+RANK = RankConfig(
+    model_path="/models/x",
+    dtype="float32",
+    max_model_len=64,
+    stage=0,
+    num_stages=2,
+    start_layer=0,
+    end_layer=2,
+    device="cpu",
+    threads=1,
+    block_size=16,
+    num_blocks=None,
+    kv_cache_bytes=None,
+    max_num_seqs=4,
+    max_num_batched_tokens=32,
+    depth=2,
+    link_frames=1,
+)
+PROCESS = RankProcessConfig(
+    rank=RANK,
+    parent_pid=1,
+)
+
+
+def pipe_with(content: bytes) -> int:
+    read_fd, write_fd = os.pipe()
+    with os.fdopen(write_fd, "wb") as pipe:
+        pipe.write(content)
+    return read_fd
+
+
+def lines_of(read_fd: int, write_fd: int) -> list[bytes]:
+    os.close(write_fd)
+    with os.fdopen(read_fd, "rb") as pipe:
+        return pipe.read().splitlines()
+
+
+def test_a_config_crosses_a_pipe() -> None:
+    assert read_config(pipe_with(encode_config(PROCESS)), RankProcessConfig) == PROCESS
+
+
+@pytest.mark.parametrize("content", [b"", b"nonsense", encode_config(RANK)])
+def test_a_config_that_is_none_is_refused(content: bytes) -> None:
+    with pytest.raises(UsageError, match="is not a RankProcessConfig"):
+        read_config(pipe_with(content), RankProcessConfig)
+
+
+def test_events_are_json_lines() -> None:
+    read_fd, write_fd = os.pipe()
+    status = StatusWriter(write_fd)
+    rank = RankLoaded(
+        stage=1,
+        max_blocks=4,
+        block_bytes=5,
+        tensor_bytes=6,
+        bytes_read=7,
+        load_seconds=0.5,
+        is_invariant=False,
+    )
+    failed = failure(CheckpointError(file="f", tensor="t", expected="a", found="b"))
+    events = [Progress(done=1, total=2), Loaded(bytes_read=7, seconds=0.5), Ready(epoch=1, rank=rank), failed]
+    for event in events:
+        status.write(event)
+    lines = lines_of(read_fd, write_fd)
+    assert [json.loads(line)["event"] for line in lines] == ["progress", "loaded", "ready", "failed"]
+    assert [decode_status(line) for line in lines] == events
+
+
+def test_progress_is_told_once_per_percent() -> None:
+    read_fd, write_fd = os.pipe()
+    status = StatusWriter(write_fd)
+    for done in range(10_001):
+        status.write(Progress(done=done, total=10_000))
+    told = [decode_status(line) for line in lines_of(read_fd, write_fd)]
+    assert len(told) == 101
+    assert told[-1] == Progress(done=10_000, total=10_000)
+
+
+def test_nobody_reading_never_blocks_nor_fails() -> None:
+    read_fd, write_fd = os.pipe()
+    status = StatusWriter(write_fd)
+    for done in range(5_000):  # more than a pipe holds
+        status.write(Progress(done=done, total=5_000))
+        status.write(failure(RuntimeError("x" * 3000)))
+    os.close(read_fd)
+    status.write(Ready())
+    os.close(write_fd)
+
+
+def test_failures_fit_a_line_and_keep_their_cause() -> None:
+    try:
+        try:
+            raise ZeroDivisionError("the cause")
+        except ZeroDivisionError as error:
+            raise StageLostError("y" * 9000, stage=3) from error
+    except StageLostError as error:
+        failed = failure(error)
+    assert isinstance(failed, Failed)
+    assert failed.error.kind == "StageLostError"
+    assert failed.error.stage == 3
+    assert failed.trace.rstrip().endswith("ZeroDivisionError: the cause")
+    assert len(msgspec.json.encode(failed)) < 4096
+    assert failure(UsageError("plain")).trace == ""
+    assert "KeyError" in failure(KeyError("foreign")).trace
+
+
+PARENT = """
+import os, subprocess, sys
+program = (
+    "import os, sys; from penstock.process.child import enter_child\\n"
+    "enter_child('penstock stage 7 tp 0', int(sys.argv[1]))\\n"
+    "title = open('/proc/self/cmdline').read().rstrip(chr(0))\\n"
+    "print(os.getpid(), title, 'torch' in sys.modules, flush=True)\\n"
+    "sys.stdin.read()"
+)
+child = subprocess.Popen([sys.executable, "-c", program, str(os.getpid())], stdin=subprocess.PIPE)
+sys.stdin.read()
+os._exit(9)
+"""
+
+
+def test_a_child_has_a_title_and_dies_with_its_parent() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        pid, *title, has_torch = parent.stdout.readline().split()
+        assert " ".join(title) == "penstock stage 7 tp 0"
+        assert has_torch == "False"
+        pidfd = os.pidfd_open(int(pid))
+        parent.kill()
+        parent.wait()
+        assert select.select([pidfd], [], [], 30.0)[0], "the child outlived its parent"
+        os.close(pidfd)
+
+
+def test_a_child_whose_parent_has_gone_already_ends_itself() -> None:
+    program = "from penstock.process.child import die_with_parent; die_with_parent(1 << 22); print('alive')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -9
+    assert done.stdout == ""
+
+
+def test_r2_who_has_a_main_loop_is_alive_while_it_turns() -> None:
+    now = 100.0
+    pulse = Pulse(clock=lambda: now)
+    now += 3600.0
+    assert pulse.is_alive, "it loads, and has no loop yet"
+    pulse.beat()
+    now += STUCK_S - 0.1
+    assert pulse.is_alive
+    now += 0.2
+    assert not pulse.is_alive
+    pulse.beat()
+    assert pulse.is_alive

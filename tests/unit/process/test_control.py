@@ -1,0 +1,83 @@
+"""From the supervisor to its children, over a real socket pair."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from penstock.errors import ErrorInfo
+from penstock.process.config import CoreEnds, LinkHandle, RankEnds
+from penstock.process.control import (
+    ControlMessage,
+    ControlReader,
+    ControlSocket,
+    EpochLost,
+    Stop,
+    descriptors_of,
+)
+
+ERROR = ErrorInfo(kind="StageLostError", message="x", stage=0)
+
+
+class Pair:
+    def __init__(self) -> None:
+        self.socket = ControlSocket()
+        self.reader = ControlReader(os.dup(self.socket.child_fd))
+        self.socket.close_child_end()
+
+    def close(self) -> None:
+        self.socket.close()
+        self.reader.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def handle(base: int) -> LinkHandle:
+    return LinkHandle(memory_fd=base, data_fd=base + 1, space_fd=base + 2, frame_bytes=64, num_frames=2)
+
+
+@pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR, is_final=True)])
+def test_messages_arrive_one_by_one(pair: Pair, message: ControlMessage) -> None:
+    pair.socket.send(message)
+    pair.socket.send(Stop())
+    assert [pair.reader.receive(), pair.reader.receive()] == [message, Stop()]
+
+
+def test_the_end_of_the_supervisor_is_a_stop(pair: Pair) -> None:
+    pair.socket.close()
+    assert pair.reader.receive() == Stop()
+
+
+def test_a_child_that_has_gone_harms_nobody(pair: Pair) -> None:
+    pair.reader.close()
+    pair.socket.send(Stop())
+
+
+def test_descriptors_become_the_receivers_own(pair: Pair) -> None:
+    pipes = [os.pipe() for _ in range(2)]
+    fds = [fd for ends in pipes for fd in ends]
+    results = LinkHandle(memory_fd=fds[1], data_fd=fds[2], space_fd=fds[3], frame_bytes=64, num_frames=2)
+    before = len(os.listdir("/proc/self/fd"))
+    pair.socket.send(CoreEnds(epoch=3, plan_fds=[fds[0]], stages=[0], results=results))
+    found = pair.reader.receive()
+    assert isinstance(found, CoreEnds)
+    own = descriptors_of(found)
+    assert found.epoch == 3
+    assert len(os.listdir("/proc/self/fd")) == before + 4
+    assert not set(own) & set(fds)
+    assert [os.fstat(fd).st_ino for fd in own] == [os.fstat(fd).st_ino for fd in fds]
+    assert not any(os.get_inheritable(fd) for fd in own)
+    for fd in [*own, *fds]:
+        os.close(fd)
+
+
+def test_all_descriptors_of_a_ranks_ends_are_known() -> None:
+    ends = RankEnds(epoch=1, plan_fd=3, tokens=[handle(4), handle(7)], incoming=handle(10))
+    assert sorted(descriptors_of(ends)) == list(range(3, 13))
