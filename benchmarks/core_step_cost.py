@@ -32,7 +32,7 @@ from penstock.cli.bench.workload import BenchRequest
 from penstock.config.engine import EngineConfig, ModelConfig, SchedulerConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor import supervisor
-from penstock.engine.supervisor.reports import EngineReady, Event, Failed
+from penstock.engine.supervisor.reports import EngineFailed, EngineReady, Event
 
 CORE_BAR_MS = 1.0
 API_BAR_MS = 2.5
@@ -59,7 +59,7 @@ class Measurement:
         if isinstance(event, EngineReady):
             self.address = event.address
             self.ready.set()
-        elif isinstance(event, Failed):
+        elif isinstance(event, EngineFailed):
             self.failure = event.error.message
             self.ready.set()
 

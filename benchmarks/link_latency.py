@@ -35,7 +35,7 @@ from penstock.cli.bench.results import percentile
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import create_ring
-from penstock.process.config import LinkHandle
+from penstock.process.config import RingHandle
 from penstock.trace.phases import Phase, PhaseClock
 
 ROWS, WIDTH, NUM_TENSORS = 32, 896, 2
@@ -152,11 +152,11 @@ def answer_frames(
 ) -> None:
     """The second process: answers each frame; writes when it sent and received as JSON."""
     os.sched_setaffinity(0, {core})
-    end = make_end(LinkHandle(**outgoing), LinkHandle(**incoming), plain)
+    end = make_end(RingHandle(**outgoing), RingHandle(**incoming), plain)
     print(json.dumps(exchange(end, num_frames, pause_s, begins=False)))
 
 
-def make_end(outgoing: LinkHandle, incoming: LinkHandle, plain: bool) -> LinkEnd | PlainEnd:
+def make_end(outgoing: RingHandle, incoming: RingHandle, plain: bool) -> LinkEnd | PlainEnd:
     torch.set_num_threads(1)
     return PlainEnd(outgoing, incoming) if plain else LinkEnd(outgoing, incoming)
 
@@ -164,7 +164,7 @@ def make_end(outgoing: LinkHandle, incoming: LinkHandle, plain: bool) -> LinkEnd
 class LinkEnd:
     """A link to the other process, and one from it."""
 
-    def __init__(self, outgoing: LinkHandle, incoming: LinkHandle) -> None:
+    def __init__(self, outgoing: RingHandle, incoming: RingHandle) -> None:
         self._outgoing = SharedMemoryLink(outgoing, "out", TIMEOUT_S)
         self._incoming = SharedMemoryLink(incoming, "in", TIMEOUT_S)
         self._tensors = [torch.randn(ROWS, WIDTH).to(torch.bfloat16) for _ in range(NUM_TENSORS)]
@@ -186,7 +186,7 @@ class LinkEnd:
 class PlainEnd:
     """Memory that both processes map: a counter of frames, then the tensors."""
 
-    def __init__(self, outgoing: LinkHandle, incoming: LinkHandle) -> None:
+    def __init__(self, outgoing: RingHandle, incoming: RingHandle) -> None:
         self._own = torch.randn(NUM_TENSORS, ROWS, WIDTH).to(torch.bfloat16)
         self._outgoing, self._incoming = (
             torch.frombuffer(mmap.mmap(ring.memory_fd, 0), dtype=torch.uint8)[: HEAD_BYTES + self._own.nbytes]
@@ -241,8 +241,8 @@ def make_header(step: int) -> FrameHeader:
     )
 
 
-def as_numbers(handle: LinkHandle) -> dict[str, int]:
-    return {name: getattr(handle, name) for name in LinkHandle.__struct_fields__}
+def as_numbers(handle: RingHandle) -> dict[str, int]:
+    return {name: getattr(handle, name) for name in RingHandle.__struct_fields__}
 
 
 if __name__ == "__main__":

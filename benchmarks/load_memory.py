@@ -28,7 +28,7 @@ from stand_in import use_rank
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor import supervisor
-from penstock.engine.supervisor.reports import EngineReady, Event, Failed
+from penstock.engine.supervisor.reports import EngineFailed, EngineReady, Event
 from penstock.families.registry import load_spec
 from penstock.pipeline.partition import partition_layers
 
@@ -107,7 +107,7 @@ class EndWhenReady:
     def report(self, event: Event) -> None:
         if isinstance(event, EngineReady):
             os.kill(os.getpid(), signal.SIGTERM)
-        elif isinstance(event, Failed):
+        elif isinstance(event, EngineFailed):
             self.failure = event.error.message
 
 

@@ -49,9 +49,9 @@ def observe() -> None:
 
     def measured_run(
         config: RankConfig, epochs: Iterable[RankConnections], report: Report, *, loads_first: bool = False
-    ) -> child.Failed | None:
+    ) -> child.ChildFailed | None:
         def measured_report(event: child.StatusEvent) -> None:
-            if isinstance(event, child.Loaded):
+            if isinstance(event, child.WeightsLoaded):
                 seen.update(told_bytes_read=event.bytes_read, read_loaded=bytes_read())
             elif isinstance(event, child.Ready):
                 assert event.rank is not None

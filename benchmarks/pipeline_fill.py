@@ -35,7 +35,7 @@ from trace_events import read_spans, within
 from penstock.cli.bench.http_stream import Target
 from penstock.cli.bench.online import Sender, replay
 from penstock.cli.bench.workload import BenchRequest
-from penstock.trace.chrome import Span, Stage
+from penstock.trace.chrome import Span, StageTrack
 from penstock.trace.phases import Phase
 
 HERE = Path(__file__).resolve().parent
@@ -172,9 +172,9 @@ def fill_bubble(spans: Sequence[Span], num_stages: int) -> tuple[float, int]:
     return 1 - busy_ns / (num_stages * wall_ns), len({span.step for span in forward})
 
 
-def phase_shares(spans: Sequence[Span], begin_ns: int, end_ns: int) -> dict[Stage, Counter[Phase]]:
+def phase_shares(spans: Sequence[Span], begin_ns: int, end_ns: int) -> dict[StageTrack, Counter[Phase]]:
     """By stage, the share of the window that it spent in each phase."""
-    shares: dict[Stage, Counter[Phase]] = {}
+    shares: dict[StageTrack, Counter[Phase]] = {}
     for span in spans:
         of_stage = shares.setdefault(span.stage, Counter())
         of_stage[span.phase] += (span.end_ns - span.start_ns) / (end_ns - begin_ns)  # type: ignore[assignment]

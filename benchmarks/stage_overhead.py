@@ -30,7 +30,7 @@ from penstock.pipeline.token_return import TokenSender
 from penstock.process.config import RankConfig
 from penstock.rank.compute_choice import load_kernels
 from penstock.rank.loading import LoadedRank, build_model, build_runner
-from penstock.runner.kv_storage import KVStorage
+from penstock.runner.device_kv import DeviceKV
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
 
@@ -133,7 +133,7 @@ def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleS
     spec, device = load_spec(Path(config.model_path)), torch.device("cpu")
     model = build_model(config, spec, kernels, None)
     report = load_weights(model, Checkpoint(Path(config.model_path)), lambda done, total: None)
-    storage = KVStorage(
+    storage = DeviceKV(
         model.attention, num_layers=spec.num_layers, block_size=config.block_size, device=device
     )
     loaded = LoadedRank(

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.supervisor import children, members
+from penstock.engine.supervisor import children, pipeline_processes
 
 WORKER = "penstock.rank.process"
 
@@ -22,12 +22,12 @@ def use_rank(stand_in: str) -> None:
     directory = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([directory, *filter(None, [os.environ.get("PYTHONPATH")])])
     spawn = children.spawn
-    assert members.spawn is spawn  # type: ignore[attr-defined]  # what is replaced is what it calls
+    assert pipeline_processes.spawn is spawn  # type: ignore[attr-defined]  # what is replaced is what it calls
 
     def spawn_stand_in(module: str, *arguments: Any, **named: Any) -> children.Child:
         return spawn(stand_in if module == WORKER else module, *arguments, **named)
 
-    members.spawn = spawn_stand_in  # type: ignore[attr-defined]
+    pipeline_processes.spawn = spawn_stand_in  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

@@ -29,15 +29,15 @@ from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.plan_channel import ZmqChannel, connect_address
 from penstock.pipeline.links.ring_channel import RingChannel
 from penstock.process.child import (
-    Loaded,
     Ready,
     StatusWriter,
+    WeightsLoaded,
     enter_child,
     keep_saying_alive,
     leave,
     run_child,
 )
-from penstock.process.config import RankConfig, RankEnds, RankProcessConfig
+from penstock.process.config import RankConfig, RankEndpoints, RankProcessConfig
 from penstock.process.control import ControlReader
 
 BLOCK_BYTES = 4096
@@ -126,9 +126,9 @@ def live(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
     assert config.rank.num_stages == 1
     enter_child("penstock stub stage 0", config.parent_pid)
     keep_saying_alive(status)
-    status.write(Loaded(bytes_read=0, seconds=0.0))
+    status.write(WeightsLoaded(bytes_read=0, seconds=0.0))
     ends = ControlReader(options.control_fd).receive()
-    if not isinstance(ends, RankEnds):  # it is over before it has begun
+    if not isinstance(ends, RankEndpoints):  # it is over before it has begun
         return 0
     assert ends.results is not None
     plans = ZmqChannel.connect(connect_address(ends.plan_fd))

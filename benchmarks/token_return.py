@@ -24,7 +24,7 @@ from pipeline_decode import INPUT, generate
 
 from penstock import LLM
 from penstock.scheduler.chunking import TokenBudget
-from penstock.scheduler.plan_draft import PlanDraft
+from penstock.scheduler.plan_builder import PlanBuilder
 
 OUTPUT = 96
 DEFERRED, LOCK_STEP, UNEQUAL = "deferred, equal", "lock-step, equal", "deferred, unequal"
@@ -68,15 +68,15 @@ def main() -> None:
 @contextmanager
 def ruled_by(rule: str) -> Iterator[None]:
     """The engine's rules are changed within."""
-    finish = PlanDraft.finish
+    finish = PlanBuilder.finish
 
-    def finish_in_lock_step(draft: PlanDraft, *, consume_through: int, **others: Any) -> Any:
+    def finish_in_lock_step(draft: PlanBuilder, *, consume_through: int, **others: Any) -> Any:
         return finish(draft, consume_through=draft.step_id - 1, **others)
 
     def take_all(budget: TokenBudget, num_decoding: int, *others: Any) -> int:
         return num_decoding
 
-    with mock.patch.object(PlanDraft, "finish", finish_in_lock_step if rule == LOCK_STEP else finish):
+    with mock.patch.object(PlanBuilder, "finish", finish_in_lock_step if rule == LOCK_STEP else finish):
         if rule == UNEQUAL:
             with mock.patch.object(TokenBudget, "decode_quota", take_all):
                 yield

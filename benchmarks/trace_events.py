@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from penstock.trace.chrome import Span, Stage
+from penstock.trace.chrome import Span, StageTrack
 from penstock.trace.phases import Phase
 
-_NUM_PIDS = Stage(replica=1, number=0).pid  # of a replica
+_NUM_PIDS = StageTrack(replica=1, number=0).pid  # of a replica
 
 
 def read_spans(trace: Mapping[str, Any]) -> list[Span]:
@@ -22,7 +22,7 @@ def read_spans(trace: Mapping[str, Any]) -> list[Span]:
 def _span(event: Mapping[str, Any]) -> Span:
     start_ns = round(event["ts"] * 1e3)
     return Span(
-        stage=Stage(*divmod(event["pid"], _NUM_PIDS)),
+        stage=StageTrack(*divmod(event["pid"], _NUM_PIDS)),
         phase=Phase[event["cat"].upper()],
         start_ns=start_ns,
         end_ns=start_ns + round(event["dur"] * 1e3),

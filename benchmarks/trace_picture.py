@@ -20,7 +20,7 @@ from pathlib import Path
 
 from trace_events import read_spans, within
 
-from penstock.trace.chrome import Span, Stage
+from penstock.trace.chrome import Span, StageTrack
 from penstock.trace.phases import BUBBLES, BUSY, Phase
 
 MAX_BYTES = 60_000
@@ -135,7 +135,7 @@ class Picture:
             yield f'<path class="g" d="M{x:.1f} {TOP}V{self._bottom + 4}"/>'
             yield f'<text class="t" x="{x:.1f}" y="{self._bottom + 17}">{tick}{" ms" * (tick == 0)}</text>'
 
-    def _band(self, stage: Stage) -> Iterator[str]:
+    def _band(self, stage: StageTrack) -> Iterator[str]:
         """A path for each phase, the numbers of the steps, and how busy the stage is."""
         top, spans = self._tops[stage], self._spans[stage]
         busy_ns = sum(span.end_ns - span.start_ns for span in spans if span.phase in BUSY)
@@ -157,7 +157,7 @@ class Picture:
                 x = self._x((span.start_ns + span.end_ns) // 2)
                 yield f'<text class="n" x="{x:.0f}" y="{top + BAND // 2 + 4}">{span.step}</text>'
 
-    def _name(self, stage: Stage) -> str:
+    def _name(self, stage: StageTrack) -> str:
         """Replicas are named where there are several."""
         is_alone = all(other.replica == 0 for other in self._spans)
         return f"stage {stage.number}" if is_alone else f"dp {stage.replica} stage {stage.number}"

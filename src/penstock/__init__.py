@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from penstock.engine.client.vectors import EmbeddingRequestOutput, PoolingRequestOutput
     from penstock.llm.async_llm import AsyncLLM
     from penstock.llm.llm import LLM
-    from penstock.llm.text_side import TextPrompt, TokensPrompt
+    from penstock.llm.prompt_preparer import TextPrompt, TokensPrompt
     from penstock.request import PoolingParams, SamplingParams, StructuredOutputs
 
 __version__ = "0.1.0"
@@ -37,8 +37,8 @@ _HOMES = {
     "RequestOutput": "engine.client.outputs",
     "SamplingParams": "request",
     "StructuredOutputs": "request",
-    "TextPrompt": "llm.text_side",
-    "TokensPrompt": "llm.text_side",
+    "TextPrompt": "llm.prompt_preparer",
+    "TokensPrompt": "llm.prompt_preparer",
 }
 
 

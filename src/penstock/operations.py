@@ -7,7 +7,7 @@ nothing but replay plans in order (rows G4, d18):
     completed     a plan from n on has crossed all stages: every rank has everything before n behind it
 
 Asked for over HTTP (`server.routes.admin`), carried by `engine.client.async_engine`, done by
-`engine.core.operation_desk`.
+`engine.core.operations_in_force`.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from faulty_pipe import TYPED, Chains, FaultyPipe, check_told
 from penstock.batch import ScheduledBatch, decode_to_rank, encode, plan_digest
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel
-from penstock.process.child import Failed
+from penstock.process.child import ChildFailed
 from penstock.process.config import RankConfig
 from penstock.rank import rank as rank_module
 from penstock.rank.loading import LoadedRank, load_rank
@@ -310,7 +310,7 @@ def test_h15_a_stage_that_believes_something_else_says_what_and_everything_goes_
     load.finish()
     pipe.close()
     assert (load.num_failed, len(pipe.losses)) == (0, 1)
-    (error,) = [told.error for told in pipe.ranks.told if isinstance(told, Failed)]
+    (error,) = [told.error for told in pipe.ranks.told if isinstance(told, ChildFailed)]
     assert (error.kind, error.code, error.stage) == ("ProtocolError", MISMATCH, forgetful)
     found = re.fullmatch(
         r"step 11: row \d of request 'request-\d+' starts at a wrong position: the core has planned (\d+) "
@@ -342,5 +342,8 @@ def test_r4_s2_a_tied_head_that_comes_down_the_pipe_does_so_in_every_epoch(
         load.step()
     load.finish()
     pipe.close()
-    assert {told.error.stage for told in pipe.ranks.told if isinstance(told, Failed)} >= {0, num_stages - 1}
+    assert {told.error.stage for told in pipe.ranks.told if isinstance(told, ChildFailed)} >= {
+        0,
+        num_stages - 1,
+    }
     assert load.num_good > 0

@@ -18,8 +18,8 @@ from pairwise import pairwise
 from penstock import LLM, PoolingParams, SamplingParams
 from penstock.config.engine import Pooling
 from penstock.llm.pending import Pending, run_all
-from penstock.llm.progress import Progress
-from penstock.llm.text_side import PreparedPrompt
+from penstock.llm.progress import ProgressDisplay
+from penstock.llm.prompt_preparer import PreparedPrompt
 
 PROMPTS = [[(7 * i + 3 * j) % 140 for j in range(length)] for i, length in enumerate((1, 6, 23, 40))]
 POOLINGS: tuple[Pooling, ...] = ("last", "mean", "cls")
@@ -156,7 +156,7 @@ def mixed(llm: LLM, *, with_vectors: bool) -> tuple[list[list[int]], list[bytes]
     requests: list[Pending] = tokens
     if with_vectors:
         requests = [one for pair in zip(tokens, pooled, strict=True) for one in pair]
-    run_all(llm._client, requests, Progress())
+    run_all(llm._client, requests, ProgressDisplay())
     found = [one.whole().vector for one in pooled] if with_vectors else []
     return [one.whole().token_ids for one in tokens], found
 
@@ -186,7 +186,7 @@ def test_d10_vectors_are_whole_after_preemption(
         old = [llm._request(PreparedPrompt(text=None, token_ids=PROMPTS[1]), greedy) for _ in range(3)]
         raw = PoolingParams(pooling="mean", normalize=False)
         young = llm._vector_request(PreparedPrompt(text=None, token_ids=PROMPTS[3]), raw)
-        run_all(llm._client, [*old, young], Progress())
+        run_all(llm._client, [*old, young], ProgressDisplay())
         stats = llm.stats()
         assert stats is not None
         assert stats.num_preemptions > 0

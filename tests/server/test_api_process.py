@@ -19,7 +19,7 @@ import pytest
 from fake_engine import EOS
 from paths import shared_data
 from penstock.config.server import ServerConfig
-from penstock.process.child import Alive, Failed, decode_status
+from penstock.process.child import Alive, ChildFailed, decode_status
 from penstock.process.config import ApiProcessConfig
 from penstock.server.api_process import allow_connections, notice_lost_clients
 from served import wait_until
@@ -140,7 +140,7 @@ def test_broken_model_directory_is_reported_and_ends_with_code_3(tmp_path: Path)
             lines = status.read().splitlines()
         process.communicate(timeout=20)
     (event,) = (event for event in map(decode_status, lines) if not isinstance(event, Alive))
-    assert isinstance(event, Failed)
+    assert isinstance(event, ChildFailed)
     assert event.error.kind == "ModelConfigError"
     assert process.returncode == 3
 

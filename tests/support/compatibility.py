@@ -25,7 +25,7 @@ from families import FAMILIES
 from penstock import LLM, SamplingParams
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Pooling
 from penstock.engine.client.outputs import RequestOutput
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.errors import PenstockError
 from penstock.families.registry import resolve_model_directory
@@ -51,7 +51,7 @@ CHANGED = SamplingParams(
 )
 SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True, logprobs=2)
 SCORED = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, prompt_logprobs=2)
-HOST = Host(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
+HOST = HostResources(num_cpus=64, free_bytes=1 << 40, num_gpus=0)
 
 MODEL_SETTINGS = ("dtype", "quantization", "model_impl")
 EQUAL, RUNS = "=", "~"

@@ -50,8 +50,8 @@ from penstock.pipeline.links.link import Link
 from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
-from penstock.process.child import Abandoned, Failed, StatusEvent
-from penstock.process.config import LinkHandle, RankConfig
+from penstock.process.child import Abandoned, ChildFailed, StatusEvent
+from penstock.process.config import RankConfig, RingHandle
 from penstock.rank.rank import RankConnections, run_rank
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 from penstock.scheduler.scheduler import Scheduler
@@ -132,7 +132,7 @@ class RankThreads:
 
     def __init__(self, configs: Sequence[RankConfig]) -> None:
         self.configs = list(configs)
-        self.told: list[Failed | Abandoned] = []
+        self.told: list[ChildFailed | Abandoned] = []
         self._inboxes: list[queue.SimpleQueue[RankConnections | None]] = [
             queue.SimpleQueue() for _ in configs
         ]
@@ -171,7 +171,7 @@ class RankThreads:
             self._left.release()
 
     def _hear(self, event: StatusEvent) -> None:
-        if isinstance(event, Failed | Abandoned):
+        if isinstance(event, ChildFailed | Abandoned):
             self.told.append(event)
 
 
@@ -204,7 +204,7 @@ class FaultyPipe:
             max_num_tokens=configs[0].max_num_batched_tokens, width=width, itemsize=4
         )
         self._wrap = wrap or self._all_suffer
-        self._opened: list[Link | QueueChannel | LinkHandle] = []
+        self._opened: list[Link | QueueChannel | RingHandle] = []
         self._epoch = 0
         self._moved_at = time.monotonic()
         self.ranks = RankThreads(configs)
@@ -237,11 +237,13 @@ class FaultyPipe:
 
     def _join(self, start: AllocateKV) -> tuple[EpochExecutor, KVPlan]:
         configs = self.ranks.configs
-        core_ends, rank_ends = QueueChannel.star(len(configs))
+        core_endpoints, rank_endpoints = QueueChannel.star(len(configs))
         channels = RankChannels(
-            core_ends, wait=lambda timeout_s: QueueChannel.wait_any(core_ends, timeout_s), start=start
+            core_endpoints,
+            wait=lambda timeout_s: QueueChannel.wait_any(core_endpoints, timeout_s),
+            start=start,
         )
-        connections = self._carried(connect_ranks(configs, rank_ends))
+        connections = self._carried(connect_ranks(configs, rank_endpoints))
         for ends in connections:
             self._opened += [end for end in (ends.incoming, *ends.outgoing, *ends.tokens) if end is not None]
         wrapped = [self._wrap(start.epoch, stage, ends) for stage, ends in enumerate(connections)]
@@ -286,11 +288,11 @@ class FaultyPipe:
 
     def _leave(self) -> None:
         """The epoch is over: nobody waits at its links any longer."""
-        handles = [end for end in self._opened if isinstance(end, LinkHandle)]
+        handles = [end for end in self._opened if isinstance(end, RingHandle)]
         for handle in handles:
             end_ring(handle)
         for end in self._opened:
-            if not isinstance(end, LinkHandle | SharedMemoryLink):
+            if not isinstance(end, RingHandle | SharedMemoryLink):
                 end.close()  # those of rings are their ranks'
         self.ranks.await_leaving()
         for handle in handles:
@@ -341,7 +343,7 @@ class FaultyPipe:
 
     def _leave_in_order(self) -> None:
         for end in self._opened:
-            if isinstance(end, LinkHandle):
+            if isinstance(end, RingHandle):
                 close_handle(end)
         self._opened.clear()
 
@@ -353,7 +355,7 @@ class FaultyPipe:
         return last[0] if last and last[0].finish_reason is not None else None
 
 
-def check_told(told: Failed | Abandoned) -> None:
+def check_told(told: ChildFailed | Abandoned) -> None:
     """What a rank says of its end: a typed error, with the stage, and the step or why there is none."""
     error = told.error
     assert error.kind in TYPED, told

@@ -13,7 +13,7 @@ import pytest
 from paths import REPOSITORY
 from penstock.batch import StageSpans
 from penstock.cli.bench.workload import TraceRow
-from penstock.trace.chrome import Span, Stage, chrome_trace
+from penstock.trace.chrome import Span, StageTrack, chrome_trace
 from penstock.trace.phases import Phase
 
 with pytest.MonkeyPatch.context() as _patch:
@@ -34,7 +34,7 @@ MS = 1_000_000
 
 
 def span(stage: int, phase: Phase, start_ms: float, end_ms: float, step: int = 0, tokens: int = 1) -> Span:
-    return Span(Stage(0, stage), phase, round(start_ms * MS), round(end_ms * MS), step, tokens)
+    return Span(StageTrack(0, stage), phase, round(start_ms * MS), round(end_ms * MS), step, tokens)
 
 
 def filling(num_stages: int, count: int, step_ms: int = 10) -> list[Span]:
@@ -87,7 +87,7 @@ def test_shares_are_of_the_window_and_causes_are_named_longest_first() -> None:
         span(0, Phase.WAIT_NEXT, 8, 10),
     ]
     shares = pipeline_fill.phase_shares(spans, 0, 10 * MS)
-    found = shares[Stage(0, 0)]
+    found = shares[StageTrack(0, 0)]
     assert found[Phase.FORWARD] == pytest.approx(0.7)
     assert pipeline_fill.causes(found) == "wait_next 20.0%, take 10.0%"
 
@@ -201,8 +201,8 @@ def trace(num_replicas: int = 1) -> dict[str, Any]:
 
 def test_spans_come_back_out_of_a_chrome_trace() -> None:
     spans = trace_events.read_spans(trace())
-    assert [found.stage for found in spans] == [Stage(0, 0)] * 6 + [Stage(0, 1)] * 6
-    assert spans[1] == Span(Stage(0, 0), Phase.FORWARD, 10**12 + 5 * MS, 10**12 + 10 * MS, 7, 32)
+    assert [found.stage for found in spans] == [StageTrack(0, 0)] * 6 + [StageTrack(0, 1)] * 6
+    assert spans[1] == Span(StageTrack(0, 0), Phase.FORWARD, 10**12 + 5 * MS, 10**12 + 10 * MS, 7, 32)
 
 
 def test_spans_are_cut_at_the_window() -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from penstock.attention.metadata import AnyKV, LatentKV, LayerKV
 
-Place = tuple[AnyKV, int]  # of a layer, from `AttentionBackend.layer_kv`, and which of its blocks
+LayerBlock = tuple[AnyKV, int]  # of a layer, from `AttentionBackend.layer_kv`, and which of its blocks
 
 
 class BlockCodec(Protocol):
@@ -42,11 +42,11 @@ class BlockCodec(Protocol):
     @property
     def record_bytes(self) -> int: ...
 
-    def export_blocks(self, places: Sequence[Place]) -> list[bytes]:
+    def export_blocks(self, places: Sequence[LayerBlock]) -> list[bytes]:
         """The records of each, one after the other."""
         ...
 
-    def import_blocks(self, places: Sequence[Place], records: Sequence[bytes]) -> None:
+    def import_blocks(self, places: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
         """The way back: `records` as `export_blocks` gives them. Only the blocks' own slots are written."""
         ...
 
@@ -73,12 +73,12 @@ class SlotCodec:
         _, num_parts, block_size, width = self._shape
         return num_parts * block_size * width * self._dtype.itemsize
 
-    def export_blocks(self, places: Sequence[Place]) -> list[bytes]:
+    def export_blocks(self, places: Sequence[LayerBlock]) -> list[bytes]:
         # Put in order where they lie, so that a device sends them in one piece.
         blocks = [torch.stack(self._slots(*place)).permute(2, 0, 1, 3).contiguous() for place in places]
         return [_bytes(record) for block in blocks for record in block.cpu()]
 
-    def import_blocks(self, places: Sequence[Place], records: Sequence[bytes]) -> None:
+    def import_blocks(self, places: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
         check_records(self, len(places), records)
         count = self.num_records
         for index, place in enumerate(places):

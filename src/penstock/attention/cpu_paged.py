@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.attention.block_codec import Place, check_records
+from penstock.attention.block_codec import LayerBlock, check_records
 from penstock.attention.metadata import AnyKV, AttentionMetadata, BlockKV
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels, HeadShape, Sight
 
@@ -68,7 +68,7 @@ class PackedCodec:
         _, head_dim, block_size = self._sizes
         return 2 * block_size * head_dim * self._dtype.itemsize
 
-    def export_blocks(self, places: Sequence[Place]) -> list[bytes]:
+    def export_blocks(self, places: Sequence[LayerBlock]) -> list[bytes]:
         size, count = self.record_bytes, len(places) * self.num_records
         whole = bytearray(count * size)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(whole)) if whole else 0
@@ -76,11 +76,11 @@ class PackedCodec:
         self._copy(self._library.penstock_kv_export, places, records)
         return [bytes(whole[index * size : (index + 1) * size]) for index in range(count)]
 
-    def import_blocks(self, places: Sequence[Place], records: Sequence[bytes]) -> None:
+    def import_blocks(self, places: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
         check_records(self, len(places), records)
         self._copy(self._library.penstock_kv_import, places, (ctypes.c_char_p * len(records))(*records))
 
-    def _copy(self, kernel: Any, places: Sequence[Place], records: ctypes.Array[Any]) -> None:
+    def _copy(self, kernel: Any, places: Sequence[LayerBlock], records: ctypes.Array[Any]) -> None:
         blocks = (ctypes.c_void_p * len(places))(*(self._memory(*place) for place in places))
         kernel(blocks, records, len(places), *self._sizes, DTYPES[self._dtype])
 

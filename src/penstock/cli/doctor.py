@@ -25,12 +25,12 @@ from penstock.cli.settings import EngineSettings, flag
 from penstock.cli.terminal import Invocation, one_line, remedy_of
 from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
 from penstock.errors import PenstockError
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.spec import ModelSpec
-from penstock.kernels.cpu.library import Loaded, load
+from penstock.kernels.cpu.library import LoadedKernels, load
 from penstock.pipeline.partition import AUTO_POLICY
 from penstock.process.config import RankConfig
 from penstock.process.listening import listen
@@ -104,7 +104,7 @@ def show(findings: Iterable[Finding], invocation: Invocation) -> None:
 
 def check_machine(settings: DoctorSettings, parallel: ParallelConfig) -> list[Finding]:
     """All checks that need no model."""
-    host = Host.detect()
+    host = HostResources.detect()
     return [
         check_python(sys.version_info[:3]),
         check_cores(host.num_cpus, sum(parallel.tp_sizes) * parallel.data_parallel_size),
@@ -198,7 +198,7 @@ def _try_pidfd() -> None:
     os.close(os.pidfd_open(os.getpid()))
 
 
-def check_cpu_kernels(loaded: Loaded) -> Finding:
+def check_cpu_kernels(loaded: LoadedKernels) -> Finding:
     """Which of our kernels run here, and why. Nothing fails for want of them."""
     if loaded.library is None:
         return Finding("warn", "kernels", f"none: {loaded.reason}; {WITHOUT_KERNELS}", loaded.remedy)
@@ -294,7 +294,7 @@ def _elements(shape: Sequence[int]) -> int:
 
 def check_stages(config: EngineConfig) -> list[Finding]:
     """What each stage would hold. Raises what `serve` would: the same is decided in the same way."""
-    is_measured, host = config.parallel.partition == AUTO_POLICY, Host.detect()
+    is_measured, host = config.parallel.partition == AUTO_POLICY, HostResources.detect()
     replicas = resolve_replicas(config.with_partition("even") if is_measured else config, host)
     missing = check_gpus([rank.device for plan in replicas for rank in plan.ranks], host.num_gpus)
     if is_measured:

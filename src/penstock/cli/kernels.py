@@ -15,7 +15,7 @@ from penstock.cli.terminal import Invocation, one_line, report_error
 from penstock.errors import PenstockError
 from penstock.kernels.cpu.build_cache import BuildCache, FolderUnusableError, cache_folder
 from penstock.kernels.cpu.compiler import Built, Machine, build
-from penstock.kernels.cpu.library import Loaded, load_built
+from penstock.kernels.cpu.library import LoadedKernels, load_built
 
 AHEAD_SECONDS = 900.0  # nobody waits for it, so a slow machine may take its time
 
@@ -44,7 +44,7 @@ def kernels_clear(*, invocation: Annotated[Invocation, Parameter(parse=False)]) 
     return 0
 
 
-def _show(built: Built, loaded: Loaded, invocation: Invocation) -> None:
+def _show(built: Built, loaded: LoadedKernels, invocation: Invocation) -> None:
     compiler = built.compiler
     rows = {
         "compiler": f"{compiler.version}, {shlex.join(compiler.command)}, for {compiler.target}",

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 from penstock.cli.settings import EngineSettings
 from penstock.cli.terminal import Invocation, printable
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.reports import Event, event_line
 from penstock.errors import UsageError
 
@@ -40,7 +40,7 @@ def plan(
             remedy="Give the number of stages, such as --pp 2.",
             param="pipeline_parallel_size",
         )
-    settled = settle_partition(config, Host.detect(), _Speaker(invocation))
+    settled = settle_partition(config, HostResources.detect(), _Speaker(invocation))
     invocation.say(_how_to_serve(settled.parallel.partition, engine.topology))
     return 0
 

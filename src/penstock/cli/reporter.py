@@ -19,9 +19,9 @@ from penstock.cli.terminal import Invocation, one_line, report_error
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import (
+    EngineFailed,
     EngineReady,
     Event,
-    Failed,
     LoadProgress,
     StageReady,
     event_line,
@@ -95,7 +95,7 @@ class ServeReporter:
             self._loading.update(event)
             return
         self._loading.clear()
-        if isinstance(event, Failed):
+        if isinstance(event, EngineFailed):
             report_error(error_from_info(event.error), self._invocation)
         elif isinstance(event, EngineReady):
             self._announce(event)

@@ -33,13 +33,13 @@ class InprocessExecutor:
 
     def __init__(self, rank_configs: Sequence[RankConfig]) -> None:
         self._configs = [msgspec.structs.replace(config, are_threads=True) for config in rank_configs]
-        core_ends, rank_ends = QueueChannel.star(len(self._configs))
+        core_endpoints, rank_endpoints = QueueChannel.star(len(self._configs))
         self._ranks = RankChannels(
-            core_ends,
-            wait=lambda timeout_s: QueueChannel.wait_any(core_ends, timeout_s),
+            core_endpoints,
+            wait=lambda timeout_s: QueueChannel.wait_any(core_endpoints, timeout_s),
             stages=[config.stage for config in self._configs],
         )
-        connections = connect_ranks(self._configs, rank_ends)
+        connections = connect_ranks(self._configs, rank_endpoints)
         self._threads = [
             threading.Thread(
                 target=run_rank,

@@ -23,7 +23,7 @@ from penstock.executor.base import KVPlan, RankChannels
 from penstock.pipeline.links.plan_channel import ZmqChannel, bind_address
 from penstock.pipeline.links.ring_channel import RingChannel
 from penstock.pipeline.links.ring_memory import close_handle
-from penstock.process.config import CoreEnds, rank_names
+from penstock.process.config import CoreEndpoints, rank_names
 
 
 class MpExecutor:
@@ -37,7 +37,7 @@ class MpExecutor:
     """
 
     def __init__(
-        self, ends: CoreEnds, start: AllocateKV | None = None, load_timeout_s: float = math.inf
+        self, ends: CoreEndpoints, start: AllocateKV | None = None, load_timeout_s: float = math.inf
     ) -> None:
         self._load_timeout_s = load_timeout_s
         self._channels = [

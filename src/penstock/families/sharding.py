@@ -14,7 +14,7 @@ from penstock.families.spec import ModelSpec
 from penstock.kernels.quantized_groups import default_group_size, inputs_together
 
 
-class Place(Protocol):
+class ShardRule(Protocol):
     """A rank among those of its stage."""
 
     rank: int
@@ -29,7 +29,7 @@ class HeadShares:
     keys: Share
 
     @classmethod
-    def of(cls, spec: ModelSpec, place: Place) -> HeadShares:
+    def of(cls, spec: ModelSpec, place: ShardRule) -> HeadShares:
         return cls(
             queries=even_share(spec.num_heads, place.rank, place.size),
             keys=head_share(spec.num_kv_heads, place.rank, place.size),

@@ -9,7 +9,7 @@ from penstock.errors import ErrorInfo
 LENGTH_BYTES = 4
 
 
-class Answer(msgspec.Struct, frozen=True):
+class ProofAnswer(msgspec.Struct, frozen=True):
     """`error`: why a grammar, or any grammar, cannot be used; None: it can."""
 
     error: ErrorInfo | None = None

@@ -28,7 +28,7 @@ import msgspec
 
 from penstock.config.limits import GrammarLimits
 from penstock.errors import ErrorInfo, InvalidRequestError, OverloadedError, error_from_info
-from penstock.grammar.frames import LENGTH_BYTES, Answer, framed
+from penstock.grammar.frames import LENGTH_BYTES, ProofAnswer, framed
 from penstock.grammar.schema_bounds import check_bounds, check_schema
 from penstock.process import entry_points
 from penstock.request import StructuredOutputs
@@ -117,7 +117,7 @@ class ChildProcess:
         length = int.from_bytes(self._read(LENGTH_BYTES, deadline), "little")
         if length > _MAX_ANSWER_BYTES:
             raise ProcessEndedError(is_late=False)
-        return msgspec.msgpack.decode(self._read(length, deadline), type=Answer).error
+        return msgspec.msgpack.decode(self._read(length, deadline), type=ProofAnswer).error
 
     def _read(self, size: int, deadline: float) -> bytes:
         stdout = self._process.stdout

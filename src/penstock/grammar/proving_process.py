@@ -23,7 +23,7 @@ from typing import BinaryIO
 import msgspec
 
 from penstock.errors import InvalidRequestError
-from penstock.grammar.frames import LENGTH_BYTES, Answer, framed
+from penstock.grammar.frames import LENGTH_BYTES, ProofAnswer, framed
 from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
 from penstock.request import StructuredOutputs
 
@@ -36,7 +36,7 @@ _UNSUPPORTED = re.compile(r"^(Unimplemented keys|Unknown format)|(not|only) supp
 _NOT_TOLD = re.compile(r"^failed to compile JSON schema: |\.? Enable 'coerce_one_of'.*")
 
 
-def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> Answer:
+def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> ProofAnswer:
     """Of what the last stage would do first with this grammar."""
     try:
         matcher = Matcher(vocabulary, structured)
@@ -45,12 +45,12 @@ def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> Answer:
         return _invalid(str(error))
     if matcher.error:
         return _invalid(matcher.error)
-    return Answer() if any(mask) else _invalid("no text satisfies it")
+    return ProofAnswer() if any(mask) else _invalid("no text satisfies it")
 
 
-def _invalid(reason: str) -> Answer:
+def _invalid(reason: str) -> ProofAnswer:
     why = _NOT_TOLD.sub("", reason)
-    return Answer(
+    return ProofAnswer(
         InvalidRequestError(
             f"structured output: {why}.",
             remedy="See what is supported in docs/structured-output.md.",
@@ -60,7 +60,7 @@ def _invalid(reason: str) -> Answer:
     )
 
 
-def _write(stream: BinaryIO, answer: Answer) -> None:
+def _write(stream: BinaryIO, answer: ProofAnswer) -> None:
     stream.write(framed(answer))
     stream.flush()
 
@@ -85,10 +85,10 @@ def _serve(directory: Path, eos_token_ids: list[int], seconds: float) -> None:
     try:
         vocabulary = load_vocabulary(directory, eos_token_ids)
     except InvalidRequestError as error:
-        _write(sink, Answer(error.info()))
+        _write(sink, ProofAnswer(error.info()))
         return
     _limit_memory()
-    _write(sink, Answer())
+    _write(sink, ProofAnswer())
     while (asked := _read(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # at its end the system ends the process
         answer = tried(vocabulary, asked)

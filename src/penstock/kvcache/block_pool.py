@@ -1,7 +1,7 @@
 """The pool of KV blocks: which ids are free, and how many hold each of the others.
 
 A block id means the same slots on every stage, so one pool in the engine core serves the whole pipe. Knows
-nothing of requests (`kvcache.allocator`) nor of bytes (`runner.kv_storage`). What blocks hold, and what is
+nothing of requests (`kvcache.allocator`) nor of bytes (`runner.device_kv`). What blocks hold, and what is
 given up when no block is free, is the affair of a `PrefixCache`, if there is one.
 """
 

@@ -5,7 +5,7 @@
 
 Blocks that are being copied are held until all ranks have answered, so a flush frees them no earlier. The
 store is emptied last, since what is still on its way there would stay. Made by `scheduler.prefix_reuse`, for
-`engine.core.operation_desk`, which looks now and then whether it is done. Knows no clock.
+`engine.core.operations_in_force`, which looks now and then whether it is done. Knows no clock.
 """
 
 from __future__ import annotations

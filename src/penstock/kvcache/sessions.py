@@ -13,8 +13,8 @@ Kept blocks are given up last (`kvcache.eviction`), and never refuse anybody a p
     in time             a session without a request for its idle timeout is closed, here and by itself
 
 Only the order in which blocks are given up depends on all this, so plans name other blocks, and no token
-changes. Owned by `scheduler.prefix_reuse`; opened and closed by `engine.core.operation_desk`; clients hear of
-it by `take_changes`.
+changes. Owned by `scheduler.prefix_reuse`; opened and closed by `engine.core.operations_in_force`; clients
+hear of it by `take_changes`.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ class _Manner:
     block_s: float = math.inf
 
 
-class Loaded(NamedTuple):
+class LoadedBlocks(NamedTuple):
     """The blocks of a request, or as many of them as have come, from its `first` on."""
 
     arrival: int
@@ -325,7 +325,7 @@ class StorageTier:
 
     # --- answers --------------------------------------------------------------------------------
 
-    def settle(self, finished: Sequence[Outcome]) -> list[Loaded]:
+    def settle(self, finished: Sequence[Outcome]) -> list[LoadedBlocks]:
         """All ranks have answered these orders.
 
         Returns:
@@ -350,7 +350,7 @@ class StorageTier:
         self._order_stores()
         return loaded
 
-    def _settle_load(self, order: int, is_done: bool | None) -> list[Loaded]:
+    def _settle_load(self, order: int, is_done: bool | None) -> list[LoadedBlocks]:
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         place = prefetch.open_orders.pop(order)
@@ -369,7 +369,7 @@ class StorageTier:
         took_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
         self._manner.block_s = took_s / wanted
         self._release(prefetch, 0 if prefetch.is_flushed else come)
-        return [Loaded(arrival, len(prefetch.before), wanted, come)]
+        return [LoadedBlocks(arrival, len(prefetch.before), wanted, come)]
 
     def distrust(self, names: Sequence[bytes]) -> None:
         """What the store has under these names is not to be found any more."""

@@ -13,7 +13,7 @@ from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, Paral
 from penstock.config.refused_settings import refuse_if_known, refuse_replicas
 from penstock.config.topology import with_topology
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.reports import LogReporter
 from penstock.errors import UsageError
@@ -52,7 +52,7 @@ def engine_config(
 
 def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:
     """The configuration without `auto`s that have to be measured, and what becomes of it on this host."""
-    host = Host.detect()
+    host = HostResources.detect()
     config = settle_partition(config, host, LogReporter())
     return config, resolve(config, host)
 

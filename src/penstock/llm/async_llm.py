@@ -6,7 +6,7 @@
 
 It starts the same supervisor as `LLM` and is a client of the core by the API process's own
 `engine.client.async_engine`: streams, aborts, checks and what becomes of them when a core is lost are the
-server's. Prompts become ids as for `LLM` (`llm.text_side`).
+server's. Prompts become ids as for `LLM` (`llm.prompt_preparer`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from penstock.grammar.proving import GrammarProver
 from penstock.llm.arguments import engine_config, refuse_unknown, settled
 from penstock.llm.engine_client import START_TIMEOUT_S, SupervisorProcess
 from penstock.llm.llm import LLM
-from penstock.llm.text_side import (
+from penstock.llm.prompt_preparer import (
     Conversation,
     PreparedPrompt,
     Prompt,
-    TextSide,
+    PromptPreparer,
     chat_options,
     normalised_pooling,
     raw_pooling,
@@ -275,7 +275,7 @@ class _Running:
         max_model_len: longest prompt and output that it serves.
     """
 
-    def __init__(self, supervisor: SupervisorProcess, engine: AsyncEngine, text: TextSide) -> None:
+    def __init__(self, supervisor: SupervisorProcess, engine: AsyncEngine, text: PromptPreparer) -> None:
         self.engine = engine
         self.text = text
         self._supervisor = supervisor
@@ -320,7 +320,7 @@ class _Running:
 async def _start(config: EngineConfig) -> _Running:
     """Start processes and wait for them, off the loop; whatever goes wrong, none of them stays."""
     config, plan = await asyncio.to_thread(settled, config)
-    text = await asyncio.to_thread(TextSide.of, plan, config.model.pooling)
+    text = await asyncio.to_thread(PromptPreparer.of, plan, config.model.pooling)
     supervisor = SupervisorProcess(config, LogReporter())
     try:
         address = await asyncio.to_thread(supervisor.wait_until_ready)

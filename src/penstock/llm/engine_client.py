@@ -36,7 +36,7 @@ from penstock.engine.ipc import (
 )
 from penstock.engine.stats import CoreStats
 from penstock.engine.supervisor.launch import LaunchPlan
-from penstock.engine.supervisor.reports import EngineReady, Event, Failed, Reporter
+from penstock.engine.supervisor.reports import EngineFailed, EngineReady, Event, Reporter
 from penstock.engine.supervisor.supervisor import CallerConfig
 from penstock.errors import PenstockError, StageLostError, WaitTimeoutError, error_from_info
 from penstock.executor.base import Executor
@@ -273,14 +273,14 @@ class SupervisorProcess:
         message = CallerConfig(engine=config, caller_pid=os.getpid())
         os.write(self._lifeline, msgspec.json.encode(message) + b"\n")
         self._partial = b""
-        self._failed: Failed | None = None
+        self._failed: EngineFailed | None = None
         self.has_ended = False  # it will say nothing more
 
     def wait_until_ready(self) -> str:
         """Address of the core. Raises the first cause when the engine cannot be started."""
         while not self.has_ended:
             for event in self._hear(time.monotonic() + START_TIMEOUT_S):
-                if isinstance(event, Failed):
+                if isinstance(event, EngineFailed):
                     raise _error_of(event)
                 if isinstance(event, EngineReady):
                     return event.address
@@ -311,7 +311,7 @@ class SupervisorProcess:
         self.has_ended = not events
         for event in events:
             self._reporter.report(event)
-            if isinstance(event, Failed) and self._failed is None:
+            if isinstance(event, EngineFailed) and self._failed is None:
                 self._failed = event
         return events
 
@@ -345,7 +345,7 @@ class SupervisorProcess:
         return events
 
 
-def _error_of(event: Failed) -> PenstockError:
+def _error_of(event: EngineFailed) -> PenstockError:
     """The error, with the trace of the process where it happened as a note."""
     error = error_from_info(event.error)
     if event.trace:

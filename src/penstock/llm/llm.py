@@ -5,9 +5,9 @@
             print(output.outputs[0].text)
 
 The stages are processes of their own (`mp`) or threads of this one (`inprocess`). Tokenising is
-`llm.text_side`'s, text and stop strings are `engine.client.outputs`', waiting is `llm.pending`'s; everything
-else is the engine's (`llm.engine_client`). What is decided and done at start is logged at INFO by the logger
-`penstock`. The same for programs with an event loop is `llm.async_llm`.
+`llm.prompt_preparer`'s, text and stop strings are `engine.client.outputs`', waiting is `llm.pending`'s;
+everything else is the engine's (`llm.engine_client`). What is decided and done at start is logged at INFO by
+the logger `penstock`. The same for programs with an event loop is `llm.async_llm`.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from penstock.llm.arguments import NO_INTER_TOKEN_TARGET_MS, engine_config, refu
 from penstock.llm.engine_client import EngineClient, InprocessClient, ProcessClient
 from penstock.llm.pending import Pending, run_all
 from penstock.llm.progress import progress_of
-from penstock.llm.text_side import (
+from penstock.llm.prompt_preparer import (
     Conversation,
     PreparedPrompt,
     Prompt,
-    TextSide,
+    PromptPreparer,
     at_place,
     chat_options,
     normalised_pooling,
@@ -177,7 +177,7 @@ class LLM:
         refuse_unknown(unknown, [name for name in known if name != "unknown"])
         backend, make_executor = _executor_backend(distributed_executor_backend)
         config, plan = settled(engine_config(given, backend, topology))
-        self._text = TextSide.of(plan, config.model.pooling)
+        self._text = PromptPreparer.of(plan, config.model.pooling)
         self._client = _make_client(config, plan, make_executor)
         self._limits = self._text.limits(self._client.max_model_len)
         self._numbers = itertools.count()

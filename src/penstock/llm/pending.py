@@ -13,8 +13,8 @@ from penstock.engine.client.outputs import (
 )
 from penstock.errors import error_from_info
 from penstock.llm.engine_client import EngineClient
-from penstock.llm.progress import Progress
-from penstock.llm.text_side import PreparedPrompt
+from penstock.llm.progress import ProgressDisplay
+from penstock.llm.prompt_preparer import PreparedPrompt
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.tokenizer.tokenizer import Tokenizer
 
@@ -81,7 +81,7 @@ class Pending:
         )
 
 
-def run_all(client: EngineClient, requests: Sequence[Pending], progress: Progress) -> None:
+def run_all(client: EngineClient, requests: Sequence[Pending], progress: ProgressDisplay) -> None:
     """Send all requests and wait until all have ended.
 
     Raises the first error of one of them, or of the engine; the others are aborted then, as they are at an
@@ -101,7 +101,7 @@ def run_all(client: EngineClient, requests: Sequence[Pending], progress: Progres
 
 
 def _take(
-    client: EngineClient, pending: dict[str, Pending], update: RequestUpdate, progress: Progress
+    client: EngineClient, pending: dict[str, Pending], update: RequestUpdate, progress: ProgressDisplay
 ) -> None:
     entry = pending.get(update.request_id)
     if entry is None or not entry.take(update):

@@ -1,4 +1,4 @@
-"""Progress of many prompts, on standard error: a bar on a terminal, else a line for each tenth."""
+"""ProgressDisplay of many prompts, on standard error: a bar on a terminal, else a line for each tenth."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import TextIO
 
 
-class Progress:
+class ProgressDisplay:
     """Shows nothing; those that show something are subclasses."""
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         return self
 
     def __exit__(
@@ -22,7 +22,7 @@ class Progress:
         """One more prompt is done."""
 
 
-class ProgressLines(Progress):
+class ProgressLines(ProgressDisplay):
     """A line whenever another tenth of the prompts is done."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
@@ -35,7 +35,7 @@ class ProgressLines(Progress):
             print(f"{self._num_done} of {self._total} prompts", file=self._stream, flush=True)
 
 
-class ProgressBar(Progress):
+class ProgressBar(ProgressDisplay):
     """A bar that stays when it is full."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
@@ -45,7 +45,7 @@ class ProgressBar(Progress):
         self._bar = RichProgress(console=Console(file=stream))
         self._task = self._bar.add_task("prompts", total=total)
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressDisplay:
         self._bar.start()
         return self
 
@@ -58,12 +58,12 @@ class ProgressBar(Progress):
         self._bar.advance(self._task)
 
 
-def progress_of(total: int, wanted: bool | None) -> Progress:
+def progress_of(total: int, wanted: bool | None) -> ProgressDisplay:
     """Args:
     wanted: None: only on a terminal, and of several prompts.
     """
     stream = sys.stderr
     on_terminal = stream is not None and stream.isatty()
     if not total or wanted is False or (wanted is None and (total == 1 or not on_terminal)):
-        return Progress()
+        return ProgressDisplay()
     return ProgressBar(total, stream) if on_terminal else ProgressLines(total, stream)

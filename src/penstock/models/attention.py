@@ -23,7 +23,7 @@ Angles = Sequence[RotaryAngles | Tensor]  # by kind of layer: without a window, 
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerSite:
     """Where a layer is: its number, and its name in the checkpoint."""
 
     layer: int
@@ -33,7 +33,9 @@ class Place:
 class Attention(nn.Module):
     """Self-attention of one layer: of this rank's heads."""
 
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: Place) -> None:
+    def __init__(
+        self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: LayerSite
+    ) -> None:
         super().__init__()
         heads, parent = HeadShares.of(spec, compute.group), f"{place.name}.self_attn"
         queries, keys = heads.queries.scaled(spec.head_dim), heads.keys.scaled(spec.head_dim)

@@ -33,7 +33,7 @@ from penstock.layers.linear import GatedLinear, Linear
 from penstock.layers.missing import MissingLayer
 from penstock.layers.norm import Add, AddRMSNorm, RMSNorm
 from penstock.layers.scale import scale_by
-from penstock.models.attention import Angles, Attention, Place, Rotation
+from penstock.models.attention import Angles, Attention, LayerSite, Rotation
 from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
 from penstock.models.latent_attention import LatentAttention
@@ -89,7 +89,9 @@ class DecoderLayer(nn.Module):
     The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
     """
 
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: Place) -> None:
+    def __init__(
+        self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: LayerSite
+    ) -> None:
         super().__init__()
         # In tuples for `forward`; norms by their names too, for the checkpoint.
         self._before = _before(spec, compute), _before(spec, compute)
@@ -163,7 +165,7 @@ class Backbone(nn.Module):
                 curve=_curve(spec),
             )
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, backend, compute, Place(index, f"model.layers.{index}"))
+            DecoderLayer(spec, backend, compute, LayerSite(index, f"model.layers.{index}"))
             if start_layer <= index < end_layer
             else MissingLayer()
             for index in range(spec.num_layers)

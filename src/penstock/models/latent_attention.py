@@ -20,7 +20,7 @@ from penstock.families.spec import ModelSpec
 from penstock.layers.compute import Compute
 from penstock.layers.linear import FusedLinear, Linear
 from penstock.layers.norm import RMSNorm
-from penstock.models.attention import Angles, Place, sight_of
+from penstock.models.attention import Angles, LayerSite, sight_of
 
 
 class LatentExpansion(nn.Module):
@@ -58,7 +58,9 @@ class LatentExpansion(nn.Module):
 class LatentAttention(nn.Module):
     """Of this rank's heads; what leads to latent vectors, and these, each rank has whole."""
 
-    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: Place) -> None:
+    def __init__(
+        self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: LayerSite
+    ) -> None:
         super().__init__()
         assert spec.latent is not None
         latent, parent = spec.latent, f"{place.name}.self_attn"

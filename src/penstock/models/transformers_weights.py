@@ -95,7 +95,7 @@ def _is_filled(buffer: Tensor | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class TensorSource:
     """A tensor of the checkpoint that a tensor of the model is made of.
 
     Attributes:
@@ -108,7 +108,7 @@ class Source:
     part: int
 
 
-def sources_of(model: Any, checkpoint_names: Collection[str]) -> dict[str, list[Source]]:
+def sources_of(model: Any, checkpoint_names: Collection[str]) -> dict[str, list[TensorSource]]:
     """Of each name of the model, the tensors of the checkpoint that belong there, as transformers names them.
 
     Args:
@@ -126,11 +126,11 @@ def sources_of(model: Any, checkpoint_names: Collection[str]) -> dict[str, list[
         for part, pattern in enumerate(converter.source_patterns)
     }
     known = model.state_dict()
-    found: dict[str, list[Source]] = {}
+    found: dict[str, list[TensorSource]] = {}
     for name in sorted(checkpoint_names, key=_by_number):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         converter, part = of_pattern[pattern] if pattern is not None else (None, 0)
-        found.setdefault(target, []).append(Source(name=name, converter=converter, part=part))
+        found.setdefault(target, []).append(TensorSource(name=name, converter=converter, part=part))
     return found
 
 
@@ -158,7 +158,7 @@ def weight_tree(model: nn.Module, weights: Mapping[str, nn.Parameter]) -> nn.Mod
 
 
 def checkpoint_weights(
-    model: nn.Module, weights: Mapping[str, nn.Parameter], sources: Mapping[str, Sequence[Source]]
+    model: nn.Module, weights: Mapping[str, nn.Parameter], sources: Mapping[str, Sequence[TensorSource]]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Names in the checkpoint, and the memory that each is to fill.
 
@@ -178,7 +178,7 @@ def checkpoint_weights(
 
 
 def _pieces(
-    model: nn.Module, name: str, weight: nn.Parameter, sources: Sequence[Source]
+    model: nn.Module, name: str, weight: nn.Parameter, sources: Sequence[TensorSource]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     plain = [source.name for source in sources if source.converter is None]
     if plain or not sources:  # a name that is nowhere is for the loader to miss
@@ -204,7 +204,7 @@ def _step(operation: Any) -> str:
     return f"{kind} {operation.dim}" if kind else type(operation).__name__
 
 
-def check_layers(layers_path: str, num_layers: int, sources: Mapping[str, Sequence[Source]]) -> None:
+def check_layers(layers_path: str, num_layers: int, sources: Mapping[str, Sequence[TensorSource]]) -> None:
     """Raise `CheckpointError` if the checkpoint has layers after the last one."""
     for target, found in sources.items():
         number = target.removeprefix(f"{layers_path}.").partition(".")[0]

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankPlace:
+class RankCoordinates:
     """Where a rank is."""
 
     replica: int
@@ -90,10 +90,10 @@ class RankLayout:
         )
 
     @property
-    def places(self) -> list[RankPlace]:
+    def places(self) -> list[RankCoordinates]:
         """Of each rank, in order."""
         return [
-            RankPlace(replica=replica, stage=stage, context_rank=part, tp_rank=tp_rank)
+            RankCoordinates(replica=replica, stage=stage, context_rank=part, tp_rank=tp_rank)
             for replica in range(self.data_parallel_size)
             for stage, tp_size in enumerate(self.tp_sizes)
             for part in range(self.context_parallel_size)

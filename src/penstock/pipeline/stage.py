@@ -23,8 +23,8 @@ from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel
-from penstock.pipeline.order_desk import OrderDesk
 from penstock.pipeline.ports import Sink, Source
+from penstock.pipeline.transfer_orders import TransferOrders
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock, StageReporter
@@ -52,7 +52,7 @@ class Stage:
         sink: Sink,
         times: StageReporter | None = None,
         faults: Sequence[Fault] = (),
-        desk: OrderDesk | None = None,
+        desk: TransferOrders | None = None,
         group: TensorGroup = SOLO,
     ) -> None:
         self._stage = stage
@@ -108,7 +108,7 @@ def plans_from(
     is_last: bool = False,
     log: DecisionLog | None = None,
     names_of: Callable[[ScheduledBatch], Sequence[str]] = lambda plan: [],
-    desk: OrderDesk | None = None,
+    desk: TransferOrders | None = None,
     check: Callable[[ScheduledBatch], None] = lambda plan: None,
 ) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
@@ -143,7 +143,7 @@ def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
     return Phase.WAIT_NEXT if plan.held and not is_last else Phase.WAIT_PLAN
 
 
-def _receive(channel: MessageChannel, step_id: int, desk: OrderDesk | None) -> ScheduledBatch | None:
+def _receive(channel: MessageChannel, step_id: int, desk: TransferOrders | None) -> ScheduledBatch | None:
     """The next plan; None when there are no more."""
     due = f"the plan of step {step_id}"
     try:

@@ -36,14 +36,14 @@ _MAX_TEXT = 1500  # so that message and trace of a failure fit a line
 Config = TypeVar("Config")
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
+class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
     """Tensor bytes loaded so far, of all that the rank will load."""
 
     done: int
     total: int
 
 
-class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field="event"):
+class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field="event"):
     """Weights are in memory."""
 
     bytes_read: int
@@ -78,14 +78,14 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured", tag_fi
     costs: msgspec.Raw
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
+class ChildFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
     """The child is about to exit. `trace` is for the log of a verbose supervisor."""
 
     error: ErrorInfo
     trace: str = ""
 
 
-StatusEvent = Progress | Loaded | Ready | Abandoned | Alive | Measured | Failed
+StatusEvent = LoadProgressed | WeightsLoaded | Ready | Abandoned | Alive | Measured | ChildFailed
 
 _events: msgspec.json.Decoder[StatusEvent] = msgspec.json.Decoder(StatusEvent)
 
@@ -95,12 +95,12 @@ def decode_status(line: bytes) -> StatusEvent:
     return _events.decode(line)
 
 
-def failure(error: BaseException) -> Failed:
+def failure(error: BaseException) -> ChildFailed:
     """The event that reports `error`; foreign exceptions bring the end of their trace."""
     info = describe(error)
     cause = error.__cause__ if isinstance(error, PenstockError) else error
     trace = "".join(traceback.format_exception(cause))[-_MAX_TEXT:] if cause else ""
-    return Failed(error=msgspec.structs.replace(info, message=info.message[:_MAX_TEXT]), trace=trace)
+    return ChildFailed(error=msgspec.structs.replace(info, message=info.message[:_MAX_TEXT]), trace=trace)
 
 
 class StatusWriter:
@@ -113,13 +113,13 @@ class StatusWriter:
 
     def write(self, event: StatusEvent) -> None:
         """Write one line; of progress, only what changes the percentage."""
-        if isinstance(event, Progress) and not self._is_news(event):
+        if isinstance(event, LoadProgressed) and not self._is_news(event):
             return
         line = msgspec.json.encode(event) + b"\n"
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._fd, line)
 
-    def _is_news(self, progress: Progress) -> bool:
+    def _is_news(self, progress: LoadProgressed) -> bool:
         percent = 100 * progress.done // max(progress.total, 1)
         is_news, self._percent = percent != self._percent, percent
         return is_news

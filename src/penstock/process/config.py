@@ -164,7 +164,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreConfig | None = None
 
 
-class LinkHandle(msgspec.Struct, frozen=True, kw_only=True):
+class RingHandle(msgspec.Struct, frozen=True, kw_only=True):
     """A ring in shared memory as inherited file descriptors; nothing of it has a name."""
 
     memory_fd: int
@@ -186,21 +186,21 @@ class MeetingHandle(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank process reads from its config pipe. Where its neighbours are comes later: `RankEnds`."""
+    """What a rank process reads from its config pipe; its neighbours come later, in `RankEndpoints`."""
 
     rank: RankConfig
     parent_pid: int
 
 
-class RankEnds(msgspec.Struct, frozen=True, kw_only=True, tag="rank_ends"):
+class RankEndpoints(msgspec.Struct, frozen=True, kw_only=True, tag="rank_endpoints"):
     """Where the neighbours of a rank are in one epoch. Descriptors are the receiver's own."""
 
     epoch: int
     plan_fd: int  # handle of the socket that the core listens on (`engine.supervisor.endpoints`)
-    tokens: list[LinkHandle]  # output rank: to each rank of earlier stages, in order; those: from it
-    results: LinkHandle | None = None  # output rank: to the core
-    incoming: LinkHandle | None = None
-    outgoing: list[LinkHandle] = []  # to each of `RankConfig.receivers`
+    tokens: list[RingHandle]  # output rank: to each rank of earlier stages, in order; those: from it
+    results: RingHandle | None = None  # output rank: to the core
+    incoming: RingHandle | None = None
+    outgoing: list[RingHandle] = []  # to each of `RankConfig.receivers`
     meeting: MeetingHandle | None = None  # of the ranks of the stage, if there are several
 
 
@@ -228,7 +228,7 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the core process reads from its config pipe. Where the ranks are comes later: `CoreEnds`."""
+    """What the core process reads from its config pipe. Where the ranks are comes later: `CoreEndpoints`."""
 
     core: CoreConfig
     parent_pid: int
@@ -245,13 +245,13 @@ class Restarts(msgspec.Struct, frozen=True, kw_only=True):
 NO_RESTARTS = Restarts()
 
 
-class CoreEnds(msgspec.Struct, frozen=True, kw_only=True, tag="core_ends"):
+class CoreEndpoints(msgspec.Struct, frozen=True, kw_only=True, tag="core_endpoints"):
     """Where the core meets the ranks in one epoch. Descriptors are the receiver's own."""
 
     epoch: int
     plan_fds: list[int]  # listening sockets, one per rank, stage by stage
     stages: list[int]  # of each rank
-    results: LinkHandle  # from the output rank
+    results: RingHandle  # from the output rank
     restarts: Restarts = Restarts()  # up to this epoch
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ErrorInfo
-from penstock.process.config import CoreEnds, RankEnds
+from penstock.process.config import CoreEndpoints, RankEndpoints
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
@@ -37,7 +37,7 @@ class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
     is_final: bool = False
 
 
-ControlMessage = Stop | EpochLost | RankEnds | CoreEnds
+ControlMessage = Stop | EpochLost | RankEndpoints | CoreEndpoints
 
 
 class ControlSocket:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Final
 
 SUPERVISOR: Final = "penstock.engine.supervisor.supervisor"  # started by `llm.engine_client`
-CORE: Final = "penstock.engine.core.core_process"  # by `engine.supervisor.members`
-RANK: Final = "penstock.rank.process"  # by `engine.supervisor.members`
+CORE: Final = "penstock.engine.core.core_process"  # by `engine.supervisor.pipeline_processes`
+RANK: Final = "penstock.rank.process"  # by `engine.supervisor.pipeline_processes`
 API_PROCESS: Final = "penstock.server.api_process"  # by `engine.supervisor.fronts`
 MEASURE: Final = "penstock.planner.measure"  # by `engine.supervisor.measuring`
 GRAMMAR_PROVING: Final = "penstock.grammar.proving_process"  # by `grammar.proving`

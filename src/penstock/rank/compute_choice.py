@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 
 from penstock.families.spec import ModelSpec
-from penstock.kernels.cpu.library import KERNEL_NAMES, Loaded, load, parse_kernels
+from penstock.kernels.cpu.library import KERNEL_NAMES, LoadedKernels, load, parse_kernels
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
 from penstock.kernels.quantized_groups import default_group_size
 from penstock.layers.compute import FormatOf, never_quantized
@@ -46,7 +46,7 @@ def is_invariant(kernels: CpuKernels | None, spec: ModelSpec) -> bool:
     return has_all and spec.latent is None
 
 
-def _described(loaded: Loaded, enabled: frozenset[str], asked: str) -> str:
+def _described(loaded: LoadedKernels, enabled: frozenset[str], asked: str) -> str:
     text = f"{loaded.isa}, {loaded.reason}"
     if loaded.remedy:  # they run, but cannot be kept
         text = f"{text}. {loaded.remedy}"

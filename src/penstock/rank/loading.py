@@ -36,7 +36,7 @@ from penstock.rank.compute_choice import (
     quantized_checkpoint,
 )
 from penstock.runner.buffers import BufferPool
-from penstock.runner.kv_storage import KVStorage
+from penstock.runner.device_kv import DeviceKV
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
 from penstock.runner.request_rows import RequestRows
@@ -67,7 +67,7 @@ class LoadedRank:
     device: torch.device
     group: TensorGroup
     model: Decoder | TransformersModel
-    storage: KVStorage
+    storage: DeviceKV
     report: LoadReport
     kernels: str
     has_kernels: bool
@@ -100,7 +100,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     left_out = frozenset({f"{EMBEDDING}.weight"} if is_sent_head else ())
     report = load_weights(model, checkpoint, progress, left_out=left_out, quantized=quantized)
     num_layers = config.end_layer - config.start_layer
-    storage = KVStorage(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
+    storage = DeviceKV(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
     return LoadedRank(
         spec=spec,
         device=device,

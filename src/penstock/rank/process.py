@@ -26,7 +26,7 @@ from penstock.process.child import (
     leave,
     run_child,
 )
-from penstock.process.config import LinkHandle, RankConfig, RankEnds, RankProcessConfig
+from penstock.process.config import RankConfig, RankEndpoints, RankProcessConfig, RingHandle
 from penstock.process.control import ControlReader, descriptors_of
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _epochs(
     rank: RankConfig, control: ControlReader, report: Callable[[StatusEvent], None]
 ) -> Iterator[RankConnections]:
     """The connections of each epoch that the supervisor begins; waits for it. Ends with the supervisor."""
-    while isinstance(ends := control.receive(), RankEnds):
+    while isinstance(ends := control.receive(), RankEndpoints):
         if control.has_news():  # that epoch is over before it has begun here
             error = LinkClosedError(f"epoch {ends.epoch} was over before this stage came to it.")
             report(Abandoned(epoch=ends.epoch, error=error.info()))
@@ -69,18 +69,18 @@ def _epochs(
         gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
 
 
-def _close(ends: RankEnds) -> None:
+def _close(ends: RankEndpoints) -> None:
     for fd in descriptors_of(ends):
         os.close(fd)
 
 
-def _connect(rank: RankConfig, ends: RankEnds, is_over: Callable[[], bool]) -> RankConnections:
+def _connect(rank: RankConfig, ends: RankEndpoints, is_over: Callable[[], bool]) -> RankConnections:
     from penstock.distributed.group import open_meeting
     from penstock.pipeline.links.ring import SharedMemoryLink
     from penstock.pipeline.links.ring_channel import RingChannel
     from penstock.rank.rank import RankConnections
 
-    def link(handle: LinkHandle, sender: str, receiver: str) -> Link:
+    def link(handle: RingHandle, sender: str, receiver: str) -> Link:
         return SharedMemoryLink(handle, f"{sender} -> {receiver}", rank.wait_timeout_s)
 
     last, after = f"stage {rank.num_stages - 1}", f"stage {rank.stage + 1}"

@@ -40,7 +40,6 @@ from penstock.models.decoder import EMBEDDING
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.link import Link
-from penstock.pipeline.order_desk import OrderDesk
 from penstock.pipeline.ports import (
     EmbedSource,
     ForwardSink,
@@ -53,7 +52,16 @@ from penstock.pipeline.ports import (
 from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
-from penstock.process.child import Abandoned, Failed, Loaded, Progress, Ready, StatusEvent, failure
+from penstock.pipeline.transfer_orders import TransferOrders
+from penstock.process.child import (
+    Abandoned,
+    ChildFailed,
+    LoadProgressed,
+    Ready,
+    StatusEvent,
+    WeightsLoaded,
+    failure,
+)
 from penstock.process.config import RankConfig
 from penstock.rank.loading import (
     LoadedRank,
@@ -109,7 +117,7 @@ class RankConnections:
 
 def run_rank(
     config: RankConfig, epochs: Iterable[RankConnections], report: Report, *, loads_first: bool = False
-) -> Failed | None:
+) -> ChildFailed | None:
     """Live the life of a rank. Whatever ends an epoch, core and supervisor learn the cause before the
     neighbours do.
 
@@ -132,7 +140,9 @@ def run_rank(
         return _live(config, rank, epochs, report)
 
 
-def _live(config: RankConfig, rank: Rank, epochs: Iterable[RankConnections], report: Report) -> Failed | None:
+def _live(
+    config: RankConfig, rank: Rank, epochs: Iterable[RankConnections], report: Report
+) -> ChildFailed | None:
     """One epoch after the other, as `run_rank` says."""
     for connections in epochs:
         try:
@@ -173,8 +183,12 @@ class Rank:
         if self._loaded is None:
             report = self._report
             load = armed(self._config.faults, "rank.load", self._config.stage, load_rank)
-            self._loaded = load(self._config, lambda done, total: report(Progress(done=done, total=total)))
-            report(Loaded(bytes_read=self._loaded.report.bytes_read, seconds=self._loaded.report.seconds))
+            self._loaded = load(
+                self._config, lambda done, total: report(LoadProgressed(done=done, total=total))
+            )
+            report(
+                WeightsLoaded(bytes_read=self._loaded.report.bytes_read, seconds=self._loaded.report.seconds)
+            )
         return self._loaded
 
     def serve(self, connections: RankConnections) -> None:
@@ -196,7 +210,7 @@ class Rank:
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
-        desk = OrderDesk(self._transfer, plans, runner.grammars)
+        desk = TransferOrders(self._transfer, plans, runner.grammars)
         stage = Stage(config.stage, runner, source, sink, times, config.faults, desk, loaded.group)
         self._report(Ready(epoch=start.epoch, rank=self._message))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
@@ -339,7 +353,7 @@ def _choose_sink(
     return ForwardSink(list(zip(shares, connections.outgoing, strict=True)), tokens, clock)
 
 
-def _tell_core(stage: int, failed: Failed, plans: MessageChannel) -> None:
+def _tell_core(stage: int, failed: ChildFailed, plans: MessageChannel) -> None:
     with contextlib.suppress(PenstockError):  # the core may have gone as well; the supervisor has heard
         plans.send(encode(RankFailed(stage=stage, error=failed.error)), timeout_s=1.0)
 

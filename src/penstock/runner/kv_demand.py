@@ -1,6 +1,6 @@
 """How many KV blocks a rank offers: a rule over numbers, without a tensor.
 
-Asked by `runner.kv_storage` once the weights are in memory, and by `planner.memory` beforehand.
+Asked by `runner.device_kv` once the weights are in memory, and by `planner.memory` beforehand.
 """
 
 from __future__ import annotations

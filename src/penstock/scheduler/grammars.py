@@ -49,7 +49,7 @@ class _Grammar:
     rows: list[RequestState] = field(default_factory=list)
 
 
-class GrammarDesk:
+class GrammarBuilds:
     """Args:
     max_bytes: of all that a rank of the last stage has, as estimated. What is larger is there alone.
     max_unused: see `MAX_UNUSED`.

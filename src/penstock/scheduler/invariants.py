@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.scheduler.queues import Phase, RequestQueues, RequestState
+from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 
 
@@ -28,7 +28,7 @@ def check_consistency(
 
 
 def _check_running(request: RequestState, held_tokens: int) -> None:
-    assert request.phase is Phase.RUNNING
+    assert request.phase is RequestPhase.RUNNING
     assert request.num_scheduled <= held_tokens, f"{request} runs beyond its blocks"
     if not request.is_prefilling:
         # The newest token has no KV yet, or never will; unless its hidden state is wanted.

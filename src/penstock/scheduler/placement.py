@@ -24,12 +24,12 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import StepShape
-from penstock.scheduler.grammars import GrammarDesk
+from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.pacing import Pacing
-from penstock.scheduler.plan_draft import PlanDraft
+from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
 from penstock.scheduler.prefix_reuse import PrefixReuse
-from penstock.scheduler.queues import Phase, RequestQueues, RequestState
+from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
 
 _by_last_sample = attrgetter("last_sampled_step")
@@ -59,7 +59,7 @@ class Placement:
         allocator: BlockAllocator,
         admission: Admission,
         prefixes: PrefixReuse,
-        grammars: GrammarDesk,
+        grammars: GrammarBuilds,
         clock: Callable[[], float],
     ) -> None:
         self._budget = budget
@@ -77,7 +77,7 @@ class Placement:
         self.has_prompts = False
 
     def fill(
-        self, draft: PlanDraft, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
+        self, draft: PlanBuilder, returned_step: int, prefill_in_flight: int, *, newcomers: bool = True
     ) -> None:
         """Place everybody who may run in the draft's step.
 
@@ -104,7 +104,7 @@ class Placement:
         """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
         do all that have come after him."""
         request = self._prefixes.settle_orders(finished, use)
-        while request is not None and request.phase is Phase.RUNNING:
+        while request is not None and request.phase is RequestPhase.RUNNING:
             self._preempt_youngest()
 
     def _count_prefill_tokens(self) -> int:
@@ -123,7 +123,7 @@ class Placement:
         return self._pacing.num_groups(len(decoding), attended)
 
     def _place_decodes(
-        self, draft: PlanDraft, decoding: list[RequestState], prefill_tokens: int, returned_step: int
+        self, draft: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
         newest = max(returned_step, draft.step_id - self.num_groups)
@@ -133,7 +133,7 @@ class Placement:
         for request in ready:
             if len(draft.rows) == quota:
                 break
-            if request.phase is Phase.RUNNING:  # not preempted by one placed just before
+            if request.phase is RequestPhase.RUNNING:  # not preempted by one placed just before
                 blocks = self._grow_by_one(request, draft.step_id)
                 if blocks is not None:
                     draft.add_decode(request, blocks)
@@ -151,7 +151,7 @@ class Placement:
         preempt_youngest(self._queues, self._rows, self._allocator)
         self.num_preemptions += 1
 
-    def _prompt_budget(self, draft: PlanDraft, anybody_decodes: bool, backlog: int) -> PromptBudget:
+    def _prompt_budget(self, draft: PlanBuilder, anybody_decodes: bool, backlog: int) -> PromptBudget:
         """What the plan, which has its decodes, may take of prompts."""
         if self._pacing is not None:
             attended = sum(draft.start_positions) + draft.num_decodes
@@ -161,7 +161,7 @@ class Placement:
                 return timed
         return self._budget.for_prompts(draft.num_decodes, backlog)
 
-    def _place_chunks(self, draft: PlanDraft, budget: PromptBudget) -> None:
+    def _place_chunks(self, draft: PlanBuilder, budget: PromptBudget) -> None:
         for request in self._queues.running:
             if request.is_prefilling:
                 num_tokens = budget.take(request.num_scheduled, request.num_runnable)
@@ -169,7 +169,7 @@ class Placement:
                     draft.add_chunk(request, num_tokens, [])
                     draft.awaited += self._prefixes.awaited(request)
 
-    def _admit(self, draft: PlanDraft, budget: PromptBudget, newcomers: bool) -> None:
+    def _admit(self, draft: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:
         """Start requests in order of arrival; the first that does not fit holds up those behind it."""
         while self._rows.num_free and (head := self._queues.head()) is not None:
             if not (newcomers or head.has_started):
@@ -193,7 +193,7 @@ class Placement:
                 return
             self._start(draft, found, coming, num_tokens)
 
-    def _start(self, draft: PlanDraft, found: list[int], coming: list[int], num_tokens: int) -> None:
+    def _start(self, draft: PlanBuilder, found: list[int], coming: list[int], num_tokens: int) -> None:
         """Give the head of the line its row, blocks for all its tokens, and its first chunk.
 
         Args:

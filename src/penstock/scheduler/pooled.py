@@ -2,7 +2,7 @@
 
 They are scheduled as any other: their prompt runs in chunks, and `max_len`, which is its length, leaves no
 room for a sample. With the last chunk the last stage has pooled the prompt, and that step's result ends them,
-as it ends those that want no token of any kind (`PlanDraft.ending`).
+as it ends those that want no token of any kind (`PlanBuilder.ending`).
 
     chunk 0        chunk 1        chunk 2 (`ScheduledBatch.pooled`)
     [ . . . . ]    [ . . . . ]    [ . . ]  ──▶ result ──▶ the only update
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from penstock.batch import StepResult
-from penstock.scheduler.queues import Phase, RequestState
+from penstock.scheduler.queues import RequestPhase, RequestState
 
 
 def returned_vectors(
@@ -33,5 +33,5 @@ def returned_vectors(
     vectors = iter(result.pooled)
     for request in ending:
         vector = b"" if request.pooling is None else next(vectors)
-        if request.phase is not Phase.FINISHED:
+        if request.phase is not RequestPhase.FINISHED:
             yield request, vector

@@ -22,8 +22,8 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
 from penstock.kvcache.sessions import Sessions
-from penstock.kvcache.storage_tier import Loaded, StorageTier, TierTotals
-from penstock.scheduler.queues import Phase, RequestQueues, RequestState
+from penstock.kvcache.storage_tier import LoadedBlocks, StorageTier, TierTotals
+from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import ResidencyLedger
 
 NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are named
@@ -78,7 +78,7 @@ class PrefixReuse:
             num_found: blocks that it could begin with now.
         """
         leader = request.leader
-        if leader is None or leader.phase is not Phase.RUNNING:
+        if leader is None or leader.phase is not RequestPhase.RUNNING:
             return False
         if request.wants_scores:  # it is told those of the leader, if it has all before them
             return leader.num_scores <= request.num_scores
@@ -205,7 +205,7 @@ class PrefixReuse:
         """Whether all ranks have answered these orders to load."""
         return not orders or self._tier is None or not self._tier.is_any_open(orders)
 
-    def _prove(self, loaded: Loaded) -> RequestState | None:
+    def _prove(self, loaded: LoadedBlocks) -> RequestState | None:
         """If somebody has begun with these already, he may go on, or is returned: he must begin again."""
         request = self._unproven
         if request is None or request.arrival != loaded.arrival:
@@ -301,4 +301,4 @@ class PrefixReuse:
 
 def _is_led(request: RequestState) -> bool:
     """Whether it follows one that lives."""
-    return request.leader is not None and request.leader.phase is not Phase.FINISHED
+    return request.leader is not None and request.leader.phase is not RequestPhase.FINISHED

@@ -17,7 +17,7 @@ Who follows another with the same prompt (`n`) has the same scores: what returns
 those in line behind it too, who wait for it (`scheduler.prefix_reuse`). Whom it leaves with less, because it
 has ended or gives way, plans the rest on his own, and is told no more.
 
-Called by `scheduler.plan_draft` and `scheduler.scheduler`.
+Called by `scheduler.plan_builder` and `scheduler.scheduler`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 
 from penstock.batch import ScoredTokens, StepResult
 from penstock.request import TokenLogprobs
-from penstock.scheduler.queues import Phase, RequestQueues, RequestState
+from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 
 
 def plan_scores(request: RequestState, place: int, num_tokens: int) -> ScoredTokens | None:
@@ -56,7 +56,7 @@ def returned_scores(
         asked: what its plan asked for.
     """
     for (request, scored), scores in zip(asked, result.scores, strict=True):
-        if request.phase is Phase.FINISHED:
+        if request.phase is RequestPhase.FINISHED:
             continue
         request.num_scores += len(scores)
         yield request, scores

@@ -31,7 +31,7 @@ NO_ROW = -1
 NO_STEP = -1
 
 
-class Phase(Enum):
+class RequestPhase(Enum):
     WAITING = "waiting"  # never ran
     RUNNING = "running"  # holds a row and blocks
     PREEMPTED = "preempted"  # lost them; keeps its tokens
@@ -76,7 +76,7 @@ class RequestState:
     stop_ids: frozenset[int]
     sampling: RowSampling
     token_ids: list[int]
-    phase: Phase = Phase.WAITING
+    phase: RequestPhase = RequestPhase.WAITING
     row: int = NO_ROW
     num_scheduled: int = 0
     prefill_len: int = 0
@@ -144,7 +144,7 @@ class RequestState:
             return True
         leader = self.leader
         return leader is not None and (
-            leader.phase in (Phase.RUNNING, Phase.PREEMPTED) or leader.progress > 0
+            leader.phase in (RequestPhase.RUNNING, RequestPhase.PREEMPTED) or leader.progress > 0
         )
 
     @property
@@ -208,7 +208,7 @@ class RequestQueues:
         """Move the head to `running`, to prefill the tokens that it has."""
         request = self.preempted.popleft() if self.preempted else self.waiting.popleft()
         self.backlog_tokens -= request.backlog_tokens
-        request.phase = Phase.RUNNING
+        request.phase = RequestPhase.RUNNING
         request.row = row
         request.prefill_len = request.num_to_prefill
         self.running.append(request)
@@ -217,7 +217,7 @@ class RequestQueues:
     def preempt_youngest(self) -> RequestState:
         """Move the youngest running request to the head of the line; the caller frees its row and blocks."""
         request = self.running.pop()
-        request.phase = Phase.PREEMPTED
+        request.phase = RequestPhase.PREEMPTED
         request.row = NO_ROW
         request.num_scheduled = request.prefill_len = request.num_named = request.num_unproven = 0
         self.preempted.appendleft(request)
@@ -227,18 +227,18 @@ class RequestQueues:
     def note_token(self, request: RequestState, token_id: int) -> None:
         """Append a returned token."""
         request.token_ids.append(token_id)
-        if request.phase is Phase.PREEMPTED:
+        if request.phase is RequestPhase.PREEMPTED:
             self.backlog_tokens += 1
 
     def remove(self, request: RequestState) -> None:
         """Forget a live request, wherever it is; the caller has freed its row and blocks."""
-        if request.phase is Phase.RUNNING:
+        if request.phase is RequestPhase.RUNNING:
             self.running.remove(request)
         else:
-            queue = self.waiting if request.phase is Phase.WAITING else self.preempted
+            queue = self.waiting if request.phase is RequestPhase.WAITING else self.preempted
             queue.remove(request)
             self.backlog_tokens -= request.backlog_tokens
-        request.phase = Phase.FINISHED
+        request.phase = RequestPhase.FINISHED
         request.row = NO_ROW
         del self._by_id[request.request_id]
 
@@ -247,11 +247,11 @@ class RequestQueues:
         arrivals = [request.arrival for request in line]
         assert arrivals == sorted(set(arrivals)), f"requests are out of order: {arrivals}"
         assert line == list(self._by_id.values()), "a live request is in no queue, or in two"
-        waiting = [request for request in line if request.phase is not Phase.RUNNING]
+        waiting = [request for request in line if request.phase is not RequestPhase.RUNNING]
         assert self.backlog_tokens == sum(request.backlog_tokens for request in waiting)
         for queue, phase in (
-            (self.running, Phase.RUNNING),
-            (self.preempted, Phase.PREEMPTED),
-            (self.waiting, Phase.WAITING),
+            (self.running, RequestPhase.RUNNING),
+            (self.preempted, RequestPhase.PREEMPTED),
+            (self.waiting, RequestPhase.WAITING),
         ):
             assert all(request.phase is phase for request in queue), f"a request in {phase} is not so"

@@ -25,16 +25,16 @@ from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import CostModel
-from penstock.scheduler.grammars import GrammarDesk
+from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.invariants import check_consistency
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.placement import Placement
-from penstock.scheduler.plan_draft import PlanDraft
+from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.pooled import returned_vectors
 from penstock.scheduler.preemption import preempt_youngest, release
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.prompt_scores import returned_scores
-from penstock.scheduler.queues import NO_STEP, Phase, RequestQueues, RequestState
+from penstock.scheduler.queues import NO_STEP, RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import ResidencyLedger
 from penstock.scheduler.rows import RowPool
 from penstock.scheduler.stopping import finish_reason
@@ -131,7 +131,7 @@ class Scheduler:
         ledger = ResidencyLedger(allocator, self._rows)
         sessions = Sessions(allocator, config.max_sessions, clock)
         self.prefixes = PrefixReuse(allocator, self._queues, sessions, tier, ledger)  # and orders to ranks
-        self.grammars = GrammarDesk(config.built_grammar_bytes)
+        self.grammars = GrammarBuilds(config.built_grammar_bytes)
         self._placement = Placement(
             budget,
             pacing,
@@ -144,7 +144,7 @@ class Scheduler:
             self.grammars,
             clock,
         )
-        self._issued: dict[int, PlanDraft] = {}  # by step in flight
+        self._issued: dict[int, PlanBuilder] = {}  # by step in flight
         self._returned_step = NO_STEP  # the last step whose result has come
         self._consume_through = NO_STEP
         self._totals = _Totals()
@@ -247,7 +247,7 @@ class Scheduler:
         returned while there are requests and no step is in flight, unless the first waits for the store, all
         who run wait for their grammars, or there is a pause.
         """
-        draft = PlanDraft(step_id)
+        draft = PlanBuilder(step_id)
         prefill_in_flight = sum(issued.prefill_tokens for issued in self._issued.values())
         if self.paused != "keep":
             may_start = self.paused is None
@@ -256,7 +256,7 @@ class Scheduler:
 
     def probe(self, step_id: int) -> ScheduledBatch:
         """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
-        return self._issue(PlanDraft(step_id))
+        return self._issue(PlanBuilder(step_id))
 
     def requests_of(self, step_id: int) -> list[str]:
         """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
@@ -281,7 +281,7 @@ class Scheduler:
                 continue
             if index in result.failed and index not in result.unmet:
                 self.prefixes.distrust(request)
-            if request.phase is Phase.FINISHED:
+            if request.phase is RequestPhase.FINISHED:
                 continue
             if index in result.failed:
                 updates.append(self._fail(request, row_error(request, plan.step_id, result.unmet.get(index))))
@@ -337,7 +337,7 @@ class Scheduler:
         check_consistency(self._queues, self._rows, self._allocator, pending)
         self.grammars.check_invariants(self._queues.running)
 
-    def _issue(self, draft: PlanDraft) -> ScheduledBatch:
+    def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
         self._issued[draft.step_id] = draft
         orders, residency = self.prefixes.issued([*draft.requests, *draft.entering])
         self._consume_through = max(self._consume_through, self._returned_step, *draft.token_from, NO_STEP)
@@ -356,14 +356,14 @@ class Scheduler:
             self._totals.prompt_tokens += request.prompt_len
         self._totals.generated_tokens += 1
         self._queues.note_token(request, token_id)
-        if request.phase is Phase.RUNNING:
+        if request.phase is RequestPhase.RUNNING:
             self.prefixes.note(request)
         reason = finish_reason(request)
         if reason is not None:
             self._remove(request)
         return token_came(request, logprobs, reason)
 
-    def _take_scores(self, issued: PlanDraft, result: StepResult) -> list[RequestUpdate]:
+    def _take_scores(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
         updates = []
         for request, scores in returned_scores(issued.scoring, result, self._queues):
             if scores:
@@ -386,7 +386,7 @@ class Scheduler:
 
     def _remove(self, request: RequestState) -> None:
         self.prefixes.leave(request)
-        if request.phase is Phase.RUNNING:
+        if request.phase is RequestPhase.RUNNING:
             self.grammars.leave(request)
             release(request, self._rows, self._allocator)
         self._queues.remove(request)

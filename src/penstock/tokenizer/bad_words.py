@@ -5,7 +5,7 @@ without a space before it, and with one if that makes another first token. What 
 sequences of tokens, not the characters: a model that writes the same letters by other tokens is not stopped.
 vLLM leaves out a form with a space that is longer or shorter than the other; here it counts too.
 
-Called by the fronts (`server.openai.sampling`, `llm.text_side`); the last stage keeps to it
+Called by the fronts (`server.openai.sampling`, `llm.prompt_preparer`); the last stage keeps to it
 (`sample.bad_words`).
 """
 

@@ -22,7 +22,7 @@ _MAX_STAGES = 1000
 _TRACKS = {_COMPUTE: "compute", _TRANSFER: "transfer", _WAIT: "waiting"}
 
 
-class Stage(NamedTuple):
+class StageTrack(NamedTuple):
     """A stage of a replica."""
 
     replica: int
@@ -34,14 +34,14 @@ class Stage(NamedTuple):
         return self.replica * _MAX_STAGES + self.number
 
     @property
-    def next(self) -> Stage:
-        return Stage(self.replica, self.number + 1)
+    def next(self) -> StageTrack:
+        return StageTrack(self.replica, self.number + 1)
 
 
 class Span(NamedTuple):
     """One span of a stage. `step` is -1 before the stage's first known step."""
 
-    stage: Stage
+    stage: StageTrack
     phase: Phase
     start_ns: int
     end_ns: int
@@ -51,10 +51,10 @@ class Span(NamedTuple):
 
 def spans_of(reports: Sequence[StageSpans]) -> Iterator[Span]:
     """All spans, by stage and time; those after a step's end and before the next one's begin count as its."""
-    newest: dict[Stage, tuple[int, int]] = {}
+    newest: dict[StageTrack, tuple[int, int]] = {}
     for report in reports:
         steps = {index: (step, tokens) for index, step, tokens in report.steps}
-        start_ns, stage = report.began_ns, Stage(report.replica, report.stage)
+        start_ns, stage = report.began_ns, StageTrack(report.replica, report.stage)
         pairs = zip(report.phases, report.durations_ns, strict=True)
         for index, (phase, duration_ns) in enumerate(pairs):
             step, num_tokens = newest[stage] = steps.get(index, newest.get(stage, (-1, 0)))
@@ -88,7 +88,7 @@ def bubble_report(reports: Sequence[StageSpans]) -> list[str]:
 
 def bubbles_of(spans: Iterable[Span]) -> list[str]:
     """That report of these spans."""
-    by_stage: dict[Stage, Counter[Phase]] = defaultdict(Counter)
+    by_stage: dict[StageTrack, Counter[Phase]] = defaultdict(Counter)
     for span in spans:
         by_stage[span.stage][span.phase] += span.end_ns - span.start_ns
     lines, texts = [], _texts(by_stage)
@@ -104,14 +104,14 @@ def bubbles_of(spans: Iterable[Span]) -> list[str]:
     return lines
 
 
-def _texts(stages: Collection[Stage]) -> dict[Stage, str]:
+def _texts(stages: Collection[StageTrack]) -> dict[StageTrack, str]:
     """What to call them; replicas are named where there are several."""
     if all(stage.replica == 0 for stage in stages):
         return {stage: f"stage {stage.number}" for stage in stages}
     return {stage: f"replica {stage.replica} stage {stage.number}" for stage in stages}
 
 
-def _names(stage: Stage, text: str) -> Iterator[dict[str, Any]]:
+def _names(stage: StageTrack, text: str) -> Iterator[dict[str, Any]]:
     common = {"ph": "M", "pid": stage.pid}
     yield common | {"name": "process_name", "args": {"name": text}}
     yield common | {"name": "process_sort_index", "args": {"sort_index": stage.pid}}
@@ -141,8 +141,8 @@ def _track(phase: Phase) -> int:
 
 def _arrows(spans: Iterable[Span]) -> Iterator[dict[str, Any]]:
     """From a stage's last copying in a step (into the link) to the next stage's first (out of it)."""
-    first: dict[tuple[Stage, int], Span] = {}
-    last: dict[tuple[Stage, int], Span] = {}
+    first: dict[tuple[StageTrack, int], Span] = {}
+    last: dict[tuple[StageTrack, int], Span] = {}
     for span in spans:
         if span.phase is Phase.COMM:
             first.setdefault((span.stage, span.step), span)

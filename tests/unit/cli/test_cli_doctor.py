@@ -33,13 +33,13 @@ from penstock.cli.doctor import (
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
-from penstock.kernels.cpu.library import Loaded
+from penstock.kernels.cpu.library import LoadedKernels
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test here compiles, or writes into the user's cache."""
-    loaded = Loaded(library=CDLL(None), isa="avx2", reason="from cache (g++ 12.2.0)")
+    loaded = LoadedKernels(library=CDLL(None), isa="avx2", reason="from cache (g++ 12.2.0)")
     monkeypatch.setattr(cli_doctor, "load", lambda: loaded)
 
 
@@ -67,9 +67,12 @@ def doctor(*words: str) -> tuple[int, str]:
         (check_descriptors((1024, 1 << 20)), "ok"),
         (check_descriptors((256, 512)), "warn"),
         (check_descriptors((256, -1)), "ok"),
-        (check_cpu_kernels(Loaded(library=CDLL(None), isa="avx2", reason="from cache")), "ok"),
-        (check_cpu_kernels(Loaded(library=CDLL(None), isa="avx2", reason="built", remedy="Do.")), "warn"),
-        (check_cpu_kernels(Loaded(reason="no C++ compiler found", remedy="Install g++.")), "warn"),
+        (check_cpu_kernels(LoadedKernels(library=CDLL(None), isa="avx2", reason="from cache")), "ok"),
+        (
+            check_cpu_kernels(LoadedKernels(library=CDLL(None), isa="avx2", reason="built", remedy="Do.")),
+            "warn",
+        ),
+        (check_cpu_kernels(LoadedKernels(reason="no C++ compiler found", remedy="Install g++.")), "warn"),
     ],
 )
 def test_a_check_says_ok_or_what_to_do(finding: Finding, level: str) -> None:
@@ -84,9 +87,9 @@ def test_a_missing_package_is_named() -> None:
 
 
 def test_which_kernels_run_and_why_is_said() -> None:
-    found = check_cpu_kernels(Loaded(library=CDLL(None), isa="avx2", reason="from cache (g++ 12.2.0)"))
+    found = check_cpu_kernels(LoadedKernels(library=CDLL(None), isa="avx2", reason="from cache (g++ 12.2.0)"))
     assert found.text == "avx2, from cache (g++ 12.2.0)"
-    none = check_cpu_kernels(Loaded(reason="no C++ compiler found", remedy="Install g++."))
+    none = check_cpu_kernels(LoadedKernels(reason="no C++ compiler found", remedy="Install g++."))
     assert none.text.startswith("none: no C++ compiler found; plain torch is used")
     assert none.remedy == "Install g++."
 

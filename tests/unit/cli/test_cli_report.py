@@ -16,8 +16,8 @@ from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import (
     Draining,
+    EngineFailed,
     EngineReady,
-    Failed,
     LoadProgress,
     PartitionChosen,
     StageReady,
@@ -103,7 +103,7 @@ def test_a_failure_is_the_cause_and_the_remedy_on_standard_error() -> None:
     out = StringIO()
     made, err = reporter(out, Clock())
     cause = NotEnoughMemoryError("the weights take 9 GiB; 2 GiB are free.", remedy="Use more stages.")
-    made.report(Failed(error=cause.info()))
+    made.report(EngineFailed(error=cause.info()))
     assert err.getvalue() == "error: the weights take 9 GiB; 2 GiB are free.\n  Use more stages.\n"
     assert out.getvalue() == ""
 
@@ -147,7 +147,7 @@ def test_json_lines_carry_time_and_event() -> None:
     made = JsonReporter(out, lambda: datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC))
     made.report(progress(0, 10))  # half-way: not worth a log line
     made.report(STAGE)
-    made.report(Failed(error=ErrorInfo(kind="StageLostError", message="stage 1 died\nat once.")))
+    made.report(EngineFailed(error=ErrorInfo(kind="StageLostError", message="stage 1 died\nat once.")))
     lines = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [line["event"] for line in lines] == ["stage_ready", "engine_failed"]
     assert lines[0]["time"] == "2026-01-02T03:04:05.678+00:00"

@@ -20,7 +20,7 @@ from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.families.config_fields import MAX_CONFIG_BYTES
 from penstock.families.registry import SUPPORTED_ARCHITECTURES, load_spec, resolve_model_directory
 from penstock.families.spec import ModelSpec
-from penstock.llm.text_side import default_sampling
+from penstock.llm.prompt_preparer import default_sampling
 
 BASE: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -22,7 +22,7 @@ from penstock.kernels.cpu.compiler import Built, Compiler, NotBuilt, read_source
 from penstock.kernels.cpu.library import (
     KERNEL_NAMES,
     LibraryError,
-    Loaded,
+    LoadedKernels,
     load,
     load_built,
     open_library,
@@ -175,7 +175,7 @@ def test_a_process_loads_once_whatever_the_number_of_threads(
 ) -> None:
     calls: list[int] = []
     all_here = threading.Barrier(8)
-    answers: list[Loaded] = []
+    answers: list[LoadedKernels] = []
 
     def build_slowly(*_: object) -> NotBuilt:
         calls.append(1)

@@ -23,7 +23,7 @@ from penstock.config.engine import (
 )
 from penstock.engine.ipc import AbortRequests, AddRequest, CoreGone, Hello, StepUpdates, Welcome
 from penstock.engine.stats import CoreStats
-from penstock.engine.supervisor.reports import Event, Failed, LogReporter, Recovered
+from penstock.engine.supervisor.reports import EngineFailed, Event, LogReporter, Recovered
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, WaitTimeoutError
 from penstock.llm import engine_client as client_module
 from penstock.llm.engine_client import InprocessClient, ProcessClient
@@ -301,7 +301,7 @@ def test_a_supervisor_that_says_no_cause_is_not_waited_for(
 def test_the_supervisors_cause_goes_before_what_was_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "Popen", FakeChild)
     supervisor = client_module.SupervisorProcess(CONFIG, LogReporter())
-    os.write(supervisor._process.status_fd, msgspec.json.encode(Failed(error=LOST, trace="")) + b"\n")
+    os.write(supervisor._process.status_fd, msgspec.json.encode(EngineFailed(error=LOST, trace="")) + b"\n")
     assert supervisor.first_cause(StageLostError("noticed")).message == LOST.message
     supervisor.end()
 
@@ -313,7 +313,7 @@ def test_what_the_supervisor_says_while_it_serves_is_passed_on(monkeypatch: pyte
     monkeypatch.setattr(reporter, "report", told.append)
     supervisor = client_module.SupervisorProcess(CONFIG, reporter)
     supervisor.pass_on_news()
-    events = [Recovered(epoch=1, seconds=1.0), Recovered(epoch=2, seconds=2.0), Failed(error=LOST)]
+    events = [Recovered(epoch=1, seconds=1.0), Recovered(epoch=2, seconds=2.0), EngineFailed(error=LOST)]
     for event in events:
         os.write(supervisor._process.status_fd, msgspec.json.encode(event) + b"\n")
     supervisor.pass_on_news()

@@ -18,7 +18,7 @@ from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.errors import InvalidRequestError, ModelError, PenstockError, UsageError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.llm.llm import CompletionOutput, RequestOutput
-from penstock.llm.text_side import default_sampling
+from penstock.llm.prompt_preparer import default_sampling
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SMALL = {"distributed_executor_backend": "inprocess", "threads_per_rank": 1, "dtype": "float32"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.pipeline.rank_layout import RankLayout, RankPlace
+from penstock.pipeline.rank_layout import RankCoordinates, RankLayout
 
 
 def groups(layout: RankLayout, kind: str) -> set[tuple[int, ...]]:
@@ -36,7 +36,7 @@ def test_c2_i1_i5_groups_of_all_kinds_at_once() -> None:
     assert layout.context_group(5).ranks == (5, 7)
     assert layout.pipeline_group(5).ranks == (1, 5)
     assert layout.data_group(5).ranks == (5, 13)
-    assert layout.places[13] == RankPlace(replica=1, stage=1, context_rank=0, tp_rank=1)
+    assert layout.places[13] == RankCoordinates(replica=1, stage=1, context_rank=0, tp_rank=1)
     for kind in ("tensor_group", "context_group", "pipeline_group", "data_group"):
         ranks = sorted(rank for group in groups(layout, kind) for rank in group)
         assert ranks == list(range(16)), "each rank is in one group of a kind"

@@ -75,13 +75,13 @@ class Pipe:
         self.num_stages = num_stages
         self.log = DecisionLog()
         models = models or [ArithmeticModel() for _ in range(num_stages)]
-        self.core_ends, rank_ends = QueueChannel.star(num_stages)
+        self.core_endpoints, rank_endpoints = QueueChannel.star(num_stages)
         links = [self._link(carrier, s, num_frames, timeout_s) for s in range(num_stages - 1)]
         tokens = [QueueChannel.pair() for _ in links]
         self.runners = [self._runner(model) for model in models]
         self.stages: list[Stage] = []
         self.clocks = [PhaseClock(count().__next__, count().__next__) for _ in models]  # each look is a tick
-        for stage, (runner, plans) in enumerate(zip(self.runners, rank_ends, strict=True)):
+        for stage, (runner, plans) in enumerate(zip(self.runners, rank_endpoints, strict=True)):
             source, clock = EmbedSource(runner), self.clocks[stage]
             if stage:
                 source = LinkSource(
@@ -99,7 +99,7 @@ class Pipe:
                 sink = SampleSink(runner, TokenSender([last for last, _ in tokens]), plans, clock)
             self.stages.append(Stage(stage, runner, source, sink, StageReporter(stage, clock)))
         self.crew = Crew()
-        for index, (stage, plans) in enumerate(zip(self.stages, rank_ends, strict=True)):
+        for index, (stage, plans) in enumerate(zip(self.stages, rank_endpoints, strict=True)):
             own_links = [receiver for _, receiver in links[index - 1 : index]] if index else []
             own_links += [sender for sender, _ in links[index : index + 1]]
             own_tokens = [early for _, early in tokens[index : index + 1]] or [last for last, _ in tokens]
@@ -141,18 +141,18 @@ class Pipe:
 
     def submit(self, plan: ScheduledBatch) -> None:
         frame = encode(self.log.seal(plan))
-        for channel in self.core_ends:
+        for channel in self.core_endpoints:
             channel.send(frame)
 
     def poll(self, timeout_s: float) -> list[StepResult]:
-        frame = self.core_ends[-1].recv(timeout_s)
+        frame = self.core_endpoints[-1].recv(timeout_s)
         assert frame is not None, "no result came"
         result = decode_to_core(frame)
         assert isinstance(result, StepResult)
         return [result]
 
     def shutdown(self) -> None:
-        for channel in self.core_ends:
+        for channel in self.core_endpoints:
             channel.send(encode(Shutdown()))
         self.crew.join()
 
@@ -241,7 +241,7 @@ def test_d18_the_ranks_of_a_stage_meet_for_a_plan_that_gives_them_nothing_to_exc
     groups = joined([MemoryGroup(rank, 2, name="stage 1", timeout_s=20.0) for rank in (0, 1)])
     pipe.stages[1]._group = groups[0]
     pipe.submit(make_plan(0))
-    assert pipe.core_ends[-1].recv(0.05) is None, "the other rank of the last stage has not come"
+    assert pipe.core_endpoints[-1].recv(0.05) is None, "the other rank of the last stage has not come"
     meet(groups[1])
     assert [result.step_id for result in pipe.poll(20.0)] == [0]
     pipe.shutdown()
@@ -339,13 +339,13 @@ def test_an_error_of_ours_keeps_its_kind_and_gains_its_stage() -> None:
 def test_dr1_stages_that_see_different_plans_notice_at_once() -> None:
     pipe = Pipe(2)
     enter = [new_row(0, [1, 2, 3], name="the-request")]
-    pipe.core_ends[0].send(
+    pipe.core_endpoints[0].send(
         encode(make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=enter))
     )
-    pipe.core_ends[1].send(
+    pipe.core_endpoints[1].send(
         encode(make_plan(0, [Part(row=0, num_tokens=2, start=0, blocks=[0])], new_rows=enter))
     )
-    pipe.core_ends[0].send(encode(Shutdown()))
+    pipe.core_endpoints[0].send(encode(Shutdown()))
     with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1.*step 0.*num_tokens.*the-request") as caught:
         pipe.crew.join()
     assert caught.value.stage == 1
@@ -353,10 +353,10 @@ def test_dr1_stages_that_see_different_plans_notice_at_once() -> None:
 
 def test_a_stage_that_hears_nothing_from_its_neighbour_says_so() -> None:
     pipe = Pipe(2, timeout_s=0.01)
-    pipe.core_ends[1].send(encode(make_plan(0)))
+    pipe.core_endpoints[1].send(encode(make_plan(0)))
     with pytest.raises(LinkClosedError):
         pipe.poll(20.0)
-    pipe.core_ends[0].send(encode(Shutdown()))
+    pipe.core_endpoints[0].send(encode(Shutdown()))
     with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*hidden states of step 0") as caught:
         pipe.crew.join()
     assert caught.value.stage == 1
@@ -388,11 +388,11 @@ def test_d4_a_stage_that_another_plan_reached_is_caught_in_that_very_step() -> N
     other = DecisionLog()
     other.digest, other.next_step = pipe.log.digest, 1
     parts = [Part(row=0, start=1, blocks=[], token_from=0)]
-    pipe.core_ends[1].send(encode(other.seal(make_plan(1, parts, freed_rows=[3]))))
+    pipe.core_endpoints[1].send(encode(other.seal(make_plan(1, parts, freed_rows=[3]))))
     frame = encode(pipe.log.seal(make_plan(1, parts)))
-    for channel in (pipe.core_ends[0], pipe.core_ends[2]):
+    for channel in (pipe.core_endpoints[0], pipe.core_endpoints[2]):
         channel.send(frame)
-    pipe.core_ends[0].send(encode(Shutdown()))
+    pipe.core_endpoints[0].send(encode(Shutdown()))
     with pytest.raises(PeerError):
         pipe.crew.join()
     (found,) = [error for error in pipe.crew.errors if isinstance(error, ProtocolError)]
@@ -403,7 +403,7 @@ def test_d4_a_stage_that_another_plan_reached_is_caught_in_that_very_step() -> N
 def test_d4_a_stage_with_another_past_refuses_a_plan_that_all_others_take() -> None:
     pipe = Pipe(1)
     enter = new_row(0, [5], name="who")
-    pipe.core_ends[0].send(encode(make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[enter])))
+    pipe.core_endpoints[0].send(encode(make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[enter])))
     pipe.poll(20.0)
     pipe.log.seal(make_plan(0))
     pipe.submit(make_plan(1, [Part(row=0, start=1, token_from=0)]))

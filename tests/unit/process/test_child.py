@@ -15,12 +15,12 @@ from penstock.batch import RankLoaded
 from penstock.errors import CheckpointError, StageLostError, UsageError
 from penstock.process.child import (
     STUCK_S,
-    Failed,
-    Loaded,
-    Progress,
+    ChildFailed,
+    LoadProgressed,
     Pulse,
     Ready,
     StatusWriter,
+    WeightsLoaded,
     decode_status,
     encode_config,
     failure,
@@ -88,7 +88,12 @@ def test_events_are_json_lines() -> None:
         is_invariant=False,
     )
     failed = failure(CheckpointError(file="f", tensor="t", expected="a", found="b"))
-    events = [Progress(done=1, total=2), Loaded(bytes_read=7, seconds=0.5), Ready(epoch=1, rank=rank), failed]
+    events = [
+        LoadProgressed(done=1, total=2),
+        WeightsLoaded(bytes_read=7, seconds=0.5),
+        Ready(epoch=1, rank=rank),
+        failed,
+    ]
     for event in events:
         status.write(event)
     lines = lines_of(read_fd, write_fd)
@@ -100,17 +105,17 @@ def test_progress_is_told_once_per_percent() -> None:
     read_fd, write_fd = os.pipe()
     status = StatusWriter(write_fd)
     for done in range(10_001):
-        status.write(Progress(done=done, total=10_000))
+        status.write(LoadProgressed(done=done, total=10_000))
     told = [decode_status(line) for line in lines_of(read_fd, write_fd)]
     assert len(told) == 101
-    assert told[-1] == Progress(done=10_000, total=10_000)
+    assert told[-1] == LoadProgressed(done=10_000, total=10_000)
 
 
 def test_nobody_reading_never_blocks_nor_fails() -> None:
     read_fd, write_fd = os.pipe()
     status = StatusWriter(write_fd)
     for done in range(5_000):  # more than a pipe holds
-        status.write(Progress(done=done, total=5_000))
+        status.write(LoadProgressed(done=done, total=5_000))
         status.write(failure(RuntimeError("x" * 3000)))
     os.close(read_fd)
     status.write(Ready())
@@ -125,7 +130,7 @@ def test_failures_fit_a_line_and_keep_their_cause() -> None:
             raise StageLostError("y" * 9000, stage=3) from error
     except StageLostError as error:
         failed = failure(error)
-    assert isinstance(failed, Failed)
+    assert isinstance(failed, ChildFailed)
     assert failed.error.kind == "StageLostError"
     assert failed.error.stage == 3
     assert failed.trace.rstrip().endswith("ZeroDivisionError: the cause")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.errors import ErrorInfo
-from penstock.process.config import CoreEnds, LinkHandle, RankEnds
+from penstock.process.config import CoreEndpoints, RankEndpoints, RingHandle
 from penstock.process.control import (
     ControlMessage,
     ControlReader,
@@ -39,8 +39,8 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def handle(base: int) -> LinkHandle:
-    return LinkHandle(memory_fd=base, data_fd=base + 1, space_fd=base + 2, frame_bytes=64, num_frames=2)
+def handle(base: int) -> RingHandle:
+    return RingHandle(memory_fd=base, data_fd=base + 1, space_fd=base + 2, frame_bytes=64, num_frames=2)
 
 
 @pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR, is_final=True)])
@@ -63,11 +63,11 @@ def test_a_child_that_has_gone_harms_nobody(pair: Pair) -> None:
 def test_descriptors_become_the_receivers_own(pair: Pair) -> None:
     pipes = [os.pipe() for _ in range(2)]
     fds = [fd for ends in pipes for fd in ends]
-    results = LinkHandle(memory_fd=fds[1], data_fd=fds[2], space_fd=fds[3], frame_bytes=64, num_frames=2)
+    results = RingHandle(memory_fd=fds[1], data_fd=fds[2], space_fd=fds[3], frame_bytes=64, num_frames=2)
     before = len(os.listdir("/proc/self/fd"))
-    pair.socket.send(CoreEnds(epoch=3, plan_fds=[fds[0]], stages=[0], results=results))
+    pair.socket.send(CoreEndpoints(epoch=3, plan_fds=[fds[0]], stages=[0], results=results))
     found = pair.reader.receive()
-    assert isinstance(found, CoreEnds)
+    assert isinstance(found, CoreEndpoints)
     own = descriptors_of(found)
     assert found.epoch == 3
     assert len(os.listdir("/proc/self/fd")) == before + 4
@@ -79,5 +79,5 @@ def test_descriptors_become_the_receivers_own(pair: Pair) -> None:
 
 
 def test_all_descriptors_of_a_ranks_ends_are_known() -> None:
-    ends = RankEnds(epoch=1, plan_fd=3, tokens=[handle(4), handle(7)], incoming=handle(10))
+    ends = RankEndpoints(epoch=1, plan_fd=3, tokens=[handle(4), handle(7)], incoming=handle(10))
     assert sorted(descriptors_of(ends)) == list(range(3, 13))

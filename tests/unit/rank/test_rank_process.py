@@ -26,15 +26,15 @@ from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_r
 from penstock.process.child import (
     Abandoned,
     Alive,
-    Failed,
-    Loaded,
-    Progress,
+    ChildFailed,
+    LoadProgressed,
     Ready,
     StatusEvent,
+    WeightsLoaded,
     decode_status,
     encode_config,
 )
-from penstock.process.config import CoreEnds, LinkHandle, RankConfig, RankEnds, RankProcessConfig
+from penstock.process.config import CoreEndpoints, RankConfig, RankEndpoints, RankProcessConfig, RingHandle
 from penstock.process.control import ControlSocket
 from rank_configs import make_rank_configs
 
@@ -52,7 +52,7 @@ class Fleet:
         self.controls: list[ControlSocket] = []
         for config in configs:
             self.spawn(RankProcessConfig(rank=config, parent_pid=os.getpid()))
-        self.rings: list[LinkHandle] = []
+        self.rings: list[RingHandle] = []
         self.executor = self.join(0)
 
     def join(self, epoch: int, start: AllocateKV | None = None) -> MpExecutor:
@@ -65,7 +65,7 @@ class Fleet:
         for stage, control in enumerate(self.controls):
             is_last = stage == len(links)
             control.send(
-                RankEnds(
+                RankEndpoints(
                     epoch=epoch,
                     plan_fd=endpoints[stage].handle_fd,
                     tokens=tokens if is_last else [tokens[stage]],
@@ -81,7 +81,7 @@ class Fleet:
             results,
             **{f"{name}_fd": os.dup(getattr(results, f"{name}_fd")) for name in ("memory", "data", "space")},
         )
-        ends = CoreEnds(epoch=epoch, plan_fds=fds, stages=list(range(len(fds))), results=own)
+        ends = CoreEndpoints(epoch=epoch, plan_fds=fds, stages=list(range(len(fds))), results=own)
         self.executor = MpExecutor(ends, start, load_timeout_s=60.0)
         return self.executor
 
@@ -188,9 +188,9 @@ def test_two_processes_give_the_tokens_of_one_thread_and_leave_in_order(fleet: F
     for stage, rank in enumerate(plan.ranks):
         *progress, loaded, ready = fleet.events(stage)
         assert progress
-        assert all(isinstance(event, Progress) for event in progress)
-        assert progress[-1] == Progress(done=rank.bytes_read, total=rank.bytes_read)
-        assert loaded == Loaded(bytes_read=rank.bytes_read, seconds=rank.load_seconds)
+        assert all(isinstance(event, LoadProgressed) for event in progress)
+        assert progress[-1] == LoadProgressed(done=rank.bytes_read, total=rank.bytes_read)
+        assert loaded == WeightsLoaded(bytes_read=rank.bytes_read, seconds=rank.load_seconds)
         assert ready == Ready(rank=rank)
 
 
@@ -220,8 +220,8 @@ def test_r3_r4_the_others_keep_process_and_weights_when_a_rank_is_lost(fleet: Fl
     assert fleet.processes[0].pid == pid
     for other in (found, again):
         assert [request.output for request in other] == [request.output for request in expected]
-    events = [event for event in fleet.events(0) if not isinstance(event, Progress)]
-    assert [type(event) for event in events] == [Loaded, Ready, Abandoned, Ready, Abandoned, Ready]
+    events = [event for event in fleet.events(0) if not isinstance(event, LoadProgressed)]
+    assert [type(event) for event in events] == [WeightsLoaded, Ready, Abandoned, Ready, Abandoned, Ready]
     assert [event.epoch for event in events[1:]] == [0, 0, 1, 1, 2]
 
 
@@ -234,7 +234,7 @@ def test_a_bad_checkpoint_ends_with_its_kind_and_exit_code(tmp_path: Path) -> No
         assert fleet.exit_codes() == [3, 3]
         for stage in range(2):
             (failed,) = fleet.events(stage)
-            assert isinstance(failed, Failed)
+            assert isinstance(failed, ChildFailed)
             assert failed.error.kind == "CheckpointError"
             assert file.name in failed.error.message
     finally:
@@ -255,6 +255,6 @@ def test_a_bad_config_is_reported_on_the_status_pipe(config: bytes) -> None:
     with os.fdopen(status_read, "rb") as pipe:
         (event,) = [decode_status(line) for line in pipe]
     assert done.returncode == 2
-    assert isinstance(event, Failed)
+    assert isinstance(event, ChildFailed)
     assert event.error.kind == "UsageError"
     assert done.stderr == b""

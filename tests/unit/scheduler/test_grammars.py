@@ -6,7 +6,7 @@ import msgspec
 
 from penstock.batch import GREEDY, NO_GRAMMAR, BuiltGrammar
 from penstock.request import StructuredOutputs
-from penstock.scheduler.grammars import BYTES_AT_LEAST, BYTES_PER_BYTE, GrammarDesk
+from penstock.scheduler.grammars import BYTES_AT_LEAST, BYTES_PER_BYTE, GrammarBuilds
 from penstock.scheduler.queues import RequestState
 
 SMALL = BYTES_AT_LEAST + 64 * BYTES_PER_BYTE  # more than any of these is taken for
@@ -29,7 +29,7 @@ def request(arrival: int, text: str | None, *, max_len: int = 20) -> RequestStat
     )
 
 
-def used(desk: GrammarDesk, arrival: int, text: str) -> int:
+def used(desk: GrammarBuilds, arrival: int, text: str) -> int:
     """Of a request that has come and gone."""
     one = request(arrival, text)
     number = desk.enter(one)
@@ -39,7 +39,7 @@ def used(desk: GrammarDesk, arrival: int, text: str) -> int:
 
 
 def test_who_is_not_sampled_has_no_grammar() -> None:
-    desk = GrammarDesk(LARGE)
+    desk = GrammarBuilds(LARGE)
     for one in (request(0, None), request(1, "a", max_len=3)):
         assert desk.is_built(one)
         assert desk.has_room(one)
@@ -51,7 +51,7 @@ def test_who_is_not_sampled_has_no_grammar() -> None:
 
 
 def test_grammars_that_nobody_has_are_kept_up_to_a_number_the_longest_unused_first() -> None:
-    desk = GrammarDesk(LARGE, max_unused=3)
+    desk = GrammarBuilds(LARGE, max_unused=3)
     numbers = [used(desk, arrival, f"a{arrival}") for arrival in range(4)]
     assert desk.take_dropped() == numbers[:1]
     assert used(desk, 4, "a1") == numbers[1], "it was there"
@@ -65,7 +65,7 @@ def test_grammars_that_nobody_has_are_kept_up_to_a_number_the_longest_unused_fir
 
 
 def test_and_up_to_a_size() -> None:
-    desk = GrammarDesk(3 * SMALL)
+    desk = GrammarBuilds(3 * SMALL)
     numbers = [used(desk, arrival, f"a{arrival}") for arrival in range(3)]
     assert desk.take_dropped() == []
     large = request(3, "b" * (SMALL // BYTES_PER_BYTE))
@@ -74,7 +74,7 @@ def test_and_up_to_a_size() -> None:
 
 
 def test_rows_have_grammars_up_to_a_size_and_one_may_be_larger_alone() -> None:
-    desk = GrammarDesk(2 * SMALL)
+    desk = GrammarBuilds(2 * SMALL)
     first, same, second, third = (request(n, text) for n, text in enumerate("aabc"))
     huge = request(4, "d" * (4 * SMALL // BYTES_PER_BYTE))
     for one in (first, same, second):
@@ -94,7 +94,7 @@ def test_rows_have_grammars_up_to_a_size_and_one_may_be_larger_alone() -> None:
 
 
 def test_what_is_told_late_concerns_nobody() -> None:
-    desk = GrammarDesk(LARGE)
+    desk = GrammarBuilds(LARGE)
     gone, other = request(0, "a"), request(1, "b")
     number = desk.enter(gone)
     desk.enter(other)
@@ -112,7 +112,7 @@ def test_what_is_told_late_concerns_nobody() -> None:
 
 
 def test_ranks_that_have_forgotten_all_are_told_of_nothing() -> None:
-    desk = GrammarDesk(LARGE, max_unused=0)
+    desk = GrammarBuilds(LARGE, max_unused=0)
     used(desk, 0, "a")
     one = request(1, "b")
     desk.enter(one)

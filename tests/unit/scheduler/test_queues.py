@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from penstock.batch import RowSampling
-from penstock.scheduler.queues import NO_ROW, Phase, RequestQueues, RequestState
+from penstock.scheduler.queues import NO_ROW, RequestPhase, RequestQueues, RequestState
 
 GREEDY = RowSampling(0.0, 0, 1.0, 0.0, 1, 0, [], -1)
 
@@ -37,7 +37,7 @@ def test_requests_are_admitted_in_order_of_arrival() -> None:
     queues = fill(3)
     assert queues.backlog_tokens == 9
     first = queues.admit_head(5)
-    assert (first.request_id, first.phase, first.row, first.prefill_len) == ("r0", Phase.RUNNING, 5, 3)
+    assert (first.request_id, first.phase, first.row, first.prefill_len) == ("r0", RequestPhase.RUNNING, 5, 3)
     assert queues.backlog_tokens == 6
     head = queues.head()
     assert head is not None
@@ -58,7 +58,7 @@ def test_d10_a_preempted_request_is_next_and_prefills_all_it_knows() -> None:
     victim.num_scheduled = 4
     assert queues.preempt_youngest() is victim
     assert (victim.phase, victim.row, victim.num_scheduled, victim.prefill_len) == (
-        Phase.PREEMPTED,
+        RequestPhase.PREEMPTED,
         NO_ROW,
         0,
         0,
@@ -91,7 +91,7 @@ def test_remove_forgets_a_request_wherever_it_is(place: str) -> None:
     queues.preempt_youngest()
     request = getattr(queues, place)[0]
     queues.remove(request)
-    assert request.phase is Phase.FINISHED
+    assert request.phase is RequestPhase.FINISHED
     assert request.row == NO_ROW
     assert request.request_id not in queues
     assert queues.get(request.request_id) is None
@@ -131,7 +131,7 @@ def miscount(queues: RequestQueues) -> None:
 
 
 def mislabel(queues: RequestQueues) -> None:
-    queues.waiting[0].phase = Phase.PREEMPTED
+    queues.waiting[0].phase = RequestPhase.PREEMPTED
 
 
 @pytest.mark.parametrize("damage", [reverse_running, lose_one, miscount, mislabel])

@@ -18,7 +18,7 @@ import msgspec
 from penstock.batch import ScheduledBatch, StageSpans, StepResult
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import Calibration
-from penstock.engine.core.operation_desk import OperationDesk
+from penstock.engine.core.operations_in_force import OperationsInForce
 from penstock.engine.core.pace import Pace
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, concerned, error_from_info
@@ -73,7 +73,7 @@ class EngineCore:
     ) -> None:
         self._calibration = calibration = calibration or Calibration.none(parallel)
         self._scheduler = scheduler
-        self.operations = OperationDesk(scheduler, Pace(clock))  # in force from the next plan on
+        self.operations = OperationsInForce(scheduler, Pace(clock))  # in force from the next plan on
         self._executor: Executor | None = executor
         self._recovers = recovers
         self._clock = clock

@@ -54,7 +54,7 @@ from penstock.process.child import (
     keep_saying_alive,
     run_child,
 )
-from penstock.process.config import NO_RESTARTS, CoreConfig, CoreEnds, CoreProcessConfig, Restarts
+from penstock.process.config import NO_RESTARTS, CoreConfig, CoreEndpoints, CoreProcessConfig, Restarts
 from penstock.process.control import ControlMessage, ControlReader, EpochLost, Stop
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
@@ -166,7 +166,7 @@ class CoreServer:
         welcome: Welcome,
         control: ControlReader,
         *,
-        join: Callable[[CoreEnds, AllocateKV], Executor] = MpExecutor,
+        join: Callable[[CoreEndpoints, AllocateKV], Executor] = MpExecutor,
         report: Callable[[StatusEvent], None] = lambda event: None,
         beat: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
@@ -216,7 +216,7 @@ class CoreServer:
         """Whether to go on."""
         if isinstance(message, EpochLost):
             self._lose(message)
-        elif isinstance(message, CoreEnds):
+        elif isinstance(message, CoreEndpoints):
             self._begin_epoch(message)
         else:
             self._abandon()
@@ -233,7 +233,7 @@ class CoreServer:
         self._send_updates(updates)
         self._beat()
 
-    def _begin_epoch(self, ends: CoreEnds) -> None:
+    def _begin_epoch(self, ends: CoreEndpoints) -> None:
         """The ranks come to these ends; `_join_ranks` waits for them."""
         _, first_step = self._core.steps_in_flight
         start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
@@ -394,7 +394,7 @@ def _join_first(
     Where another core was before, a rank that is lost ends but the epoch: the next one is waited for.
     """
     while not isinstance(ends := control.receive(), Stop):
-        if not isinstance(ends, CoreEnds):
+        if not isinstance(ends, CoreEndpoints):
             continue
         executor = MpExecutor(ends, load_timeout_s=config.parallel.load_timeout_s + LOAD_GRACE_S)
         stopping.callback(executor.shutdown)
@@ -410,7 +410,7 @@ def _join_first(
 
 
 def _start(
-    config: CoreConfig, executor: MpExecutor, ends: CoreEnds, control: ControlReader
+    config: CoreConfig, executor: MpExecutor, ends: CoreEndpoints, control: ControlReader
 ) -> tuple[EngineCore, Welcome]:
     """A core over ranks that have come and have proved to work, and what its clients are told."""
     kv_plan = executor.start(control.has_news)

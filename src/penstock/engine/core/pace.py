@@ -3,7 +3,8 @@
     plan n ──── interval ────▶ plan n+1 ──── interval ────▶ plan n+2        probes go in between as ever
 
 The core asks before it makes a plan, and wakes when the next may be made: nobody sleeps, so that results,
-probes, aborts and health are as prompt as ever. Owned by `engine.core.operation_desk`; set between two plans.
+probes, aborts and health are as prompt as ever. Owned by `engine.core.operations_in_force`; set between two
+plans.
 """
 
 from __future__ import annotations

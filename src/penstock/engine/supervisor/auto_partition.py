@@ -12,7 +12,7 @@ import os
 import msgspec
 
 from penstock.config.engine import EngineConfig
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve
 from penstock.engine.supervisor.measuring import measure
 from penstock.engine.supervisor.reports import Notice, PartitionChosen, Reporter
@@ -31,7 +31,7 @@ _LAYERS_BYTES = 256 << 20  # weights that are timed: more than caches hold
 _QUANTIZED_ITEM_SIZES = {"int8": 1.0, "int4": 0.5}
 
 
-def settle_partition(config: EngineConfig, host: Host, reporter: Reporter) -> EngineConfig:
+def settle_partition(config: EngineConfig, host: HostResources, reporter: Reporter) -> EngineConfig:
     """The configuration with layers per stage in place of `auto`; any other as it is.
 
     Raises:
@@ -49,7 +49,9 @@ def settle_partition(config: EngineConfig, host: Host, reporter: Reporter) -> En
     return config.with_partition(comma_separated(layers))
 
 
-def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Reporter) -> PartitionChoice:
+def choose_partition(
+    config: EngineConfig, mix: Mix, host: HostResources, reporter: Reporter
+) -> PartitionChoice:
     """Measure the ranks of a configuration with several stages, or recall what was measured; and choose."""
     plan = _plan_of_any_split(config, host)
     configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, host)
@@ -74,19 +76,21 @@ def choose_partition(config: EngineConfig, mix: Mix, host: Host, reporter: Repor
     )
 
 
-def _plan_of_any_split(config: EngineConfig, host: Host) -> LaunchPlan:
+def _plan_of_any_split(config: EngineConfig, host: HostResources) -> LaunchPlan:
     """All but the layers of the ranks is what it will be."""
     return resolve(config.with_partition("last"), host)
 
 
-def _with_free_memory(costs: StageCosts, rank: RankConfig, host: Host) -> StageCosts:
+def _with_free_memory(costs: StageCosts, rank: RankConfig, host: HostResources) -> StageCosts:
     """What is free on the host is another number at every start."""
     if rank.device != "cpu":
         return costs
     return msgspec.structs.replace(costs, available_bytes=host.free_bytes)
 
 
-def measure_configs(plan: LaunchPlan, prefill_chunk: int, mix: Mix, host: Host) -> list[MeasureConfig]:
+def measure_configs(
+    plan: LaunchPlan, prefill_chunk: int, mix: Mix, host: HostResources
+) -> list[MeasureConfig]:
     """What each rank is to time; `parent_pid` and `start_fd` are set when it starts."""
     first = plan.ranks[0]
     context = mix.mean_length(first.max_model_len)
@@ -114,7 +118,7 @@ def _numbers_of_rows(most: int) -> list[int]:
     return sorted({1, *doubled, max(most, 1)})
 
 
-def _num_timed_layers(plan: LaunchPlan, host: Host) -> int:
+def _num_timed_layers(plan: LaunchPlan, host: HostResources) -> int:
     """More than caches hold, if a stage can have so many and half of the free memory takes them."""
     spec, rank = plan.spec, plan.ranks[0]
     layer_bytes = max(1, int(spec.layer_parameters() * _item_size(spec, rank)))

@@ -19,7 +19,7 @@ from contextlib import ExitStack
 
 from penstock.errors import ErrorInfo, StageLostError
 from penstock.executor.base import first_cause
-from penstock.process.child import Failed, Loaded, Ready, StatusEvent, decode_status
+from penstock.process.child import ChildFailed, Ready, StatusEvent, WeightsLoaded, decode_status
 
 CAUSE_GRACE_S = 0.5  # for the stage behind another one's end to say why
 POLL_S = 0.01
@@ -31,7 +31,7 @@ class Child:
     Attributes:
         name: for messages, such as "stage 1".
         stage: its stage, or None.
-        place: where its parent finds it among the members of an epoch; whatever the parent likes.
+        member_index: where its parent finds it among the members of an epoch; whatever the parent likes.
         failure: the error that it reported before its end, if it did; `trace` is the end of its stack trace.
         has_spoken: it has set itself up.
         has_loaded: a stage, its weights.
@@ -41,11 +41,16 @@ class Child:
     """
 
     def __init__(
-        self, process: subprocess.Popen[bytes], status_fd: int, name: str, stage: int | None, place: int
+        self,
+        process: subprocess.Popen[bytes],
+        status_fd: int,
+        name: str,
+        stage: int | None,
+        member_index: int,
     ) -> None:
         self.name = name
         self.stage = stage
-        self.place = place
+        self.member_index = member_index
         self.failure: ErrorInfo | None = None
         self.trace = ""
         self.has_spoken = False
@@ -74,9 +79,9 @@ class Child:
         self.heard_at = time.monotonic() if lines else self.heard_at
         events = [decode_status(line) for line in lines if line]
         for event in events:
-            if isinstance(event, Failed) and self.failure is None:
+            if isinstance(event, ChildFailed) and self.failure is None:
                 self.failure, self.trace = event.error, event.trace
-            self.has_loaded |= isinstance(event, Loaded)
+            self.has_loaded |= isinstance(event, WeightsLoaded)
             self.is_ready |= isinstance(event, Ready)
         self.has_spoken |= bool(events)
         return events
@@ -138,7 +143,7 @@ def spawn(
     *,
     name: str,
     stage: int | None = None,
-    place: int = 0,
+    member_index: int = 0,
     inherit: Sequence[int] = (),
     arguments: Sequence[str] = (),
 ) -> Child:
@@ -162,7 +167,7 @@ def spawn(
             process_group=0,
         )
         try:
-            child = Child(process, status_read, name, stage, place)
+            child = Child(process, status_read, name, stage, member_index)
         except BaseException:
             process.kill()
             process.wait()
@@ -181,7 +186,7 @@ def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
     return reader, writer
 
 
-class Family:
+class ChildProcesses:
     """All children, and one place to wait for anything that happens to them or to other descriptors.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.children import Family, spawn
+from penstock.engine.supervisor.children import ChildProcesses, spawn
 from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.process import entry_points, listening
@@ -24,14 +24,14 @@ from penstock.process.config import ApiProcessConfig
 HOLD_S = 5.0  # for a connection that comes while another API process starts
 
 
-class Front(Protocol):
+class EngineUser(Protocol):
     """What the supervisor asks of either."""
 
     def open(self) -> None:
         """Claim what can be refused, before anything is loaded."""
         ...
 
-    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
         """Start its process, if any; the next one when it was lost."""
         ...
 
@@ -52,7 +52,7 @@ class Front(Protocol):
     def close(self) -> None: ...
 
 
-class HttpFront:
+class ApiProcessFront:
     """The API process. Its listening socket is bound here and inherited, by the next one too."""
 
     lifeline_fds: Sequence[int] = ()
@@ -71,7 +71,7 @@ class HttpFront:
     def open(self) -> None:
         self._listener = listening.listen(self._server)
 
-    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
         assert self._listener is not None
         config = ApiProcessConfig(
             server=self._server,
@@ -96,7 +96,7 @@ class HttpFront:
         self._hold_s = max(HOLD_S, self._hold_s)
         inherit = [config.listen_fd, *(client.handle_fd for client in clients)]
         encoded = encode_config(config)
-        family.add(spawn(entry_points.API_PROCESS, encoded, name="API process", inherit=inherit))
+        processes.add(spawn(entry_points.API_PROCESS, encoded, name="API process", inherit=inherit))
 
     def address(self, client: Endpoint) -> str:
         assert self._listener is not None
@@ -112,7 +112,7 @@ def served_name(model: str) -> str:
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
-class CallerFront:
+class CallingProgram:
     """The program that started the supervisor and connects its own client.
 
     Args:
@@ -134,7 +134,7 @@ class CallerFront:
     def open(self) -> None:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
-    def start(self, family: Family, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
         """None: they are there already."""
 
     def address(self, client: Endpoint) -> str:

@@ -17,8 +17,8 @@ from typing import Literal
 import msgspec
 
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Quantization
-from penstock.engine.supervisor.host import (
-    Host,
+from penstock.engine.supervisor.host_resources import (
+    HostResources,
     cpus_of_core,
     cpus_of_ranks,
     devices_of_ranks,
@@ -96,12 +96,12 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def resolve(config: EngineConfig, host: Host) -> LaunchPlan:
+def resolve(config: EngineConfig, host: HostResources) -> LaunchPlan:
     """The plan of the only replica, or of the first; raises what `resolve_replicas` does."""
     return resolve_replicas(config, host)[0]
 
 
-def resolve_replicas(config: EngineConfig, host: Host) -> list[LaunchPlan]:
+def resolve_replicas(config: EngineConfig, host: HostResources) -> list[LaunchPlan]:
     """Decide everything that does not need a tensor, for each replica; they share the host.
 
     Raises:
@@ -163,7 +163,7 @@ def _rank_configs(
     ranges: list[tuple[int, int]],
     max_model_len: int,
     wait_timeout_s: float,
-    host: Host,
+    host: HostResources,
 ) -> list[RankConfig]:
     parallel = config.parallel
     threads = parallel.rank_threads or shared_threads(form.devices, host.num_cpus)
@@ -295,7 +295,9 @@ def _step_timeout_s(config: EngineConfig) -> float:
     return asked if asked is not None else 60.0 + 0.1 * config.scheduler.max_num_batched_tokens
 
 
-def _weight_form(model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, host: Host) -> _WeightForm:
+def _weight_form(
+    model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, host: HostResources
+) -> _WeightForm:
     """Device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
     quantization, asked = _quantization(model.quantization, spec), parallel.rank_devices
     is_quantized = quantization != "none" or spec.quantization is not None
@@ -432,7 +434,11 @@ def _check_devices_of_stage(devices: list[str]) -> None:
 
 
 def _check_weights_fit(
-    spec: ModelSpec, ranges: list[tuple[int, int]], parallel: ParallelConfig, form: _WeightForm, host: Host
+    spec: ModelSpec,
+    ranges: list[tuple[int, int]],
+    parallel: ParallelConfig,
+    form: _WeightForm,
+    host: HostResources,
 ) -> None:
     """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
     of_replica = [

@@ -1,7 +1,7 @@
 """Which epoch it is, who has left it, who counts as lost, and when the next one begins.
 
-The supervisor and its `Members` tell what they see, in places and seconds, and do what follows; no process
-and no clock here.
+The supervisor and its `PipelineProcesses` tell what they see, in member indices and seconds, and do what
+follows; no process and no clock here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from penstock.errors import ErrorInfo
 
-CORE = -1  # its place, among the stages
+CORE = -1  # its member index, beside those of the ranks the stages
 MAX_LOSSES = 3  # without a success between them; from then on with growing pauses, and running requests end
 MAX_RETRY_S = 60.0
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
@@ -94,14 +94,14 @@ class Heartbeats:
 
 
 class Losses:
-    """The epochs of core and stages, which are known by their places.
+    """The epochs of core and stages, which are known by their member indices.
 
     Args:
         leave_s: a stage that has not left an epoch which is over for this long is lost.
 
     Attributes:
         epoch: the present one, or between two the one that is over.
-        missing: places to fill again; None within an epoch.
+        missing: members to start again; None within an epoch.
         causes: why members have left the present epoch by themselves.
     """
 
@@ -110,7 +110,7 @@ class Losses:
         self.missing: set[int] | None = None
         self.causes: list[ErrorInfo] = []
         self._leave_s = leave_s
-        self._left: dict[int, int] = {}  # the newest epoch that each place has left
+        self._left: dict[int, int] = {}  # the newest epoch that each member has left
         self._leave_by = math.inf
         self._back_off = BackOff()
 
@@ -119,14 +119,14 @@ class Losses:
         """Whether it has been tried so often that nobody should be kept waiting."""
         return self._back_off.is_repeated
 
-    def leave(self, epoch: int, cause: ErrorInfo, place: int) -> None:
+    def leave(self, epoch: int, cause: ErrorInfo, member: int) -> None:
         """A member has left an epoch by itself: the present one is then over for all."""
-        self._left[place] = epoch
+        self._left[member] = epoch
         if epoch == self.epoch and self.missing is None:
             self.causes.append(cause)
 
     def end(self, lost: Set[int], now: float) -> float:
-        """The epoch is over, these places are empty. Returns the seconds until the next one should begin."""
+        """The epoch is over, these members are lost. Returns the seconds until the next one should begin."""
         self.causes.clear()
         self.missing = (self.missing or set()) | lost
         self._leave_by = now + self._leave_s
@@ -137,7 +137,7 @@ class Losses:
         return self.missing is not None and self._back_off.is_due(now)
 
     def begin(self) -> list[int]:
-        """The next epoch; the places to fill for it."""
+        """The next epoch; the members to start for it."""
         started = sorted(self.missing or ())
         self._left |= dict.fromkeys(started, self.epoch)  # they were never there
         self.epoch, self.missing = self.epoch + 1, None
@@ -149,10 +149,10 @@ class Losses:
         self._leave_by = math.inf
         return self._back_off.succeed(now)
 
-    def hung(self, places: set[int], now: float) -> set[int]:
+    def hung(self, members: set[int], now: float) -> set[int]:
         """Which of these have not left an epoch that is over for long; told once."""
         if now < self._leave_by:
             return set()
         self._leave_by = math.inf
         over = self.epoch if self.missing is not None else self.epoch - 1
-        return {place for place in places if self._left.get(place, -1) < over}
+        return {member for member in members if self._left.get(member, -1) < over}

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.distributed.meeting import close_meeting, create_meeting
-from penstock.engine.supervisor.children import Child, Family, spawn
+from penstock.engine.supervisor.children import Child, ChildProcesses, spawn
 from penstock.errors import WaitTimeoutError, error_from_info
 from penstock.planner.stage_costs import StageCosts
 from penstock.process import entry_points
@@ -66,12 +66,12 @@ class _Fleet:
     def __init__(self) -> None:
         self.costs: dict[Child, StageCosts] = {}
         self._deadline = time.monotonic() + TIMEOUT_S
-        self._family = Family(self._take)
+        self._processes = ChildProcesses(self._take)
 
     def start(self, config: MeasureConfig, start_fd: int, meeting: MeetingHandle | None) -> Child:
         config = msgspec.structs.replace(config, parent_pid=os.getpid(), start_fd=start_fd, meeting=meeting)
         inherit = [start_fd] if meeting is None else [start_fd, meeting.memory_fd, meeting.store_fd]
-        return self._family.add(
+        return self._processes.add(
             spawn(
                 entry_points.MEASURE,
                 encode_config(config),
@@ -84,12 +84,12 @@ class _Fleet:
     def hear(self) -> None:
         """Wait for news and take them."""
         remaining = self._deadline - time.monotonic()
-        news, _ = self._family.wait(max(0.0, remaining))
+        news, _ = self._processes.wait(max(0.0, remaining))
         if not news and remaining <= 0:
             raise WaitTimeoutError(f"the stages could not be measured in {TIMEOUT_S:g} s.")
         for child in news:
             has_ended = child.exit_code is not None  # first: then all that it said is in the pipe
-            self._family.hear(child)
+            self._processes.hear(child)
             if has_ended:
                 self._bury(child)
 
@@ -100,8 +100,8 @@ class _Fleet:
     def _bury(self, child: Child) -> None:
         if child.failure is not None or child not in self.costs:
             raise error_from_info(child.end())
-        self._family.reap(child)
+        self._processes.reap(child)
 
     def close(self) -> None:
         """End those that are left."""
-        self._family.close()
+        self._processes.close()

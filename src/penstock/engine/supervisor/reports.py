@@ -149,7 +149,7 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag
     seconds: float
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_failed"):
+class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="engine_failed"):
     """It is over; `error` is the first cause. `trace` is for those who ask for details."""
 
     error: ErrorInfo
@@ -168,7 +168,7 @@ Event = (
     | FrontLost
     | FrontRecovered
     | Draining
-    | Failed
+    | EngineFailed
 )
 
 
@@ -256,7 +256,7 @@ def event_line(event: Event) -> str:
             return f"recovered in {event.seconds:.1f} s   API process"
         case Draining():
             return f"draining: running requests have {event.seconds:g} s; a second signal ends at once"
-        case Failed():
+        case EngineFailed():
             return f"error: {event.error.message} {event.error.remedy}".rstrip()
         case _:
             return ""

@@ -6,7 +6,7 @@ their progress and waits. SIGTERM and SIGINT drain; a second one ends at once.
     loading ──all ready──▶ serving ──signal, or the caller is gone──▶ draining ──▶ ended (code 0)
        │                     │  ▲
        │             a child ended, or says nothing: it starts again
-       │             (`engine.supervisor.members`, for core and stages)
+       │             (`engine.supervisor.pipeline_processes`, for core and stages)
        └──a child ended──▶ ended (the first cause gives the code)
 
 Nothing that is made here has a name (memfd, eventfd, sockets without a path), and children die with the
@@ -33,17 +33,17 @@ from penstock import faults
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.children import Child, Family
-from penstock.engine.supervisor.fronts import CallerFront, Front, HttpFront
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.children import Child, ChildProcesses
+from penstock.engine.supervisor.fronts import ApiProcessFront, CallingProgram, EngineUser
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas, with_faults
 from penstock.engine.supervisor.losses import BackOff, Heartbeats
-from penstock.engine.supervisor.members import Members, begin_together
+from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import (
     Draining,
+    EngineFailed,
     EngineReady,
     Event,
-    Failed,
     FrontLost,
     FrontRecovered,
     Notice,
@@ -79,7 +79,7 @@ class Supervisor:
     reporter: gets every event; by default a line each on standard error.
     """
 
-    def __init__(self, engine: EngineConfig, front: Front, reporter: Reporter | None = None) -> None:
+    def __init__(self, engine: EngineConfig, front: EngineUser, reporter: Reporter | None = None) -> None:
         self._engine = engine
         self._front = front
         self._reporter = SteadyReporter(reporter or PlainReporter())
@@ -89,13 +89,13 @@ class Supervisor:
         cls, engine: EngineConfig, server: ServerConfig, reporter: Reporter | None = None
     ) -> Supervisor:
         """The supervisor of `penstock serve`."""
-        return cls(engine, HttpFront(engine, server), reporter)
+        return cls(engine, ApiProcessFront(engine, server), reporter)
 
     def run(self) -> int:
         """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
         started = time.monotonic()
         try:
-            host = Host.detect()
+            host = HostResources.detect()
             self._front.open()
             plans = resolve_replicas(settle_partition(self._engine, host, self._reporter), host)
             wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
@@ -115,7 +115,7 @@ class Supervisor:
         """Report why nothing was started; the exit code."""
         if isinstance(error, OSError):  # no descriptors, no memory, no temporary directory
             error = PeerError(f"the engine cannot be started: {error}.", remedy="See `penstock doctor`.")
-        self._reporter.report(Failed(error=error.info()))
+        self._reporter.report(EngineFailed(error=error.info()))
         return error.exit_code
 
 
@@ -125,7 +125,7 @@ class _RunningEngine:
     def __init__(
         self,
         plans: Sequence[LaunchPlan],
-        front: Front,
+        front: EngineUser,
         reporter: Reporter,
         signal_fd: int,
         started: float,
@@ -137,14 +137,14 @@ class _RunningEngine:
         self._started = started
         self._has_begun = False
         self._is_serving = False
-        self._family = Family(self._take)
-        self._replicas = [Members(plan, self._family, reporter) for plan in plans]
+        self._processes = ChildProcesses(self._take)
+        self._replicas = [PipelineProcesses(plan, self._processes, reporter) for plan in plans]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
 
     @property
     def _fronts(self) -> set[Child]:
-        return set(self._family.children) - set(self._members)
+        return set(self._processes.children) - set(self._members)
 
     @property
     def _members(self) -> list[Child]:
@@ -154,7 +154,7 @@ class _RunningEngine:
     def run(self) -> int:
         try:
             self._start()
-            while not all(child.is_ready for child in self._family.children):
+            while not all(child.is_ready for child in self._processes.children):
                 self._raise_if_any(self._watch(TICK_S))
                 self._has_begun = self._has_begun or begin_together(self._replicas)
                 self._end_the_lifeless()
@@ -164,10 +164,10 @@ class _RunningEngine:
         except _Stop:
             return self._drain()
         except _ChildEnded as ended:
-            return self._fail(self._family.first_cause(ended.child, self._family.children))
+            return self._fail(self._processes.first_cause(ended.child, self._processes.children))
 
     def close(self) -> None:
-        self._family.close()
+        self._processes.close()
         for replica in self._replicas:
             replica.close()
 
@@ -176,19 +176,19 @@ class _RunningEngine:
             replica.start()
         self._start_front()
         for fd in (self._signal_fd, *self._front.lifeline_fds):
-            self._family.watch(fd)
+            self._processes.watch(fd)
 
     def _start_front(self) -> None:
         self._front_losses.begin()
-        self._front.start(self._family, self._plan, [replica.client for replica in self._replicas])
+        self._front.start(self._processes, self._plan, [replica.client for replica in self._replicas])
 
     def _serve_on(self, leaving: Set[Child] = frozenset()) -> Set[Child]:
-        """Wait for what comes next, and mend what is broken; who of `leaving` has ended."""
+        """Wait for what comes next, and recover what is broken; who of `leaving` has ended."""
         ended = self._watch(TICK_S)
         self._end_the_lifeless()
         self._mend_front((ended & self._fronts) - leaving)
         for replica in self._replicas:
-            replica.mend()
+            replica.recover()
         return ended & leaving
 
     def _mend_front(self, ended: Set[Child]) -> None:
@@ -196,7 +196,7 @@ class _RunningEngine:
         for child in ended:
             pause_s = self._front_losses.lose(now)
             self._reporter.report(FrontLost(error=child.end(), retry_s=pause_s))
-            self._family.reap(child)
+            self._processes.reap(child)
         if self._front_losses.is_due(now):
             try:
                 self._start_front()
@@ -205,27 +205,27 @@ class _RunningEngine:
 
     def _end_the_lifeless(self) -> None:
         """Kill children that were stopped, or hang: they are then lost as any other."""
-        living = [child for child in self._family.children if child.exit_code is None]
+        living = [child for child in self._processes.children if child.exit_code is None]
         loading = {child for child in living if not child.is_ready}
         heard_at = {child: child.heard_at for child in living}
         for child, silence_s in self._heartbeats.silent(heard_at, time.monotonic(), loading).items():
             self._replica_of(child).kill(child, f"has given no sign of life for {silence_s:.1f} s")
         for replica in self._replicas:
-            replica.end_the_hung()
-            replica.end_the_slow()
+            replica.kill_hung()
+            replica.kill_slow_loaders()
 
-    def _replica_of(self, child: Child) -> Members:
+    def _replica_of(self, child: Child) -> PipelineProcesses:
         """Where it is a member; the first one's for a child that is none."""
         return next((replica for replica in self._replicas if child in replica.children), self._replicas[0])
 
     def _watch(self, timeout_s: float) -> set[Child]:
         """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
-        children, descriptors = self._family.wait(timeout_s)
+        children, descriptors = self._processes.wait(timeout_s)
         if descriptors:
             self._consume(descriptors)
             raise _Stop
         for child in children:
-            self._family.hear(child)
+            self._processes.hear(child)
         return {child for child in children if child.exit_code is not None}
 
     def _take(self, child: Child, event: StatusEvent) -> None:
@@ -240,7 +240,7 @@ class _RunningEngine:
             if fd == self._signal_fd:
                 os.read(fd, 64)
             else:
-                self._family.unwatch(fd)
+                self._processes.unwatch(fd)
 
     def _raise_if_any(self, ended: set[Child]) -> None:
         if ended:
@@ -248,7 +248,7 @@ class _RunningEngine:
 
     def _announce(self) -> None:
         self._is_serving = True
-        for event in _once(event for replica in self._replicas for event in replica.what_is_there()):
+        for event in _once(event for replica in self._replicas for event in replica.startup_notices()):
             self._reporter.report(event)
         seconds = time.monotonic() - self._started
         self._reporter.report(
@@ -268,9 +268,9 @@ class _RunningEngine:
             while fronts and time.monotonic() < deadline:
                 for child in self._serve_on(fronts):
                     fronts.discard(child)
-                    self._family.reap(child)
+                    self._processes.reap(child)
             for replica in self._replicas:
-                replica.dismiss()
+                replica.stop_all()
             self._await_end(self._members, STOP_GRACE_S)
         except _Stop:
             pass  # a second signal: at once
@@ -284,13 +284,13 @@ class _RunningEngine:
             ended = self._watch(remaining) & leaving
             leaving -= ended
             for child in ended:
-                self._family.reap(child)
+                self._processes.reap(child)
 
     def _fail(self, cause: ErrorInfo) -> int:
         """It cannot be started: say why, end all."""
-        traces = [child.trace for child in self._family.children if child.failure is cause]
-        self._reporter.report(Failed(error=cause, trace="".join(traces)))
-        self._family.kill()
+        traces = [child.trace for child in self._processes.children if child.failure is cause]
+        self._reporter.report(EngineFailed(error=cause, trace="".join(traces)))
+        self._processes.kill()
         return error_from_info(cause).exit_code
 
 
@@ -362,7 +362,7 @@ def main() -> int:
     parser.add_argument("--status-fd", type=int, required=True)
     arguments = parser.parse_args()
     config = read_caller_config(arguments.config_fd)
-    front = CallerFront(arguments.config_fd, config.caller_pid)
+    front = CallingProgram(arguments.config_fd, config.caller_pid)
     return Supervisor(config.engine, front, StatusReporter(arguments.status_fd)).run()
 
 

@@ -17,9 +17,9 @@ from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.pipeline.links.ring_channel import create_channel_ring
 from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
-from penstock.process.config import CoreEnds, LinkHandle, MeetingHandle, RankConfig, RankEnds
+from penstock.process.config import CoreEndpoints, MeetingHandle, RankConfig, RankEndpoints, RingHandle
 
-Place = tuple[int, int]  # stage, rank in the stage
+RankAddress = tuple[int, int]  # stage, rank in the stage
 
 
 class Wiring:
@@ -28,10 +28,10 @@ class Wiring:
     def __init__(self, plan: LaunchPlan, epoch: int = 0) -> None:
         self._ranks = {(rank.stage, rank.tp_rank): rank for rank in plan.ranks}
         self._epoch = epoch
-        self._plan_endpoints: dict[Place, Endpoint] = {}
-        self._links: dict[tuple[Place, Place], LinkHandle] = {}
-        self._tokens: dict[Place, LinkHandle] = {}
-        self._results: list[LinkHandle] = []
+        self._plan_endpoints: dict[RankAddress, Endpoint] = {}
+        self._links: dict[tuple[RankAddress, RankAddress], RingHandle] = {}
+        self._tokens: dict[RankAddress, RingHandle] = {}
+        self._results: list[RingHandle] = []
         self._meetings: dict[int, MeetingHandle] = {}
         try:
             self._create(plan)
@@ -52,22 +52,22 @@ class Wiring:
                 self._meetings[rank.stage] = create_meeting(rank.tp_size)
 
     @property
-    def _rings(self) -> list[LinkHandle]:
+    def _rings(self) -> list[RingHandle]:
         return [*self._links.values(), *self._tokens.values(), *self._results]
 
-    def core(self) -> CoreEnds:
+    def core(self) -> CoreEndpoints:
         """What the core is told."""
         listeners = [endpoint.listen_fd for endpoint in self._plan_endpoints.values()]
         stages = [stage for stage, _ in self._ranks]
-        return CoreEnds(epoch=self._epoch, plan_fds=listeners, stages=stages, results=self._results[0])
+        return CoreEndpoints(epoch=self._epoch, plan_fds=listeners, stages=stages, results=self._results[0])
 
-    def rank(self, stage: int, tp_rank: int = 0) -> RankEnds:
+    def rank(self, stage: int, tp_rank: int = 0) -> RankEndpoints:
         """What a rank is told."""
         place = stage, tp_rank
         rank = self._ranks[place]
         own_tokens = [] if rank.is_last else [self._tokens[place]]
         incoming = [link for (_, receiver), link in self._links.items() if receiver == place]
-        return RankEnds(
+        return RankEndpoints(
             epoch=self._epoch,
             plan_fd=self._plan_endpoints[place].handle_fd,
             tokens=list(self._tokens.values()) if rank.is_output else own_tokens,
@@ -102,10 +102,10 @@ class Wiring:
             close_meeting(meeting)
 
 
-def _receivers(rank: RankConfig) -> list[Place]:
+def _receivers(rank: RankConfig) -> list[RankAddress]:
     return [(rank.stage + 1, receiver) for receiver in rank.receivers]
 
 
-def _samples_ring(rank: RankConfig) -> LinkHandle:
+def _samples_ring(rank: RankConfig) -> RingHandle:
     """For what all steps in flight sample, and those of the trip before, which no plan has consumed."""
     return create_channel_ring(2 * rank.depth, rank.max_num_seqs)

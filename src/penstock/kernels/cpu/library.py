@@ -1,8 +1,8 @@
 """The kernel library of this process: loaded once, typed, tested on a known product.
 
-Called by whatever runs kernels, and by `penstock doctor`. `load` gives a `Loaded` in any case; without a
-library it says why. Torch-free itself. But kernels run on the threads of torch's OpenMP runtime, libgomp:
-a process that uses torch imports it before it calls `load`, so that there is one such runtime and
+Called by whatever runs kernels, and by `penstock doctor`. `load` gives a `LoadedKernels` in any case; without
+a library it says why. Torch-free itself. But kernels run on the threads of torch's OpenMP runtime, libgomp: a
+process that uses torch imports it before it calls `load`, so that there is one such runtime and
 `torch.set_num_threads` counts for both. Does not compile (`compiler`).
 """
 
@@ -52,7 +52,7 @@ class KernelChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedKernels:
     """The kernels of this process, or why there are none.
 
     Attributes:
@@ -88,37 +88,39 @@ def parse_kernels(text: str) -> KernelChoice:
     return KernelChoice(frozenset(KERNEL_NAMES) - {word[1:] for word in words})
 
 
-def load(kernels: str = "auto") -> Loaded:
+def load(kernels: str = "auto") -> LoadedKernels:
     """The library for this machine, built if it has to be; the same one for every later call and thread.
 
     Args:
         kernels: see `parse_kernels`; only with every kernel off is nothing loaded. Raises `UsageError`.
     """
     if not parse_kernels(kernels).enabled:
-        return Loaded(reason="switched off", remedy="Use --kernels auto.")
+        return LoadedKernels(reason="switched off", remedy="Use --kernels auto.")
     with _loading:
         return _load_once()
 
 
 @functools.cache
-def _load_once() -> Loaded:
+def _load_once() -> LoadedKernels:
     return load_built(build(os.environ, Machine.detect()))
 
 
-def load_built(result: Built | NotBuilt) -> Loaded:
+def load_built(result: Built | NotBuilt) -> LoadedKernels:
     """Load what the compiler gave; a library outside the cache is removed at once, and stays in memory."""
     if isinstance(result, NotBuilt):
-        return Loaded(reason=result.reason, remedy=result.remedy)
+        return LoadedKernels(reason=result.reason, remedy=result.remedy)
     try:
         library = open_library(result)
         isa = self_test(library)
     except LibraryError as error:
-        return Loaded(
+        return LoadedKernels(
             reason=f"{error} ({result.compiler.label})", path=result.path, remedy=_BAD_LIBRARY_REMEDY
         )
     finally:
         result.discard()
-    return Loaded(library=library, isa=isa, reason=result.reason, path=result.path, remedy=result.remedy)
+    return LoadedKernels(
+        library=library, isa=isa, reason=result.reason, path=result.path, remedy=result.remedy
+    )
 
 
 def open_library(built: Built) -> ctypes.CDLL:

@@ -13,11 +13,11 @@ from penstock.kernels.views import KeptViews
 from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, check_packed, padded
 from penstock.pipeline.links.link import Carrier, check_shapes
 from penstock.pipeline.links.ring_memory import Ring
-from penstock.process.config import LinkHandle
+from penstock.process.config import RingHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 
-class _Place(NamedTuple):
+class FrameSlot(NamedTuple):
     """Which tensors in which frame of a ring."""
 
     frame: int
@@ -36,12 +36,12 @@ class SharedMemoryLink(Carrier):
         timeout_s: deadline of every wait.
     """
 
-    def __init__(self, handle: LinkHandle, name: str, timeout_s: float) -> None:
+    def __init__(self, handle: RingHandle, name: str, timeout_s: float) -> None:
         self._ring = Ring(handle, name)
         self._frames = self._ring.frames
         self._timeout_s = timeout_s
         self._bytes = torch.frombuffer(self._frames, dtype=torch.uint8)
-        self._places: KeptViews[_Place, list[Tensor]] = KeptViews(self._view)
+        self._places: KeptViews[FrameSlot, list[Tensor]] = KeptViews(self._view)
 
     def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_size(header, tensors, self._ring.frame_bytes)
@@ -78,10 +78,10 @@ class SharedMemoryLink(Carrier):
     def _places_of(self, index: int, header: FrameHeader, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Where the tensors lie in the frame, behind its header."""
         return self._places.of(
-            _Place(index, header.num_tokens, header.width, tensors[0].dtype, header.num_tensors)
+            FrameSlot(index, header.num_tokens, header.width, tensors[0].dtype, header.num_tensors)
         )
 
-    def _view(self, at: _Place) -> list[Tensor]:
+    def _view(self, at: FrameSlot) -> list[Tensor]:
         places = []
         begin = at.frame * self._ring.frame_bytes + ALIGNMENT
         num_bytes = at.num_tokens * at.width * at.dtype.itemsize

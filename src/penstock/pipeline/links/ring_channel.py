@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from penstock.pipeline.links.channel import SEND_TIMEOUT_S
 from penstock.pipeline.links.ring_memory import Ring, create_ring
-from penstock.process.config import LinkHandle
+from penstock.process.config import RingHandle
 
 FRAME_BYTES = 16 * 1024  # the samples of a thousand rows; log-probabilities take several
 _LEAST_FRAMES = 16
@@ -18,7 +18,7 @@ _LENGTH_BYTES = 8
 _LONG_S = 3600.0
 
 
-def create_channel_ring(num_messages: int, num_rows: int) -> LinkHandle:
+def create_channel_ring(num_messages: int, num_rows: int) -> RingHandle:
     """The memory of one channel, for the two ends that inherit it.
 
     Args:
@@ -38,7 +38,7 @@ class RingChannel:
         name: for messages, such as "stage 1 -> stage 0, samples".
     """
 
-    def __init__(self, handle: LinkHandle, name: str) -> None:
+    def __init__(self, handle: RingHandle, name: str) -> None:
         self._ring = Ring(handle, name)
         self._frames = self._ring.frames
         self._purpose = f"a message of {name}"

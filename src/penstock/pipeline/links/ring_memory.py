@@ -27,7 +27,7 @@ from contextlib import ExitStack
 
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.frame import padded
-from penstock.process.config import LinkHandle
+from penstock.process.config import RingHandle
 
 _MAGIC = 0x50454E53544F434B
 _WORDS_BYTES = 4096  # the words have a page of their own, so frames begin on a page
@@ -35,7 +35,7 @@ _WORD_MAGIC, _WORD_WRITTEN, _WORD_CLOSED = 0, 8, 16  # one cache line each
 _SPIN_NS = 20_000  # a sleeping wait costs 40 us more than a spinning one; spin no longer than that saves
 
 
-def create_ring(frame_bytes: int, num_frames: int) -> LinkHandle:
+def create_ring(frame_bytes: int, num_frames: int) -> RingHandle:
     """Make the memory and the semaphores of a link.
 
     Args:
@@ -59,7 +59,7 @@ def create_ring(frame_bytes: int, num_frames: int) -> LinkHandle:
         undo.callback(os.close, data_fd)
         space_fd = os.eventfd(num_frames, os.EFD_SEMAPHORE | os.EFD_NONBLOCK)
         undo.pop_all()
-    return LinkHandle(
+    return RingHandle(
         memory_fd=memory_fd,
         data_fd=data_fd,
         space_fd=space_fd,
@@ -68,13 +68,13 @@ def create_ring(frame_bytes: int, num_frames: int) -> LinkHandle:
     )
 
 
-def close_handle(handle: LinkHandle) -> None:
+def close_handle(handle: RingHandle) -> None:
     """Close this process' descriptors of a link; rings already mapped go on with their own copies."""
     for fd in handle.fds:
         os.close(fd)
 
 
-def end_ring(handle: LinkHandle) -> None:
+def end_ring(handle: RingHandle) -> None:
     """Close a ring from outside: both ends stop waiting. For who made it, and still has its descriptors."""
     os.pwrite(handle.memory_fd, (1).to_bytes(8, "little"), _WORD_CLOSED * 8)
     for fd in (handle.data_fd, handle.space_fd):
@@ -90,7 +90,7 @@ class Ring:
         name: for messages, such as "stage 0 -> stage 1".
     """
 
-    def __init__(self, handle: LinkHandle, name: str) -> None:
+    def __init__(self, handle: RingHandle, name: str) -> None:
         self.name = name
         self.frame_bytes = handle.frame_bytes
         self.num_frames = handle.num_frames
@@ -243,7 +243,7 @@ class _Semaphore:
         self._fd = -1
 
 
-def _map(handle: LinkHandle, name: str) -> mmap.mmap:
+def _map(handle: RingHandle, name: str) -> mmap.mmap:
     expected = _WORDS_BYTES + handle.frame_bytes * handle.num_frames
     found = os.fstat(handle.memory_fd).st_size
     if found != expected:

@@ -35,7 +35,7 @@ from penstock.errors import ErrorInfo, PenstockError, StageLostError
 from penstock.executor.base import KVPlan
 from penstock.operations import CloseSession, OpenSession, Pause, Resume
 from penstock.process.child import Abandoned, Ready, StatusEvent
-from penstock.process.config import CoreConfig, CoreEnds, LinkHandle, Restarts
+from penstock.process.config import CoreConfig, CoreEndpoints, Restarts, RingHandle
 from penstock.process.control import ControlReader, ControlSocket, EpochLost, Stop
 from penstock.request import Follower, GenerationRequest, RequestUpdate, SamplingParams
 
@@ -73,7 +73,7 @@ class ServedCore:
         self.client = self.connect()
         self.thread.start()
 
-    def _join(self, ends: CoreEnds, start: AllocateKV) -> FakeExecutor:
+    def _join(self, ends: CoreEndpoints, start: AllocateKV) -> FakeExecutor:
         self.joined.append(start)
         return self.rig.make_executor(epoch=start.epoch, first_step=start.first_step)
 
@@ -260,10 +260,12 @@ def test_a_stop_lets_the_steps_in_flight_come_back(served: ServedCore) -> None:
     assert served.rig.core.is_idle
 
 
-def ends(epoch: int) -> CoreEnds:
+def ends(epoch: int) -> CoreEndpoints:
     fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
-    ring = LinkHandle(memory_fd=fds[0], data_fd=fds[1], space_fd=fds[2], frame_bytes=64, num_frames=1)
-    return CoreEnds(epoch=epoch, plan_fds=[], stages=[], results=ring, restarts=Restarts(stages=[0, epoch]))
+    ring = RingHandle(memory_fd=fds[0], data_fd=fds[1], space_fd=fds[2], frame_bytes=64, num_frames=1)
+    return CoreEndpoints(
+        epoch=epoch, plan_fds=[], stages=[], results=ring, restarts=Restarts(stages=[0, epoch])
+    )
 
 
 @contextlib.contextmanager

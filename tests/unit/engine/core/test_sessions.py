@@ -10,7 +10,7 @@ import pytest
 
 from fakes import CoreRig
 from penstock.config.engine import EvictionPolicy, SchedulerConfig
-from penstock.engine.core import operation_desk
+from penstock.engine.core import operations_in_force
 from penstock.errors import ErrorInfo, NotFoundError
 from penstock.operations import Abort, CloseSession, FlushCache, OpenSession, Operation, OperationDone
 from penstock.request import GenerationRequest, SamplingParams
@@ -117,13 +117,13 @@ def test_g4_another_core_opens_thousands_of_sessions_without_a_look_at_all_of_th
 ) -> None:
     number, looks = 3000, 0
 
-    class Counted(operation_desk._Open):
+    class Counted(operations_in_force._Open):
         def __getattribute__(self, name: str) -> Any:
             nonlocal looks
             looks += 1
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(operation_desk, "_Open", Counted)
+    monkeypatch.setattr(operations_in_force, "_Open", Counted)
     talk = Talk(scheduler=SchedulerConfig(max_num_seqs=8, max_sessions=number - 1))
     core = talk.rig.core
     talk.rig.add("r", PROMPT, max_tokens=20, ignore_eos=True)

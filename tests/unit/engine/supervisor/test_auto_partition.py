@@ -17,7 +17,7 @@ from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Sc
 from penstock.engine.supervisor import auto_partition, measuring
 from penstock.engine.supervisor.auto_partition import measure_configs, settle_partition
 from penstock.engine.supervisor.children import Child, spawn
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.measuring import measure
 from penstock.engine.supervisor.reports import Event, Notice, PartitionChosen, event_line
@@ -33,7 +33,7 @@ from penstock.planner.mix import Mix
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.process.config import MeasureConfig
 
-HOST = Host(num_cpus=2, free_bytes=8 << 30, num_gpus=0, cpus=(0, 1))
+HOST = HostResources(num_cpus=2, free_bytes=8 << 30, num_gpus=0, cpus=(0, 1))
 
 
 class Events:
@@ -149,14 +149,14 @@ def test_more_stages_than_layers_are_refused_before_anything_is_measured(fake: F
 
 def test_d16_the_memory_of_the_host_counts_as_it_is_now(fake: FakeMeasuring) -> None:
     with pytest.raises(NotEnoughMemoryError, match="no split of 6 layers over 2 stages"):
-        settle_partition(engine(), Host(num_cpus=2, free_bytes=7 << 20, num_gpus=0), Events())
+        settle_partition(engine(), HostResources(num_cpus=2, free_bytes=7 << 20, num_gpus=0), Events())
 
 
 # --- What is measured --------------------------------------------------------------------------------------
 
 
 def configs(
-    host: Host = HOST, mix: str = "512:128", *, num_stages: int = 3, **scheduler: int
+    host: HostResources = HOST, mix: str = "512:128", *, num_stages: int = 3, **scheduler: int
 ) -> list[MeasureConfig]:
     config = EngineConfig(
         model=ModelConfig(model="demo"),
@@ -174,7 +174,7 @@ def test_every_rank_times_its_own_end_of_the_model() -> None:
 
 
 def test_few_layers_are_timed_where_memory_is_short() -> None:
-    little = Host(num_cpus=2, free_bytes=6 << 20, num_gpus=0)
+    little = HostResources(num_cpus=2, free_bytes=6 << 20, num_gpus=0)
     assert [(c.rank.start_layer, c.rank.end_layer) for c in configs(little)] == [(0, 1), (1, 2), (5, 6)]
 
 

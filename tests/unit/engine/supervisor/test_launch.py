@@ -19,8 +19,8 @@ from penstock.config.engine import (
     SchedulerConfig,
 )
 from penstock.distributed.group import open_meeting
-from penstock.engine.supervisor import host as engine_host
-from penstock.engine.supervisor.host import Host
+from penstock.engine.supervisor import host_resources as engine_host
+from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import LaunchPlan, _widths, replica_seed, resolve, resolve_replicas
 from penstock.engine.supervisor.wiring import Wiring
 from penstock.errors import (
@@ -33,7 +33,7 @@ from penstock.errors import (
 from penstock.pipeline.links.ring_memory import Ring
 from penstock.process.control import descriptors_of
 
-HOST = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=0)
+HOST = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=0)
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -58,7 +58,7 @@ def model(tmp_path: Path) -> str:
 
 def plan_for(
     model: str,
-    host: Host = HOST,
+    host: HostResources = HOST,
     *,
     dtype: str = "auto",
     length: int | None = None,
@@ -92,7 +92,7 @@ def test_auto_values_come_from_model_and_host(model: str) -> None:
 
 def test_explicit_values_win(model: str) -> None:
     parallel = ParallelConfig(pipeline_parallel_size=2, threads_per_rank=1, device="auto", partition="4,1")
-    host = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=1)
+    host = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=1)
     cache = CacheConfig(num_blocks=7, block_size=8)
     plan = plan_for(model, host, dtype="float32", length=100, parallel=parallel, cache=cache)
     assert [(rank.start_layer, rank.end_layer) for rank in plan.ranks] == [(0, 4), (4, 5)]
@@ -113,7 +113,7 @@ def test_i13_threads_are_the_same_for_all_stages_or_each_ones_own(
 
 
 def test_more_stages_than_cores_still_get_a_thread(model: str) -> None:
-    host = Host(num_cpus=2, free_bytes=1 << 30, num_gpus=0)
+    host = HostResources(num_cpus=2, free_bytes=1 << 30, num_gpus=0)
     plan = plan_for(model, host, parallel=ParallelConfig(pipeline_parallel_size=5))
     assert {rank.threads for rank in plan.ranks} == {1}
 
@@ -136,7 +136,7 @@ def test_a_length_that_the_model_does_not_have_is_refused(model: str, length: in
 
 
 def test_weights_that_do_not_fit_are_refused_before_loading(model: str) -> None:
-    host = Host(num_cpus=1, free_bytes=1000, num_gpus=0)
+    host = HostResources(num_cpus=1, free_bytes=1000, num_gpus=0)
     with pytest.raises(NotEnoughMemoryError, match="0 MiB are free") as raised:
         plan_for(model, host)
     assert raised.value.exit_code == 4
@@ -148,7 +148,7 @@ def test_a_missing_model_is_a_model_error(tmp_path: Path) -> None:
 
 
 def test_the_host_is_asked_for_what_is_there() -> None:
-    host = Host.detect()
+    host = HostResources.detect()
     assert host.num_cpus == len(os.sched_getaffinity(0))
     assert host.cpus == tuple(sorted(os.sched_getaffinity(0)))
     assert 0 < host.free_bytes <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -166,8 +166,8 @@ def test_hidden_gpus_are_no_gpus(visible: str | None, number: int, tmp_path: Pat
 # --- Devices -------------------------------------------------------------------------------------------
 
 
-def gpus(count: int, *cpus: int) -> Host:
-    return Host(num_cpus=len(cpus), free_bytes=1 << 30, num_gpus=count, cpus=cpus)
+def gpus(count: int, *cpus: int) -> HostResources:
+    return HostResources(num_cpus=len(cpus), free_bytes=1 << 30, num_gpus=count, cpus=cpus)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +207,7 @@ def test_i13_cores_go_to_the_stages_on_the_cpu(model: str) -> None:
 def test_only_weights_of_stages_on_the_cpu_need_its_memory(model: str) -> None:
     spec = plan_for(model).spec
     half = spec.stage_parameters(0, 3) * 2
-    host = Host(num_cpus=2, free_bytes=half, num_gpus=1)
+    host = HostResources(num_cpus=2, free_bytes=half, num_gpus=1)
     mixed = ParallelConfig(pipeline_parallel_size=2, partition="3,2", device="cpu,cuda")
     plan_for(model, host, parallel=mixed)
     with pytest.raises(NotEnoughMemoryError):
@@ -275,7 +275,7 @@ def test_a_float16_checkpoint_is_quantised_for_bfloat16(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_are_for_the_cpu(tmp_path: Path, model: str) -> None:
-    host = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=1)
+    host = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=1)
     parallel = ParallelConfig(device="cpu,cuda:1", pipeline_parallel_size=2)
     with pytest.raises(UsageError, match=r"is cpu,cuda:1, with --quantization int4: .* CPU") as caught:
         plan_for(model, host, quantization="int4", parallel=parallel)
@@ -289,11 +289,11 @@ def test_quantised_weights_are_for_the_cpu(tmp_path: Path, model: str) -> None:
 
 def test_quantised_weights_need_less_room(tmp_path: Path, model: str) -> None:
     parameters = plan_for(model).spec.stage_parameters(0, 5)
-    host = Host(num_cpus=1, free_bytes=parameters, num_gpus=0)
+    host = HostResources(num_cpus=1, free_bytes=parameters, num_gpus=0)
     with pytest.raises(NotEnoughMemoryError, match="--quantization int8 or int4"):
         plan_for(model, host)
     plan_for(model, host, quantization="int8")
-    half = Host(num_cpus=1, free_bytes=parameters // 2, num_gpus=0)
+    half = HostResources(num_cpus=1, free_bytes=parameters // 2, num_gpus=0)
     with pytest.raises(NotEnoughMemoryError):
         plan_for(model, half, quantization="int8")
     plan_for(model, half, quantization="int4")
@@ -310,12 +310,12 @@ def test_the_choice_of_kernels_is_checked_before_the_model_is_looked_for(model: 
         plan_for("/nowhere", parallel=ParallelConfig(kernels="-fast"))
 
 
-def cores(*cpus: int) -> Host:
-    return Host(num_cpus=len(cpus), free_bytes=1 << 30, num_gpus=1, cpus=cpus)
+def cores(*cpus: int) -> HostResources:
+    return HostResources(num_cpus=len(cpus), free_bytes=1 << 30, num_gpus=1, cpus=cpus)
 
 
 def test_the_core_keeps_off_the_last_stages_cores(model: str) -> None:
-    def core_cpus(host: Host, **parallel: object) -> tuple[int, ...]:
+    def core_cpus(host: HostResources, **parallel: object) -> tuple[int, ...]:
         return plan_for(model, host, parallel=ParallelConfig(**parallel)).core.cpus
 
     assert core_cpus(cores(1, 2, 4, 6), pipeline_parallel_size=2) == (1, 2)
@@ -324,7 +324,7 @@ def test_the_core_keeps_off_the_last_stages_cores(model: str) -> None:
     assert core_cpus(cores(1, 2, 4), pipeline_parallel_size=2, threads_per_rank=1) == (), "nobody is bound"
 
 
-def cpus_of(model: str, host: Host, **parallel: object) -> list[tuple[int, ...]]:
+def cpus_of(model: str, host: HostResources, **parallel: object) -> list[tuple[int, ...]]:
     return [rank.cpus for rank in plan_for(model, host, parallel=ParallelConfig(**parallel)).ranks]
 
 
@@ -539,7 +539,7 @@ def test_i13_one_setting_for_all_one_a_stage_or_one_a_rank() -> None:
 
 def test_i1_i4_replicas_share_the_host(model: str) -> None:
     parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size="1,2")
-    host = Host(num_cpus=6, free_bytes=1 << 30, num_gpus=0, cpus=(0, 1, 2, 3, 4, 5))
+    host = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=0, cpus=(0, 1, 2, 3, 4, 5))
     plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel, seed=5), host)
     assert [[(rank.replica, rank.stage, rank.tp_rank) for rank in plan.ranks] for plan in plans] == [
         [(0, 0, 0), (0, 1, 0), (0, 1, 1)],
@@ -553,7 +553,7 @@ def test_i1_i4_replicas_share_the_host(model: str) -> None:
 
 def test_weights_of_all_replicas_must_fit(model: str) -> None:
     alone = plan_for(model).spec
-    room = Host(num_cpus=6, free_bytes=int(1.5 * 2 * alone.stage_parameters(0, 5)), num_gpus=0)
+    room = HostResources(num_cpus=6, free_bytes=int(1.5 * 2 * alone.stage_parameters(0, 5)), num_gpus=0)
     plan_for(model, room)
     with pytest.raises(NotEnoughMemoryError):
         plan_for(model, room, parallel=ParallelConfig(data_parallel_size=2))

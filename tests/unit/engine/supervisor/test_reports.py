@@ -11,9 +11,9 @@ import pytest
 from fakes import FakeClock
 from penstock.engine.supervisor.reports import (
     Draining,
+    EngineFailed,
     EngineReady,
     Event,
-    Failed,
     LoadProgress,
     LogReporter,
     PlainReporter,
@@ -34,7 +34,7 @@ EVENTS: list[Event] = [
     READY,
     EngineReady(address="http://127.0.0.1:8000", seconds=2.06),
     Draining(seconds=30.0),
-    Failed(error=ErrorInfo(kind="PortInUseError", message="port 1 is used.", remedy="Use --port.")),
+    EngineFailed(error=ErrorInfo(kind="PortInUseError", message="port 1 is used.", remedy="Use --port.")),
 ]
 
 

@@ -13,20 +13,20 @@ import pytest
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.ring_memory import Ring, close_handle, create_ring
-from penstock.process.config import LinkHandle
+from penstock.process.config import RingHandle
 
 LONG = 30.0
 
 
 @pytest.fixture
-def handle() -> Iterator[LinkHandle]:
+def handle() -> Iterator[RingHandle]:
     made = create_ring(frame_bytes=100, num_frames=2)
     yield made
     close_handle(made)
 
 
 @pytest.fixture
-def ends(handle: LinkHandle) -> Iterator[tuple[Ring, Ring]]:
+def ends(handle: RingHandle) -> Iterator[tuple[Ring, Ring]]:
     writer, reader = Ring(handle, "stage 0 -> stage 1"), Ring(handle, "stage 0 -> stage 1")
     yield writer, reader
     writer.close()
@@ -82,7 +82,7 @@ def test_frames_written_before_a_close_are_still_delivered(ends: tuple[Ring, Rin
 
 @pytest.mark.parametrize("who", ["peer", "third party", "itself"])
 def test_a_waiting_reader_returns_when_the_ring_is_closed(
-    who: str, handle: LinkHandle, ends: tuple[Ring, Ring]
+    who: str, handle: RingHandle, ends: tuple[Ring, Ring]
 ) -> None:
     writer, reader = ends
     closer = {"peer": writer, "third party": Ring(handle, "supervisor"), "itself": reader}[who]
@@ -123,9 +123,9 @@ def test_a_ring_has_no_name_cannot_be_resized_and_leaves_no_descriptor() -> None
     assert set(os.listdir("/proc/self/fd")) == before
 
 
-def test_memory_that_is_no_ring_is_refused(handle: LinkHandle) -> None:
+def test_memory_that_is_no_ring_is_refused(handle: RingHandle) -> None:
     with pytest.raises(ProtocolError, match="bytes, expected"):
-        Ring(LinkHandle(**{f: getattr(handle, f) for f in handle.__struct_fields__} | {"num_frames": 3}), "x")
+        Ring(RingHandle(**{f: getattr(handle, f) for f in handle.__struct_fields__} | {"num_frames": 3}), "x")
     os.pwrite(handle.memory_fd, b"?", 0)
     with pytest.raises(ProtocolError, match="not a ring"):
         Ring(handle, "x")
@@ -133,11 +133,11 @@ def test_memory_that_is_no_ring_is_refused(handle: LinkHandle) -> None:
 
 ECHO = """
 import json, sys
-from penstock.process.config import LinkHandle
+from penstock.process.config import RingHandle
 from penstock.errors import LinkClosedError
 from penstock.pipeline.links.ring_memory import Ring
 assert "torch" not in sys.modules
-there, back = (Ring(LinkHandle(**fields), "echo") for fields in json.loads(sys.argv[1]))
+there, back = (Ring(RingHandle(**fields), "echo") for fields in json.loads(sys.argv[1]))
 step = 0
 try:
     while True:

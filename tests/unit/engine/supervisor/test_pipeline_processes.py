@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.supervisor.members import begin_together
+from penstock.engine.supervisor.pipeline_processes import begin_together
 
 
 @dataclass
 class OneReplica:
-    """Stands for `Members`."""
+    """Stands for `PipelineProcesses`."""
 
     have_loaded: bool = False
     num_begun: int = 0

@@ -59,7 +59,7 @@ class PreparedPrompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextSide:
+class PromptPreparer:
     """Attributes:
     default_sampling: what the checkpoint asks for.
     vector: what vectors it gives.
@@ -89,7 +89,7 @@ class TextSide:
         return with_bad_words(sampling, self.tokenizer.encode_trusted, self.vocab_size)
 
     @classmethod
-    def of(cls, plan: LaunchPlan, pooling: Pooling) -> TextSide:
+    def of(cls, plan: LaunchPlan, pooling: Pooling) -> PromptPreparer:
         """Raises `ModelConfigError` when a file of the model is bad."""
         directory = Path(plan.model_path)
         tokenizer = load_tokenizer(directory)

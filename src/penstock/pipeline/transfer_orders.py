@@ -38,7 +38,7 @@ class Builds(Protocol):
     def collect(self) -> GrammarsBuilt | None: ...
 
 
-class OrderDesk:
+class TransferOrders:
     """Args:
     transfer: None refuses every order, which the core then counts as failed.
     core: takes the answers.

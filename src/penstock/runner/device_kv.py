@@ -16,7 +16,7 @@ from penstock.kernels.pages import shared_pages
 from penstock.runner.kv_demand import KVDemand
 
 
-class KVStorage:
+class DeviceKV:
     """Keys and values of `num_layers` layers in blocks of `block_size` tokens, laid out by the backend."""
 
     def __init__(

@@ -48,7 +48,7 @@ class _Open:
     proving_step: int | None = None  # the first that was planned when all was quiet
 
 
-class OperationDesk:
+class OperationsInForce:
     """Args:
     scheduler: obeys.
     pace: of the plans.

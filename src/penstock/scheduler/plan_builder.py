@@ -10,7 +10,7 @@ from penstock.scheduler.prompt_scores import plan_scores
 from penstock.scheduler.queues import RequestState
 
 
-class PlanDraft:
+class PlanBuilder:
     """The rows so far. Placing a request moves its *scheduled* clock on."""
 
     def __init__(self, step_id: int) -> None:

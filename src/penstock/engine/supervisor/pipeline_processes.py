@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from penstock.batch import RankLoaded
-from penstock.engine.supervisor.children import CAUSE_GRACE_S, Child, Family, spawn
+from penstock.engine.supervisor.children import CAUSE_GRACE_S, Child, ChildProcesses, spawn
 from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.engine.supervisor.losses import CORE, Losses
@@ -49,28 +49,28 @@ COMPANY_S = 0.05  # after a loss: what ends one member often ends others
 DUMP_S = 0.05  # for a child to print where its threads are
 
 
-class Members:
+class PipelineProcesses:
     """The core and the stages of one replica.
 
     Args:
-        family: gets them as children; its events about them come back by `take`.
+        processes: gets them as children; its events about them come back by `take`.
 
     Attributes:
         client: where the core meets its clients.
     """
 
-    def __init__(self, plan: LaunchPlan, family: Family, reporter: Reporter) -> None:
+    def __init__(self, plan: LaunchPlan, processes: ChildProcesses, reporter: Reporter) -> None:
         self._plan = plan
-        self._family = family
+        self._processes = processes
         self.client = Endpoint()
         self._reporter = reporter
         self._wiring = Wiring(plan)
-        self._children: dict[int, Child] = {}  # by place, those that have not been buried
+        self._children: dict[int, Child] = {}  # by member index, those that have not been buried
         self._control: dict[int, ControlSocket] = {}
-        self._ranks: dict[int, RankLoaded] = {}  # by place, what those that were ready have said
+        self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
-        self._places = range(len(plan.ranks))  # those of ranks are their numbers
+        self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
 
     @property
     def children(self) -> list[Child]:
@@ -80,12 +80,12 @@ class Members:
     @property
     def have_loaded(self) -> bool:
         """Whether all stages have."""
-        return all(child.has_loaded for place, child in self._children.items() if place != CORE)
+        return all(child.has_loaded for member, child in self._children.items() if member != CORE)
 
     def start(self) -> None:
         """Stages first: they take longest."""
-        for place in (*self._places, CORE):
-            self._fill(place)
+        for member in (*self._rank_indices, CORE):
+            self._fill(member)
 
     def begin(self) -> None:
         """The first epoch."""
@@ -95,30 +95,30 @@ class Members:
         """Hear what one of them says."""
         if isinstance(event, child_process.Ready):
             if event.rank is not None:
-                self._ranks[child.place] = event.rank
+                self._ranks[child.member_index] = event.rank
             is_present = event.epoch == self._losses.epoch and self._losses.missing is None
             if child.stage is None and is_present and event.epoch > 0:
                 seconds = self._losses.recovered(time.monotonic())
                 replica = self._plan.core.replica
                 self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds))
         elif isinstance(event, child_process.Abandoned):
-            self._losses.leave(event.epoch, event.error, child.place)
-        elif isinstance(event, child_process.Progress):
+            self._losses.leave(event.epoch, event.error, child.member_index)
+        elif isinstance(event, child_process.LoadProgressed):
             told = LoadProgress(
-                **_named(self._plan.ranks[child.place]), done_bytes=event.done, total_bytes=event.total
+                **_named(self._plan.ranks[child.member_index]), done_bytes=event.done, total_bytes=event.total
             )
             self._reporter.report(told)
-        elif isinstance(event, child_process.Loaded):
+        elif isinstance(event, child_process.WeightsLoaded):
             self._reporter.report(
                 StageLoaded(
-                    **_named(self._plan.ranks[child.place]),
+                    **_named(self._plan.ranks[child.member_index]),
                     pid=child.pid,
                     bytes_read=event.bytes_read,
                     seconds=event.seconds,
                 )
             )
 
-    def mend(self) -> None:
+    def recover(self) -> None:
         """End the epoch if it is broken, and begin the next one when it is due."""
         losses, has_ended = self._losses, self._has_ended()
         if losses.causes and not has_ended:
@@ -132,17 +132,17 @@ class Members:
             except OSError as error:  # no memory, no descriptors: perhaps later
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
 
-    def end_the_hung(self) -> None:
+    def kill_hung(self) -> None:
         """Kill stages that do not leave an epoch which is over: they are then lost as any other."""
-        ready = {place for place, child in self._children.items() if place != CORE and child.is_ready}
-        for place in self._losses.hung(ready, time.monotonic()):
-            self.kill(self._children[place], f"has not left epoch {self._losses.epoch - 1}")
+        ready = {member for member, child in self._children.items() if member != CORE and child.is_ready}
+        for member in self._losses.hung(ready, time.monotonic()):
+            self.kill(self._children[member], f"has not left epoch {self._losses.epoch - 1}")
 
-    def end_the_slow(self) -> None:
+    def kill_slow_loaders(self) -> None:
         """Kill stages that have not loaded for too long: a disk, or another machine's, may never answer."""
         limit_s, now = self._plan.core.parallel.load_timeout_s, time.monotonic()
-        for place, child in self._children.items():
-            if place != CORE and not child.has_loaded and now - child.started_at > limit_s:
+        for member, child in self._children.items():
+            if member != CORE and not child.has_loaded and now - child.started_at > limit_s:
                 self.kill(child, f"had not loaded after {limit_s:g} s")
 
     def kill(self, child: Child, reason: str) -> None:
@@ -153,58 +153,58 @@ class Members:
                 time.sleep(DUMP_S)  # one after the other, to be read
         child.kill(reason)
 
-    def dismiss(self) -> None:
+    def stop_all(self) -> None:
         """Tell all to leave."""
-        for place, child in self._children.items():
-            self._control[place].send(Stop())
+        for member, child in self._children.items():
+            self._control[member].send(Stop())
             if not child.is_ready:
                 child.send_signal(signal.SIGKILL)  # it loads, and looks at nothing until it has
 
     def close(self) -> None:
-        """Let go of all connections; the children are the family's."""
+        """Let go of all connections; the child processes belong to `ChildProcesses`."""
         for control in self._control.values():
             control.close()
         self._wiring.close()
         self.client.close()
 
-    def what_is_there(self) -> Iterator[Notice | StageReady]:
+    def startup_notices(self) -> Iterator[Notice | StageReady]:
         """What was decided, and a line for each stage, once all are ready."""
         plan, ranks = self._plan, self._ranks
         kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
         texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
-        on_cpu = [rank.kernels for place, rank in ranks.items() if plan.ranks[place].device_type == "cpu"]
+        on_cpu = [rank.kernels for member, rank in ranks.items() if plan.ranks[member].device_type == "cpu"]
         if len({found.startswith("none") for found in on_cpu}) > 1:
             texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
         yield from (Notice(text=text) for text in texts)
         num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
-        for place, config in enumerate(plan.ranks):
-            rank = ranks[place]
+        for member, config in enumerate(plan.ranks):
+            rank = ranks[member]
             yield StageReady(
                 **_named(config),
-                pid=self._children[place].pid,
+                pid=self._children[member].pid,
                 parts=rank_parts(config),
                 tensor_bytes=rank.tensor_bytes,
                 num_blocks=num_blocks,
                 stranded_bytes=(rank.max_blocks - num_blocks) * rank.block_bytes,
             )
 
-    def _fill(self, place: int) -> None:
-        """Start the process of a place."""
-        if place == CORE:
+    def _fill(self, member: int) -> None:
+        """Start the process of one member."""
+        if member == CORE:
             core = CoreProcessConfig(
                 core=self._plan.core, parent_pid=os.getpid(), client_address=self.client.bind_address
             )
             name = of_replica(self._plan.core.replica, "core")
             self._spawn(CORE, entry_points.CORE, core, name, [self.client.listen_fd])
             return
-        rank = self._plan.ranks[place]
+        rank = self._plan.ranks[member]
         if self._losses.epoch > 0:
             rank = _replacement(rank, self._ranks.values())
         config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
-        self._spawn(place, entry_points.RANK, config, of_replica(rank.replica, rank.name))
+        self._spawn(member, entry_points.RANK, config, of_replica(rank.replica, rank.name))
 
     def _spawn(
-        self, place: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
+        self, member: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
     ) -> None:
         control = ControlSocket()
         try:
@@ -212,26 +212,26 @@ class Members:
                 module,
                 child_process.encode_config(config),
                 name=name,
-                stage=None if place == CORE else self._plan.ranks[place].stage,
-                place=place,
+                stage=None if member == CORE else self._plan.ranks[member].stage,
+                member_index=member,
                 inherit=[*inherit, control.child_fd],
                 arguments=["--control-fd", str(control.child_fd)],
             )
         except BaseException:
             control.close()
             raise
-        self._children[place] = self._family.add(child)
+        self._children[member] = self._processes.add(child)
         control.close_child_end()
-        self._control[place] = control
+        self._control[member] = control
 
     def _tell_ends(self) -> None:
         """All learn where they meet in this epoch."""
         restarts = Restarts(stages=[0] * self._plan.num_stages, core=self._restarts[CORE])
-        for place, rank in enumerate(self._plan.ranks):
-            restarts.stages[rank.stage] += self._restarts[place]
+        for member, rank in enumerate(self._plan.ranks):
+            restarts.stages[rank.stage] += self._restarts[member]
         self._control[CORE].send(msgspec.structs.replace(self._wiring.core(), restarts=restarts))
-        for place, rank in enumerate(self._plan.ranks):
-            self._control[place].send(self._wiring.rank(rank.stage, rank.tp_rank))
+        for member, rank in enumerate(self._plan.ranks):
+            self._control[member].send(self._wiring.rank(rank.stage, rank.tp_rank))
         self._wiring.close_sockets()
 
     def _await_culprit(self) -> None:
@@ -243,14 +243,14 @@ class Members:
                     child.send_signal(signal.SIGKILL)
             return self._has_ended()
 
-        self._family.hear_until(has_ended, CAUSE_GRACE_S)
+        self._processes.hear_until(has_ended, CAUSE_GRACE_S)
 
     def _end_epoch(self) -> None:
         """All leave it; those that have ended are to be started again, at once at first."""
         ended = self._ended()
         guilty = ended[max(ended)] if ended else None  # a rank before the core
         cause = (
-            self._family.first_cause(guilty, self.children) if guilty else first_cause(self._losses.causes)
+            self._processes.first_cause(guilty, self.children) if guilty else first_cause(self._losses.causes)
         )
         self._lose(cause, self._ended())  # finding the cause may have taken a while
 
@@ -259,15 +259,15 @@ class Members:
         return any(child.exit_code is not None for child in self.children)
 
     def _ended(self) -> dict[int, Child]:
-        """Members that have ended, by place; all that they said has been heard."""
-        ended = {place: child for place, child in self._children.items() if child.exit_code is not None}
+        """Return the members that have ended, by member index; all that they said has been heard."""
+        ended = {member: child for member, child in self._children.items() if child.exit_code is not None}
         for child in ended.values():
-            self._family.hear(child)
+            self._processes.hear(child)
         return ended
 
     def _lose(self, cause: ErrorInfo, ended: Mapping[int, Child]) -> None:
         losses, epoch = self._losses, self._losses.epoch
-        places = {CORE, *self._places}
+        places = {CORE, *self._rank_indices}
         lost = (places - set(self._children)) | set(ended)
         failures = [(child.end(), child.trace) for child in ended.values()]
         pause_s = losses.end(lost, time.monotonic())
@@ -278,7 +278,7 @@ class Members:
                 trace="".join(trace for failure, trace in failures if failure.code == "internal_error"),
                 replica=self._plan.core.replica,
                 epoch=epoch,
-                restarts=[self._plan.ranks[place].name for place in sorted(lost - {CORE})],
+                restarts=[self._plan.ranks[member].name for member in sorted(lost - {CORE})],
                 restarts_core=CORE in lost,
                 retry_s=pause_s,
             )
@@ -286,23 +286,23 @@ class Members:
         if CORE not in lost:
             self._control[CORE].send(EpochLost(cause, is_final=losses.is_repeated))
         self._wiring.end()
-        for place in ended:
-            self._bury(place)
+        for member in ended:
+            self._bury(member)
 
     def _begin_epoch(self) -> None:
-        """New processes for the places that are empty, and new connections for all."""
-        for place in self._losses.begin():
-            self._fill(place)
-            self._restarts[place] += 1
+        """Start the members that are missing, and connect all members anew."""
+        for member in self._losses.begin():
+            self._fill(member)
+            self._restarts[member] += 1
         self._wiring = Wiring(self._plan, self._losses.epoch)
         self._tell_ends()
 
-    def _bury(self, place: int) -> None:
-        self._control.pop(place).close()
-        self._family.reap(self._children.pop(place))
+    def _bury(self, member: int) -> None:
+        self._control.pop(member).close()
+        self._processes.reap(self._children.pop(member))
 
 
-def begin_together(replicas: Sequence[Members]) -> bool:
+def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:
     """Begin the first epoch of all once every weight is in memory: only then is known how much is free for
     KV caches. Whether it was time."""
     have_loaded = all(replica.have_loaded for replica in replicas)

@@ -18,7 +18,7 @@ from penstock.process.host_memory import host_available_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class HostResources:
     """What this machine can give.
 
     Attributes:
@@ -31,7 +31,7 @@ class Host:
     cpus: tuple[int, ...] = ()
 
     @classmethod
-    def detect(cls) -> Host:
+    def detect(cls) -> HostResources:
         """Ask the kernel: CPUs we may run on, memory (the control group's limit counted), GPU devices."""
         cpus = tuple(sorted(os.sched_getaffinity(0)))
         return cls(
@@ -50,7 +50,7 @@ def _num_gpus(devices: Path, visible: str | None) -> int:
     return min(present, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
 
 
-def devices_of_ranks(asked: list[str], host: Host) -> list[str]:
+def devices_of_ranks(asked: list[str], host: HostResources) -> list[str]:
     """`cpu` or `cuda:N` for each rank: those that leave it open take the GPUs in turn.
 
     A GPU that is not there is for the rank to refuse, which knows why torch does not see it.
@@ -71,7 +71,7 @@ def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
 
 
 def cpus_of_ranks(
-    parallel: ParallelConfig, threads: list[int], devices: list[str], host: Host
+    parallel: ParallelConfig, threads: list[int], devices: list[str], host: HostResources
 ) -> list[tuple[int, ...]]:
     """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned.
 
@@ -95,7 +95,7 @@ def cpus_of_ranks(
     ]
 
 
-def cpus_of_core(ranks: list[RankConfig], host: Host) -> tuple[int, ...]:
+def cpus_of_core(ranks: list[RankConfig], host: HostResources) -> tuple[int, ...]:
     """Any but those that output ranks are bound to: a result wakes the core up where it was sent, and there
     it would push the sender aside, which has the next micro-batch to run. One stage has none.
 
@@ -107,7 +107,9 @@ def cpus_of_core(ranks: list[RankConfig], host: Host) -> tuple[int, ...]:
     return tuple(cpu for cpu in host.cpus if cpu not in theirs) if theirs and not outputs[0].is_first else ()
 
 
-def _why_not_pinned(parallel: ParallelConfig, num_threads: int, devices: list[str], host: Host) -> str:
+def _why_not_pinned(
+    parallel: ParallelConfig, num_threads: int, devices: list[str], host: HostResources
+) -> str:
     """Why threads cannot be bound to cores of their own; "" if they can."""
     if "cpu" not in devices:
         return "the stages run on a GPU"

@@ -15,8 +15,8 @@ from penstock.batch import (
 )
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel
-from penstock.pipeline.order_desk import OrderDesk
 from penstock.pipeline.stage import plans_from
+from penstock.pipeline.transfer_orders import TransferOrders
 
 ORDER = TierOrder(4, False, 1, b"name")
 
@@ -46,7 +46,7 @@ class FakeTransfer:
 def test_answers_go_out_while_there_is_no_plan() -> None:
     """A request that waits for its blocks is the only one: no plan comes before the answer has gone."""
     core, rank = QueueChannel.pair()
-    desk = OrderDesk(FakeTransfer(), rank)
+    desk = TransferOrders(FakeTransfer(), rank)
     desk.give([ORDER])
     plans = plans_from(rank, desk=desk)
 
@@ -82,7 +82,7 @@ class FakeBuilds:
 
 def test_dr5_what_is_built_is_told_while_there_is_no_plan() -> None:
     core, rank = QueueChannel.pair()
-    desk = OrderDesk(None, rank, FakeBuilds())
+    desk = TransferOrders(None, rank, FakeBuilds())
     plans = plans_from(rank, desk=desk)
 
     def answer() -> None:
@@ -100,7 +100,7 @@ def test_dr5_what_is_built_is_told_while_there_is_no_plan() -> None:
 
 def test_a_rank_without_a_store_refuses_orders() -> None:
     core, rank = QueueChannel.pair()
-    desk = OrderDesk(None, rank)
+    desk = TransferOrders(None, rank)
     desk.give([])
     desk.give([ORDER])
     desk.tell()

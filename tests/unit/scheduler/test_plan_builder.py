@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from penstock.batch import KNOWN, RowSampling
-from penstock.scheduler.plan_draft import PlanDraft
+from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.queues import RequestState
 
 
@@ -28,7 +28,7 @@ def state(row: int, **fields: int) -> RequestState:
 def test_columns_of_decodes_and_chunks() -> None:
     decoding = state(3, num_scheduled=5, num_pending=1, last_sampled_step=6)
     ending, beginning = state(0, num_scheduled=3), state(1)
-    draft = PlanDraft(8)
+    draft = PlanBuilder(8)
     draft.add_decode(decoding, [40])
     draft.add_chunk(ending, 2, [])
     draft.add_chunk(beginning, 3, [41, 42])
@@ -47,7 +47,7 @@ def test_columns_of_decodes_and_chunks() -> None:
 
 def test_placing_moves_the_scheduled_clock() -> None:
     decoding, chunked = state(3, num_scheduled=5, num_pending=1, last_sampled_step=6), state(1)
-    draft = PlanDraft(8)
+    draft = PlanBuilder(8)
     draft.add_decode(decoding, [])
     draft.add_chunk(chunked, 3, [])
     assert (decoding.num_scheduled, decoding.num_pending, decoding.last_sampled_step) == (6, 2, 8)

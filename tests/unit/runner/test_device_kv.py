@@ -11,15 +11,15 @@ from penstock.attention.torch_paged import TorchPagedAttention
 from penstock.errors import NotEnoughMemoryError
 from penstock.kernels.cpu.ops import HeadShape
 from penstock.process.host_memory import _cgroup_available, _host_available
+from penstock.runner.device_kv import DeviceKV
 from penstock.runner.kv_demand import KVDemand
-from penstock.runner.kv_storage import KVStorage
 
 MIB = 1 << 20
 
 
-def storage(num_layers: int = 2, block_size: int = 16) -> KVStorage:
+def storage(num_layers: int = 2, block_size: int = 16) -> DeviceKV:
     backend = TorchPagedAttention(HeadShape(num_heads=8, num_kv_heads=4, head_dim=8), torch.bfloat16)
-    return KVStorage(backend, num_layers=num_layers, block_size=block_size, device=torch.device("cpu"))
+    return DeviceKV(backend, num_layers=num_layers, block_size=block_size, device=torch.device("cpu"))
 
 
 def demand(**changes: int | None) -> KVDemand:
