@@ -8,7 +8,7 @@ import sys
 
 from paths import REPOSITORY
 
-PROGRAM = REPOSITORY / "tests" / "benchmark_help.py"
+PROGRAM = REPOSITORY / "tests" / "support" / "benchmark_help.py"
 PARTS = {  # of others, without a command line
     "generated_vocabulary.py",
     "measured_rank.py",
