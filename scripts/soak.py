@@ -1,4 +1,4 @@
-"""Runs the grids and the long runs: every test marked `soak`, and the mutants. Goes on where it stopped.
+"""Runs grids and long runs: every test marked `soak` or `deep`, and the mutants. Goes on where it stopped.
 
     python scripts/soak.py                  all of it, two test files at a time
     python scripts/soak.py --shard 2/3      the second of three parts; together they are all of it
@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MARKS = "soak and not gpu and not doors"
+MARKS = "(soak or deep) and not gpu and not doors"
 MUTANTS = "scripts/mutants.py"
 # Parts that take longer than their number of tests tells; the heaviest begin first.
 WEIGHTS = {MUTANTS: 2_000, "tests/fault/test_chaos.py": 10_000}
@@ -109,7 +109,7 @@ def run_part(part: str) -> tuple[Outcome, str]:
         process = subprocess.Popen(
             command_of(part),
             cwd=ROOT,
-            env=os.environ | {"TMPDIR": scratch},
+            env=os.environ | {"TMPDIR": scratch, "PENSTOCK_TEST_DEPTH": "full"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -144,6 +144,7 @@ def test_chat_template_refuses_another_role() -> None:
 # --- what it says ---------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_held_out_text_is_likely_over_the_whole_context(llama: Any, tokenizer: Tokenizer) -> None:
     """Nats per token of text that was never trained on; the same tokens after short and full contexts."""
     text = shared_data(*CORPUS).read_text(encoding="utf-8")[-54_000:]

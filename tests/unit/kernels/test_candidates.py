@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depth import depth
 from head_requests import request
 from penstock.kernels.candidates import NO_ID, HeadRequest, candidates_of, head_output_of
 
@@ -61,7 +63,8 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, HeadRequest, list[set[int]] | None]:
     )
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@pytest.mark.deep
+@settings(max_examples=depth(80, 300))
 @given(cases())
 def test_candidates_are_those_of_plain_loops(case: tuple[Tensor, HeadRequest, list[set[int]] | None]) -> None:
     logits, wanted, allowed = case

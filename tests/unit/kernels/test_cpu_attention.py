@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depth import depth
 from kernel_builds import built, targets
 from penstock.kernels.cpu.abi import BFLOAT16, FLOAT32, AttentionArgs, RopeAnglesArgs, RopeStoreArgs, Step
 
@@ -217,8 +218,9 @@ def batches(draw: st.DrawFn) -> list[tuple[int, int]]:
     return [(length, draw(st.sampled_from([0, 1, 1, 2, 19, 270]))) for length in lengths]
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("flags", targets())
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(max_examples=depth(20, 100))
 @given(shape=shapes(), batch=batches(), seed=st.integers(0, 999))
 def test_attention_is_that_of_the_formulas(
     flags: str, shape: Shape, batch: list[tuple[int, int]], seed: int
@@ -230,8 +232,9 @@ def test_attention_is_that_of_the_formulas(
             assert_close(found, blocks.expected(r, start, end))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("flags", targets())
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(max_examples=depth(10, 40))
 @given(
     shape=shapes(),
     cuts=st.sets(st.sampled_from([1, 2, 16, 31, 100, 241, 255, 256, 257, 299]), max_size=6),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from depth import depth
 from head_requests import request
 from kernel_builds import built, targets
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
@@ -84,7 +85,8 @@ def threads() -> object:
 
 
 @pytest.mark.parametrize("flags", targets())
-@settings(derandomize=True, deadline=None, max_examples=150)
+@pytest.mark.deep
+@settings(max_examples=depth(40, 150))
 @given(case=cases())
 def test_the_kernel_answers_like_torch(flags: str, case: tuple[Tensor, Tensor, HeadRequest]) -> None:
     x, weight, wanted = case

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from depth import depth
 from penstock.planner.partition_search import Split, StageTable, best_split, judge, second_best
 
 
@@ -51,7 +52,8 @@ def any_tables(draw: st.DrawFn) -> tuple[list[StageTable], int]:
     return tables, num_layers
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@pytest.mark.deep
+@settings(max_examples=depth(100, 300))
 @given(any_tables())
 def test_d5_the_search_agrees_with_trying_every_split(drawn: tuple[list[StageTable], int]) -> None:
     tables, num_layers = drawn

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from depth import depth
 from fakes import VOCAB_SIZE, CoreRig
 from penstock.config.engine import SchedulerConfig
 from penstock.errors import InvalidRequestError
@@ -140,10 +141,9 @@ class Trace:
         assert self.rig.executor.replica.rows == {}
 
 
+@pytest.mark.deep
 @settings(
-    max_examples=400,
-    deadline=None,
-    derandomize=True,
+    max_examples=depth(120, 400),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.large_base_example],
 )
 @given(rig=RIGS, operations=OPERATIONS)
@@ -205,10 +205,10 @@ def run_random_trace(seed: int) -> Trace:
 
 
 def test_d2_d10_d11_d13_long_random_traces() -> None:
-    traces = [run_random_trace(seed) for seed in range(250)]
-    assert sum(trace.rig.core.stats().num_preemptions > 0 for trace in traces) > 50, "traces too tame"
-    assert sum(trace.rig.num_dropped > 0 for trace in traces) > 50, "traces too tame"
-    assert sum(len(trace.aborted) > 0 for trace in traces) > 50, "traces too tame"
+    traces = [run_random_trace(seed) for seed in range(100)]
+    assert sum(trace.rig.core.stats().num_preemptions > 0 for trace in traces) > 20, "traces too tame"
+    assert sum(trace.rig.num_dropped > 0 for trace in traces) > 20, "traces too tame"
+    assert sum(len(trace.aborted) > 0 for trace in traces) > 20, "traces too tame"
 
 
 @pytest.mark.soak

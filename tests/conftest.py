@@ -1,0 +1,31 @@
+"""What all tests share: the same examples in every run, and a temporary folder for each worker."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("penstock", derandomize=True, deadline=None, database=None)
+settings.load_profile("penstock")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder() -> Iterator[None]:
+    """Give each worker a TMPDIR of its own: engines are held to leave nothing there."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    before, folder = os.environ.get("TMPDIR"), tempfile.mkdtemp(prefix="tests-")
+    os.environ["TMPDIR"], tempfile.tempdir = folder, folder
+    yield
+    tempfile.tempdir = None
+    if before is None:
+        del os.environ["TMPDIR"]
+    else:
+        os.environ["TMPDIR"] = before
+    shutil.rmtree(folder, ignore_errors=True)
