@@ -31,7 +31,7 @@ from tensor_ranks import joined, together
 
 PROMPT = [1, 40, 7, 7, 90, 3, 22, 5, 61, 11, 2]
 MODELS = {
-    "llama": {"kv_heads": 4},
+    "llama with biases": {"kv_heads": 4, "attention_bias": True, "mlp_bias": True},
     "llama tied, two kv heads": {"tied": True},
     "qwen2, one kv head": {"family": "qwen2", "kv_heads": 1},
 }
@@ -123,10 +123,14 @@ def test_a13_b3_every_rank_has_its_slices_of_the_checkpoint(
                     own = [query.chunk(size)[rank]]
                     own += [part.chunk(kv_parts)[rank * kv_parts // size] for part in parts[1:]]
                     expected[f"{prefix}self_attn.qkv_proj.{kind}"] = torch.cat(own)
-            mlp = [stored[f"{prefix}mlp.{part}_proj.weight"].chunk(size)[rank] for part in ("gate", "up")]
-            expected[f"{prefix}mlp.gate_up_proj.weight"] = torch.cat(mlp)
-            for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-                expected[prefix + name] = stored[prefix + name].chunk(size, dim=1)[rank]
+                mlp = [stored.get(f"{prefix}mlp.{part}_proj.{kind}") for part in ("gate", "up")]
+                if all(part is not None for part in mlp):
+                    shares = [part.chunk(size)[rank] for part in mlp]
+                    expected[f"{prefix}mlp.gate_up_proj.{kind}"] = torch.cat(shares)
+            for name in ("self_attn.o_proj", "mlp.down_proj"):
+                expected[f"{prefix}{name}.weight"] = stored[f"{prefix}{name}.weight"].chunk(size, dim=1)[rank]
+                if f"{prefix}{name}.bias" in stored:
+                    expected[f"{prefix}{name}.bias"] = stored[f"{prefix}{name}.bias"]
             for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
                 expected[prefix + name] = stored[prefix + name]
         assert held.keys() == expected.keys()

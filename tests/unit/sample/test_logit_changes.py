@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from head_requests import request
 from kernel_builds import built
 from penstock.batch import LogitChanges, RowSampling
 from penstock.distributed.group import MemoryGroup, TensorGroup
@@ -91,6 +92,7 @@ def random_row(rng: np.random.Generator) -> tuple[list[int], list[int], RowSampl
     allowed = rng.choice(VOCAB, 40, replace=False).tolist() if rng.random() < 0.3 else None
     words = [rng.integers(0, 30, length).tolist() for length in (1, 1, 2, 2, 3)]
     words += [[*output[-length:], int(rng.integers(0, VOCAB))] for length in (1, 2, 3) if output]
+    words.append([prompt[-1], *output, int(rng.integers(0, VOCAB))])  # begins in the prompt: is none
     bias = dict(zip(rng.integers(0, VOCAB, 6).tolist(), rng.uniform(-9, 9, 6).tolist(), strict=True))
     changes = LogitChanges(
         presence_penalty=penalty([0, 0, 0.3, -2]),
@@ -161,6 +163,14 @@ def test_d6_g8_kernel_torch_and_shares_find_the_candidates_of_plain_loops(seed: 
         count = int(batch.head.num_candidates[row])
         ids = [i for i in expected.candidates.ids[row].tolist() if i >= 0]
         assert ids == best[:count]
+
+
+def test_b7_of_equal_logits_of_several_ranks_the_lower_id_comes_first() -> None:
+    logits = torch.from_numpy(np.random.default_rng(3).integers(0, 4, (5, VOCAB)).astype(np.float32))
+    wanted = request([1, 1, 2, 9, 60], bias={4: dict.fromkeys(range(120), -math.inf)})
+    expected = head_output_of(logits, wanted)
+    for found in by_shares(logits, wanted):
+        assert_same(found, expected)
 
 
 def _wanting_all(head: HeadRequest) -> HeadRequest:

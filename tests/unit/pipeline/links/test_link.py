@@ -14,7 +14,7 @@ from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.link import AsyncIntermediateTensors, Link, RecvHandle
 from penstock.pipeline.links.memory import MemoryLink
 from penstock.pipeline.links.ring import SharedMemoryLink
-from penstock.pipeline.links.ring_memory import close_handle, create_ring
+from penstock.pipeline.links.ring_memory import Ring, close_handle, create_ring
 
 NAME, WIDTH, MAX_TOKENS = "stage 0 -> stage 1", 6, 8
 Ends = tuple[Link, Link]
@@ -121,6 +121,46 @@ def test_c8_a_send_waits_until_the_frame_before_has_left(connect: Connect) -> No
     crew.join()
     assert events == ["waiting for 0", "sent 1"]
     assert torch.equal(out[0], tensors(0, 2)[0])
+
+
+def test_c8_a_frame_is_whole_when_it_is_given_away_and_read_when_it_is_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4), 1)
+    sender, receiver = (SharedMemoryLink(handle, NAME, 30.0) for _ in range(2))
+    close_handle(handle)
+    publish, release, out, given = Ring.publish, Ring.release, blank(3), []
+
+    def read_at_once(ring: Ring) -> None:
+        publish(ring)
+        receiver.recv(header(0), out).wait()
+        given.append("away")
+
+    def write_over_at_once(ring: Ring) -> None:
+        ring.frames[:] = bytes([7]) * len(ring.frames)
+        release(ring)
+        given.append("back")
+
+    monkeypatch.setattr(Ring, "publish", read_at_once)
+    monkeypatch.setattr(Ring, "release", write_over_at_once)
+    sender.send(header(0), tensors(0, 3))
+    assert given == ["back", "away"]
+    assert all(torch.equal(a, b) for a, b in zip(out, tensors(0, 3), strict=True))
+    for end in (sender, receiver):
+        end.close()
+
+
+@pytest.mark.parametrize("num_frames", [1, 3])
+def test_c8_a_link_holds_as_many_frames_as_were_promised_and_no_more(
+    connect: Connect, num_frames: int
+) -> None:
+    sender, receiver = connect(timeout_s=0.01, num_frames=num_frames)
+    for step in range(num_frames):
+        sender.send(header(step), tensors(step, 3))
+    with pytest.raises(WaitTimeoutError):
+        sender.send(header(num_frames), tensors(num_frames, 3))
+    receiver.recv(header(0), blank(3)).wait()
+    sender.send(header(num_frames), tensors(num_frames, 3))
 
 
 def test_frames_of_many_sizes_cross_in_order(connect: Connect) -> None:

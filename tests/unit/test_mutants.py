@@ -1,0 +1,102 @@
+"""The mutation check: what it names is there, and what it says of a mutant is so."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from paths import REPOSITORY
+
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+import mutants
+from mutants import BROKEN, KILLED, SURVIVED, TIMED_OUT, Finding, Findings, Mutant
+
+MUTANTS = mutants.load()
+NAMES = [mutant.name for mutant in MUTANTS]
+by_name = pytest.mark.parametrize("mutant", MUTANTS, ids=NAMES)
+
+
+@cache
+def fast_tests(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Those at the top of a file; none where all of it is left out of the fast tests."""
+    tree = ast.parse((REPOSITORY / file).read_text(encoding="utf-8"), file)
+    if any(is_slow(ast.unparse(node)) for node in tree.body if isinstance(node, ast.Assign)):
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def is_slow(mark: str) -> bool:
+    """Of `pytestmark`, or of a function; not a mark that some parameters have."""
+    return "parametrize" not in mark and ("mark.soak" in mark or "mark.gpu" in mark)
+
+
+def test_there_are_enough_and_each_has_a_name() -> None:
+    assert len(set(NAMES)) == len(MUTANTS) >= 40
+    assert all(name.replace("-", "").isalpha() and name.islower() for name in NAMES)
+
+
+@by_name
+def test_a_mutant_is_a_change_of_one_place_that_python_can_read(mutant: Mutant) -> None:
+    source = (REPOSITORY / mutant.file).read_text(encoding="utf-8")
+    changed = mutant.changed(source)
+    assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source))
+    assert mutant.breaks.endswith(".")
+
+
+@by_name
+def test_the_tests_that_a_mutant_names_are_fast_tests_that_exist(mutant: Mutant) -> None:
+    assert 1 <= len(set(mutant.tests)) == len(mutant.tests) <= 3
+    for test in mutant.tests:
+        file, _, case = test.partition("::")
+        function = fast_tests(file).get(case.partition("[")[0])
+        assert function is not None, f"{test} is no fast test"
+        assert not any(is_slow(ast.unparse(mark)) for mark in function.decorator_list), f"{test} is slow"
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "verdict", "by"),
+    [
+        (1, "..F\nFAILED tests/a.py::test_b - assert 1 == 2\n", KILLED, "tests/a.py::test_b"),
+        (0, "...\n", SURVIVED, "all its tests pass"),
+        (2, "ERROR tests/a.py - SyntaxError\n", BROKEN, "pytest ended with 2"),
+        (4, "ERROR: not found: tests/a.py::test_b\n", BROKEN, "pytest ended with 4"),
+        (None, "..", TIMED_OUT, "the tests did not end"),
+    ],
+)
+def test_only_a_test_that_fails_kills(status: int | None, output: str, verdict: str, by: str) -> None:
+    finding = mutants.judged(status, output, 1.0)
+    assert (finding.verdict, finding.by) == (verdict, by)
+
+
+def test_shards_are_all_mutants_once() -> None:
+    parts = [mutants.chosen(MUTANTS, "", f"{part}/3") for part in (1, 2, 3)]
+    assert sorted(mutant.name for part in parts for mutant in part) == sorted(NAMES)
+    assert [mutant.name for mutant in mutants.chosen(MUTANTS, NAMES[4], "1/1")] == [NAMES[4]]
+
+
+@pytest.mark.parametrize(("only", "shard"), [("nobody", "1/1"), ("", "0/2"), ("", "3/2"), ("", "half")])
+def test_what_is_no_part_is_refused(only: str, shard: str) -> None:
+    with pytest.raises(ValueError, match=r"mutant|--shard"):
+        mutants.chosen(MUTANTS, only, shard)
+
+
+def test_what_was_found_is_kept_until_the_mutant_is_another(tmp_path: Path) -> None:
+    findings, found = Findings(tmp_path / "state"), Finding(verdict=KILLED, seconds=1.5, by="a test")
+    assert findings.find(MUTANTS[0]) is None
+    findings.keep(MUTANTS[0], found)
+    assert findings.find(MUTANTS[0]) == found
+    assert findings.find(replace(MUTANTS[0], tests=["another"])) is None
+    findings.forget()
+    assert findings.find(MUTANTS[0]) is None
+
+
+def test_the_changed_package_is_what_tests_import_and_the_checkout_stays() -> None:
+    mutant = next(mutant for mutant in MUTANTS if mutant.name == "cost-of-attention")
+    before = (REPOSITORY / mutant.file).read_bytes()
+    assert mutants.try_out(mutant).verdict == KILLED
+    assert (REPOSITORY / mutant.file).read_bytes() == before
