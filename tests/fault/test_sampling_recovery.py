@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from depth import sampled
 from disturbed import Server, Stream, named
 from penstock.scheduler.admission import derive_seed
 
@@ -64,7 +65,9 @@ def server() -> Iterator[Server]:
         yield served
 
 
-@pytest.mark.parametrize("victim", ["penstock stage 1 tp 0", "penstock stage 0 tp 0", "penstock core"])
+@pytest.mark.parametrize(
+    "victim", sampled(["penstock stage 0 tp 0", "penstock stage 1 tp 0", "penstock core"], 1)
+)
 def test_d6_r4_penalised_streams_go_on_with_the_same_tokens(server: Server, victim: str) -> None:
     golden = [[*stream] for stream in ids(server)]
     assert [len(tokens) for tokens in golden] == [NUM_TOKENS] * 5 + [NUM_TOKENS - 19]
@@ -118,7 +121,7 @@ def choices(server: Server, victim: str = "") -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("victim", ["penstock stage 1 tp 0", "penstock core"])
+@pytest.mark.parametrize("victim", sampled(["penstock stage 1 tp 0", "penstock core"], 1))
 def test_r4_choices_of_one_prompt_go_on_with_the_same_tokens(server: Server, victim: str) -> None:
     golden = choices(server)
     assert [len(ids) for ids in golden] == [NUM_TOKENS] * 3

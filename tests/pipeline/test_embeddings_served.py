@@ -73,6 +73,7 @@ def test_generating_beside_it_changes_nothing(server: Served, golden: dict[str, 
     assert found == golden
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     "fault",
     [
@@ -90,6 +91,7 @@ def test_r4_a_stage_that_is_lost_in_the_middle_of_a_prompt_costs_no_vector(
         assert vectors(served, "last") == golden["last"]
 
 
+@pytest.mark.soak
 @pytest.mark.soak
 def test_i4_replicas_share_the_inputs(golden: dict[str, Any]) -> None:
     with Served(*FLAGS, "--dp", "2") as served:

@@ -67,6 +67,7 @@ def test_d5_i13_auto_gives_the_tokens_of_even(measured: list[int], tmp_path: Pat
     assert psutil.Process().children(recursive=True) == []
 
 
+@pytest.mark.soak
 def test_i13_stages_may_differ_in_threads(measured: list[int]) -> None:
     assert tokens("auto", "mp", threads_per_rank=[1, 2]) == tokens("even", "inprocess")
     assert measured == [2]

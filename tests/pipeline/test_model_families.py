@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from depth import sampled
 from families import FAMILIES
 from hand_core import Wanted, small_core
 from hf_reference import MIN_MARGIN
@@ -35,7 +36,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=sampled(FAMILIES, 6))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FAMILIES[request.param].make(tmp_path_factory.mktemp("checkpoint"))
 

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 
+from depth import sampled
 from disturbed import NUM_TOKENS, REQUESTS, Server, Stream, StreamFailedError, health, named
 from served import title_of, wait_until
 
 ADMIN_KEY = "key-of-an-administrator"
 
 
-@pytest.fixture(scope="module", params=["0", "2"])
+@pytest.fixture(scope="module", params=sampled(["0", "2"], 1))
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """With as many plans issued ahead of the pipe; row E12 asks for both."""
     words = ("--dp", "2", "--async-depth", request.param, "--admin-key", ADMIN_KEY)
@@ -169,6 +170,7 @@ def test_r4_i4_the_loss_of_one_replica_is_not_the_others_affair(server: Server) 
     assert server.get("/health")
 
 
+@pytest.mark.soak
 def test_i1_two_replicas_of_two_stages_of_two_ranks() -> None:
     with Server(2, "--dp", "2", "--tp", "2") as served:
         titles = {title_of(process) for process in served.family()}

@@ -59,6 +59,7 @@ class Client:
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices)
 
 
+@pytest.mark.soak
 def test_r12_a_few_restarts() -> None:
     restart(2)
 

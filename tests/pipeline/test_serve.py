@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from checkpoints import make_checkpoint
+from depth import sampled
 from paths import shared_data
 from served import Served, is_alive, is_free, named_leftovers, title_of, wait_until
 
@@ -103,7 +104,7 @@ def test_r1_trace_replay_of_500_requests(demo: Served, tmp_path: Path) -> None:
     replay(demo, 500, tmp_path / "result.json", "--time-scale", "0.5")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGTERM, signal.SIGINT], 1))
 def test_r7_nothing_is_left_behind(number: int) -> None:
     before = named_leftovers()
     with Served(*DEMO) as served:

@@ -69,7 +69,12 @@ class Operated(Server):
         return steps
 
 
-LAYOUTS = [(1, 1), (2, 1), pytest.param((1, 2), marks=pytest.mark.soak)]  # replicas, ranks of a stage
+def soaked(*values: Any) -> list[Any]:
+    """Parameters that only the soak has."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+LAYOUTS = [(1, 1), *soaked((2, 1), (1, 2))]  # replicas, ranks of a stage
 
 
 @pytest.fixture(scope="module", params=LAYOUTS, ids=["one", "dp2", "tp2"])
@@ -115,11 +120,6 @@ def disturb(server: Operated, how: str) -> None:
         server.core().send_signal(signal.SIGKILL)
     else:
         server.rank(0).send_signal(signal.SIGKILL)
-
-
-def soaked(*values: Any) -> list[Any]:
-    """Parameters that only the soak has."""
-    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
 # What becomes of the rank that stands still, and of which stage it is. Or the core is lost meanwhile.

@@ -33,6 +33,7 @@ def run(*words: str) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.soak
 def test_a_stub_rank_answers_every_plan(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     words = ["--requests", "2", "--steps", "100", "--cadence-ms", "5", "--json", str(file)]
@@ -49,6 +50,7 @@ load_memory.main()
 """
 
 
+@pytest.mark.soak
 def test_a_measured_rank_writes_down_what_it_has_read() -> None:
     text = run("-c", SMALL_SHAPE, "--layers", "2")
     found = re.findall(r"stage (\d)  own tensors +([\d.]+) MB   read +([\d.]+) MB", text)
@@ -57,6 +59,7 @@ def test_a_measured_rank_writes_down_what_it_has_read() -> None:
         assert float(read) == pytest.approx(float(own), rel=0.03)
 
 
+@pytest.mark.soak
 def test_a_sleeping_rank_sleeps_once_a_step_and_stage(tmp_path: Path) -> None:
     model = tmp_path / "model"
     checkpoint.make_checkpoint(model, checkpoint.TINY_SHAPE)

@@ -171,6 +171,7 @@ def stored(server: Server) -> float:
     return server.metric("penstock_kv_store_stored_blocks_total")
 
 
+@pytest.mark.soak
 def test_h1_a_server_that_starts_again_finds_what_the_one_before_has_stored(tmp_path: Path) -> None:
     store = ["--kv-store", str(tmp_path / "store"), "--kv-store-patience", "60"]
     with Server(2, *store) as first:
@@ -197,6 +198,7 @@ def test_d2_r4_after_the_loss_of_a_stage_streams_go_on_from_the_store(tmp_path: 
         assert found == ask(alone, LONG[1])
 
 
+@pytest.mark.soak
 def test_h16_a_flush_takes_the_store_with_it_while_streams_go_on(tmp_path: Path) -> None:
     directory = tmp_path / "store"
     words = ("--kv-store", str(directory), "--kv-store-patience", "60", "--admin-key", ADMIN_KEY)

@@ -25,6 +25,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from depth import depth
 from live_server import LiveServer
 from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
@@ -119,32 +120,27 @@ def test_the_document_is_openapi_and_names_every_route(live: LiveServer) -> None
     assert sorted(named) == sorted(served) == sorted([*GENERATING, *TEXT, *PLAIN, *FEEDS])
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("path", GENERATING)
 def test_r8_good_requests_of_our_document_are_answered_as_it_says(live: LiveServer, path: str) -> None:
-    check_good(live, path, 60)
+    check_good(live, path, depth(24, 120))
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("path", GENERATING)
 def test_r8_bad_requests_of_our_document_are_refused(live: LiveServer, path: str) -> None:
-    check_bad(live, path, 60)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("path", GENERATING)
-def test_r8_soak_many_requests_of_our_document(live: LiveServer, path: str) -> None:
-    check_good(live, path, 120)
-    check_bad(live, path, 120)
+    check_bad(live, path, depth(24, 120))
 
 
 @pytest.mark.parametrize("path", TEXT)
 def test_r8_text_routes_answer_as_our_document_says(live: LiveServer, path: str) -> None:
     before = len(live.engine.added)
-    statuses = fuzz(live, GenerationMode.POSITIVE, path, 40)
+    statuses = fuzz(live, GenerationMode.POSITIVE, path, 20)
     assert set(statuses) <= {200, 400, 404}
-    assert statuses[200] >= 5, "hardly an example got past the door"
-    statuses = fuzz(live, GenerationMode.NEGATIVE, path, 40)
+    assert statuses[200] >= 3, "hardly an example got past the door"
+    statuses = fuzz(live, GenerationMode.NEGATIVE, path, 20)
     assert set(statuses) <= {400, 404}
-    assert statuses[400] >= 20
+    assert statuses[400] >= 10
     assert len(live.engine.added) == before, "nothing runs"
 
 
