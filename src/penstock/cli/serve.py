@@ -66,9 +66,9 @@ def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporte
     from penstock.engine.supervisor.supervisor import Supervisor
     from penstock.process.child import show_threads_on_request
 
-    for setting in declared(ServerConfig):
-        if setting.setting.is_secret:  # it is in the config now; children need none
-            for name in setting.environment_names:
+    for each in declared(ServerConfig):
+        if each.setting.is_secret:  # it is in the config now; children need none
+            for name in each.environment_names:
                 os.environ.pop(name, None)
     show_threads_on_request()
     code = Supervisor.for_server(engine, server, reporter).run()

@@ -21,13 +21,13 @@ def config_as_toml(
     """Return every setting with its source, as TOML that `--config` reads back. Secrets are left out."""
     lines = [f"# penstock {version}: effective settings; feed back with --config FILE"]
     lines.append(_toml_line("model", model, origins.get("model", "default")))
-    for setting, value in _in_force(given):
-        origin = origins.get(setting.key, "default")
-        if setting.setting.is_secret:
+    for each, value in _in_force(given):
+        origin = origins.get(each.key, "default")
+        if each.setting.is_secret:
             state = f"set by {origin}, not shown" if value else "not set"
-            lines.append(f"# {setting.key}: {state}")
+            lines.append(f"# {each.key}: {state}")
         else:
-            lines.append(_toml_line(setting.key, value, origin))
+            lines.append(_toml_line(each.key, value, origin))
     return "\n".join(lines) + "\n"
 
 
@@ -36,20 +36,17 @@ def shown_to_clients(given: Mapping[str, Any]) -> dict[str, Any]:
 
     Keys and their files are only reported as set or not set. An address is cut to scheme, host and path.
     """
-    settings = list(_in_force(given))
-    secrets = {setting.key for setting, _ in settings if setting.setting.is_secret}
+    secrets = {each.key for each, _ in _in_force(given) if each.setting.is_secret}
     return {
-        setting.key: _set_or_not(value)
-        if setting.key.removesuffix("-file") in secrets
-        else _without_credentials(value)
-        for setting, value in settings
+        each.key: (_set_or_not if each.key.removesuffix("-file") in secrets else _without_credentials)(value)
+        for each, value in _in_force(given)
     }
 
 
 def _in_force(given: Mapping[str, Any]) -> Iterator[tuple[Declared, Any]]:
     """Yield each setting of a server with its value, as it is given or by default."""
-    for setting in declared(*ENGINE, *SERVER):
-        yield setting, given.get(setting.name, setting.default)
+    for each in declared(*ENGINE, *SERVER):
+        yield each, given.get(each.name, each.default)
 
 
 def _set_or_not(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where settings come from: flag, then environment, then TOML file, then default; and how to show that.
+"""Where settings come from: flag, then environment, then TOML file, then default.
 
 `cli` gives a `SettingSources` to cyclopts as its config step: it runs after the flags are read, fills what
 they left open, and notes the source of every setting in the invocation. `cli.shown_settings` shows them.

@@ -34,7 +34,7 @@ class Declared:
     Attributes:
         name: field of the config, by which given settings are named.
         text_type: what the command line reads.
-        default: value without the setting.
+        default: value where the setting is not given.
     """
 
     name: str
@@ -85,7 +85,7 @@ def declared(*configs: Config) -> list[Declared]:
 @functools.cache
 def flags_of_fields() -> Mapping[str, str]:
     """Return the flag of each field of a config that has one."""
-    return {setting.name: setting.flags[0] for setting in declared(*ENGINE, *SERVER)}
+    return {each.name: each.flags[0] for each in declared(*ENGINE, *SERVER)}
 
 
 def configured(config: type[AnyStruct], given: Mapping[str, Any], **parts: Any) -> AnyStruct:

@@ -62,13 +62,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         model: directory of a Hugging Face style checkpoint, `demo`, or a hub name already downloaded.
         dtype: number format of weights and computation; `auto` takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
-        quantization: form in which weights are held: `none` as the checkpoint has them, `int8` per channel,
-            `int4` in groups (CPU). For a checkpoint that is quantised already, only `none` or the format that
-            it has.
-        model_impl: whose layers run: `penstock` ours, `transformers` those of the extra `penstock[hf]`;
-            `auto` takes ours where there are any.
-        pooling: token states that an embedding is made of where a request does not say: the hidden state of
-            the `last` token, the `mean` over all, or `cls`, that of the first.
+        quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in
+            groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
+        model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
+        pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
     """
 
     model: str
@@ -95,28 +92,25 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pipeline_parallel_size: number of stages P.
         data_parallel_size: pipelines that serve the same model side by side, each with all its weights.
-        tensor_parallel_size: ranks that share each stage's layers, or of each stage, such as "2,1".
+        tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1".
         enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
-        backend: `mp` runs a process for each rank, `inprocess` a thread (tests, notebooks).
-        topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads
-            (`config.topology`).
+        backend: `mp` runs a process for each rank; `inprocess`, only from Python, a thread.
+        topology: TOML file of unlike stages (`config.topology`), in place of their number, ranks, layers,
+            devices and threads.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        async_depth: plans issued ahead; P + async_depth plans are in flight. `auto` measures at start whether
-            one ahead is faster than none.
+        async_depth: plans issued ahead; P + async_depth are in flight. `auto` measures whether 1 is faster.
         threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
             None shares the cores among the ranks.
         device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
             or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
-        tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
-            or by `transfer` from the first.
+        tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
         kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
         pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
             threads together are as many as the usable cores. CPU only.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
-        step_timeout_s: longest time in seconds that one stage may take for one plan before it counts as lost;
-            None allows a minute and a tenth of a second for each token that a plan can have.
+        step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
     """
 
     pipeline_parallel_size: Annotated[
@@ -306,18 +300,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
         kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
         enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
-        kv_store: place where blocks are kept beyond the pool and the process: a directory, or a URL such as
-            `s3://...`; None keeps none.
+        kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
         kv_store_bytes: bytes that a store on disk holds at most.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
         kv_store_patience_s: seconds that a request may wait for its blocks.
-        kv_host_bytes: bytes of host memory that keeps blocks in front of the store, or without one; all ranks
-            share it. 0: none.
+        kv_host_bytes: bytes of host memory for blocks, with a store or without; all ranks share them.
         kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
-        kv_store_policy: a block goes to the store at once (`write-through`), or when host memory must give it
-            up (`write-back`).
-        eviction_policy: rule by which the prefix cache gives blocks up when others are wanted
-            (`kvcache.eviction`): `lru`, `lfu` or `priority`.
+        kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
+        eviction_policy: which blocks the prefix cache gives up first (`kvcache.eviction`): `lru`, `lfu` or
+            `priority`.
     """
 
     block_size: Annotated[int, Setting("kv", "tokens per KV block")] = 32
@@ -389,10 +380,9 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         queue_timeout_s: a request that has waited this many seconds is answered 503.
         max_sessions: sessions of each replica that are open at once (`kvcache.sessions`); one more is
             answered 429.
-        micro_batches: parts that the decoding requests are split into; `auto` chooses from 1 to P by the time
-            of a cycle, where times are known, else P.
-        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others should
-            keep; but they may always lengthen the plan that they join by half.
+        micro_batches: parts of the decoding requests; `auto`: 1 to P by the time of a cycle, P where unknown.
+        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
+            they may always lengthen the plan that they join by half.
         built_grammar_bytes: bytes of grammars on a rank of the last stage, those of rows and those kept for
             others, as `scheduler.grammars` estimates them; one that is larger is there alone.
     """

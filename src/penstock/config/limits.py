@@ -196,7 +196,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
         body_timeout_s: seconds without a byte of a body that is not complete.
         keep_alive_timeout_s: seconds between two requests.
         write_timeout_s: seconds in which the client takes nothing of what is written.
-        min_body_rate: bytes a second of a body, from its `body_timeout_s`-th second on.
+        min_body_rate: bytes a second that a body must come at, once it has taken `body_timeout_s`.
         max_discarded_bytes: bytes that are read of a body whose request was already answered.
         max_pipelined: requests that wait behind one another.
     """

@@ -33,14 +33,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         host: address to listen on; other than loopback only with a key.
         port: port to listen on; 0 takes a free one.
         reuse_port: take the port over from a server that has the same, once everything is ready.
-        served_model_name: name that clients use for the model; None takes what `model` says.
+        served_model_name: name that clients use for the model; None takes the model's own.
         tool_parser: format in which the model calls tools (`tokenizer.tool_formats`); `auto` takes what its
             chat template shows.
         reasoning_parser: format in which the model marks its reasoning; `auto` takes what its chat template
             shows.
-        api_keys: keys of which clients must send one; none are needed where there is none.
+        api_keys: keys of which clients must send one; without any, none is asked for.
         api_key_file: file of such keys, one a line.
-        admin_keys: keys for pausing and the like, which nobody may where there is none.
+        admin_keys: keys that open `/pause` and the like; without any there are no such routes.
         admin_key_file: file of admin keys, one a line.
         allowed_origins: origins whose web pages may use the server, such as `https://chat.example`, beside
             its own.

@@ -175,9 +175,9 @@ def llm_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     if configured(ParallelConfig, given).data_parallel_size > 1:
         refuse_replicas()
     return {
-        setting.name: given.get(setting.name, setting.default)
-        for setting in declared(*ENGINE)
-        if setting.setting.is_argument
+        each.name: given.get(each.name, each.default)
+        for each in declared(*ENGINE)
+        if each.setting.is_argument
     }
 
 

@@ -24,7 +24,7 @@ from penstock.cli.bench.offline import (
 from penstock.cli.bench.workload import BenchRequest
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UsageError
 from penstock.llm.llm import LLM
 
 
@@ -116,3 +116,8 @@ def test_engine_settings_become_arguments_of_the_offline_engine() -> None:
     assert arguments["inter_token_target_ms"] == 100.0  # that of a server
     own = {"model", "distributed_executor_backend", "unknown"}
     assert set(arguments) == set(signature(LLM).parameters) - own
+
+
+def test_i3_a_backend_that_is_not_built_is_refused_offline_too() -> None:
+    with pytest.raises(UsageError, match="Ray starts no ranks here"):
+        llm_arguments({"backend": "ray"})
