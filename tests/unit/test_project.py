@@ -27,6 +27,7 @@ DOCUMENTS = [
     "docs/adding-a-model.md",
     "docs/architecture.md",
     "docs/embeddings.md",
+    "docs/flags.md",
     "docs/perf-log.md",
     "docs/python.md",
 ]
@@ -316,6 +317,11 @@ def test_changelog_knows_this_version() -> None:
 def test_architecture_tour_is_what_the_docstrings_say() -> None:
     result = run_script(sys.executable, "scripts/file_tour.py", "--check")
     assert result.returncode == 0, "run `python scripts/file_tour.py`"
+
+
+def test_flags_page_and_arguments_of_llm_are_what_the_configs_declare() -> None:
+    result = run_script(sys.executable, "scripts/settings_text.py", "--check")
+    assert result.returncode == 0, f"run `python scripts/settings_text.py`\n{result.stderr}"
 
 
 def test_file_tour_names_every_room() -> None:

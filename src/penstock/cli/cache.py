@@ -14,7 +14,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from penstock.cli.settings import flag
+from penstock.cli.flags import flag
 from penstock.cli.terminal import Invocation, one_line
 from penstock.errors import UsageError
 from penstock.kvstore.clearing import clear_records

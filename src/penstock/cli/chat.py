@@ -21,8 +21,8 @@ from penstock.cli.chat_terminal import (
     Thought,
     show_answer,
 )
+from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import first_key, served_model, stream_json
-from penstock.cli.settings import SERVED_ENV, flag
 from penstock.cli.terminal import Invocation
 from penstock.errors import UsageError
 

@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from penstock import __version__
-from penstock.cli.settings import EngineSettings, flag
+from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation, one_line, remedy_of
+from penstock.config.declared import ENGINE, configured_engine
 from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.host_resources import HostResources
@@ -68,18 +69,18 @@ class DoctorSettings:
 
 
 _SETTINGS = DoctorSettings()
-_ENGINE = EngineSettings()
 
 
+@with_settings(*ENGINE)
 def doctor(
     model: Annotated[str | None, flag("model directory to check", "--model", group="doctor")] = None,
     *,
     settings: DoctorSettings = _SETTINGS,
-    engine: EngineSettings = _ENGINE,
     invocation: Annotated[Invocation, Parameter(parse=False)],
+    **given: Any,
 ) -> int:
     """The command. Returns 1 if anything fails, else 0. Raises `UsageError` for what no model could have."""
-    config = engine.engine_config(model or "")
+    config = configured_engine(given, model or "")
     findings = [*check_machine(settings, config.parallel), *(check_model(config) if model else ())]
     show(findings, invocation)
     return 1 if any(finding.level == "fail" for finding in findings) else 0

@@ -5,35 +5,34 @@ Called by `cli`. Measures the stages, or takes what was measured before, as `pen
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from penstock.cli.settings import EngineSettings
+from penstock.cli.flags import with_settings
 from penstock.cli.terminal import Invocation, printable
+from penstock.config.declared import ENGINE, configured_engine
 from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.reports import Event, event_line
 from penstock.errors import UsageError
 
-_ENGINE = EngineSettings()
 
-
+@with_settings(*ENGINE)
 def plan(
     model: str | None = None,
     /,
     *,
-    engine: EngineSettings = _ENGINE,
     invocation: Annotated[Invocation, Parameter(parse=False)],
+    **given: Any,
 ) -> int:
     """The command. Returns 0 with a table on standard output."""
     if not model:
         raise UsageError("no model is given.", remedy="Use `penstock plan MODEL --pp 2`.")
     # A topology file that says layers goes before: what is asked is whether others would be better.
-    given = dataclasses.replace(engine, partition=EngineSettings().partition).engine_config(model)
-    config = given.with_partition("auto")
+    given.pop("partition", None)
+    config = configured_engine(given, model).with_partition("auto")
     if config.parallel.pipeline_parallel_size == 1:
         raise UsageError(
             "one stage holds all layers; there is nothing to choose.",
@@ -41,7 +40,7 @@ def plan(
             param="pipeline_parallel_size",
         )
     settled = settle_partition(config, HostResources.detect(), _Speaker(invocation))
-    invocation.say(_how_to_serve(settled.parallel.partition, engine.topology))
+    invocation.say(_how_to_serve(settled.parallel.partition, given.get("topology")))
     return 0
 
 

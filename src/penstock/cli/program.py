@@ -15,14 +15,15 @@ from cyclopts import App, CycloptsError
 
 from penstock import __version__
 from penstock.cli.help import COMMANDS, GROUPS, ROOT_HELP, help_screen
-from penstock.cli.settings import KEY_ENVS
 from penstock.cli.sources import SettingSources, nearest
 from penstock.cli.terminal import Invocation, report_error
 from penstock.config.refused_settings import refuse_if_known
+from penstock.config.setting import environment_names_of
 from penstock.errors import UsageError
 
 INTERRUPTED = 130
-_KEY_FLAGS = frozenset({"--api-key", "--admin-key"})
+_KEY_FLAGS = ("--api-key", "--admin-key")
+_KEY_ENVS = frozenset(environment_names_of(_KEY_FLAGS))
 _HELP_FLAGS = frozenset({"--help", "-h"})
 _VERBOSE_FLAGS = frozenset({"-v", "--verbose"})
 
@@ -70,7 +71,7 @@ def hide_keys(argv: Sequence[str], environ: Mapping[str, str]) -> None:
     Setting the title overwrites both; `os.environ` has copies of its own.
     """
     in_arguments = any(word.split("=")[0].replace("_", "-") in _KEY_FLAGS for word in argv)
-    if in_arguments or not KEY_ENVS.isdisjoint(environ):
+    if in_arguments or not _KEY_ENVS.isdisjoint(environ):
         import setproctitle
 
         setproctitle.setproctitle(" ".join(["penstock", *(argv[:1] if in_arguments else argv)]))

@@ -1,6 +1,6 @@
 """What `penstock serve` shows while it starts, runs and ends: plan, a line per stage, address, errors.
 
-`cli_serve` hands one of these to the supervisor as its `Reporter`. On a terminal the loading of all stages
+`cli.serve` hands one of these to the supervisor as its `Reporter`. On a terminal the loading of all stages
 shares one line that is written again; elsewhere every line stands for itself. Says nothing about single
 requests.
 """

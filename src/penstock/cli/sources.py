@@ -1,26 +1,22 @@
-"""Where settings come from: flag, then environment, then TOML file, then default; and how to show that.
+"""Where settings come from: flag, then environment, then TOML file, then default.
 
 `cli` gives a `SettingSources` to cyclopts as its config step: it runs after the flags are read, fills what
-they left open, and notes the source of every setting in the invocation. `config_as_toml` prints them so that
-the text can be fed back.
+they left open, and notes the source of every setting in the invocation. `cli.shown_settings` shows them.
 Does not check values: the settings' types and the configs do.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from cyclopts import Token
 
-from penstock.cli.settings import ENV_PREFIX, SECRET_SETTINGS
-from penstock.cli.terminal import Invocation, one_line
+from penstock.cli.terminal import Invocation
+from penstock.config.setting import environment_names_of
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -36,16 +32,11 @@ def key_of(argument: Argument) -> str:
 
 
 def environment_names(argument: Argument) -> list[str]:
-    """Environment names of a setting, the one for its help first: one for each name of the flag."""
+    """Return the names of a setting in the environment, the one for its help first."""
     own = argument.parameter.env_var
     if own:
         return [own] if isinstance(own, str) else list(own)
-    names = sorted((name for name in argument.names if not _is_short(name)), key=len)
-    return [ENV_PREFIX + name.lstrip("-").upper().replace("-", "_") for name in names]
-
-
-def _is_short(name: str) -> bool:
-    return name.startswith("-") and not name.startswith("--")
+    return environment_names_of(argument.names)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -70,6 +61,7 @@ class SettingSources:
             else:
                 self._take_environment(argument)
         self._take_file(settings)
+        self._leave_one_stage_whole(settings)
         for argument in settings:
             self._invocation.origins.setdefault(key_of(argument), "default")
 
@@ -80,6 +72,19 @@ class SettingSources:
                 _fill(argument, text, name)
                 self._invocation.origins[key_of(argument)] = f"environment {name}"
                 return
+
+    def _leave_one_stage_whole(self, settings: list[Argument]) -> None:
+        """Drop the layers per stage that the environment asks for, where there is one stage."""
+        by_key = {key_of(argument): argument for argument in settings}
+        layers, stages = by_key.get("partition"), by_key.get("pipeline-parallel-size")
+        if layers is None or stages is None or not self._is_of_environment("partition"):
+            return
+        if not stages.has_tokens or stages.tokens[-1].value.strip() == "1":
+            layers.tokens.clear()
+            del self._invocation.origins["partition"]
+
+    def _is_of_environment(self, key: str) -> bool:
+        return self._invocation.origins.get(key, "").startswith("environment")
 
     def _take_file(self, settings: list[Argument]) -> None:
         chosen = [argument for argument in settings if key_of(argument) == "config" and argument.has_tokens]
@@ -149,60 +154,3 @@ def _boolean(value: Any, where: str) -> bool:
     if word not in _TRUE | _FALSE:
         raise UsageError(f"{where} is {value!r}; it must be true or false.", remedy="Write true or false.")
     return word in _TRUE
-
-
-def config_as_toml(parts: Iterable[Any], model: str | None, origins: Mapping[str, str], version: str) -> str:
-    """Every effective setting with its source, as TOML that `--config` reads back. Secrets are left out.
-
-    Args:
-        parts: dataclasses of settings, whose field names are the keys.
-    """
-    lines = [f"# penstock {version}: effective settings; feed back with --config FILE"]
-    lines.append(_toml_line("model", model, origins.get("model", "default")))
-    for part in parts:
-        for item in fields(part):
-            key = item.name.replace("_", "-")
-            lines.append(_toml_line(key, getattr(part, item.name), origins.get(key, "default")))
-    return "\n".join(lines) + "\n"
-
-
-def shown_settings(parts: Iterable[Any]) -> dict[str, Any]:
-    """Every effective setting by its key, for `/server_info`, which whoever holds an API key may read.
-
-    Of keys and their files it is told whether they are set; of an address, nothing but scheme, host and path.
-    """
-    return {
-        (key := item.name.replace("_", "-")): _shown(key, getattr(part, item.name))
-        for part in parts
-        for item in fields(part)
-    }
-
-
-def _shown(key: str, value: Any) -> Any:
-    if key in SECRET_SETTINGS or key.removesuffix("-file") in SECRET_SETTINGS:
-        return "set" if value else "not set"
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, str) and "://" in value:
-        parts = urlsplit(value)
-        return f"{parts.scheme}://{parts.hostname or ''}{parts.path}"
-    return value
-
-
-def _toml_line(key: str, value: Any, origin: str) -> str:
-    if key in SECRET_SETTINGS:
-        state = f"set by {origin}, not shown" if value else "not set"
-        return f"# {key}: {state}"
-    if value is None:
-        return f"# {key} =  # {origin}: not set"
-    return f"{key} = {_toml_value(value)}  # {one_line(origin)}"
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, (int, float)):
-        return repr(value)
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

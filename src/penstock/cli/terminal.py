@@ -1,7 +1,7 @@
 """What one run of the command line was given and how it speaks: streams, environment, colours, errors.
 
 `cli` makes the one `Invocation` of a run and hands it to the command; tests make their own with string
-streams. Does not parse flags (`cli`, `cli_sources`) and does not print help (`cli_help`).
+streams. Does not parse flags (`cli`, `cli.sources`) and does not print help (`cli.help`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from penstock.config.setting import flag_named_for
 from penstock.errors import (
     ModelError,
     NotEnoughMemoryError,
@@ -114,28 +115,16 @@ def exit_code_of(error: PenstockError) -> int:
     return PeerError.exit_code if is_refusal else error.exit_code
 
 
-# Of settings whose flag has another name than the field of `config` that it sets.
-_OWN_NAMES = {
-    "kv_write_bytes_per_s": "kv-write-rate",
-    "session_idle_s": "session-idle-seconds",
-    "max_session_idle_s": "max-session-idle-seconds",
-    "max_profile_s": "max-profile-seconds",
-    "drain_s": "drain-seconds",
-}
-
-
-def flag_of(field_name: str) -> str:
-    """The flag that sets a field of `config`, whose name ends in its unit where that of the flag does not."""
-    own = _OWN_NAMES.get(field_name)
-    return "--" + (own or field_name.removesuffix("_ms").removesuffix("_s").replace("_", "-"))
-
-
 def _in_flag_words(error: PenstockError) -> str:
     """The message with the field name of a settings value written as the flag that sets it."""
     field_name = error.param or ""
     if not isinstance(error, UsageError) or not field_name or not error.message.startswith(field_name + " "):
         return error.message
-    return flag_of(field_name) + error.message[len(field_name) :]
+    # Here and not above: `--help` reads no configs.
+    from penstock.config.declared import flags_of_fields
+
+    flag = flags_of_fields().get(field_name) or flag_named_for(field_name)
+    return flag + error.message[len(field_name) :]
 
 
 def report_error(error: BaseException, invocation: Invocation) -> int:

@@ -13,8 +13,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from penstock.cli.bench.http_stream import Target
+from penstock.cli.flags import flag
 from penstock.cli.http_client import first_key, get_json
-from penstock.cli.settings import flag
 from penstock.cli.terminal import Invocation, one_line
 from penstock.errors import ProtocolError, UsageError
 

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal, TypeVar
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from penstock.config.checks import above_zero, at_least, between
+from penstock.config.refused_settings import require_backend
+from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
@@ -25,8 +29,11 @@ EvictionPolicy = Literal["lru", "lfu", "priority"]
 ModelImpl = Literal["auto", "penstock", "transformers"]
 Pooling = Literal["last", "mean", "cls"]
 
+StorePolicy = Literal["write-through", "write-back"]
+
 Value = TypeVar("Value")
 
+PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
 _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
@@ -53,22 +60,30 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         model: directory of a Hugging Face style checkpoint, `demo`, or a hub name already downloaded.
-        dtype: of weights and computation; "auto" takes the checkpoint's.
+        dtype: number format of weights and computation; `auto` takes the checkpoint's.
         max_model_len: longest prompt + output in tokens; None takes the model's own.
-        quantization: how weights are held: "none" as the checkpoint has them, "int8" per channel, "int4" in
-            groups. For a checkpoint that is quantised already, only "none" or the format that it has.
-        model_impl: whose layers run: "penstock" ours, "transformers" those of the extra `penstock[hf]`;
-            "auto" takes ours where there are any.
-        pooling: what an embedding is made of where a request does not say: the hidden state of the "last"
-            token, the "mean" over all, or "cls", that of the first.
+        quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in
+            groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
+        model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
+        pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
     """
 
     model: str
-    dtype: DType = "auto"
-    max_model_len: int | None = None
-    quantization: Quantization = "none"
-    model_impl: ModelImpl = "auto"
-    pooling: Pooling = "last"
+    dtype: Annotated[DType, Setting("model", "of weights and computation")] = "auto"
+    max_model_len: Annotated[int | None, Setting("model", "longest prompt + output")] = None
+    quantization: Annotated[Quantization, Setting("model", "of weights at load (CPU)")] = "none"
+    model_impl: Annotated[ModelImpl, Setting("model", "whose layers run: penstock, transformers, auto")] = (
+        "auto"
+    )
+    pooling: Annotated[
+        Pooling, Setting("model", "token states that embeddings are made of: last, mean, cls")
+    ] = "last"
+
+
+def _processes(backend: str) -> str:
+    """Return the only backend that the command line offers; raise `UsageError` for any other."""
+    require_backend(backend, ("mp",))
+    return backend
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,44 +92,106 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         pipeline_parallel_size: number of stages P.
         data_parallel_size: pipelines that serve the same model side by side, each with all its weights.
-        tensor_parallel_size: ranks that share each stage's layers, or of each stage, such as "2,1".
-        enable_expert_parallel: the ranks of a stage have whole experts, and not each a part of all.
+        tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1".
+        enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
+        backend: `mp` runs a process for each rank; `inprocess`, only from Python, a thread.
+        topology: TOML file of unlike stages (`config.topology`), in place of their number, ranks, layers,
+            devices and threads.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        async_depth: plans issued ahead; P + async_depth plans are in flight. `auto` measures at start whether
-            one ahead is faster than none.
+        async_depth: plans issued ahead; P + async_depth are in flight. `auto` measures whether 1 is faster.
         threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
             None shares the cores among the ranks.
         device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
             or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
-        tied_head: the last stage gets a tied embedding by `load` from the checkpoint, as the first one does,
-            or by `transfer` from the first.
-        heartbeat_limit_s: a stage that has given no sign of life for this long is started again.
-        load_timeout_s: a stage that has not loaded after this long counts as lost.
-        step_timeout_s: longest time that one stage may take for one plan before it counts as lost; None
-            allows a minute and a tenth of a second for each token that a plan can have.
+        tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
         kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
         pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
             threads together are as many as the usable cores. CPU only.
-        backend: `mp` = one process per rank; `inprocess` = ranks as threads (tests, notebooks).
+        heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
+        load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
+        step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
     """
 
-    data_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    tensor_parallel_size: int | str | list[int] = 1
-    enable_expert_parallel: bool = False
-    partition: str = "even"
-    partition_mix: str = "512:128"
-    async_depth: int | Literal["auto"] = "auto"
-    threads_per_rank: int | str | list[int] | None = None
-    device: str = "cpu"
-    tied_head: TiedHead = "load"
-    heartbeat_limit_s: float = 5.0
-    load_timeout_s: float = 3600.0
-    step_timeout_s: float | None = None
-    kernels: str = "auto"
-    pin_threads: PinThreads = "auto"
-    backend: Backend = "mp"
+    pipeline_parallel_size: Annotated[
+        int, Setting("pipeline", "stages of the pipeline", aliases=("--pp",))
+    ] = 1
+    data_parallel_size: Annotated[
+        int,
+        Setting(
+            "pipeline",
+            "pipelines side by side, each with all weights",
+            aliases=("--dp",),
+            is_argument=False,
+        ),
+    ] = 1
+    tensor_parallel_size: Annotated[
+        int | str | list[int],
+        Setting(
+            "pipeline",
+            "ranks that share a stage's layers, or of each: 2,1",
+            aliases=("--tp",),
+            text_type=int | str,
+        ),
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool, Setting("pipeline", "ranks of a stage have whole experts", aliases=("--ep",))
+    ] = False
+    backend: Annotated[
+        Backend,
+        Setting(
+            "pipeline",
+            "mp: a process per rank",
+            flag="--distributed-executor-backend",
+            text_type=str,
+            read=_processes,
+            is_argument=False,
+        ),
+    ] = "mp"
+    topology: ClassVar[
+        Annotated[
+            Path | None,
+            Setting("pipeline", "TOML file of unlike stages, in place of --pp, --tp and others"),
+        ]
+    ] = None
+    partition: Annotated[
+        str,
+        Setting(
+            "pipeline",
+            "layers per stage: even, last, auto (measured), or a list such as 5,6,5,6",
+            env=PARTITION_VARIABLE,
+        ),
+    ] = "even"
+    partition_mix: Annotated[str, Setting("pipeline", "for --partition auto: PROMPT:OUTPUT tokens")] = (
+        "512:128"
+    )
+    async_depth: Annotated[
+        int | Literal["auto"], Setting("pipeline", "plans issued ahead of the pipe, or auto: measured")
+    ] = "auto"
+    threads_per_rank: Annotated[
+        int | str | list[int] | None,
+        Setting("pipeline", "CPU threads of a rank, or of each: 1,3", text_type=int | str | None),
+    ] = None
+    device: Annotated[str, Setting("pipeline", "cpu, cuda, auto, or one each: cpu,cuda:0")] = "cpu"
+    tied_head: Annotated[TiedHead, Setting("pipeline", "how the last stage gets a tied embedding")] = "load"
+    kernels: Annotated[
+        str,
+        Setting(
+            "pipeline",
+            "own CPU kernels: auto, off, or names switched off such as -attention,-head",
+            may_look_like_flag=True,
+        ),
+    ] = "auto"
+    pin_threads: Annotated[PinThreads, Setting("pipeline", "bind CPU threads to cores")] = "auto"
+    heartbeat_limit_s: Annotated[
+        float, Setting("pipeline", "seconds without a sign of life after which a stage starts again")
+    ] = 5.0
+    load_timeout_s: Annotated[float, Setting("pipeline", "seconds in which a stage must have loaded")] = (
+        3600.0
+    )
+    step_timeout_s: Annotated[
+        float | None, Setting("pipeline", "seconds of one stage for one plan at most")
+    ] = None
 
     def __post_init__(self) -> None:
         at_least("data_parallel_size", self.data_parallel_size, 1)
@@ -215,9 +292,6 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.pipeline_parallel_size + self.max_async_depth
 
 
-StorePolicy = Literal["write-through", "write-back"]
-
-
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The KV cache.
 
@@ -226,29 +300,42 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
         kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
         enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
-        eviction_policy: which of them is given up first when blocks are wanted (`kvcache.eviction`).
-        kv_store: where blocks are kept beyond the pool and the process: a directory, or a URL such as `s3://...`.
-        kv_store_bytes: of a store on disk at most.
+        kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
+        kv_store_bytes: bytes that a store on disk holds at most.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
-        kv_store_patience_s: how long a request may wait for its blocks.
-        kv_host_bytes: of host memory that keeps blocks in front of the store, or without one; all ranks share
-            it. 0: none.
-        kv_write_bytes_per_s: of each rank, that are copied out of the pool at most; 0: no bound.
-        kv_store_policy: a block goes to the store at once, or when host memory must give it up.
+        kv_store_patience_s: seconds that a request may wait for its blocks.
+        kv_host_bytes: bytes of host memory for blocks, with a store or without; all ranks share them.
+        kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
+        kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
+        eviction_policy: which blocks the prefix cache gives up first (`kvcache.eviction`): `lru`, `lfu` or
+            `priority`.
     """
 
-    block_size: int = 32
-    num_blocks: int | None = None
-    kv_cache_bytes: int | None = None
-    enable_prefix_caching: bool = True
-    eviction_policy: EvictionPolicy = "lru"
-    kv_store: str | None = None
-    kv_store_bytes: int = 16 << 30
-    kv_store_when_found: int = 0
-    kv_store_patience_s: float = 2.0
-    kv_host_bytes: int = 0
-    kv_write_bytes_per_s: int = 1 << 30
-    kv_store_policy: StorePolicy = "write-through"
+    block_size: Annotated[int, Setting("kv", "tokens per KV block")] = 32
+    num_blocks: Annotated[
+        int | None, Setting("kv", "KV blocks per stage", aliases=("--num-gpu-blocks-override",))
+    ] = None
+    kv_cache_bytes: Annotated[
+        int | None, Setting("kv", "bytes of KV cache per rank", aliases=("--kv-cache-memory-bytes",))
+    ] = None
+    enable_prefix_caching: Annotated[
+        bool, Setting("kv", "keep what was computed, for prompts alike", off="--no-enable-prefix-caching")
+    ] = True
+    kv_store: Annotated[
+        str | None, Setting("kv", "directory or URL that keeps KV blocks beyond the process")
+    ] = None
+    kv_store_bytes: Annotated[int, Setting("kv", "of that directory at most")] = 16 << 30
+    kv_store_when_found: Annotated[int, Setting("kv", "store a block when found so often; 0: at once")] = 0
+    kv_store_patience_s: Annotated[float, Setting("kv", "seconds a request may wait for its blocks")] = 2.0
+    kv_host_bytes: Annotated[int, Setting("kv", "host memory for KV blocks beyond the pool; for GPUs")] = 0
+    kv_write_bytes_per_s: Annotated[
+        int,
+        Setting("kv", "that a rank copies out of the pool at most; 0: no bound", flag="--kv-write-rate"),
+    ] = 1 << 30
+    kv_store_policy: Annotated[
+        StorePolicy, Setting("kv", "write-through: stored at once; write-back: when host memory is full")
+    ] = "write-through"
+    eviction_policy: Annotated[EvictionPolicy, Setting("kv", "what the prefix cache gives up first")] = "lru"
 
     def __post_init__(self) -> None:
         at_least("block_size", self.block_size, 1)
@@ -290,26 +377,43 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_waiting_requests: requests that may wait; one more is answered 429.
         max_waiting_tokens: tokens that all waiting requests together may have to prefill, before one more is
             answered 429; None allows 8 times what the KV pool holds.
-        queue_timeout_s: a request that has waited this long is answered 503.
-        max_sessions: of each replica, that are open at once (`kvcache.sessions`); one more is answered 429.
-        micro_batches: that the decoding requests are split into; `auto` chooses from 1 to P by the time of a
-            cycle, where times are known, else P.
-        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others should
-            keep; but they may always lengthen the plan that they join by half.
-        built_grammar_bytes: of grammars on a rank of the last stage, those of rows and those kept for others,
-            as `scheduler.grammars` estimates them; one that is larger is there alone.
+        queue_timeout_s: a request that has waited this many seconds is answered 503.
+        max_sessions: sessions of each replica that are open at once (`kvcache.sessions`); one more is
+            answered 429.
+        micro_batches: parts of the decoding requests; `auto`: 1 to P by the time of a cycle, P where unknown.
+        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
+            they may always lengthen the plan that they join by half.
+        built_grammar_bytes: bytes of grammars on a rank of the last stage, those of rows and those kept for
+            others, as `scheduler.grammars` estimates them; one that is larger is there alone.
     """
 
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    prefill_chunk: int = 512
-    max_waiting_requests: int = 1024
-    max_waiting_tokens: int | None = None
-    queue_timeout_s: float = 60.0
-    max_sessions: int = 64
-    micro_batches: int | Literal["auto"] = "auto"
-    inter_token_target_ms: float = 100.0
-    built_grammar_bytes: int = 512 << 20
+    max_num_seqs: Annotated[int, Setting("scheduler", "requests that run at once")] = 64
+    max_num_batched_tokens: Annotated[int, Setting("scheduler", "tokens of one plan at most")] = 2048
+    prefill_chunk: Annotated[
+        int, Setting("scheduler", "prompt tokens of one request in one plan at most")
+    ] = 512
+    max_waiting_requests: Annotated[
+        int, Setting("scheduler", "waiting requests before a 429", is_argument=False)
+    ] = 1024
+    max_waiting_tokens: Annotated[
+        int | None,
+        Setting("scheduler", "of waiting prompts before a 429; else 8 KV pools", is_argument=False),
+    ] = None
+    queue_timeout_s: Annotated[
+        float, Setting("scheduler", "seconds a request may wait before a 503", is_argument=False)
+    ] = 60.0
+    max_sessions: Annotated[
+        int, Setting("scheduler", "open sessions of a replica before a 429", is_argument=False)
+    ] = 64
+    micro_batches: Annotated[
+        int | Literal["auto"], Setting("scheduler", "that decodes are split into, or auto: by time")
+    ] = "auto"
+    inter_token_target_ms: Annotated[
+        float, Setting("scheduler", "milliseconds between tokens that others' prompts keep")
+    ] = 100.0
+    built_grammar_bytes: Annotated[
+        int, Setting("scheduler", "of built grammars on a last stage's rank", is_argument=False)
+    ] = 512 << 20
 
     def __post_init__(self) -> None:
         for name in (
@@ -322,6 +426,10 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             at_least(name, getattr(self, name), 1)
         if self.max_waiting_tokens is not None:
             at_least("max_waiting_tokens", self.max_waiting_tokens, 1)
+        if not 0 < self.queue_timeout_s < math.inf:
+            raise UsageError(
+                f"queue_timeout_s is {self.queue_timeout_s}; it must be above 0.", param="queue_timeout_s"
+            )
         between("max_sessions", self.max_sessions, 0, 1 << 16)
         if self.micro_batches != "auto":
             at_least("micro_batches", self.micro_batches, 1)
@@ -335,15 +443,28 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that an engine needs; the parts go to their owners."""
+    """Everything that an engine needs; the parts go to their owners.
+
+    Attributes:
+        seed: seed of requests that bring none.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    seed: int = 0
+    seed: Annotated[int, Setting("model", "of requests without a seed")] = 0
 
     def with_partition(self, partition: str) -> EngineConfig:
         """The same with other layers per stage."""
         parallel = msgspec.structs.replace(self.parallel, partition=partition)
         return msgspec.structs.replace(self, parallel=parallel)
+
+    def with_partition_of(self, environ: Mapping[str, str]) -> EngineConfig:
+        """Return the same with the layers per stage that the environment asks for, if it asks for any.
+
+        It is for pipelines, and yields to whatever else says how the layers are cut.
+        """
+        layers = environ.get(PARTITION_VARIABLE, "")
+        is_open = self.parallel.partition == "even" and self.parallel.pipeline_parallel_size > 1
+        return self.with_partition(layers) if layers and is_open else self

@@ -6,9 +6,12 @@ the limits in force; `server.http.limits` and the readers of `server.openai` app
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from penstock.config.checks import above_zero, at_least, between
+from penstock.config.setting import Setting
 from penstock.errors import UsageError
 
 # What one request may ask of the engine; `Limits` may only lower them.
@@ -30,54 +33,78 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of what one request may carry; what is beyond them is answered 413 (the body) or 400.
 
     Attributes:
-        max_body_bytes: None allows 2 MiB and 8 bytes for each token of context.
-        max_prompt_bytes: of text in one prompt or conversation; None allows 16 for each token of context.
-        max_json_depth: brackets within brackets.
-        max_messages: of a conversation.
-        max_prompts: of one completions request.
+        max_body_bytes: bytes of a request's body; None allows 2 MiB and 8 bytes a token of context.
+        max_prompt_bytes: bytes of text in one prompt or conversation; None allows 16 a token of context.
+        max_json_depth: brackets within brackets of a body.
+        max_messages: messages of one conversation.
+        max_prompts: prompts of one completions request.
         max_prompt_scores: log-probabilities of all prompts of one request, likeliest tokens included.
-        max_embedding_inputs, max_embedding_tokens: of one embeddings request, all inputs together.
-        max_tools: that a request names.
-        max_tool_bytes: of all of them, as JSON.
-        max_template_kwargs: variables for the chat template.
-        max_profile_s, max_profile_bytes: of one profile, which then ends by itself.
-        max_profiles: in the directory for them.
         max_event_streams: readers of `/debug/pipeline/events` at once; one more is answered 429.
-        max_choices: of one request: prompts times `n`.
-        session_idle_s, max_session_idle_s: after which a session that nobody uses is closed: where
-            whoever opens it does not say, and at most.
-        max_logprobs, max_stop_strings, max_stop_string_bytes, max_stop_token_ids, max_logit_bias,
-        max_allowed_token_ids, max_bad_words, max_bad_word_bytes, max_n: no more than what `SamplingParams`
-        takes, which is the default.
+        max_profile_s: seconds after which a profile ends by itself.
+        max_profile_bytes: bytes of one profile's file, after which the profile ends by itself.
+        max_profiles: files in the directory for profiles.
+        max_tools: tools that one request names.
+        max_tool_bytes: bytes of all tools of one request, as JSON.
+        max_template_kwargs: variables for the chat template that one request gives.
+        max_choices: sequences of one request: prompts times `n`.
+        max_n: sequences for each prompt; no more than `SamplingParams` takes.
+        max_embedding_inputs: inputs of one embeddings request.
+        max_embedding_tokens: tokens of all inputs of one embeddings request.
+        session_idle_s: seconds without use after which a session is closed, where its opener names no time.
+        max_session_idle_s: longest idle time that the opener of a session may name, in seconds.
+        max_logprobs: likeliest tokens at each position; no more than `SamplingParams` takes, like all below.
+        max_stop_strings: stop strings of one request.
+        max_stop_string_bytes: bytes of one stop string.
+        max_stop_token_ids: stop tokens of one request.
+        max_logit_bias: entries of one request's `logit_bias`.
+        max_allowed_token_ids: entries of one request's `allowed_token_ids`.
+        max_bad_words: bad words of one request.
+        max_bad_word_bytes: bytes of one bad word.
     """
 
-    max_body_bytes: int | None = None
-    max_prompt_bytes: int | None = None
-    max_json_depth: int = 64
-    max_messages: int = 4096
-    max_prompts: int = 256
-    max_prompt_scores: int = 1 << 19
-    max_event_streams: int = 16
-    max_profile_s: float = 60.0
-    max_profile_bytes: int = 256 << 20
-    max_profiles: int = 16
-    max_tools: int = 128
-    max_tool_bytes: int = 256 << 10
-    max_template_kwargs: int = 16
-    max_choices: int = 256
-    max_embedding_inputs: int = 2048
-    max_embedding_tokens: int = 300_000
-    session_idle_s: float = 600.0
-    max_session_idle_s: float = 86_400.0
-    max_logprobs: int = MAX_LOGPROBS
-    max_stop_strings: int = MAX_STOP_STRINGS
-    max_stop_string_bytes: int = MAX_STOP_STRING_BYTES
-    max_stop_token_ids: int = MAX_STOP_TOKEN_IDS
-    max_logit_bias: int = MAX_LOGIT_BIAS
-    max_allowed_token_ids: int = MAX_ALLOWED_TOKEN_IDS
-    max_bad_words: int = MAX_BAD_WORDS
-    max_bad_word_bytes: int = MAX_BAD_WORD_BYTES
-    max_n: int = MAX_N
+    max_body_bytes: Annotated[
+        int | None, Setting("limits", "of a request; else 2 MiB + 8 per token of context")
+    ] = None
+    max_prompt_bytes: Annotated[
+        int | None, Setting("limits", "of text in a prompt; else 16 per token of context")
+    ] = None
+    max_json_depth: Annotated[int, Setting("limits", "brackets within brackets")] = 64
+    max_messages: Annotated[int, Setting("limits", "of a conversation")] = 4096
+    max_prompts: Annotated[int, Setting("limits", "of one completions request")] = 256
+    max_prompt_scores: Annotated[int, Setting("limits", "log-probabilities of the prompts of a request")] = (
+        1 << 19
+    )
+    max_event_streams: Annotated[int, Setting("limits", "readers of /debug/pipeline/events at once")] = 16
+    max_profile_s: Annotated[
+        float, Setting("limits", "after which a profile ends by itself", flag="--max-profile-seconds")
+    ] = 60.0
+    max_profile_bytes: Annotated[int, Setting("limits", "of the file of a profile")] = 256 << 20
+    max_profiles: Annotated[int, Setting("limits", "files in --profile-dir")] = 16
+    max_tools: Annotated[int, Setting("limits", "of a request")] = 128
+    max_tool_bytes: Annotated[int, Setting("limits", "of all tools of a request, as JSON")] = 256 << 10
+    max_template_kwargs: Annotated[int, Setting("limits", "variables for the chat template")] = 16
+    max_choices: Annotated[int, Setting("limits", "of a request: prompts times n")] = 256
+    max_n: Annotated[int, Setting("limits", "sequences for each prompt")] = MAX_N
+    max_embedding_inputs: Annotated[int, Setting("limits", "of one embeddings request")] = 2048
+    max_embedding_tokens: Annotated[int, Setting("limits", "of all its inputs together")] = 300_000
+    session_idle_s: Annotated[
+        float,
+        Setting(
+            "limits", "seconds without use after which a session is closed", flag="--session-idle-seconds"
+        ),
+    ] = 600.0
+    max_session_idle_s: Annotated[
+        float,
+        Setting("limits", "that whoever opens a session may ask for", flag="--max-session-idle-seconds"),
+    ] = 86_400.0
+    max_logprobs: Annotated[int, Setting("limits", "likeliest tokens told at a position")] = MAX_LOGPROBS
+    max_stop_strings: Annotated[int, Setting("limits", "of a request")] = MAX_STOP_STRINGS
+    max_stop_string_bytes: Annotated[int, Setting("limits", "of each of them")] = MAX_STOP_STRING_BYTES
+    max_stop_token_ids: Annotated[int, Setting("limits", "of a request")] = MAX_STOP_TOKEN_IDS
+    max_logit_bias: Annotated[int, Setting("limits", "entries of a request")] = MAX_LOGIT_BIAS
+    max_allowed_token_ids: Annotated[int, Setting("limits", "of a request")] = MAX_ALLOWED_TOKEN_IDS
+    max_bad_words: Annotated[int, Setting("limits", "of a request")] = MAX_BAD_WORDS
+    max_bad_word_bytes: Annotated[int, Setting("limits", "of each of them")] = MAX_BAD_WORD_BYTES
 
     def __post_init__(self) -> None:
         for name in (
@@ -128,26 +155,26 @@ class GrammarLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of structured output, of one request and of the work that all of them make before they run.
 
     Attributes:
-        max_schema_bytes: of a JSON schema, regular expression or grammar, or of all choices together.
+        max_schema_bytes: bytes of a JSON schema, regular expression or grammar, or of all choices together.
         max_schema_depth: schemas within schemas.
-        max_enum_items: of all `enum`s of a schema together, or choices.
-        max_pattern_bytes: of one pattern in a schema.
+        max_enum_items: entries of all `enum`s of a schema together, or choices.
+        max_pattern_bytes: bytes of one pattern in a schema.
         max_repeats: minItems, maxItems, minLength and their like in a schema.
-        max_compiling: that are built at the same time; each takes a thread.
-        max_compile_waiting: that wait to be built; one more is answered 429.
-        compile_timeout_s: what takes longer to build is answered 400.
-        grammar_cache_bytes: of what is known of grammars that were asked for lately.
+        max_compiling: grammars that are built at the same time; each takes a thread.
+        max_compile_waiting: grammars that wait to be built; one more is answered 429.
+        compile_timeout_s: seconds to build one grammar; what takes longer is answered 400.
+        grammar_cache_bytes: bytes of what is known of grammars that were asked for lately.
     """
 
-    max_schema_bytes: int = 64 << 10
-    max_schema_depth: int = 32
-    max_enum_items: int = 4096
-    max_pattern_bytes: int = 512
-    max_repeats: int = 10_000
-    max_compiling: int = 2
-    max_compile_waiting: int = 64
-    compile_timeout_s: float = 1.0
-    grammar_cache_bytes: int = 64 << 20
+    max_schema_bytes: Annotated[int, Setting("limits", "of a schema, regex or grammar")] = 64 << 10
+    max_schema_depth: Annotated[int, Setting("limits", "schemas within schemas")] = 32
+    max_enum_items: Annotated[int, Setting("limits", "of a schema, or choices")] = 4096
+    max_pattern_bytes: Annotated[int, Setting("limits", "of a pattern in a schema")] = 512
+    max_repeats: Annotated[int, Setting("limits", "maxItems and the like in a schema")] = 10_000
+    max_compiling: Annotated[int, Setting("limits", "grammars built at the same time")] = 2
+    max_compile_waiting: Annotated[int, Setting("limits", "grammars that wait for it")] = 64
+    compile_timeout_s: Annotated[float, Setting("limits", "seconds to build a grammar")] = 1.0
+    grammar_cache_bytes: Annotated[int, Setting("limits", "of what is known of grammars")] = 64 << 20
 
     def __post_init__(self) -> None:
         for name, value in msgspec.structs.asdict(self).items():
@@ -161,27 +188,28 @@ class ConnectionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of connections, and of one of them; times in seconds.
 
     Attributes:
-        max_connections: open at once; one more is answered 503.
-        max_request_line: bytes, else 414.
-        max_header_bytes, max_headers: else 431.
-        header_timeout_s: from the first byte of a head (or the connect) to its end.
-        body_timeout_s: without a byte of a body that is not complete.
-        keep_alive_timeout_s: between two requests.
-        write_timeout_s: in which the client takes nothing of what is written, or gives no sign of life.
-        min_body_rate: bytes a second that a body must come at from its `body_timeout_s`-th second on.
-        max_discarded_bytes: of a body whose request was already answered.
+        max_connections: connections that are open at once; one more is answered 503.
+        max_request_line: bytes of method, path and version; a longer line is answered 414.
+        max_header_bytes: bytes of all headers of one request; more are answered 431.
+        max_headers: headers of one request; more are answered 431.
+        header_timeout_s: seconds from the first byte of a head (or the connect) to its end.
+        body_timeout_s: seconds without a byte of a body that is not complete.
+        keep_alive_timeout_s: seconds between two requests.
+        write_timeout_s: seconds in which the client takes nothing of what is written.
+        min_body_rate: bytes a second that a body must come at, once it has taken `body_timeout_s`.
+        max_discarded_bytes: bytes that are read of a body whose request was already answered.
         max_pipelined: requests that wait behind one another.
     """
 
-    max_connections: int = 4096
-    max_request_line: int = 8 << 10
-    max_header_bytes: int = 16 << 10
-    max_headers: int = 64
-    header_timeout_s: float = 10.0
-    body_timeout_s: float = 75.0
-    keep_alive_timeout_s: float = 75.0
-    write_timeout_s: float = 60.0
-    min_body_rate: int = 1024
+    max_connections: Annotated[int, Setting("limits", "open connections")] = 4096
+    max_request_line: Annotated[int, Setting("limits", "bytes of method, path and version")] = 8 << 10
+    max_header_bytes: Annotated[int, Setting("limits", "of all headers of a request")] = 16 << 10
+    max_headers: Annotated[int, Setting("limits", "of a request")] = 64
+    header_timeout_s: Annotated[float, Setting("limits", "seconds for a whole head")] = 10.0
+    body_timeout_s: Annotated[float, Setting("limits", "seconds without a byte of a body")] = 75.0
+    keep_alive_timeout_s: Annotated[float, Setting("limits", "seconds between two requests")] = 75.0
+    write_timeout_s: Annotated[float, Setting("limits", "seconds in which a client takes nothing")] = 60.0
+    min_body_rate: Annotated[int, Setting("limits", "bytes a second of a long body")] = 1024
     max_discarded_bytes: int = 64 << 20
     max_pipelined: int = 16
 

@@ -5,49 +5,117 @@ The API process reads it.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import math
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from penstock.config.checks import at_least
+from penstock.config.checks import at_least, between
 from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
+from penstock.config.setting import Setting
+from penstock.errors import UsageError
 
 ToolParser = Literal["auto", "none", "llama3_json", "hermes", "mistral", "mistral_args", "json"]
 ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"]
+
+
+def _existing_directory(path: Path) -> str:
+    if not path.is_dir():
+        raise UsageError(f"--profile-dir {path} is no directory.", param="--profile-dir", remedy="Make it.")
+    return str(path.absolute())
 
 
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP front. Keys are never logged nor shown.
 
     Attributes:
-        admin_keys: for pausing and the like, which nobody may where there is none.
-        allowed_origins: whose web pages may use the server, such as https://chat.example; none but its own.
+        host: address to listen on; other than loopback only with a key.
+        port: port to listen on; 0 takes a free one.
         reuse_port: take the port over from a server that has the same, once everything is ready.
-        min_free_bytes: of the host's memory; with less left new requests are answered 503. 0 never.
-        profile_dir: where profiles are written; None refuses them.
+        served_model_name: name that clients use for the model; None takes the model's own.
+        tool_parser: format in which the model calls tools (`tokenizer.tool_formats`); `auto` takes what its
+            chat template shows.
+        reasoning_parser: format in which the model marks its reasoning; `auto` takes what its chat template
+            shows.
+        api_keys: keys of which clients must send one; without any, none is asked for.
+        api_key_file: file of such keys, one a line.
+        admin_keys: keys that open `/pause` and the like; without any there are no such routes.
+        admin_key_file: file of admin keys, one a line.
+        allowed_origins: origins whose web pages may use the server, such as `https://chat.example`, beside
+            its own.
+        profile_dir: directory where `/start_profile` writes profiles; None refuses them.
+        insecure: allow an address other than loopback without a key.
+        drain_s: seconds that running requests have to end after SIGTERM.
+        log_format: format of the log on standard error.
+        min_free_bytes: bytes of the host's memory; with less left new requests are answered 503. 0 never.
         settings: what `/server_info` shows; without secrets.
-        tool_parser: how the model calls tools (`tokenizer.tool_formats`); auto: as its chat template shows.
-        reasoning_parser: where it thinks aloud; auto: as its chat template shows.
     """
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    reuse_port: bool = False
-    api_keys: list[str] = []
-    admin_keys: list[str] = []
-    allowed_origins: list[str] = []
-    served_model_name: str | None = None
-    insecure: bool = False  # allow a non-loopback address without a key
-    drain_s: float = 30.0
+    host: Annotated[str, Setting("server", "address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Setting("server", "port to listen on")] = 8000
+    reuse_port: Annotated[bool, Setting("server", "take the port over from a server that has it")] = False
+    served_model_name: Annotated[str | None, Setting("server", "name that clients use")] = None
+    tool_parser: Annotated[
+        ToolParser,
+        Setting(
+            "server",
+            "how the model calls tools; auto: as its chat template shows",
+            aliases=("--tool-call-parser",),
+        ),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser, Setting("server", "how it thinks aloud; auto: as its chat template shows")
+    ] = "auto"
+    api_keys: Annotated[
+        list[str],
+        Setting(
+            "server",
+            "key that clients must send; prefer --api-key-file",
+            flag="--api-key",
+            is_secret=True,
+        ),
+    ] = []
+    api_key_file: ClassVar[Annotated[Path | None, Setting("server", "file of keys, one a line")]] = None
+    admin_keys: Annotated[
+        list[str],
+        Setting(
+            "server",
+            "key that opens /pause and the like; prefer --admin-key-file",
+            flag="--admin-key",
+            is_secret=True,
+        ),
+    ] = []
+    admin_key_file: ClassVar[Annotated[Path | None, Setting("server", "file of admin keys, one a line")]] = (
+        None
+    )
+    allowed_origins: Annotated[
+        list[str], Setting("server", "web page that may use the server: https://chat.example")
+    ] = []
+    profile_dir: Annotated[
+        str | None,
+        Setting(
+            "server",
+            "directory for what /start_profile records",
+            text_type=Path | None,
+            read=_existing_directory,
+        ),
+    ] = None
+    insecure: Annotated[bool, Setting("server", "allow an open address without a key")] = False
+    drain_s: Annotated[
+        float, Setting("server", "time for running work after SIGTERM", flag="--drain-seconds")
+    ] = 30.0
+    log_format: Annotated[Literal["text", "json"], Setting("server", "of the log on standard error")] = "text"
+    min_free_bytes: Annotated[int, Setting("limits", "of the host's memory; with less left, a 503")] = (
+        128 << 20
+    )
     limits: Limits = Limits()
     connections: ConnectionLimits = ConnectionLimits()
     grammars: GrammarLimits = GrammarLimits()
-    min_free_bytes: int = 128 << 20
-    log_format: Literal["text", "json"] = "text"
-    profile_dir: str | None = None
     settings: dict[str, Any] = {}
-    tool_parser: ToolParser = "auto"
-    reasoning_parser: ReasoningParser = "auto"
 
     def __post_init__(self) -> None:
+        between("port", self.port, 0, 65535)
+        if not 0 <= self.drain_s < math.inf:
+            raise UsageError(f"drain_s is {self.drain_s}; it must be at least 0.", param="drain_s")
         at_least("min_free_bytes", self.min_free_bytes, 0)

@@ -45,9 +45,9 @@ def engine_config(
         if isinstance(error.__cause__, UsageError):  # a range, checked by its owner
             raise error.__cause__ from None
         raise UsageError(f"an argument of LLM has the wrong type or value: {error}.") from error
-    if topology is None:
-        return config
-    return msgspec.structs.replace(config, parallel=with_topology(config.parallel, topology))
+    if topology is not None:
+        config = msgspec.structs.replace(config, parallel=with_topology(config.parallel, topology))
+    return config.with_partition_of(os.environ)
 
 
 def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:

@@ -78,77 +78,89 @@ class LLM:
     """A model, ready to generate. Ends its processes at `shutdown`, at the end of a `with`, or at exit.
 
     Args:
-        model: directory of a checkpoint, `demo`, or a hub name already downloaded.
-        pipeline_parallel_size: number of stages.
-        tensor_parallel_size: ranks that share a stage's layers, or of each stage, such as "2,1" or [2, 1].
+        model: directory of a Hugging Face style checkpoint, `demo`, or a hub name already downloaded.
+        dtype: number format of weights and computation; `auto` takes the checkpoint's.
+        max_model_len: longest prompt + output in tokens; None takes the model's own.
+        quantization: form of the weights: `none` as the checkpoint has them, `int8` per channel, `int4` in
+            groups (CPU). A checkpoint that is quantised already takes `none` or the form that it has.
+        model_impl: whose layers run: `penstock`, `transformers` (extra `hf`), or `auto`: ours where it can.
+        pooling: default token states for embeddings: the `last`, the `mean` of all, or `cls`, the first.
+        seed: seed of requests that bring none.
+        pipeline_parallel_size: number of stages P.
+        tensor_parallel_size: ranks that share a stage's layers, or of each stage: "2,1". Or a list: [2, 1].
         enable_expert_parallel: ranks of a stage have whole experts, and not each a part of all.
         topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
-        dtype: of weights and computation; "auto" takes the checkpoint's.
-        max_model_len: longest prompt + output in tokens; None takes the model's own.
-        seed: of requests that bring none.
-        async_depth: plans issued ahead of the pipe; "auto" measures whether one is faster than none.
-        prefill_chunk: prompt tokens of one request in one step at most.
-        micro_batches: that decoding requests are split into; "auto" chooses by time.
-        inter_token_target_ms: milliseconds between two tokens of a request that others' prompts should keep.
-            No target by default: the caller waits for the whole anyway.
-        max_num_seqs: requests that run at once.
-        max_num_batched_tokens: tokens of one step at most.
-        block_size: tokens per KV block.
-        num_blocks, kv_cache_bytes: size of the KV pool; None takes a share of the free memory.
-        enable_prefix_caching: keep keys and values of what was computed, for prompts that begin the same.
-        eviction_policy: what of it is given up first: `lru`, `lfu` or `priority`.
-        kv_store: directory or URL where KV blocks are kept beyond the pool and this process; None: nowhere.
-        kv_store_bytes: of that directory at most.
-        kv_store_when_found: a block is stored when it was found so often; 0: when it is computed.
-        kv_store_patience_s: how long a request may wait for its blocks.
-        kv_host_bytes: of host memory for KV blocks in front of the store, or without one; for GPUs.
-        kv_write_bytes_per_s: of each rank, that are copied out of the pool at most; 0: no bound.
-        kv_store_policy: a block goes to the store at once, or when host memory is full.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        device: `cpu`, `cuda`, `auto`, or one for each stage or rank such as "cpu,cuda:0".
+        async_depth: plans issued ahead; P + async_depth are in flight. `auto` measures whether 1 is faster.
+        threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
+            None shares the cores among the ranks. Or a list: [1, 3].
+        device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
+            or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
+        tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
+        kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
+        pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
+            threads together are as many as the usable cores. CPU only.
+        heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
+        load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
+        step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
+        block_size: tokens per block.
+        num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
+        kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
+        enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
+        kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
+        kv_store_bytes: bytes that a store on disk holds at most.
+        kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
+        kv_store_patience_s: seconds that a request may wait for its blocks.
+        kv_host_bytes: bytes of host memory for blocks, with a store or without; all ranks share them.
+        kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
+        kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
+        eviction_policy: which blocks the prefix cache gives up first: `lru`, `lfu` or `priority`.
+        max_num_seqs: requests that hold a row at once.
+        max_num_batched_tokens: tokens of one plan at most.
+        prefill_chunk: prompt tokens of one request in one plan at most.
+        micro_batches: parts of the decoding requests; `auto`: 1 to P by the time of a cycle, P where unknown.
+        inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
+            they may always lengthen the plan that they join by half. No target by default: callers wait for
+            all.
         distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
             makes an `executor.base.Executor` of a `LaunchPlan`.
-        threads_per_rank: CPU threads of a rank, or of each, such as "1,3" or [1, 3]; None shares the cores
-            among the ranks.
-        heartbeat_limit_s: a stage without a sign of life for this long is started again.
-        load_timeout_s: a stage that has not loaded after this long counts as lost.
-        step_timeout_s: longest time of one stage for one plan; None allows what a slow machine needs.
-        tied_head: the last stage `load`s a tied embedding from the checkpoint, or gets it by `transfer`.
-        quantization: weights are held as the checkpoint has them (`none`), or as `int8` or `int4` (CPU).
-        pooling: token states that embeddings are made of: the `last`, the `mean` of all, or `cls`: the first.
-        model_impl: whose layers run: `penstock`, `transformers` (of the extra `penstock[hf]`), or `auto`:
-            ours where there are any.
-        kernels: our own CPU kernels: `auto`, `off`, or names switched off such as "-attention,-head".
-        pin_threads: bind CPU threads to cores: `auto` (where they fit), `on` or `off`.
 
     Raises:
         UsageError: an argument is unknown or out of range.
         ModelError, NotEnoughMemoryError, PeerError: the model cannot be served; says why.
     """
 
+    # `scripts/settings_text.py` writes the parameters between `model` and `unknown`, and the Args above.
     def __init__(
         self,
         model: str,
         *,
+        dtype: DType = "auto",
+        max_model_len: int | None = None,
+        quantization: Quantization = "none",
+        model_impl: ModelImpl = "auto",
+        pooling: Pooling = "last",
+        seed: int = 0,
         pipeline_parallel_size: int = 1,
         tensor_parallel_size: int | str | Sequence[int] = 1,
         enable_expert_parallel: bool = False,
         topology: str | os.PathLike[str] | None = None,
-        dtype: DType = "auto",
-        max_model_len: int | None = None,
-        seed: int = 0,
+        partition: str = "even",
+        partition_mix: str = "512:128",
         async_depth: int | Literal["auto"] = "auto",
-        prefill_chunk: int = 512,
-        micro_batches: int | Literal["auto"] = "auto",
-        inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
-        max_num_seqs: int = 64,
-        max_num_batched_tokens: int = 2048,
+        threads_per_rank: int | str | Sequence[int] | None = None,
+        device: str = "cpu",
+        tied_head: TiedHead = "load",
+        kernels: str = "auto",
+        pin_threads: PinThreads = "auto",
+        heartbeat_limit_s: float = 5.0,
+        load_timeout_s: float = 3600.0,
+        step_timeout_s: float | None = None,
         block_size: int = 32,
         num_blocks: int | None = None,
         kv_cache_bytes: int | None = None,
         enable_prefix_caching: bool = True,
-        eviction_policy: EvictionPolicy = "lru",
         kv_store: str | None = None,
         kv_store_bytes: int = 16 << 30,
         kv_store_when_found: int = 0,
@@ -156,20 +168,13 @@ class LLM:
         kv_host_bytes: int = 0,
         kv_write_bytes_per_s: int = 1 << 30,
         kv_store_policy: StorePolicy = "write-through",
-        partition: str = "even",
-        partition_mix: str = "512:128",
-        device: str = "cpu",
+        eviction_policy: EvictionPolicy = "lru",
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        prefill_chunk: int = 512,
+        micro_batches: int | Literal["auto"] = "auto",
+        inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
         distributed_executor_backend: Backend | MakeExecutor = "mp",
-        threads_per_rank: int | str | Sequence[int] | None = None,
-        tied_head: TiedHead = "load",
-        heartbeat_limit_s: float = 5.0,
-        load_timeout_s: float = 3600.0,
-        step_timeout_s: float | None = None,
-        quantization: Quantization = "none",
-        model_impl: ModelImpl = "auto",
-        pooling: Pooling = "last",
-        kernels: str = "auto",
-        pin_threads: PinThreads = "auto",
         **unknown: Any,
     ) -> None:
         given = {**locals()}

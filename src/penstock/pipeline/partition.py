@@ -9,23 +9,17 @@ Ranges are half-open pairs `(start, end)`; over the stages they tile `[0, num_la
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from penstock.errors import PartitionError
 
-PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
 DEFAULT_POLICY = "even"
 AUTO_POLICY = "auto"
 
 
 def partition_layers(
-    num_layers: int,
-    num_stages: int,
-    policy: str | Sequence[int] = DEFAULT_POLICY,
-    *,
-    environ: Mapping[str, str] = os.environ,
+    num_layers: int, num_stages: int, policy: str | Sequence[int] = DEFAULT_POLICY
 ) -> list[tuple[int, int]]:
     """Cut `num_layers` layers into `num_stages` consecutive ranges.
 
@@ -34,16 +28,12 @@ def partition_layers(
             last stage has norm and head to compute besides); `last` gives them to the last stages; a text
             such as "5,6,5,6" or a sequence of numbers says the layers of each stage; `auto` is all layers
             on one stage, and must have been replaced by numbers for more.
-        environ: with the default policy and several stages, its `PENSTOCK_PP_LAYER_PARTITION` overrides.
 
     Raises:
         PartitionError: the layers cannot be cut so; the message has the numbers, the remedy says what can be.
     """
     _check_counts(num_layers, num_stages)
-    override = environ.get(PARTITION_VARIABLE, "")
-    if policy == DEFAULT_POLICY and num_stages > 1 and override:
-        counts = _explicit(_parse(override, PARTITION_VARIABLE), num_layers, num_stages, PARTITION_VARIABLE)
-    elif policy == DEFAULT_POLICY or (policy == AUTO_POLICY and num_stages == 1):
+    if policy == DEFAULT_POLICY or (policy == AUTO_POLICY and num_stages == 1):
         counts = _remainder_before_last(num_layers, num_stages)
     elif policy == "last":
         counts = _remainder_on_last(num_layers, num_stages)
@@ -54,19 +44,17 @@ def partition_layers(
             param="partition",
         )
     else:
-        given = _parse(policy, "partition") if isinstance(policy, str) else list(policy)
-        counts = _explicit(given, num_layers, num_stages, "partition")
+        given = _parse(policy) if isinstance(policy, str) else list(policy)
+        counts = _explicit(given, num_layers, num_stages)
     ends = list(accumulate(counts))
     return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
-def get_pp_indices(
-    num_layers: int, stage: int, num_stages: int, *, environ: Mapping[str, str] = os.environ
-) -> tuple[int, int]:
+def get_pp_indices(num_layers: int, stage: int, num_stages: int) -> tuple[int, int]:
     """Half-open layer range of one stage under the default policy."""
     if not 0 <= stage < num_stages:
         raise PartitionError(f"stage {stage} does not exist among {num_stages} stages.")
-    return partition_layers(num_layers, num_stages, environ=environ)[stage]
+    return partition_layers(num_layers, num_stages)[stage]
 
 
 def _check_counts(num_layers: int, num_stages: int) -> None:
@@ -95,34 +83,34 @@ def _remainder_on_last(num_layers: int, num_stages: int) -> list[int]:
     return [base + (stage >= num_stages - remainder) for stage in range(num_stages)]
 
 
-def _parse(text: str, source: str) -> list[int]:
+def _parse(text: str) -> list[int]:
     entries = [entry.strip() for entry in text.split(",")]
     if not all(entry.isascii() and entry.isdigit() and len(entry) <= 9 for entry in entries):
         raise PartitionError(
-            f'{source} is "{text}", which is not a list of layer counts.',
+            f'partition is "{text}", which is not a list of layer counts.',
             remedy="Write one number per stage with commas between, such as 5,6,5,6, or even, last or auto.",
             param="partition",
         )
     return [int(entry) for entry in entries]
 
 
-def _explicit(counts: list[int], num_layers: int, num_stages: int, source: str) -> list[int]:
+def _explicit(counts: list[int], num_layers: int, num_stages: int) -> list[int]:
     text = ",".join(map(str, counts))
     if len(counts) != num_stages:
         raise PartitionError(
-            f'{source} "{text}" has {len(counts)} entries for {num_stages} stages.',
+            f'partition "{text}" has {len(counts)} entries for {num_stages} stages.',
             remedy=f"Give {num_stages} numbers.",
             param="partition",
         )
     if min(counts) < 1:
         raise PartitionError(
-            f'{source} "{text}" leaves a stage without layers.',
+            f'partition "{text}" leaves a stage without layers.',
             remedy="Give every stage at least 1.",
             param="partition",
         )
     if sum(counts) != num_layers:
         raise PartitionError(
-            f'{source} "{text}" sums to {sum(counts)}, the model has {num_layers} layers.',
+            f'partition "{text}" sums to {sum(counts)}, the model has {num_layers} layers.',
             remedy=f"Make the numbers sum to {num_layers}.",
             param="partition",
         )

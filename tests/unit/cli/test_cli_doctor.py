@@ -43,9 +43,9 @@ def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_doctor, "load", lambda: loaded)
 
 
-def doctor(*words: str) -> tuple[int, str]:
+def doctor(*words: str, **environ: str) -> tuple[int, str]:
     out = StringIO()
-    invocation = Invocation(stdout=out, stderr=StringIO(), stdin=StringIO(), environ={})
+    invocation = Invocation(stdout=out, stderr=StringIO(), stdin=StringIO(), environ=environ)
     return run(["doctor", *words], invocation), out.getvalue()
 
 
@@ -289,3 +289,13 @@ def test_output_is_plain_lines_with_remedies_below(monkeypatch: pytest.MonkeyPat
     assert lines[0] == "ok    a               fine"
     assert lines[1] == "warn  b               so\\nso\\x1b[2J"
     assert lines[2].strip() == "Do this."
+
+
+def test_a3_layers_that_the_environment_asks_for_are_those_that_would_be_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = {"PENSTOCK_PP_LAYER_PARTITION": "4,2"}
+    monkeypatch.setenv(*next(iter(asked.items())))  # of the process too, as it is when the program runs
+    assert "layers 0-5" in doctor("demo", **asked)[1]
+    assert "layers 0-3" in doctor("demo", "--pp", "2", **asked)[1]
+    assert "layers 0-2" in doctor("demo", "--pp", "2", "--partition", "even", **asked)[1]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
-from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from penstock.cli import program
 from penstock.cli import serve as cli_serve
-from penstock.cli.limits import LimitSettings
 from penstock.cli.program import run
 from penstock.cli.reporter import JsonReporter, ServeReporter
-from penstock.cli.settings import EngineSettings, FrontSettings, read_keys
-from penstock.cli.terminal import Invocation, flag_of
-from penstock.config.engine import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
+from penstock.cli.settings import configured_server, read_keys
+from penstock.cli.terminal import Invocation
+from penstock.config.declared import ENGINE, SERVER, configured_engine, declared
+from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import Reporter
 from penstock.errors import UsageError
-
-SETTINGS = (EngineSettings, FrontSettings, LimitSettings)
-CONFIGS = (ParallelConfig, CacheConfig, SchedulerConfig, Limits, ConnectionLimits, GrammarLimits)
 
 
 def print_config(*words: str, **environ: str) -> str:
@@ -97,7 +94,8 @@ def test_every_setting_has_an_environment_name() -> None:
 
 
 def test_a_partition_of_the_environment_does_not_bind_one_stage() -> None:
-    assert 'partition = "even"' in print_config(PENSTOCK_PP_LAYER_PARTITION="3,2")
+    assert 'partition = "even"  # default' in print_config(PENSTOCK_PP_LAYER_PARTITION="3,2")
+    assert 'partition = "even"' in print_config("--pp", "1", PENSTOCK_PP_LAYER_PARTITION="3,2")
     assert 'partition = "3,2"  # flag' in print_config("--partition", "3,2")
 
 
@@ -368,15 +366,11 @@ def test_what_is_out_of_range_is_named_by_a_flag_that_exists() -> None:
     invocation = Invocation(stdout=StringIO(), stderr=err, stdin=StringIO(), environ={})
     assert run(["serve", "m", "--kv-write-rate", "-1"], invocation) == 2
     assert err.getvalue().startswith("error: --kv-write-rate is -1;")
-    flags = {field.name for kind in SETTINGS for field in fields(kind)}
-    unlike = {
-        field
-        for kind in CONFIGS
-        for field in kind.__struct_fields__
-        if flag_of(field).removeprefix("--").replace("-", "_") not in flags
-    }
-    no_settings = {"backend", "max_discarded_bytes", "max_pipelined"}
-    assert unlike == no_settings
+    settings = {setting.name for setting in declared(*ENGINE, *SERVER)}
+    fields = {field for kind in (*ENGINE, *SERVER) for field in kind.__struct_fields__}
+    parts = {"model", "parallel", "cache", "scheduler", "limits", "connections", "grammars", "settings"}
+    assert fields - settings == parts | {"max_discarded_bytes", "max_pipelined"}
+    assert settings - fields == {"topology", "api_key_file", "admin_key_file"}
 
 
 def test_defaults_are_those_of_the_configs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,10 +415,10 @@ def test_a_key_file_must_hold_a_key(tmp_path: Path) -> None:
     assert read_keys(None) == []
 
 
-@pytest.mark.parametrize("bad", [{"port": -1}, {"drain_seconds": float("nan")}, {"api_key": (" ",)}])
+@pytest.mark.parametrize("bad", [{"port": -1}, {"drain_s": float("nan")}, {"api_keys": [" "]}])
 def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        FrontSettings(**bad).server_config(Limits(), ConnectionLimits(), GrammarLimits())
+        configured_server(bad)
 
 
 @pytest.mark.parametrize(
@@ -432,9 +426,9 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
     [
         {"max_connections": 0},
         {"max_headers": -1},
-        {"header_timeout": 0.0},
-        {"write_timeout": math.inf},
-        {"keep_alive_timeout": math.nan},
+        {"header_timeout_s": 0.0},
+        {"write_timeout_s": math.inf},
+        {"keep_alive_timeout_s": math.nan},
         {"max_body_bytes": 0},
         {"max_json_depth": 0},
         {"max_prompts": 0},
@@ -457,19 +451,32 @@ def test_bad_front_settings_are_refused(bad: dict[str, Any]) -> None:
         {"max_bad_word_bytes": 129},
         {"max_schema_bytes": 0},
         {"max_compiling": 0},
-        {"compile_timeout": math.inf},
+        {"compile_timeout_s": math.inf},
     ],
 )
 def test_bad_limits_are_refused_and_named(bad: dict[str, Any]) -> None:
-    settings = LimitSettings(**bad)
     with pytest.raises(UsageError, match="must be") as raised:
-        (settings.request_limits(), settings.connection_limits(), settings.grammar_limits())
+        configured_server(bad)
     assert raised.value.code == "out_of_range"
-    (flag,) = bad
-    assert (raised.value.param or "").removesuffix("_s") == flag.removesuffix("_s")
+    assert [raised.value.param] == list(bad)
 
 
-@pytest.mark.parametrize("bad", [{"queue_timeout": 0.0}, {"queue_timeout": math.inf}, {"max_num_seqs": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"queue_timeout_s": 0.0}, {"queue_timeout_s": math.inf}, {"max_num_seqs": 0}]
+)
 def test_bad_engine_settings_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        EngineSettings(**bad).engine_config("m")
+        configured_engine(bad, "m")
+
+
+def test_the_keys_that_a_process_hides_are_the_secret_settings() -> None:
+    secrets = [setting for setting in declared(*ENGINE, *SERVER) if setting.setting.is_secret]
+    assert [flag for setting in secrets for flag in setting.flags] == list(program._KEY_FLAGS)
+    names = {name for setting in secrets for name in setting.environment_names}
+    assert names == program._KEY_ENVS
+
+
+def test_every_setting_is_explained_where_it_is_declared() -> None:
+    for config in (*ENGINE, *SERVER):
+        explained = re.findall(r"^ {8}(\w+): ", config.__doc__ or "", re.MULTILINE)
+        assert {setting.name for setting in declared(config)} <= set(explained)

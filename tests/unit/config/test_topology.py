@@ -8,7 +8,7 @@ import pytest
 
 from checkpoints import make_checkpoint
 from penstock import LLM
-from penstock.cli.settings import EngineSettings
+from penstock.config.declared import configured_engine
 from penstock.config.engine import ParallelConfig
 from penstock.config.topology import with_topology
 from penstock.engine.supervisor.launch import LaunchPlan
@@ -143,8 +143,8 @@ def test_d13_layers_that_are_not_those_of_the_model_are_refused(tmp_path: Path) 
 def test_d13_the_flag_is_the_same_file(tmp_path: Path) -> None:
     path = tmp_path / "unlike.toml"
     path.write_text(RAGGED)
-    parallel = EngineSettings(topology=path).engine_config("m").parallel
+    parallel = configured_engine({"topology": path}, "m").parallel
     assert parallel == with_topology(ParallelConfig(), path)
     assert parallel.tp_sizes == [2, 1]
     with pytest.raises(UsageError, match="both pipeline_parallel_size and a topology file"):
-        EngineSettings(topology=path, pipeline_parallel_size=2).engine_config("m")
+        configured_engine({"topology": path, "pipeline_parallel_size": 2}, "m")

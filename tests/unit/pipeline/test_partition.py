@@ -6,23 +6,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.config.engine import PARTITION_VARIABLE, EngineConfig, ModelConfig, ParallelConfig
 from penstock.errors import PartitionError
-from penstock.pipeline.partition import PARTITION_VARIABLE, get_pp_indices, partition_layers
+from penstock.llm.arguments import engine_config
+from penstock.pipeline.partition import get_pp_indices, partition_layers
 
 
-def counts(
-    num_layers: int, num_stages: int, policy: str | list[int] = "even", override: str = ""
-) -> list[int]:
-    environ = {PARTITION_VARIABLE: override} if override else {}
-    ranges = partition_layers(num_layers, num_stages, policy, environ=environ)
+def counts(num_layers: int, num_stages: int, policy: str | list[int] = "even") -> list[int]:
+    ranges = partition_layers(num_layers, num_stages, policy)
     return [end - start for start, end in ranges]
+
+
+def overridden(num_stages: int, policy: str, text: str) -> str:
+    """Return the policy in force where the environment asks for layers per stage."""
+    parallel = ParallelConfig(pipeline_parallel_size=num_stages, partition=policy)
+    config = EngineConfig(model=ModelConfig(model="m"), parallel=parallel)
+    return config.with_partition_of({PARTITION_VARIABLE: text}).parallel.partition
 
 
 @settings(derandomize=True, deadline=None)
 @given(st.integers(1, 12), st.integers(0, 200), st.sampled_from(["even", "last"]))
 def test_a1_ranges_tile_the_layers_in_order(num_stages: int, extra: int, policy: str) -> None:
     num_layers = num_stages + extra
-    ranges = partition_layers(num_layers, num_stages, policy, environ={})
+    ranges = partition_layers(num_layers, num_stages, policy)
     assert len(ranges) == num_stages
     assert [layer for start, end in ranges for layer in range(start, end)] == list(range(num_layers))
     sizes = [end - start for start, end in ranges]
@@ -32,14 +38,14 @@ def test_a1_ranges_tile_the_layers_in_order(num_stages: int, extra: int, policy:
 
 @pytest.mark.parametrize("num_stages", range(1, 10))
 def test_a1_get_pp_indices_is_the_default_policy(num_stages: int) -> None:
-    ranges = [get_pp_indices(23, stage, num_stages, environ={}) for stage in range(num_stages)]
-    assert ranges == partition_layers(23, num_stages, environ={})
+    ranges = [get_pp_indices(23, stage, num_stages) for stage in range(num_stages)]
+    assert ranges == partition_layers(23, num_stages)
 
 
 @pytest.mark.parametrize("stage", [-1, 4])
 def test_a1_a_stage_outside_is_refused(stage: int) -> None:
     with pytest.raises(PartitionError, match=f"stage {stage} does not exist among 4 stages"):
-        get_pp_indices(8, stage, 4, environ={})
+        get_pp_indices(8, stage, 4)
 
 
 @pytest.mark.parametrize(
@@ -101,31 +107,33 @@ E2 = [
 
 @pytest.mark.parametrize(("text", "num_layers", "expected"), E2)
 def test_a3_e2_override_by_environment(text: str, num_layers: int, expected: list[tuple[int, int]]) -> None:
-    assert partition_layers(num_layers, 4, environ={PARTITION_VARIABLE: text}) == expected
+    assert partition_layers(num_layers, 4, overridden(4, "even", text)) == expected
 
 
 @pytest.mark.parametrize(("text", "num_layers", "expected"), E2)
 def test_s7_explicit_list_as_text_or_numbers(
     text: str, num_layers: int, expected: list[tuple[int, int]]
 ) -> None:
-    assert partition_layers(num_layers, 4, text, environ={}) == expected
-    assert partition_layers(num_layers, 4, [int(entry) for entry in text.split(",")], environ={}) == expected
+    assert partition_layers(num_layers, 4, text) == expected
+    assert partition_layers(num_layers, 4, [int(entry) for entry in text.split(",")]) == expected
 
 
 def test_a3_the_process_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"model": "m", "seed": 0, "pipeline_parallel_size": 2}
     monkeypatch.setenv(PARTITION_VARIABLE, "1,7")
-    assert partition_layers(8, 2) == [(0, 1), (1, 8)]
+    assert engine_config(given, "mp").parallel.partition == "1,7"
+    assert partition_layers(8, 2) == [(0, 4), (4, 8)]  # read where arguments are, and nowhere else
     monkeypatch.delenv(PARTITION_VARIABLE)
-    assert partition_layers(8, 2) == [(0, 4), (4, 8)]
+    assert engine_config(given, "mp").parallel.partition == "even"
 
 
 def test_a3_override_yields_to_a_policy_that_was_asked_for() -> None:
-    assert counts(5, 2, "last", override="4,1") == [2, 3]
-    assert counts(5, 2, "3,2", override="4,1") == [3, 2]
+    assert counts(5, 2, overridden(2, "last", "4,1")) == [2, 3]
+    assert counts(5, 2, overridden(2, "3,2", "4,1")) == [3, 2]
 
 
 def test_a3_one_stage_ignores_the_override() -> None:
-    assert counts(22, 1, override="5,6,5,6") == [22]
+    assert counts(22, 1, overridden(1, "even", "5,6,5,6")) == [22]
 
 
 @pytest.mark.parametrize(
@@ -143,33 +151,30 @@ def test_a3_one_stage_ignores_the_override() -> None:
 )
 def test_a3_e2_a_wrong_override_is_named(text: str, num_layers: int, message: str) -> None:
     with pytest.raises(PartitionError, match=message) as by_environment:
-        partition_layers(num_layers, 4, environ={PARTITION_VARIABLE: text})
+        partition_layers(num_layers, 4, overridden(4, "even", text))
     assert isinstance(by_environment.value, ValueError)
     assert text in str(by_environment.value)
-    assert PARTITION_VARIABLE in str(by_environment.value)
     assert by_environment.value.remedy
-    with pytest.raises(PartitionError, match=message):
-        partition_layers(num_layers, 4, text, environ={})
 
 
 def test_a1_more_stages_than_layers_says_how_many_there_are() -> None:
     with pytest.raises(PartitionError) as caught:
-        partition_layers(5, 8, environ={})
+        partition_layers(5, 8)
     assert str(caught.value) == "`--pp 8` is more than the model's 5 layers. Use at most 5."
     assert caught.value.exit_code == 2
 
 
 def test_a1_no_stage_at_all_is_refused() -> None:
     with pytest.raises(PartitionError, match="number of stages is 0"):
-        partition_layers(5, 0, environ={})
+        partition_layers(5, 0)
 
 
 def test_d5_auto_is_all_layers_on_one_stage_and_must_be_measured_for_more() -> None:
-    assert partition_layers(5, 1, "auto", environ={}) == [(0, 5)]
+    assert partition_layers(5, 1, "auto") == [(0, 5)]
     with pytest.raises(PartitionError, match="to cut 5 layers into 2 stages, measure first"):
-        partition_layers(5, 2, "auto", environ={PARTITION_VARIABLE: "4,1"})
+        partition_layers(5, 2, overridden(2, "auto", "4,1"))
 
 
 def test_s7_an_unknown_policy_is_refused() -> None:
     with pytest.raises(PartitionError, match=r'partition is "middle".*even, last or auto'):
-        partition_layers(5, 2, "middle", environ={})
+        partition_layers(5, 2, "middle")

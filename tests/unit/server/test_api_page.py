@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import fields
-
 import pytest
 
 from pages import page, rows, section, told_of, words, written
 from paths import REPOSITORY
-from penstock.cli.limits import LimitSettings
+from penstock.config.declared import declared
 from penstock.config.engine import SchedulerConfig
-from penstock.config.limits import GrammarLimits, Limits
+from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
 from penstock.server.http.limits import ByteLimits
 from penstock.server.openai import openai_types, responses_types
 from penstock.server.openai.fields import NEUTRAL_VALUES
@@ -25,14 +22,10 @@ from penstock.server.routes.text_routes import (
 )
 from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS
 
-DEFAULTS = {field.name.replace("_", "-"): field.default for field in fields(LimitSettings)} | {
-    "max-sessions": SchedulerConfig().max_sessions
-}
+LIMITS = declared(Limits, GrammarLimits, ConnectionLimits)
+KEYS = {limit.name: limit.key for limit in LIMITS}
+DEFAULTS = {limit.key: limit.default for limit in LIMITS} | {"max-sessions": SchedulerConfig().max_sessions}
 PAGES = sorted(path.stem for path in (REPOSITORY / "docs").glob("*.md"))
-
-
-def flag_of(name: str) -> str:
-    return re.sub("_s$", "" if name == "compile_timeout_s" else "_seconds", name).replace("_", "-")
 
 
 def sections(name: str, *titles: str) -> str:
@@ -102,7 +95,7 @@ def test_every_limit_of_a_request_is_on_its_page_with_its_flag(
     limits: Limits | GrammarLimits, name: str
 ) -> None:
     for field in limits.__struct_fields__:
-        flag, value = flag_of(field), getattr(limits, field)
+        flag, value = KEYS[field], getattr(limits, field)
         assert DEFAULTS[flag] == value
         assert f"`--{flag}`" in page(name)
         assert value is None or told_of(flag, page(name)), flag

@@ -7,7 +7,7 @@ random token ids; outputs have exactly the asked length.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +17,10 @@ from cyclopts import Parameter
 
 from penstock.cli.bench.results import percentile, write_json
 from penstock.cli.bench.workload import BenchRequest, synthetic
-from penstock.cli.settings import EngineSettings, flag
+from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation
+from penstock.config.declared import ENGINE, configured, declared
+from penstock.config.engine import ParallelConfig
 from penstock.config.refused_settings import refuse_replicas
 from penstock.errors import PenstockError, UsageError
 from penstock.request import SamplingParams
@@ -53,20 +55,21 @@ class LatencySettings:
     output_json: Annotated[Path | None, flag("JSON of the numbers", "--output-json", group="load")] = None
 
 
-_ENGINE, _THROUGHPUT, _LATENCY = EngineSettings(), ThroughputSettings(), LatencySettings()
+_THROUGHPUT, _LATENCY = ThroughputSettings(), LatencySettings()
 
 
+@with_settings(*ENGINE)
 def bench_throughput(
     model: str,
     /,
     *,
     load: ThroughputSettings = _THROUGHPUT,
-    engine: EngineSettings = _ENGINE,
     invocation: Annotated[Invocation, Parameter(parse=False)],
+    **given: Any,
 ) -> int:
     """The command `bench throughput`."""
-    requests = _requests(model, load.num_prompts, load.input_len, load.output_len, engine.seed)
-    with offline_engine(model, engine) as generate:
+    requests = _requests(model, load.num_prompts, load.input_len, load.output_len, given.get("seed", 0))
+    with offline_engine(model, given) as generate:
         numbers = measure_throughput(requests, generate, time.perf_counter)
     invocation.say(
         f"Throughput: {numbers['requests_per_second']:.2f} requests/s, "
@@ -80,19 +83,20 @@ def bench_throughput(
     return 0
 
 
+@with_settings(*ENGINE)
 def bench_latency(
     model: str,
     /,
     *,
     load: LatencySettings = _LATENCY,
-    engine: EngineSettings = _ENGINE,
     invocation: Annotated[Invocation, Parameter(parse=False)],
+    **given: Any,
 ) -> int:
     """The command `bench latency`."""
     if load.num_iters < 1 or load.num_iters_warmup < 0:
         raise UsageError(f"--num-iters is {load.num_iters}; it must be at least 1, and warm-up at least 0.")
-    batch = _requests(model, load.batch_size, load.input_len, load.output_len, engine.seed)
-    with offline_engine(model, engine) as generate:
+    batch = _requests(model, load.batch_size, load.input_len, load.output_len, given.get("seed", 0))
+    with offline_engine(model, given) as generate:
         for _ in range(load.num_iters_warmup):
             _timed(batch, generate, time.perf_counter)
         samples = [_timed(batch, generate, time.perf_counter) for _ in range(load.num_iters)]
@@ -148,11 +152,11 @@ def _timed(requests: Sequence[BenchRequest], generate: Generate, clock: Callable
 
 
 @contextmanager
-def offline_engine(model: str, engine: EngineSettings) -> Iterator[Generate]:
+def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[Generate]:
     """An `LLM` as a `Generate`; shut down at the end."""
     from penstock import LLM
 
-    with LLM(model, **llm_arguments(engine)) as llm:
+    with LLM(model, **llm_arguments(given)) as llm:
 
         def generate(requests: Sequence[BenchRequest]) -> list[int]:
             prompts = [{"prompt_token_ids": request.prompt_token_ids} for request in requests]
@@ -162,39 +166,18 @@ def offline_engine(model: str, engine: EngineSettings) -> Iterator[Generate]:
         yield generate
 
 
-def llm_arguments(engine: EngineSettings) -> dict[str, Any]:
-    """The engine's settings as keyword arguments of `LLM`. Raises `UsageError` for what an `LLM` has not."""
-    if engine.data_parallel_size > 1:
+def llm_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's settings as keyword arguments of `LLM`, which has other defaults for some.
+
+    Raises:
+        UsageError: an `LLM` has no such setting.
+    """
+    if configured(ParallelConfig, given).data_parallel_size > 1:
         refuse_replicas()
-    names = (
-        "pipeline_parallel_size",
-        "tensor_parallel_size",
-        "enable_expert_parallel",
-        "topology",
-        "partition",
-        "partition_mix",
-        "async_depth",
-        "micro_batches",
-        "threads_per_rank",
-        "device",
-        "tied_head",
-        "dtype",
-        "quantization",
-        "kernels",
-        "pin_threads",
-        "max_model_len",
-        "seed",
-        "block_size",
-        "num_blocks",
-        "kv_cache_bytes",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "prefill_chunk",
-    )
-    return {name: getattr(engine, name) for name in names} | {
-        "heartbeat_limit_s": engine.heartbeat_limit,
-        "step_timeout_s": engine.step_timeout,
-        "inter_token_target_ms": engine.inter_token_target,
+    return {
+        each.name: given.get(each.name, each.default)
+        for each in declared(*ENGINE)
+        if each.setting.is_argument
     }
 
 

@@ -23,8 +23,8 @@ from penstock.cli.bench.http_stream import EventParser, Target, post_stream
 from penstock.cli.bench.ledger import StreamAccount, audit
 from penstock.cli.bench.results import RunResult, as_json, error_lines, ledger_lines, table, write_json
 from penstock.cli.bench.workload import BenchRequest
+from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
-from penstock.cli.settings import SERVED_ENV, flag
 from penstock.cli.terminal import Invocation, printable
 from penstock.errors import PeerError, UsageError
 

@@ -66,7 +66,7 @@ def choose_partition(
             cache.put(key, costs)
     if (path := cache.path(key)) and path.exists():
         reporter.report(Notice(text=f"the stages' costs are in {path}; without it they are measured again."))
-    even = partition_layers(plan.spec.num_layers, plan.num_stages, "even", environ={})
+    even = partition_layers(plan.spec.num_layers, plan.num_stages, "even")
     stages = [rank for rank in plan.ranks if rank.tp_rank == 0]
     return choose(
         [_with_free_memory(own, rank, host) for own, rank in zip(costs, stages, strict=True)],

@@ -1,6 +1,6 @@
 """`GET /server_info`: what this server runs with, for whoever may use it. No secret is among it.
 
-The settings come from the command line (`cli_sources.shown_settings`), where secrets are left out.
+The settings come from the command line (`cli.shown_settings`), where secrets are left out.
 """
 
 from __future__ import annotations

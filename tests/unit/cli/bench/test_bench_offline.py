@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +23,8 @@ from penstock.cli.bench.offline import (
 )
 from penstock.cli.bench.workload import BenchRequest
 from penstock.cli.program import run
-from penstock.cli.settings import EngineSettings
 from penstock.cli.terminal import Invocation
-from penstock.errors import PenstockError
+from penstock.errors import PenstockError, UsageError
 from penstock.llm.llm import LLM
 
 
@@ -49,7 +49,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> TickingEngine:
     made = TickingEngine()
 
     @contextmanager
-    def offline_engine(model: str, settings: EngineSettings) -> Iterator[Generate]:
+    def offline_engine(model: str, given: Mapping[str, Any]) -> Iterator[Generate]:
         yield made.generate
 
     monkeypatch.setattr(offline, "offline_engine", offline_engine)
@@ -109,8 +109,15 @@ def test_bad_iterations_and_a_missing_model_are_exit_2(engine: TickingEngine) ->
 
 
 def test_engine_settings_become_arguments_of_the_offline_engine() -> None:
-    arguments = llm_arguments(EngineSettings(pipeline_parallel_size=3, num_blocks=9, dtype="float32"))
+    arguments = llm_arguments({"pipeline_parallel_size": 3, "num_blocks": 9, "dtype": "float32"})
     assert arguments["pipeline_parallel_size"] == 3
     assert arguments["num_blocks"] == 9
     assert arguments["dtype"] == "float32"
-    assert set(arguments) <= set(signature(LLM).parameters)
+    assert arguments["inter_token_target_ms"] == 100.0  # that of a server
+    own = {"model", "distributed_executor_backend", "unknown"}
+    assert set(arguments) == set(signature(LLM).parameters) - own
+
+
+def test_i3_a_backend_that_is_not_built_is_refused_offline_too() -> None:
+    with pytest.raises(UsageError, match="Ray starts no ranks here"):
+        llm_arguments({"backend": "ray"})

@@ -13,7 +13,13 @@ import psutil
 import pytest
 
 from checkpoints import make_checkpoint
-from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.engine import (
+    PARTITION_VARIABLE,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from penstock.engine.supervisor import auto_partition, measuring
 from penstock.engine.supervisor.auto_partition import measure_configs, settle_partition
 from penstock.engine.supervisor.children import Child, spawn
@@ -28,7 +34,6 @@ from penstock.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from penstock.pipeline.partition import PARTITION_VARIABLE
 from penstock.planner.mix import Mix
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.process.config import MeasureConfig
@@ -133,7 +138,8 @@ def test_e2_the_variable_overrides_the_default_policy_only(
 ) -> None:
     monkeypatch.setenv(PARTITION_VARIABLE, "5,1")
     assert settle_partition(engine(), HOST, Events()).parallel.partition == "1,5"
-    assert resolve(engine(partition="even"), HOST).ranks[0].end_layer == 5
+    config = engine(partition="even").with_partition_of(os.environ)
+    assert resolve(config, HOST).ranks[0].end_layer == 5
 
 
 def test_a_bad_mix_is_refused_whatever_the_policy(fake: FakeMeasuring) -> None:

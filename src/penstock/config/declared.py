@@ -1,0 +1,121 @@
+"""What the configs declare of their settings, as a list, and configs from the settings that are given.
+
+The command line, the settings file, the table in the docs and the arguments of `LLM` are derived from these
+lists. A struct lists its settings in the order in which `--help` shows them. A field without a `Setting`
+cannot be set from outside; a class variable with one is a setting that becomes the value of other fields.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
+from penstock.config.server import ServerConfig
+from penstock.config.setting import Setting, environment_names_of
+from penstock.config.topology import with_topology
+
+Config = type[msgspec.Struct]
+AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
+
+ENGINE: tuple[Config, ...] = (ModelConfig, EngineConfig, ParallelConfig, CacheConfig, SchedulerConfig)
+SERVER: tuple[Config, ...] = (ServerConfig, Limits, GrammarLimits, ConnectionLimits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared:
+    """One setting of a config.
+
+    Attributes:
+        name: field of the config, by which given settings are named.
+        text_type: what the command line reads.
+        default: value where the setting is not given.
+    """
+
+    name: str
+    text_type: Any
+    default: Any
+    setting: Setting
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Every name of its flag; the first one without its dashes is its key in a settings file."""
+        return self.setting.names(self.name)
+
+    @property
+    def key(self) -> str:
+        return self.flags[0].lstrip("-")
+
+    @property
+    def environment_names(self) -> list[str]:
+        return [self.setting.env] if self.setting.env else environment_names_of(self.flags)
+
+
+@functools.cache
+def declared_by(config: Config) -> tuple[Declared, ...]:
+    """Return the settings that one config declares."""
+    found = []
+    defaults = {field.name: _default(field) for field in msgspec.structs.fields(config)}
+    for name, hint in get_type_hints(config, include_extras=True).items():
+        if get_origin(hint) is ClassVar:
+            (hint,) = get_args(hint)
+        kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        for setting in notes:
+            if isinstance(setting, Setting):
+                default = defaults[name] if name in defaults else getattr(config, name)
+                text_type = kind if setting.text_type is None else setting.text_type
+                found.append(Declared(name=name, text_type=text_type, default=default, setting=setting))
+    return tuple(found)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    return field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+
+
+def declared(*configs: Config) -> list[Declared]:
+    """Return the settings that several configs declare, in their order."""
+    return [setting for config in configs for setting in declared_by(config)]
+
+
+@functools.cache
+def flags_of_fields() -> Mapping[str, str]:
+    """Return the flag of each field of a config that has one."""
+    return {each.name: each.flags[0] for each in declared(*ENGINE, *SERVER)}
+
+
+def configured(config: type[AnyStruct], given: Mapping[str, Any], **parts: Any) -> AnyStruct:
+    """Return a config of the settings that are given; all others keep their defaults.
+
+    Args:
+        given: what the command line has read, by the names of fields; of other configs too.
+        parts: fields that are no settings, or that are made of several.
+
+    Raises:
+        UsageError: a setting is out of range.
+    """
+    values = {
+        each.name: each.setting.read(given[each.name])
+        for each in declared_by(config)
+        if each.name in given and each.name in config.__struct_fields__
+    }
+    return config(**(values | parts))
+
+
+def configured_engine(given: Mapping[str, Any], model: str) -> EngineConfig:
+    """Return the config of an engine. Raises `UsageError` for a setting that is out of range."""
+    parallel = configured(ParallelConfig, given)
+    if given.get("topology") is not None:
+        parallel = with_topology(parallel, given["topology"])
+    return configured(
+        EngineConfig,
+        given,
+        model=configured(ModelConfig, given, model=model),
+        parallel=parallel,
+        cache=configured(CacheConfig, given),
+        scheduler=configured(SchedulerConfig, given),
+    )
