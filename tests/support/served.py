@@ -29,6 +29,7 @@ class Served:
         arguments: after `penstock serve`.
         port: 0 lets the system choose.
         program: what Python is to run, as its own arguments say it.
+        python: the Python of another environment, in place of this one.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Served:
         env: dict[str, str] | None = None,
         port: int = 0,
         program: Sequence[str] = ("-m", "penstock"),
+        python: str = sys.executable,
     ) -> None:
-        command = [sys.executable, *program, "serve", *arguments, "--port", str(port)]
+        command = [python, *program, "serve", *arguments, "--port", str(port)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (env or {})
         )

@@ -6,7 +6,11 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from paths import REPOSITORY
+
+pytestmark = pytest.mark.doors
 
 PROGRAM = REPOSITORY / "tests" / "support" / "benchmark_help.py"
 PARTS = {  # of others, without a command line
