@@ -1,212 +1,247 @@
-"""Stores against real servers, also behind a way that stands still, breaks off or ends nowhere (row R9).
+"""Stores against real servers that are killed, stopped, slow, full or do not know us (row R9).
 
-    PENSTOCK_TEST_REDIS_URL   redis://:PASSWORD@HOST:PORT/0 of a Redis or Valkey server that wants a password
-    PENSTOCK_TEST_S3_URL      s3://BUCKET/PATH of a server that checks signatures; credentials, region and
-                              AWS_ENDPOINT_URL (http) are in the environment, as for a user
-
-Where a variable is not set its tests are skipped. They delete the records that they write, and disturb only
-the way to the server.
+Redis is Debian's `redis-server`. S3 is SeaweedFS, whose program a wheel brings: of the servers that a package
+registry has it is the one that people run in production (`real_servers` says more). What no server can be made
+to show is in `tests/unit/kvstore` and `tests/pipeline/test_faulty_stores.py`, with fakes.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import socket
+import queue
 import threading
-from collections.abc import Iterator
-from contextlib import suppress
-from typing import Any
-from urllib.parse import urlsplit
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from fakes import FakeClock
 from penstock.errors import StoreError
-from penstock.kvstore.guard import MAX_FAILURES, GuardedStore
+from penstock.kvstore import object_store, redis_store
+from penstock.kvstore.guard import MAX_FAILURES, PAUSE_SECONDS, GuardedStore
 from penstock.kvstore.store import KVStore, open_store
+from real_servers import SECRET, RealServer, RedisServer, S3Server
 from store_contract import KEYS, RECORDS, behaves, every_call
+from tcp_way import Way
 
-REDIS, S3 = os.environ.get("PENSTOCK_TEST_REDIS_URL", ""), os.environ.get("PENSTOCK_TEST_S3_URL", "")
-ENDPOINT = os.environ.get("AWS_ENDPOINT_URL", "")
-needs_redis = pytest.mark.skipif(not REDIS, reason="PENSTOCK_TEST_REDIS_URL names no Redis server")
-SECRET = os.environ.get("AWS_SECRET_ACCESS_KEY", "")
-HAS_KEY = SECRET and "AWS_ACCESS_KEY_ID" in os.environ  # else one is looked for in the network
-needs_s3 = pytest.mark.skipif(
-    not (S3 and ENDPOINT and HAS_KEY),
-    reason="PENSTOCK_TEST_S3_URL names no bucket, or AWS_ENDPOINT_URL or AWS_ACCESS_KEY_ID is not set",
-)
+pytestmark = pytest.mark.doors
+
+HANG_S = 40.0  # against a call that never ends; all limits together are far less
+MB = 1 << 20
 
 
-class Way:
-    """A port on this machine that leads to a server.
-
-    Attributes:
-        is_still: nothing more is passed on, in either direction.
-        breaks_after: bytes of the server's answers, after which connections are closed.
-    """
-
-    def __init__(self, address: str) -> None:
-        parts = urlsplit(address)
-        self._to = parts.hostname or "", parts.port or 0
-        self.is_still = False
-        self.breaks_after: int | None = None
-        self._lock = threading.Lock()
-        self._ends: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        """The server is gone."""
-        with self._lock:
-            for end in (self._listener, *self._ends):
-                with suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-                end.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                near, _ = self._listener.accept()
-                far = socket.create_connection(self._to, 5)
-            except OSError:
-                return
-            with self._lock:
-                self._ends += [near, far]
-            for source, sink, is_answer in ((near, far, False), (far, near, True)):
-                threading.Thread(target=self._pass, args=(source, sink, is_answer), daemon=True).start()
-
-    def _pass(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
-        try:
-            while data := source.recv(1 << 14):
-                if self.is_still:
-                    continue
-                if is_answer and self.breaks_after is not None:
-                    data, self.breaks_after = data[: self.breaks_after], self.breaks_after - len(data)
-                    if self.breaks_after < 0:
-                        self.breaks_after = 0
-                        sink.sendall(data)
-                        break
-                sink.sendall(data)
-        except OSError:
-            pass
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-
-
-def opened(kind: str, way: Way | None, monkeypatch: pytest.MonkeyPatch) -> KVStore:
-    """The store behind the way, or at the server itself."""
-    pytest.importorskip("redis" if kind == "redis" else "obstore")
-    if kind == "redis":
-        return open_store(
-            REDIS if way is None else re.sub(r"[^@/]+:\d+(?=/|$)", f"127.0.0.1:{way.port}", REDIS)
-        )
-    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", ENDPOINT if way is None else f"http://127.0.0.1:{way.port}")
-    return open_store(S3)
-
-
-@pytest.fixture(params=[pytest.param("redis", marks=needs_redis), pytest.param("s3", marks=needs_s3)])
-def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    clean(request.param)
-    yield request.param
-    clean(request.param)
-
-
-def clean(kind: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        store = opened(kind, None, patch)
-        store.delete(KEYS)
-        store.close()
+@pytest.fixture(scope="module", params=[RedisServer, S3Server])
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    with request.param(tmp_path_factory.mktemp("server")) as server:
+        yield server
 
 
 @pytest.fixture
-def way(kind: str) -> Iterator[Way]:
-    one = Way(REDIS if kind == "redis" else ENDPOINT)
-    yield one
-    one.close()
+def server(running: RealServer) -> RealServer:
+    """Up, whatever the test before has done to it."""
+    running.start()
+    return running
+
+
+@pytest.fixture
+def way(server: RealServer) -> Iterator[Way]:
+    with Way(server.port) as way:
+        yield way
 
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One second for an answer."""
-    from penstock.kvstore import object_store, redis_store
-
     monkeypatch.setattr(redis_store, "_SECONDS", 1)
     monkeypatch.setattr(object_store, "_SECONDS", 1)
 
 
-def test_a_real_server_behaves_as_a_store(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(kind, None, monkeypatch)
-    behaves(store)
-    store.close()
+Open = Callable[..., KVStore]
 
 
-def test_records_of_a_megabyte_come_back(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = opened(kind, None, monkeypatch)
-    records = {key: bytes([number]) * (1 << 20) for number, key in enumerate(KEYS[:8])}
-    store.put(records)
-    assert store.get(KEYS[:9]) == [*records.values(), None]
-    store.close()
+@pytest.fixture
+def opened(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
+    """Opens the test's own store on the server: with this secret, through this port."""
+    name, stores = server.new_name(), []
+
+    def open_one(secret: str = SECRET, port: int = 0) -> KVStore:
+        for variable, value in server.variables(secret, port).items():
+            monkeypatch.setenv(variable, value)
+        stores.append(open_store(server.url(name, secret, port)))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
 
 
-def test_r9_a_server_that_goes_in_the_middle_is_an_error_and_may_come_back(
-    kind: str, way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(kind, way, monkeypatch)
-    store.put(RECORDS)
-    way.breaks_after = 1000
-    with pytest.raises(StoreError, match="KV store"):
-        store.get(KEYS)
-    way.breaks_after = None
-    assert store.get(KEYS) == [*RECORDS.values()]
-    way.close()
-    for call in every_call(store):
-        with pytest.raises(StoreError, match="KV store"):
+def ends_with_an_error(call: Callable[[], object]) -> StoreError:
+    """The error with which this call ends by itself."""
+    errors: queue.Queue[StoreError | None] = queue.Queue()
+
+    def run() -> None:
+        try:
             call()
-    store.close()
+            errors.put(None)
+        except StoreError as error:
+            errors.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    error = errors.get(timeout=HANG_S)
+    assert error is not None, "the call went well"
+    assert "KV store" in str(error)
+    return error
+
+
+# --- a server that works ----------------------------------------------------------------------------
+
+
+def test_a_real_server_behaves_as_a_store(opened: Open) -> None:
+    behaves(opened())
+
+
+def test_records_of_all_sizes_come_back(opened: Open) -> None:
+    sizes = [0, 1, 100, 64 << 10, MB, MB + 1, 12 * MB]  # the last in several parts, where a library likes that
+    records = {key: bytes([number + 1]) * size for number, (key, size) in enumerate(zip(KEYS, sizes))}
+    store = opened()
+    store.put(records)
+    assert store.get(KEYS[: len(sizes) + 1]) == [*records.values(), None]
+    assert {found.key: found.num_bytes for page in store.scan() for found in page} == {
+        key: len(record) for key, record in records.items()
+    }
+
+
+def test_many_threads_of_many_clients_share_a_store(opened: Open) -> None:
+    stores = [opened() for _ in range(3)]
+    parts = [KEYS[first::8] for first in range(8)]
+
+    def write_and_read(number: int) -> list[bytes | None]:
+        stores[number % 3].put({key: RECORDS[key] for key in parts[number]})
+        return stores[(number + 1) % 3].get(parts[number])
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(write_and_read, range(8)))
+    assert found == [[RECORDS[key] for key in part] for part in parts]
+
+
+# --- a server that goes and comes -------------------------------------------------------------------
+
+
+def test_r9_connections_from_before_a_restart_cost_no_failure(server: RealServer, opened: Open) -> None:
+    store = opened()
+    with ThreadPoolExecutor(4) as pool:  # so that several connections are kept
+        assert set(pool.map(lambda key: store.put({key: RECORDS[key]}), KEYS)) == {None}
+    server.kill()
+    server.start()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda key: store.get([key])[0], KEYS)) == [*RECORDS.values()]
+
+
+def test_r9_every_call_of_a_server_that_is_gone_is_an_error(server: RealServer, opened: Open) -> None:
+    store = opened()
+    store.put(RECORDS)
+    server.kill()
+    for call in every_call(store):
+        ends_with_an_error(call)
+
+
+def test_r9_writer_and_readers_of_a_killed_server_only_miss_and_find_all_when_it_is_back(
+    server: RealServer, opened: Open
+) -> None:
+    clock = FakeClock()
+    store = GuardedStore(opened(), clock)
+    may_end = threading.Event()
+    progress = threading.Semaphore(0)
+
+    def write() -> int:
+        failed = 0
+        while not may_end.is_set():
+            for key, record in RECORDS.items():
+                failed += not store.put({key: record})
+                progress.release()
+        return failed
+
+    def read() -> int:
+        missed = 0
+        while not may_end.is_set():
+            for key, found in zip(KEYS[:20], store.get(KEYS[:20]), strict=True):
+                assert found in (None, RECORDS[key])
+                missed += found is None
+        return missed
+
+    with ThreadPoolExecutor(3) as pool:
+        workers = [pool.submit(work) for work in (write, read, read)]
+        try:
+            for _ in range(len(KEYS) + 50):  # everything is there, and writing goes on
+                assert progress.acquire(timeout=HANG_S)
+            server.kill()
+            for _ in range(len(KEYS)):
+                assert progress.acquire(timeout=HANG_S)
+        finally:
+            may_end.set()
+        assert all(worker.result(HANG_S) > 0 for worker in workers)
+    assert MAX_FAILURES <= store.counts().num_failures <= MAX_FAILURES + 2, "those that were under way, at most"
+    assert store.counts().is_open
+
+    server.start()
+    assert store.get(KEYS[:1]) == [None], "it is left alone"
+    clock.advance(PAUSE_SECONDS)
+    assert store.get(KEYS) == [*RECORDS.values()]
+    assert store.put({KEYS[0]: b"again"})
+    assert (store.counts().is_open, store.counts().num_verify_failures) == (False, 0)
+
+
+def test_r9_an_answer_that_breaks_off_is_an_error_and_the_next_call_works(way: Way, opened: Open) -> None:
+    store = opened(port=way.port)
+    store.put(RECORDS)
+    for call in every_call(store)[:2]:
+        for num_bytes in (0, 3, 700):
+            way.breaks_after = num_bytes
+            try:
+                call()  # another try may have gone well
+            except StoreError as error:
+                assert "KV store" in str(error)
+            assert way.breaks_after is None, "it did break off"
+            assert store.get(KEYS) == [*RECORDS.values()]
+
+
+# --- a server that is slow --------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("impatient")
-def test_r9_a_server_that_stands_still_is_an_error(
-    kind: str, way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = opened(kind, way, monkeypatch)
+def test_r9_every_call_of_a_stopped_server_ends_with_an_error(server: RealServer, opened: Open) -> None:
+    store = opened()
+    store.put(RECORDS)
+    server.stand_still()
+    for call in every_call(store):
+        ends_with_an_error(call)
+    server.start()
+    assert store.get(KEYS[:3]) == [*RECORDS.values()][:3]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_r9_a_network_that_passes_nothing_on_is_an_error(way: Way, opened: Open) -> None:
+    store = opened(port=way.port)
     store.put(RECORDS)
     way.is_still = True
-    with pytest.raises(StoreError, match="KV store"):
-        store.get(KEYS)
-    way.is_still = False
-    assert store.get(KEYS[:3]) == [*RECORDS.values()][:3]
-    store.close()
-
-
-def test_r9_behind_a_guard_a_server_that_is_gone_only_misses(
-    kind: str, way: Way, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = GuardedStore(opened(kind, way, monkeypatch))
-    assert store.put({KEYS[0]: b"kept"})
-    assert store.get(KEYS[:2]) == [b"kept", None]
-    way.close()
-    for _ in range(MAX_FAILURES):
-        assert store.get(KEYS[:2]) == [None, None]
-    assert store.counts().is_open
-    assert not store.put({KEYS[1]: b"lost"})
-    store.close()
-
-
-def test_r9_wrong_credentials_are_an_error_that_does_not_tell_them(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if kind == "redis":
-        store: Any = open_store(re.sub(r"//.*@", "//:not-the-secret@", REDIS))
-    else:
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not-the-secret")
-        store = opened(kind, None, monkeypatch)
     for call in every_call(store):
-        with pytest.raises(StoreError) as raised:
-            call()
-        assert "not-the-secret" not in str(raised.value)
-    store.close()
+        ends_with_an_error(call)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_r9_an_answer_that_drips_is_an_error_though_never_silent_for_long(way: Way, opened: Open) -> None:
+    """A byte each half second, and all of it would take hours."""
+    store = opened(port=way.port)
+    store.put(RECORDS)
+    way.drips = 0.5
+    ends_with_an_error(lambda: store.get(KEYS))
+    way.drips = 0.0
+    assert store.get(KEYS) == [*RECORDS.values()]
+
+
+# --- a server that refuses --------------------------------------------------------------------------
+
+
+def test_r9_wrong_credentials_are_an_error_that_does_not_tell_them(opened: Open) -> None:
+    store = opened(secret="not-the-secret")
+    for call in every_call(store):
+        assert "not-the-secret" not in str(ends_with_an_error(call))
