@@ -162,7 +162,7 @@ class RedisServer(RealServer):
 
 
 class S3Server(RealServer):
-    """SeaweedFS with one bucket, and a user who may read and write in it, and make no other."""
+    """SeaweedFS with one bucket, and a user who may read and write, and make no other bucket."""
 
     def __init__(self, directory: Path) -> None:
         keys = {"AWS_ACCESS_KEY_ID": "user-of-the-tests", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
@@ -170,8 +170,7 @@ class S3Server(RealServer):
         self._ports = free_ports(8)
         self._has_bucket = False
         credentials = [{"accessKey": keys["AWS_ACCESS_KEY_ID"], "secretKey": SECRET}]
-        rights = [f"{right}:{BUCKET}" for right in ("Read", "Write", "List")]
-        identities = [{"name": "tests", "credentials": credentials, "actions": rights}]
+        identities = [{"name": "tests", "credentials": credentials, "actions": ["Read", "Write", "List"]}]
         (directory / "s3.json").write_text(json.dumps({"identities": identities}))
 
     @property

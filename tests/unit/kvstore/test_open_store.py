@@ -128,6 +128,32 @@ def test_r9_a_bucket_that_cannot_be_reached_is_an_error(monkeypatch: pytest.Monk
         store.get(KEYS)
 
 
+def refusal(code: str) -> str:
+    """What obstore says of an answer of S3."""
+    return f"""Error performing GET: 404 Not Found: <?xml version="1.0" encoding="UTF-8"?>
+<Error><Code>{code}</Code><Message>secret</Message></Error>"""
+
+
+def test_r9_a_missing_object_is_a_miss_and_a_missing_bucket_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    obstore = pytest.importorskip("obstore")
+    store = open_store("s3://bucket/path")
+
+    def answer(code: str) -> None:
+        def get(*args: object) -> None:
+            raise FileNotFoundError(refusal(code))
+
+        monkeypatch.setattr(obstore, "get", get)
+
+    answer("NoSuchKey")
+    assert store.get(KEYS[:2]) == [None, None]
+    for code in ("NoSuchBucket", "ContainerNotFound"):
+        answer(code)
+        with pytest.raises(StoreError, match=f"path: FileNotFoundError, {code}: Error performing") as raised:
+            store.get(KEYS[:2])
+        assert "secret" not in str(raised.value)
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("allowed", "cause"), [("true", "Connect|connect|error sending"), ("false", "builder")]
 )
