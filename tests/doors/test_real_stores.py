@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -245,3 +246,91 @@ def test_r9_wrong_credentials_are_an_error_that_does_not_tell_them(opened: Open)
     store = opened(secret="not-the-secret")
     for call in every_call(store):
         assert "not-the-secret" not in str(ends_with_an_error(call))
+
+
+def test_r9_a_bucket_that_is_missing_is_an_error_that_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with S3Server(tmp_path) as server:
+        for variable, value in server.variables().items():
+            monkeypatch.setenv(variable, value)
+        store = open_store("s3://another-bucket/path")
+        errors = [str(ends_with_an_error(call)) for call in every_call(store)[:3]]  # nothing to delete is no error
+        store.close()
+    assert "NoSuchBucket" in errors[0]
+    assert "NoSuchBucket" in errors[1]
+    assert "AccessDenied" in errors[2], "it may not be made either"
+
+
+def test_r9_a_wrong_key_is_told_from_a_wrong_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = {"AWS_ACCESS_KEY_ID": "nobody", "AWS_SECRET_ACCESS_KEY": "not-the-secret"}
+    with S3Server(tmp_path) as server:
+        for name, code in zip(wrong, ("InvalidAccessKeyId", "SignatureDoesNotMatch"), strict=True):
+            for variable, value in (server.variables() | {name: wrong[name]}).items():
+                monkeypatch.setenv(variable, value)
+            store = open_store(server.url(0))
+            for call in every_call(store):
+                assert code in str(ends_with_an_error(call))
+            store.close()
+
+
+# --- a server that is full, or takes no such record ---------------------------------------------------
+
+
+def test_r9_a_redis_without_room_is_counted_and_found_again_when_it_has_some(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with RedisServer(tmp_path, maxmemory="16mb", maxmemory_policy="noeviction") as server:
+        store = GuardedStore(open_store(server.url(0)), clock)
+        assert store.put({KEYS[0]: b"first"})
+        large = iter(KEYS[1:])
+        while store.put({next(large): bytes(4 * MB)}):
+            pass
+        assert store.counts().num_failures == 1
+        failure = store.counts().last_failure
+        assert failure is not None
+        assert "OutOfMemoryError: command not allowed" in failure.message
+        assert store.get(KEYS[:1]) == [b"first"], "what is there is served"
+
+        for _ in range(MAX_FAILURES - 1):
+            assert not store.put({KEYS[-1]: bytes(4 * MB)})
+        assert store.get(KEYS[:1]) == [None], "it is left alone"
+        server.ask("CONFIG", "SET", "maxmemory", "0")
+        clock.advance(PAUSE_SECONDS)
+        assert store.put({KEYS[-1]: bytes(4 * MB)})
+        assert store.get([KEYS[0], KEYS[-1]]) == [b"first", bytes(4 * MB)]
+        store.close()
+
+
+def test_r9_a_redis_that_gives_up_what_is_oldest_only_misses(tmp_path: Path) -> None:
+    with RedisServer(tmp_path, maxmemory="16mb", maxmemory_policy="allkeys-lru") as server:
+        store = GuardedStore(open_store(server.url(0)))
+        for key in KEYS[:20]:
+            assert store.put({key: key * (MB // len(key))})
+        found = store.get(KEYS[:20])
+        assert all(payload in (None, key * (MB // len(key))) for key, payload in zip(KEYS, found))
+        assert 0 < store.counts().num_hits < 20
+        assert (store.counts().num_failures, store.counts().num_verify_failures) == (0, 0)
+        store.close()
+
+
+LIMITED: list[tuple[type[RealServer], dict[str, str]]] = [
+    (RedisServer, {"proto_max_bulk_len": "1mb"}),
+    (S3Server, {"volume.fileSizeLimitMB": "1"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "limit"), LIMITED)
+def test_r9_a_record_larger_than_the_server_takes_is_refused_and_others_are_kept(
+    kind: type[RealServer], limit: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with kind(tmp_path, **limit) as server:
+        for variable, value in server.variables().items():
+            monkeypatch.setenv(variable, value)
+        store = GuardedStore(open_store(server.url(0)))
+        assert store.put({KEYS[0]: b"small"})
+        assert not store.put({KEYS[1]: bytes(3 * MB)})
+        assert store.get(KEYS[:2]) == [b"small", None]
+        assert store.put({KEYS[1]: b"small, too"})
+        assert store.get(KEYS[:2]) == [b"small", b"small, too"]
+        assert (store.counts().num_failures, store.counts().is_open) == (1, False)
+        store.close()

@@ -162,12 +162,16 @@ class RedisServer(RealServer):
 
 
 class S3Server(RealServer):
-    """SeaweedFS with one bucket, and a user who may read and write, and make no other bucket."""
+    """SeaweedFS with one bucket, and a user who may read and write, and make no other bucket.
 
-    def __init__(self, directory: Path) -> None:
+    Args:
+        options: of its command line, in place of those below.
+    """
+
+    def __init__(self, directory: Path, **options: str) -> None:
         keys = {"AWS_ACCESS_KEY_ID": "user-of-the-tests", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true"}
         super().__init__(directory, keys)
-        self._ports = free_ports(8)
+        self._ports, self._options = free_ports(8), options
         self._has_bucket = False
         credentials = [{"accessKey": keys["AWS_ACCESS_KEY_ID"], "secretKey": SECRET}]
         identities = [{"name": "tests", "credentials": credentials, "actions": ["Read", "Write", "List"]}]
@@ -203,6 +207,7 @@ class S3Server(RealServer):
             "volume.max": 16,
             "volume.minFreeSpace": 1,
         }
+        options |= self._options
         words = [f"-{name}={value}" for name, value in options.items()]
         return [weed(), "-logtostderr=true", "server", "-filer", "-s3", *words]
 

@@ -45,6 +45,17 @@ def open_redis(url: str) -> RedisStore:
     return RedisStore(client, place)
 
 
+def _raise_first(answers: Sequence[object]) -> None:
+    """Raise the first error among them.
+
+    Where the library raises it, its text holds the whole command: that takes a second for a record of some
+    megabytes.
+    """
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+
+
 class _Connection(redis.Connection):
     def _connect(self) -> Any:
         return _TimedSocket(super()._connect())
@@ -128,7 +139,7 @@ class RedisStore:
                 pipeline = self._client.pipeline(transaction=False)
                 for key in some:
                     pipeline.set(_PREFIX + key, records[key])
-                pipeline.execute()
+                _raise_first(pipeline.execute(raise_on_error=False))
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with reported(self._place, _REMEDY, _ERRORS):

@@ -190,11 +190,12 @@ def test_r9_a_directory_of_objects_that_vanishes_only_misses(tmp_path: Path) -> 
 
 
 class FakeRedis:
-    """The few commands that are used; raises `error` while it is set."""
+    """The few commands that are used; raises `error` while it is set, and answers `full` to what is set."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
         self.error: Exception | None = None
+        self.full: Exception | None = None
         self.max_keys = 0
         self.is_closed = False
 
@@ -241,11 +242,14 @@ class FakePipeline:
         self._commands.append(lambda: len(self._server.values.get(key, b"")))
 
     def set(self, key: bytes, value: bytes) -> None:
-        self._commands.append(lambda: self._server.values.update({key: value}) or True)
+        self._commands.append(lambda: self._server.full or self._server.values.update({key: value}) or True)
 
     def execute(self, raise_on_error: bool = True) -> list[object]:
         self._server._note(len(self._commands))
-        return [command() for command in self._commands]
+        answers = [command() for command in self._commands]
+        if raise_on_error and self._server.full in answers:
+            raise type(self._server.full)(f"Command # 1 {self._server.values} of pipeline: {self._server.full}")
+        return answers
 
 
 @pytest.fixture
@@ -282,6 +286,19 @@ def test_r9_a_server_that_refuses_is_an_error(redis_store: KVStore, server: Fake
         for call in every_call(redis_store):
             with pytest.raises(StoreError, match=f"redis://host/0: {type(error).__name__}: "):
                 call()
+
+
+def test_r9_a_server_without_room_is_an_error_without_the_record(
+    redis_store: KVStore, server: FakeRedis
+) -> None:
+    from redis.exceptions import OutOfMemoryError
+
+    redis_store.put({KEYS[0]: b"kept"})
+    server.full = OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+    cause = r"redis://host/0: OutOfMemoryError: command not allowed when used memory > 'maxmemory'\. Check"
+    with pytest.raises(StoreError, match=cause):
+        redis_store.put(RECORDS)
+    assert redis_store.get(KEYS[:1]) == [b"kept"]
 
 
 def test_a_password_is_in_no_error(unused_tcp_port: int) -> None:
