@@ -7,26 +7,33 @@ to show is in `tests/unit/kvstore` and `tests/pipeline/test_faulty_stores.py`, w
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fakes import FakeClock
+from penstock import LLM, AsyncLLM, SamplingParams
+from penstock.engine.stats import CoreStats
 from penstock.errors import StoreError
-from penstock.kvstore import object_store, redis_store
+from penstock.kvstore import object_store, opening, redis_store
 from penstock.kvstore.guard import MAX_FAILURES, PAUSE_SECONDS, GuardedStore
+from penstock.kvstore.inspection import open_to_read, survey
 from penstock.kvstore.store import KVStore, open_store
 from real_servers import SECRET, RealServer, RedisServer, S3Server
+from small_engines import BLOCK, findable, run, small_engine, wait_until_stored
 from store_contract import KEYS, RECORDS, behaves, every_call
 from tcp_way import Way
 
 pytestmark = pytest.mark.doors
 
-HANG_S = 40.0  # against a call that never ends; all limits together are far less
+HANG_S = 60.0  # against a call that never ends; all limits together are far less
 MB = 1 << 20
 
 
@@ -56,18 +63,30 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_SECONDS", 1)
 
 
+Address = Callable[..., str]
 Open = Callable[..., KVStore]
 
 
 @pytest.fixture
-def opened(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Opens the test's own store on the server: with this secret, through this port."""
-    name, stores = server.new_name(), []
+def address(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> Address:
+    """The address of the test's own store, with this secret and through this port; the environment fits it."""
+    name = server.new_name()
 
-    def open_one(secret: str = SECRET, port: int = 0) -> KVStore:
+    def address_by(secret: str = SECRET, port: int = 0) -> str:
         for variable, value in server.variables(secret, port).items():
             monkeypatch.setenv(variable, value)
-        stores.append(open_store(server.url(name, secret, port)))
+        return server.url(name, secret, port)
+
+    return address_by
+
+
+@pytest.fixture
+def opened(address: Address) -> Iterator[Open]:
+    """Opens the test's own store: with this secret, through this port."""
+    stores: list[KVStore] = []
+
+    def open_one(secret: str = SECRET, port: int = 0) -> KVStore:
+        stores.append(open_store(address(secret, port)))
         return stores[-1]
 
     yield open_one
@@ -334,3 +353,129 @@ def test_r9_a_record_larger_than_the_server_takes_is_refused_and_others_are_kept
         assert store.get(KEYS[:2]) == [b"small", b"small, too"]
         assert (store.counts().num_failures, store.counts().is_open) == (1, False)
         store.close()
+
+
+# --- whole engines ----------------------------------------------------------------------------------
+
+NUM_ROUNDS = 16
+ROUNDS = [
+    [[(11 * index + 5 * turn + number) % 90 for index in range(17 + 24 * number)] for number in range(3)]
+    for turn in range(NUM_ROUNDS)
+]
+NUM_FOUND = sum(map(findable, ROUNDS[0]))
+DEMO = Path("demo")
+TWO_STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "dtype": "float32"}
+PROCESSES: dict[str, Any] = TWO_STAGES | {"threads_per_rank": 1, "block_size": BLOCK}
+LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
+HARM_AT = 100  # tokens
+
+
+@pytest.fixture(scope="module")
+def cold() -> list[list[list[int]]]:
+    """What an engine without a store and a cache says, round by round."""
+    with small_engine(DEMO, enable_prefix_caching=False, dtype="float32") as llm:
+        return [run(llm, prompts)[0] for prompts in ROUNDS]
+
+
+@pytest.fixture(scope="module")
+def cold_long() -> list[list[int]]:
+    with small_engine(DEMO, enable_prefix_caching=False, dtype="float32") as llm:
+        return run(llm, ROUNDS[0], LONG)[0]
+
+
+def stats_of(llm: LLM) -> CoreStats:
+    stats = llm.stats()
+    assert stats is not None
+    return stats
+
+
+def fill(url: str, cold: Sequence[Sequence[Sequence[int]]]) -> None:
+    """Store what the first round has."""
+    with small_engine(DEMO, kv_store=url, **TWO_STAGES) as llm:
+        assert run(llm, ROUNDS[0]) == (cold[0], 0)
+        wait_until_stored(llm, ROUNDS[0], cold[0])
+
+
+def test_h1_an_engine_that_starts_again_finds_what_the_one_before_has_stored(
+    address: Address, cold: list[list[list[int]]]
+) -> None:
+    """Two stages, each a process with connections of its own."""
+    url = address()
+    with LLM("demo", kv_store=url, **PROCESSES) as llm:
+        assert run(llm, ROUNDS[0]) == (cold[0], 0)
+        wait_until_stored(llm, ROUNDS[0], cold[0])
+        num_stored = stats_of(llm).stored_blocks
+    with closing(open_to_read(url)) as store:
+        (found,) = survey(store)
+    assert found.num_blocks == num_stored
+    assert found.description is not None
+    assert found.description.block_size == BLOCK
+    with LLM("demo", kv_store=url, kv_store_patience_s=60.0, **PROCESSES) as llm:
+        assert run(llm, ROUNDS[0]) == (cold[0], NUM_FOUND)
+        assert stats_of(llm).store_call_failures == stats_of(llm).store_verify_failures == 0
+
+
+@pytest.mark.parametrize("harm", [RealServer.kill, RealServer.stand_still])
+def test_r9_streams_go_on_when_the_server_is_killed_or_stopped_under_them(
+    server: RealServer, address: Address, cold_long: list[list[int]], harm: Callable[[RealServer], None]
+) -> None:
+    async def stream(llm: AsyncLLM, number: int) -> list[int]:
+        tokens: list[int] = []
+        async for output in llm.generate({"prompt_token_ids": ROUNDS[0][number]}, LONG):
+            if number == 0 and len(tokens) < HARM_AT <= len(output.outputs[0].token_ids):
+                harm(server)
+            tokens = output.outputs[0].token_ids
+        return tokens
+
+    async def use() -> None:
+        async with AsyncLLM("demo", kv_store=address(), **PROCESSES) as llm:
+            assert await asyncio.gather(*(stream(llm, number) for number in range(3))) == cold_long
+            async with asyncio.timeout(HANG_S):  # what it has not stored is counted, if it has time for it
+                while (stats := (await llm.status()).stats) is None or not stats.store_call_failures:
+                    assert await stream(llm, 1) == cold_long[1]
+
+    asyncio.run(use())
+
+
+def test_r9_nobody_waits_longer_than_his_patience_for_a_stopped_server(
+    server: RealServer, address: Address, cold: list[list[list[int]]]
+) -> None:
+    url = address()
+    fill(url, cold)
+    with small_engine(DEMO, kv_store=url, **TWO_STAGES | {"kv_store_patience_s": 0.2}) as llm:
+        server.stand_still()
+        assert run(llm, ROUNDS[0]) == (cold[0], 0)
+        server.start()
+
+
+def test_r9_an_engine_leaves_a_killed_server_alone_and_uses_it_again(
+    server: RealServer,
+    address: Address,
+    cold: list[list[list[int]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(opening, "GuardedStore", lambda inner: GuardedStore(inner, clock))
+    url = address()
+    fill(url, cold)
+    turns = iter(range(1, NUM_ROUNDS))
+
+    def take_a_turn(llm: LLM) -> None:
+        turn = next(turns)
+        for prompt, tokens in zip(ROUNDS[turn], cold[turn], strict=True):
+            assert run(llm, [prompt])[0] == [tokens]
+
+    with small_engine(DEMO, kv_store=url, **TWO_STAGES) as llm:
+        server.kill()
+        while stats_of(llm).store_switched_off < 3:  # core and both ranks
+            take_a_turn(llm)
+        num_failures = stats_of(llm).store_call_failures
+        take_a_turn(llm)
+        assert stats_of(llm).store_call_failures == num_failures == 3 * MAX_FAILURES
+
+        server.start()
+        clock.advance(PAUSE_SECONDS)
+        while stats_of(llm).store_switched_off:
+            take_a_turn(llm)
+        assert run(llm, ROUNDS[0]) == (cold[0], NUM_FOUND)
+        assert stats_of(llm).store_call_failures == num_failures
