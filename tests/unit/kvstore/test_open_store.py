@@ -248,7 +248,7 @@ class FakePipeline:
         self._server._note(len(self._commands))
         answers = [command() for command in self._commands]
         if raise_on_error and self._server.full in answers:
-            raise type(self._server.full)(f"Command # 1 {self._server.values} of pipeline: {self._server.full}")
+            raise type(self._server.full)(f"{self._server.values} of pipeline: {self._server.full}")
         return answers
 
 
