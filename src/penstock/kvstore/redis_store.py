@@ -58,12 +58,14 @@ def _raise_first(answers: Sequence[object]) -> None:
 
 class _Connection(redis.Connection):
     def _connect(self) -> Any:
-        return _TimedSocket(super()._connect())
+        connect: Any = super()._connect  # which says nothing of types
+        return _TimedSocket(connect())
 
 
 class _TLSConnection(redis.SSLConnection):
     def _connect(self) -> Any:
-        return _TimedSocket(super()._connect())
+        connect: Any = super()._connect  # which says nothing of types
+        return _TimedSocket(connect())
 
 
 class _TimedSocket:
