@@ -283,7 +283,8 @@ def test_run_refuses_an_unknown_command_with_one_sentence() -> None:
     result = run_script("./run", "frobnicate")
     assert result.returncode == 2
     assert result.stderr == (
-        "run: there is no command 'frobnicate'; use ./run, ./run setup, ./run test or ./run soak.\n"
+        "run: there is no command 'frobnicate'; "
+        "use ./run, ./run setup, ./run test, ./run test-doors or ./run soak.\n"
     )
 
 
@@ -302,9 +303,19 @@ def test_run_names_no_index_and_installs_torch_first() -> None:
 
 
 def test_ci_runs_the_same_checks() -> None:
-    assert re.search(
-        r"^exec \./run test", (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE
-    )
+    script = (REPOSITORY / ".ci" / "run").read_text(encoding="utf-8")
+    assert re.findall(r"^\./run (\S+)", script, re.MULTILINE) == ["test", "test-doors"]
+
+
+def test_every_test_behind_a_door_is_marked_and_no_other_command_runs_it() -> None:
+    files = sorted((REPOSITORY / "tests" / "doors").glob("test_*.py"))
+    assert files
+    for path in files:
+        assert "pytestmark = pytest.mark.doors" in path.read_text(encoding="utf-8"), shown(path)
+    script = (REPOSITORY / "run").read_text(encoding="utf-8")
+    assert 'FAST="not soak and not gpu and not doors"' in script
+    soak = (REPOSITORY / "scripts" / "soak.py").read_text(encoding="utf-8")
+    assert 'and not doors"' in soak
 
 
 def test_changelog_knows_this_version() -> None:

@@ -1,11 +1,13 @@
 """What goes wrong in a library below a store, as a `StoreError`.
 
 Used by the stores. Of the library's text only the first line is kept: what follows is for its own makers,
-and may hold what nobody should read.
+and may hold what nobody should read. An object store's own code for the error, such as NoSuchBucket, is below
+that line and is put before it, as the address and the credentials go wrong in ways that only the code tells.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -13,6 +15,7 @@ from urllib.parse import urlsplit
 from penstock.errors import StoreError
 
 _MAX_CAUSE = 300  # characters
+_CODE = re.compile(r"<Code>(\w{1,64})</Code>")  # in the answers of S3, Google and Azure
 
 
 @contextmanager
@@ -41,7 +44,14 @@ def place_of(url: str) -> str:
 
 
 def cause_of(error: Exception) -> str:
-    """Kind and first line, without a full stop."""
-    first_line, *_ = str(error).splitlines() or [""]
-    text = first_line.strip().rstrip(".")[:_MAX_CAUSE]
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    """Return the kind, the object store's code if there is one, and the first line without a full stop."""
+    lines = str(error).splitlines() or [""]
+    kind = ", ".join(filter(None, (type(error).__name__, code_of(error))))
+    text = lines[0].strip().rstrip(".")[:_MAX_CAUSE]
+    return f"{kind}: {text}" if text else kind
+
+
+def code_of(error: Exception) -> str:
+    """Return the code that an object store gives for an error, or "" where there is none."""
+    found = _CODE.search(str(error))
+    return found[1] if found else ""

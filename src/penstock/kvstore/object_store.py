@@ -23,7 +23,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import from_url
 
-from penstock.kvstore.failures import place_of, reported
+from penstock.kvstore.failures import code_of, place_of, reported
 from penstock.kvstore.found import SCAN_KEYS, Found, some_at_a_time
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES, NAMESPACE_BYTES
 
@@ -32,6 +32,7 @@ _CONNECT_SECONDS = 2
 _MAX_AT_ONCE = 16
 _REMEDY = "Check the address, the network, and the credentials in the environment."
 _ERRORS = (BaseError, OSError, ValueError)
+_NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")  # codes of S3 and Google, and of Azure
 
 # Settings of connections, which obstore does not take from the environment where it is given any.
 _PREFIXES = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
@@ -117,7 +118,9 @@ class ObjectStore:
     def _get(self, key: bytes) -> bytes | None:
         try:
             return bytes(obstore.get(self._objects, object_name(key)).bytes())
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if code_of(error) in _NO_BUCKET:  # a wrong address, which would look like an empty store
+                raise
             return None
 
     def _put(self, item: tuple[bytes, bytes]) -> None:

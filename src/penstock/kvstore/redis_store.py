@@ -7,6 +7,7 @@ A record is a string under `penstock:` and its key. Nothing is ever given up her
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.kvstore.failures import place_of, reported
 from penstock.kvstore.found import SCAN_KEYS, Found, some_at_a_time
 from penstock.kvstore.names import MAX_KEY_BYTES, MIN_KEY_BYTES
 
-_SECONDS = 5.0  # for each answer
+_SECONDS = 5.0  # for the whole answer to what was sent at once
 _CONNECT_SECONDS = 2.0
 _PREFIX = b"penstock:"
 _MAX_KEYS = 64  # of one command
@@ -35,11 +36,79 @@ def open_redis(url: str) -> RedisStore:
     with reported(place, _REMEDY, _ERRORS):
         client = redis.Redis.from_url(
             url,
+            connection_class=_TLSConnection if place.startswith("rediss:") else _Connection,
             socket_timeout=_SECONDS,
             socket_connect_timeout=_CONNECT_SECONDS,
-            retry=Retry(NoBackoff(), 1),  # a connection that the server has closed meanwhile
+            # The server may have closed a connection since. A server that is late would be late again.
+            retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
         )
     return RedisStore(client, place)
+
+
+def _raise_first(answers: Sequence[object]) -> None:
+    """Raise the first error among them.
+
+    Where the library raises it, its text holds the whole command: that takes a second for a record of some
+    megabytes.
+    """
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+
+
+class _Connection(redis.Connection):
+    def _connect(self) -> Any:
+        connect: Any = super()._connect  # which says nothing of types
+        return _TimedSocket(connect())
+
+
+class _TLSConnection(redis.SSLConnection):
+    def _connect(self) -> Any:
+        connect: Any = super()._connect  # which says nothing of types
+        return _TimedSocket(connect())
+
+
+class _TimedSocket:
+    """A socket that limits the time of a whole answer.
+
+    The timeout of a socket starts again with each piece that arrives, so an answer that arrives a byte at a
+    time would hold its reader for hours.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._timeout: float | None = inner.gettimeout()
+        self._deadline = time.monotonic() + _SECONDS
+
+    def sendall(self, data: bytes) -> None:
+        self._deadline = time.monotonic() + _SECONDS
+        self._inner.settimeout(self._timeout)
+        self._inner.sendall(data)
+
+    def recv(self, num_bytes: int) -> bytes:
+        self._limit_wait()
+        received: bytes = self._inner.recv(num_bytes)
+        return received
+
+    def recv_into(self, buffer: bytearray) -> int:
+        self._limit_wait()
+        num_bytes: int = self._inner.recv_into(buffer)
+        return num_bytes
+
+    def settimeout(self, seconds: float | None) -> None:
+        self._timeout = seconds
+        self._inner.settimeout(seconds)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _limit_wait(self) -> None:
+        if self._timeout == 0.0:  # the caller does not wait
+            return
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("the answer takes too long")
+        self._inner.settimeout(left if self._timeout is None else min(left, self._timeout))
 
 
 class RedisStore:
@@ -72,7 +141,7 @@ class RedisStore:
                 pipeline = self._client.pipeline(transaction=False)
                 for key in some:
                     pipeline.set(_PREFIX + key, records[key])
-                pipeline.execute()
+                _raise_first(pipeline.execute(raise_on_error=False))
 
     def delete(self, keys: Sequence[bytes]) -> None:
         with reported(self._place, _REMEDY, _ERRORS):

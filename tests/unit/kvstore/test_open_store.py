@@ -128,6 +128,32 @@ def test_r9_a_bucket_that_cannot_be_reached_is_an_error(monkeypatch: pytest.Monk
         store.get(KEYS)
 
 
+def refusal(code: str) -> str:
+    """What obstore says of an answer of S3."""
+    return f"""Error performing GET: 404 Not Found: <?xml version="1.0" encoding="UTF-8"?>
+<Error><Code>{code}</Code><Message>secret</Message></Error>"""
+
+
+def test_r9_a_missing_object_is_a_miss_and_a_missing_bucket_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    obstore = pytest.importorskip("obstore")
+    store = open_store("s3://bucket/path")
+
+    def answer(code: str) -> None:
+        def get(*args: object) -> None:
+            raise FileNotFoundError(refusal(code))
+
+        monkeypatch.setattr(obstore, "get", get)
+
+    answer("NoSuchKey")
+    assert store.get(KEYS[:2]) == [None, None]
+    for code in ("NoSuchBucket", "ContainerNotFound"):
+        answer(code)
+        with pytest.raises(StoreError, match=f"path: FileNotFoundError, {code}: Error performing") as raised:
+            store.get(KEYS[:2])
+        assert "secret" not in str(raised.value)
+    store.close()
+
+
 @pytest.mark.parametrize(
     ("allowed", "cause"), [("true", "Connect|connect|error sending"), ("false", "builder")]
 )
@@ -164,11 +190,12 @@ def test_r9_a_directory_of_objects_that_vanishes_only_misses(tmp_path: Path) -> 
 
 
 class FakeRedis:
-    """The few commands that are used; raises `error` while it is set."""
+    """The few commands that are used; raises `error` while it is set, and answers `full` to what is set."""
 
     def __init__(self) -> None:
         self.values: dict[bytes, bytes] = {}
         self.error: Exception | None = None
+        self.full: Exception | None = None
         self.max_keys = 0
         self.is_closed = False
 
@@ -215,11 +242,14 @@ class FakePipeline:
         self._commands.append(lambda: len(self._server.values.get(key, b"")))
 
     def set(self, key: bytes, value: bytes) -> None:
-        self._commands.append(lambda: self._server.values.update({key: value}) or True)
+        self._commands.append(lambda: self._server.full or self._server.values.update({key: value}) or True)
 
     def execute(self, raise_on_error: bool = True) -> list[object]:
         self._server._note(len(self._commands))
-        return [command() for command in self._commands]
+        answers = [command() for command in self._commands]
+        if raise_on_error and self._server.full in answers:
+            raise type(self._server.full)(f"{self._server.values} of pipeline: {self._server.full}")
+        return answers
 
 
 @pytest.fixture
@@ -256,6 +286,19 @@ def test_r9_a_server_that_refuses_is_an_error(redis_store: KVStore, server: Fake
         for call in every_call(redis_store):
             with pytest.raises(StoreError, match=f"redis://host/0: {type(error).__name__}: "):
                 call()
+
+
+def test_r9_a_server_without_room_is_an_error_without_the_record(
+    redis_store: KVStore, server: FakeRedis
+) -> None:
+    from redis.exceptions import OutOfMemoryError
+
+    redis_store.put({KEYS[0]: b"kept"})
+    server.full = OutOfMemoryError("command not allowed when used memory > 'maxmemory'.")
+    cause = r"redis://host/0: OutOfMemoryError: command not allowed when used memory > 'maxmemory'\. Check"
+    with pytest.raises(StoreError, match=cause):
+        redis_store.put(RECORDS)
+    assert redis_store.get(KEYS[:1]) == [b"kept"]
 
 
 def test_a_password_is_in_no_error(unused_tcp_port: int) -> None:
