@@ -9,6 +9,7 @@ import pytest
 import chaos
 
 
+@pytest.mark.soak
 def test_r1_r4_r6_r8_half_a_minute_of_chaos() -> None:
     found = chaos.run(seed=20261122, seconds=30.0)
     assert found.ledger.outcomes["complete"] > 20

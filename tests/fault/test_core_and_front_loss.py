@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from depth import sampled
 from disturbed import NUM_TOKENS, REQUESTS, Server, Stream, health, named
 from served import is_alive, title_of, wait_until
 
@@ -102,7 +103,7 @@ def test_r4_a_stage_that_is_lost_while_another_core_starts(server: Server) -> No
     assert found == server.golden[0]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", sampled([signal.SIGKILL, signal.SIGSTOP], 1))
 def test_r1_r13_another_api_process_takes_the_next_connection_and_orphans_end(number: int) -> None:
     with Server(2, "--heartbeat-limit", "2") as server:
         others = pids(server, API)
@@ -123,6 +124,7 @@ def test_r1_r13_another_api_process_takes_the_next_connection_and_orphans_end(nu
         assert not any(map(is_alive, family))
 
 
+@pytest.mark.soak
 def test_r11_a_core_that_is_lost_while_the_server_drains_is_started_again() -> None:
     with Server(2) as server:
         stream = iter(Stream(server, REQUESTS[0]))

