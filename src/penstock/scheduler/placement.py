@@ -16,7 +16,7 @@ Called by `scheduler.scheduler`, which issues the plan and settles its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from penstock.batch import NewRow, Outcome, StoreUse
@@ -25,6 +25,7 @@ from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import StepShape
 from penstock.scheduler.grammars import GrammarBuilds
+from penstock.scheduler.invariants import check_consistency
 from penstock.scheduler.pacing import Pacing
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
@@ -106,6 +107,11 @@ class Placement:
         request = self._prefixes.settle_orders(finished, use)
         while request is not None and request.phase is RequestPhase.RUNNING:
             self._preempt_youngest()
+
+    def check_invariants(self, pending: Sequence[RequestState]) -> None:
+        """Assert that rows, blocks, clocks and queues agree; `pending`: one entry per pending sample."""
+        check_consistency(self._queues, self._rows, self._allocator, pending)
+        self._grammars.check_invariants(self._queues.running)
 
     def _count_prefill_tokens(self) -> int:
         """Prompt tokens that could run now: of running requests, and of the line if a row is free."""

@@ -257,6 +257,8 @@ class PrefixReuse:
         stored = TierTotals() if self._tier is None else self._tier.totals
         use = NO_STORE_USE if self._tier is None else self._rank_use.plus(self._tier.own_use())
         return {
+            "num_blocks": self._allocator.num_blocks,
+            "free_blocks": self._allocator.num_free_blocks,
             "prefix_tokens": self.num_queried,
             "prefix_hit_tokens": self.num_found,
             "cached_blocks": 0 if cache is None else cache.num_cached,

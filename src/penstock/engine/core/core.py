@@ -237,7 +237,6 @@ class EngineCore:
             epoch=self._epoch,
             loss=self._loss,
             restarts=self._restarts,
-            recovered_requests=self._scheduler.num_requeued,
             stage_times=[] if self._executor is None else self._executor.stage_times(),
         )
 
