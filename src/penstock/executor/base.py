@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.batch import (
+    NO_STORE_USE,
     AllocateKV,
     BuiltGrammar,
     GrammarsBuilt,
@@ -130,6 +131,50 @@ class Executor(Protocol):
         Edge-triggered: call `poll(0)` after each event and after each `submit`, before waiting for them.
         """
         ...
+
+
+class NoExecutor:
+    """What there is between two epochs: no rank, to which nothing may be submitted and from which nothing
+    comes."""
+
+    def start(self) -> KVPlan:
+        raise AssertionError("there is no rank")
+
+    def poll_start(self) -> KVPlan | None:
+        return None
+
+    def submit(self, plan: ScheduledBatch) -> int:
+        raise AssertionError("there is no rank")
+
+    def poll(self, timeout_s: float) -> list[StepResult]:
+        return []
+
+    def shutdown(self) -> None:
+        """There is nobody to let go."""
+
+    def abandon(self) -> None:
+        """There is nobody to let go of."""
+
+    def stage_times(self) -> list[StageTimes]:
+        return []
+
+    def spans(self) -> list[StageSpans]:
+        return []
+
+    def finished_orders(self) -> list[Outcome]:
+        return []
+
+    def store_use(self) -> StoreUse:
+        return NO_STORE_USE
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return []
+
+    def wait_fds(self) -> list[int]:
+        return []
+
+
+NO_EXECUTOR: Executor = NoExecutor()
 
 
 class RankChannels:

@@ -18,7 +18,7 @@ import msgspec
 
 from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, ScheduledBatch
 from penstock.config.engine import ParallelConfig
-from penstock.engine.core.cost_learning import CostLearner
+from penstock.engine.core.cost_learning import NO_COSTS, CostLearner, NoCosts
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import Executor, KVPlan
 from penstock.process.config import CoreConfig
@@ -39,7 +39,7 @@ class Calibration:
 
     next_step: int = 0
     async_depth: int = 0
-    costs: CostLearner | None = None  # None: plans are not sized by time
+    costs: CostLearner | NoCosts = NO_COSTS  # without: plans are not sized by time
 
     @classmethod
     def none(cls, parallel: ParallelConfig) -> Calibration:

@@ -150,11 +150,11 @@ def test_a_probe_that_does_not_come_back_is_not_followed_by_another() -> None:
         rig.step()
         rig.clock.advance(3.0)
     assert rig.core.num_inflight == 1
-    assert rig.core.stalled_s() == 15.0
+    assert rig.core.stats().stalled_s == 15.0
     assert rig.core.stats().last_result_age_s == math.inf
     rig.settle()
     assert rig.core.stats().last_result_age_s == 0.0
-    assert rig.core.stalled_s() == 0.0
+    assert rig.core.stats().stalled_s == 0.0
 
 
 def test_r2_a_step_that_never_returns_ends_every_request_in_time() -> None:
@@ -176,11 +176,11 @@ def test_r2_a_step_that_never_returns_ends_every_request_in_time() -> None:
 def test_d9_a_large_plan_may_take_longer_than_a_probe() -> None:
     rig = CoreRig(latency=None)
     rig.step()
-    assert rig.core.stall_limit_s() == 5.0
+    assert rig.core.stats().stall_limit_s == 5.0
     rig.settle()
     rig.add("a", 40, max_tokens=3)
     rig.step()
-    assert rig.core.stall_limit_s() > 5.0
+    assert rig.core.stats().stall_limit_s > 5.0
 
 
 def test_no_probe_while_there_is_work() -> None:
