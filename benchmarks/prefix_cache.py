@@ -35,8 +35,10 @@ from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.sessions import Sessions
+from penstock.kvcache.storage_tier import NoStorageTier
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestQueues, RequestState
+from penstock.scheduler.residency_ledger import NoLedger
 
 BLOCK = 32  # the default
 LOOKUP_TOKENS, TREE_BLOCKS = 32_768, 100_000
@@ -244,7 +246,11 @@ def unused_step() -> float:
     cache = PrefixCache(4096, eviction_order("lru"))
     allocator = BlockAllocator(BlockPool(4096, cache), BLOCK)
     prefixes = PrefixReuse(
-        allocator, RequestQueues(), Sessions(allocator, max_sessions=1, clock=time.monotonic)
+        allocator,
+        RequestQueues(),
+        Sessions(allocator, max_sessions=1, clock=time.monotonic),
+        NoStorageTier(),
+        NoLedger(),
     )
     requests = [
         RequestState(

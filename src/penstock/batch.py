@@ -246,6 +246,8 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def plus(self, other: StoreUse) -> StoreUse:
         """Of two that tell one after the other."""
+        if other is NO_STORE_USE:
+            return self
         return self._combined(other, operator.add, other.failure or self.failure)
 
     def since(self, earlier: StoreUse) -> StoreUse:

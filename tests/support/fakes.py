@@ -44,7 +44,8 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
-from penstock.kvcache.storage_tier import Catalogue, StorageTier, TierPolicy
+from penstock.kvcache.storage_tier import StorageTier, TierPolicy
+from penstock.kvcache.stored_names import Catalogue
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import (
     GenerationRequest,

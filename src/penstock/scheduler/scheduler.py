@@ -19,7 +19,7 @@ from penstock.config.engine import SchedulerConfig
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.sessions import Sessions
-from penstock.kvcache.storage_tier import StorageTier
+from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
@@ -89,7 +89,7 @@ class Scheduler:
         seed: of the engine, for requests that bring none.
         clock: monotonic seconds.
         costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
-        tier: of the blocks in a store, over the same allocator.
+        tier: of the blocks in a store, over the same allocator, if there is one.
 
     Attributes:
         prefixes: what was computed before, and orders to ranks.
@@ -108,7 +108,7 @@ class Scheduler:
         seed: int,
         clock: Callable[[], float],
         costs: CostModel | None = None,
-        tier: StorageTier | None = None,
+        tier: AnyStorageTier | None = None,
     ) -> None:
         admission = Admission(
             config, allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
@@ -121,7 +121,7 @@ class Scheduler:
         self._queues = queues = RequestQueues()
         self._rows = rows = RowPool(config.max_num_seqs)
         ledger = ResidencyLedger(allocator, rows)
-        self.prefixes = prefixes = PrefixReuse(allocator, queues, sessions, tier, ledger)
+        self.prefixes = prefixes = PrefixReuse(allocator, queues, sessions, tier or NoStorageTier(), ledger)
         self.grammars = grammars = GrammarBuilds(config.built_grammar_bytes)
         self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars)
         self._intake = Intake(admission, queues, prefixes, endings, config.queue_timeout_s, clock)

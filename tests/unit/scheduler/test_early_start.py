@@ -16,7 +16,7 @@ from fake_catalogue import FakeCatalogue
 from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
 from penstock.errors import ErrorInfo
 from penstock.kvcache.block_hash import block_hashes, root_hash
-from penstock.kvcache.storage_tier import EARLY_S
+from penstock.kvcache.prefetching import EARLY_S
 from penstock.operations import FlushCache, Pause, Resume
 
 LOST = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)

@@ -18,7 +18,7 @@ from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
-from penstock.kvcache.storage_tier import StorageTier, TierPolicy
+from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier, StorageTier, TierPolicy
 from penstock.kvstore.opening import open_guarded
 from penstock.process.config import NO_RESTARTS, CoreConfig, Restarts
 from penstock.scheduler.scheduler import Scheduler
@@ -71,9 +71,9 @@ def _pool(config: CoreConfig, num_blocks: int) -> BlockPool:
     return BlockPool(num_blocks, cache)
 
 
-def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], float]) -> StorageTier | None:
+def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], float]) -> AnyStorageTier:
     if config.store is None:
-        return None
+        return NoStorageTier()
     url = config.store.url
     # Without a store the list of what the ranks have in memory is in memory too.
     listed = CATALOGUE_BYTES if url is None else 0
