@@ -207,7 +207,7 @@ def index_costs() -> list[tuple[str, str, str, bool]]:
     for owner, prompt in enumerate(prompts):
         hold(allocator, owner, prompt, root)
         allocator.free(owner)
-    num_bytes = (tracemalloc.get_traced_memory()[0] - before + own) / pool.cache.num_cached  # type: ignore[union-attr]
+    num_bytes = (tracemalloc.get_traced_memory()[0] - before + own) / pool.cache.num_cached
     tracemalloc.stop()
     lookup = 1000 * median_seconds(lambda: allocator.find(block_hashes(root, prompts[0], BLOCK)), 15)
     unused = 1000 * unused_step() / STEP_MS

@@ -116,7 +116,7 @@ class Sessions:
             InvalidRequestError: there is no prefix cache.
             OverloadedError: as many are open as may.
         """
-        if self._cache is None:
+        if not self._cache.is_on:
             raise InvalidRequestError(
                 "this server keeps no blocks, so it has no sessions.",
                 remedy="Start it without --no-enable-prefix-caching.",
@@ -205,7 +205,7 @@ class Sessions:
                 continue
             session.names[name] = None
             self._keepers[name] += 1
-            if self._keepers[name] == 1 and self._cache is not None:
+            if self._keepers[name] == 1:
                 self._cache.keep(name)
 
     def _drop_first(self, session: _Session) -> None:
@@ -213,8 +213,7 @@ class Sessions:
         self._keepers[name] -= 1
         if not self._keepers[name]:
             del self._keepers[name]
-            if self._cache is not None:
-                self._cache.release(name)
+            self._cache.release(name)
 
     def _drop_all(self, session: _Session) -> None:
         while session.names:

@@ -56,7 +56,6 @@ class WriteBack:
     def found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These were found by a request that starts."""
         cache = self._allocator.pool.cache
-        assert cache is not None
         self._store(
             (block, name)
             for block, name in zip(blocks, names, strict=True)

@@ -90,7 +90,7 @@ class Admission:
     def _num_shared(self, request: GenerationRequest) -> int:
         """Tokens of the prompt that are found by whoever follows another: whole blocks before the last
         token."""
-        if self._allocator.pool.cache is None:
+        if not self._allocator.pool.cache.is_on:
             return 0
         return (len(request.prompt_token_ids) - 1) // self._allocator.block_size * self._allocator.block_size
 

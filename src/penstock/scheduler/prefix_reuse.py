@@ -52,7 +52,7 @@ class PrefixReuse:
     ) -> None:
         self._allocator, self._queues, self._tier, self._ledger = allocator, queues, tier, ledger
         self.sessions = sessions
-        self._is_on = allocator.pool.cache is not None
+        self._is_on = allocator.pool.cache.is_on
         self._block_size = allocator.block_size
         self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
         self._rank_use = NO_STORE_USE
@@ -253,8 +253,8 @@ class PrefixReuse:
             "free_blocks": self._allocator.num_free_blocks,
             "prefix_tokens": self.num_queried,
             "prefix_hit_tokens": self.num_found,
-            "cached_blocks": 0 if cache is None else cache.num_cached,
-            "evicted_blocks": 0 if cache is None else cache.num_evicted,
+            "cached_blocks": cache.num_cached,
+            "evicted_blocks": cache.num_evicted,
             "stored_blocks": stored.num_stored,
             "loaded_blocks": stored.num_loaded,
             "failed_blocks": stored.num_failed,
