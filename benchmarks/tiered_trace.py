@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from prefix_trace import BLOCK, MAX_LEN, TracedRequest, belady_hits, conversations, ideal_hits
 
-from penstock.batch import NO_STORE_USE, Outcome, StepResult, TierOrder
+from penstock.batch import NO_STORE_USE, OrderResult, StepResult, TierOrder
 from penstock.config.engine import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -176,15 +176,16 @@ class TieredEngine:
         records = [self._store.get([keys[order]])[0] for order in loads]
         come = zip(loads, records, strict=True)
         self._store.used([keys[order] for order, record in come if record is not None])
-        done: list[Outcome] = [
-            (order.order, record is not None) for order, record in zip(loads, records, strict=True)
+        done: list[OrderResult] = [
+            OrderResult(order.order, "failed" if record is None else "done")
+            for order, record in zip(loads, records, strict=True)
         ]
         stores = [order for order in orders if not order.is_load]
         if stores:
             self._store.put({keys[order]: order.name[:1] * PART_BYTES for order in stores})
-        finished: list[Outcome] = [*done, *((order.order, True) for order in stores)]
+        finished: list[OrderResult] = [*done, *(OrderResult(order.order, "done") for order in stores)]
         self._scheduler.settle_orders(finished, NO_STORE_USE)
-        return all(is_done for _, is_done in done)
+        return all(result.status == "done" for result in done)
 
 
 def served_hits(

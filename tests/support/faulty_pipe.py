@@ -30,6 +30,7 @@ from faulty_links import (
 from penstock.batch import (
     AllocateKV,
     BuiltGrammar,
+    OrderResult,
     ScheduledBatch,
     StageSpans,
     StageTimes,
@@ -111,7 +112,7 @@ class EpochExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:

@@ -19,6 +19,7 @@ from fakes import CoreRig, RankReplica
 from penstock.batch import (
     BuiltGrammar,
     GrammarsBuilt,
+    OrderResult,
     OrdersDone,
     RankLoaded,
     ScheduledBatch,
@@ -57,7 +58,7 @@ class Rank:
     on_way: deque[bytes] = field(default_factory=deque)  # plans, sent and not here
     plans: deque[ScheduledBatch] = field(default_factory=deque)  # here and not begun
     copies: list[TierOrder] = field(default_factory=list)  # given and not carried out
-    answers: list[tuple[int, bool]] = field(default_factory=list)  # carried out and not told
+    answers: list[OrderResult] = field(default_factory=list)  # carried out and not told
     sampled: dict[int, list[int]] = field(default_factory=dict)  # by step
     scored: dict[int, list[list[TokenLogprobs]]] = field(default_factory=dict)  # by step
     pooled: dict[int, list[bytes]] = field(default_factory=dict)  # by step
@@ -200,7 +201,7 @@ class ReplicaPipe:
                     break
         return self._results()
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._reports.finished_orders()
 
     def store_use(self) -> StoreUse:

@@ -19,8 +19,8 @@ from penstock.batch import (
     AllocateKV,
     BuiltGrammar,
     GrammarsBuilt,
+    OrderResult,
     OrdersDone,
-    Outcome,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -112,8 +112,8 @@ class Executor(Protocol):
         """What each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage and time."""
         ...
 
-    def finished_orders(self) -> list[Outcome]:
-        """Orders that all ranks have answered since the last call, and whether all have carried them out."""
+    def finished_orders(self) -> list[OrderResult]:
+        """Orders that all ranks have answered since the last call, and what has become of each."""
         ...
 
     def store_use(self) -> StoreUse:
@@ -161,7 +161,7 @@ class NoExecutor:
     def spans(self) -> list[StageSpans]:
         return []
 
-    def finished_orders(self) -> list[Outcome]:
+    def finished_orders(self) -> list[OrderResult]:
         return []
 
     def store_use(self) -> StoreUse:

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
+from penstock.batch import (
+    BuiltGrammar,
+    OrderResult,
+    ScheduledBatch,
+    StageSpans,
+    StageTimes,
+    StepResult,
+    StoreUse,
+)
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels
@@ -70,7 +78,7 @@ class InprocessExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[Outcome]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:

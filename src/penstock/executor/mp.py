@@ -12,7 +12,7 @@ from collections.abc import Callable
 from penstock.batch import (
     AllocateKV,
     BuiltGrammar,
-    Outcome,
+    OrderResult,
     ScheduledBatch,
     StageSpans,
     StageTimes,
@@ -69,7 +69,7 @@ class MpExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[Outcome]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:

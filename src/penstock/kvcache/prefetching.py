@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from penstock.batch import OrderStatus
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.stored_names import Catalogue, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
@@ -206,14 +207,14 @@ class Prefetching:
         self._allocator.release_reserved(prefetch.blocks, first, prefetch.names[:count])
         self._allocator.unpin(prefetch.held)
 
-    def settle(self, order: int, is_done: bool | None) -> list[LoadedBlocks]:
+    def settle(self, order: int, status: OrderStatus) -> list[LoadedBlocks]:
         """All ranks have answered this order; returns what has become of the load that is over with it."""
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         place = prefetch.open_orders.pop(order)
-        if is_done:
+        if status == "done":
             prefetch.good.add(place)
-        elif is_done is not None:
+        elif status == "failed":
             self._stored.distrust([prefetch.names[place]])
         if prefetch.open_orders:
             return []

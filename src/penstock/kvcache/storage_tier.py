@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.batch import NO_STORE_USE, Outcome, StoreUse, TierOrder
+from penstock.batch import NO_STORE_USE, OrderResult, StoreUse, TierOrder
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.prefetching import LoadedBlocks, Prefetching
@@ -131,25 +131,25 @@ class StorageTier:
         """
         self._prefetching.look(num_spare)
 
-    def settle(self, finished: Sequence[Outcome]) -> list[LoadedBlocks]:
+    def settle(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
         """All ranks have answered these orders.
 
         Returns:
             What has become of the loads that are over.
         """
         entered, loaded = [], []
-        for order, is_done in finished:
+        for order, status in finished:
             if self._prefetching.has_ordered(order):
-                loaded += self._prefetching.settle(order, is_done)
-                self.totals.num_loaded += bool(is_done)
+                loaded += self._prefetching.settle(order, status)
+                self.totals.num_loaded += status == "done"
             elif self._write_back.has_ordered(order):
                 name = self._write_back.settle(order)
-                if is_done:
+                if status == "done":
                     entered.append(name)
                     self.totals.num_stored += 1
             else:
                 continue
-            self.totals.num_failed += not is_done
+            self.totals.num_failed += status != "done"
         self._stored.enter(entered)
         self._write_back.order_more()
         return loaded
@@ -239,7 +239,7 @@ class NoStorageTier:
     def look(self, num_spare: int) -> None:
         """Nobody was asked."""
 
-    def settle(self, finished: Sequence[Outcome]) -> list[LoadedBlocks]:
+    def settle(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
         return []
 
     def distrust(self, names: Sequence[bytes]) -> None:

@@ -79,7 +79,7 @@ class Stage:
         for plan in plans:
             self._times.step_begun(plan.step_id, plan.total_tokens)
             yield plan
-            self._times.step_done(plan.wants_times)
+            self._times.step_done(plan.meta.wants_times)
 
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
         """Orders and rows, then all that can be done without the samples that the plan consumes, then
@@ -146,9 +146,9 @@ def plans_from(
 
 def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
     """What the wait for a plan was. The last stage has sent the result itself that a held plan waited for."""
-    if plan.starved:
+    if plan.meta.starved:
         return Phase.NO_WORK
-    return Phase.WAIT_NEXT if plan.held and not is_last else Phase.WAIT_PLAN
+    return Phase.WAIT_NEXT if plan.meta.held and not is_last else Phase.WAIT_PLAN
 
 
 def _receive(

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.batch import NO_STORE_USE, Outcome, StoreUse, TierOrder
+from penstock.batch import NO_STORE_USE, OrderResult, StoreUse, TierOrder
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
@@ -169,7 +169,7 @@ class PrefixReuse:
         """For the plan that is issued now."""
         return self._tier.take_orders()
 
-    def settle_orders(self, finished: list[Outcome], use: StoreUse = NO_STORE_USE) -> RequestState | None:
+    def settle_orders(self, finished: list[OrderResult], use: StoreUse = NO_STORE_USE) -> RequestState | None:
         """Take what became of orders to the ranks (`batch.TierOrder`), and order more.
 
         Args:

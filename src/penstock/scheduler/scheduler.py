@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StepResult, StoreUse
+from penstock.batch import BuiltGrammar, OrderResult, ScheduledBatch, StepResult, StoreUse
 from penstock.config.engine import SchedulerConfig
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
@@ -27,7 +27,7 @@ from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.intake import Intake
 from penstock.scheduler.issued_steps import IssuedSteps
-from penstock.scheduler.pacing import Pacing
+from penstock.scheduler.pacing import Pacing, PlainPacing
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.prefix_reuse import PrefixReuse
@@ -114,8 +114,11 @@ class Scheduler:
             config, allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
         )
         budget = TokenBudget.from_config(config, num_stages)
-        target_s = config.inter_token_target_ms / 1000
-        pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
+        pacing = (
+            PlainPacing(budget)
+            if costs is None
+            else Pacing(costs, budget, inter_token_target_s=config.inter_token_target_ms / 1000)
+        )
         micro_batches = None if config.micro_batches == "auto" else config.micro_batches
         sessions = Sessions(allocator, config.max_sessions, clock)
         self._queues = queues = RequestQueues()
@@ -142,13 +145,14 @@ class Scheduler:
     def useful_depth(self) -> int:
         """Plans in flight that keep the pipe busy: P; with fewer micro-batches, one more than those, so that
         the next plan lies at the first stage when the token comes."""
-        groups, num_stages = self._placement.num_groups, self._placement.num_stages
-        return num_stages if self._placement.has_prompts or groups == num_stages else groups + 1
+        micro_batches, num_stages = self._placement.num_micro_batches, self._placement.num_stages
+        is_full = self._placement.has_prompts or micro_batches == num_stages
+        return num_stages if is_full else micro_batches + 1
 
     @property
     def is_one_alone(self) -> bool:
         """Whether the last plan is the only micro-batch, so that one stage computes at a time."""
-        return self._placement.num_groups == 1 and not self._placement.has_prompts
+        return self._placement.num_micro_batches == 1 and not self._placement.has_prompts
 
     @property
     def has_requests(self) -> bool:
@@ -197,7 +201,7 @@ class Scheduler:
         """Clock time at which `expire` has something to do; None while nobody waits for a first start."""
         return self._intake.next_expiry()
 
-    def settle_orders(self, finished: list[Outcome], use: StoreUse) -> None:
+    def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """See `Placement.settle_orders`."""
         self._placement.settle_orders(finished, use)
 
@@ -265,7 +269,7 @@ class Scheduler:
             recovered_requests=self._recovery.num_requeued,
             prompt_tokens=self._settlement.prompt_tokens,
             generated_tokens=self._settlement.generated_tokens,
-            micro_batches=self._placement.num_groups,
+            micro_batches=self._placement.num_micro_batches,
             **self.prefixes.counts(),
         )
 

@@ -24,7 +24,7 @@ from hand_core import (
     make_plan,
     new_row,
 )
-from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.batch import AllocateKV, PlanMeta, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
 from penstock.distributed.group import MemoryGroup, meet
 from penstock.distributed.share import Share
 from penstock.errors import (
@@ -251,7 +251,7 @@ def test_d18_the_ranks_of_a_stage_meet_for_a_plan_that_gives_them_nothing_to_exc
 @pytest.mark.parametrize("carrier", ["memory", "ring"])
 def test_d6_every_stage_says_where_its_time_went(carrier: str, why: dict[str, bool]) -> None:
     pipe = Pipe(3, carrier=carrier)
-    pipe.submit(ScheduledBatch(step_id=0, **why))
+    pipe.submit(ScheduledBatch(step_id=0, meta=PlanMeta(**why)))
     pipe.poll(20.0)
     pipe.shutdown()
     visited = []

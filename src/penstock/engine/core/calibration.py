@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, ScheduledBatch
+from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, PlanMeta, ScheduledBatch
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.cost_learning import NO_COSTS, CostLearner, NoCosts
 from penstock.errors import WaitTimeoutError
@@ -167,7 +167,7 @@ class _Trials:
                 step_id=self.next_step,
                 freed_rows=self._rows,
                 consume_through=self.next_step - 1,
-                wants_times=True,
+                meta=PlanMeta(wants_times=True),
             )
         )
         self._await(self.next_step)

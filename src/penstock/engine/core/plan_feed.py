@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import msgspec
 
-from penstock.batch import ScheduledBatch
+from penstock.batch import NO_META, PlanMeta, ScheduledBatch
 from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce
 from penstock.engine.core.pace import Pace
 from penstock.engine.core.steps_in_flight import StepsInFlight
 from penstock.executor.base import Executor
 from penstock.scheduler.scheduler import Scheduler
+
+_STARVED = PlanMeta(starved=True)
+_HELD = PlanMeta(held=True)
 
 
 class PlanFeed:
@@ -42,7 +45,7 @@ class PlanFeed:
         self._pace = pace
         self._operations = operations
         self._calibration = calibration
-        self._late = {"starved": True}  # why the next plan is not issued now: fields of `ScheduledBatch`
+        self._meta = _STARVED  # of the next plan: why it is not issued now
 
     @property
     def interval_ms(self) -> int:
@@ -57,15 +60,15 @@ class PlanFeed:
         """Submit plans until the pipe is full or nobody may run."""
         while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
             if not self._pace.allows_plan:
-                self._late = {}  # ranks wait for a plan
+                self._meta = NO_META  # ranks wait for a plan
                 return
             plan = self._scheduler.schedule(self._steps.next_step)
             if plan is None:
-                self._late = {"starved": True}
+                self._meta = _STARVED
                 return
             self._pace.planned()
             self._submit(plan, executor, epoch)
-        self._late = {"held": True}
+        self._meta = _HELD
 
     def probe(self, executor: Executor, epoch: int) -> None:
         """Submit a plan without rows, which proves the stages alive."""
@@ -76,9 +79,10 @@ class PlanFeed:
         self._calibration.costs.follow(now, executor.spans)
 
     def _submit(self, plan: ScheduledBatch, executor: Executor, epoch: int) -> None:
-        told = self._operations.wants_times
-        plan = msgspec.structs.replace(plan, epoch=epoch, wants_times=told, **self._late)
-        self._late = {}
+        meta, self._meta = self._meta, NO_META
+        if self._operations.wants_times:
+            meta = msgspec.structs.replace(meta, wants_times=True)
+        plan = msgspec.structs.replace(plan, epoch=epoch, meta=meta)
         self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)
         step = self._steps.push(plan)
         step.digest = executor.submit(plan)

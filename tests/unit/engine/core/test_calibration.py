@@ -11,6 +11,7 @@ from fakes import FakeClock
 from penstock.batch import (
     NO_STORE_USE,
     BuiltGrammar,
+    OrderResult,
     RankLoaded,
     ScheduledBatch,
     StageSpans,
@@ -79,7 +80,7 @@ class SimulatedPipe:
             self._free_at[stage] = ready
             self._steps[stage].append((wire.step_id, shape.tokens, spans))
         self._done_at.append(ready)
-        if wire.wants_times:
+        if wire.meta.wants_times:
             self._report()
 
     def poll(self, timeout_s: float) -> list[StepResult]:
@@ -120,7 +121,7 @@ class SimulatedPipe:
     def stage_times(self) -> list[StageTimes]:
         return []
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[OrderResult]:
         return []
 
     def store_use(self) -> StoreUse:

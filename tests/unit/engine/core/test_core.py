@@ -337,11 +337,11 @@ def test_d6_a_plan_says_why_it_was_not_issued_earlier() -> None:
     rig.step()
     for _ in range(4):
         rig.settle()
-    assert [(plan.starved, plan.held) for plan in rig.executor.plans] == [(True, False)] * 5
+    assert [(plan.meta.starved, plan.meta.held) for plan in rig.executor.plans] == [(True, False)] * 5
     rig.add("other", 5, max_tokens=20)
     for _ in range(8):
         rig.settle()
-    assert [(plan.starved, plan.held) for plan in rig.executor.plans[-6:]] == [(False, True)] * 6
+    assert [(plan.meta.starved, plan.meta.held) for plan in rig.executor.plans[-6:]] == [(False, True)] * 6
 
 
 def test_d6_plans_that_fill_an_empty_pipe_are_neither_starved_nor_held() -> None:
@@ -350,4 +350,7 @@ def test_d6_plans_that_fill_an_empty_pipe_are_neither_starved_nor_held() -> None
     for name in "abcd":
         rig.add(name, 8, max_tokens=2)
     rig.step()
-    assert [(plan.starved, plan.held) for plan in rig.executor.plans] == [(True, False), (False, False)]
+    assert [(plan.meta.starved, plan.meta.held) for plan in rig.executor.plans] == [
+        (True, False),
+        (False, False),
+    ]

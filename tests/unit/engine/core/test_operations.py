@@ -323,7 +323,7 @@ def test_g4_ranks_report_at_the_step_at_which_a_profile_begins_or_ends(
     rig.operate(operation)
     done = rig.complete()
     rig.run_until_idle()
-    told = [plan.step_id for plan in rig.executor.plans if plan.wants_times]
+    told = [plan.step_id for plan in rig.executor.plans if plan.meta.wants_times]
     assert done.accepted_step == first == told[0], "the same plan tells every rank"
     assert told == [*range(first, told[-1] + 1)]
     assert (done.completed_step or 0) <= told[-1] < max(plan.step_id for plan in rig.plans), "and no longer"
@@ -338,7 +338,7 @@ def test_g4_a_stage_that_is_lost_does_not_lose_the_beginning_of_a_profile() -> N
     lost = rig.core.steps_in_flight[1]
     rig.rejoin()
     rig.complete()
-    assert next(plan for plan in rig.executor.plans if plan.wants_times).step_id == lost
+    assert next(plan for plan in rig.executor.plans if plan.meta.wants_times).step_id == lost
     assert_exact(rig)
 
 
