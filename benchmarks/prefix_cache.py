@@ -121,7 +121,7 @@ def stored_first_tokens(options: argparse.Namespace, store: str, tail: int) -> l
     with LLM(options.model, **settings) as llm:
         for prompt in prompts:
             llm.generate({"prompt_token_ids": prompt}, one)
-        while (stats := llm.stats()) is None or stats.stored_blocks < len(prompts) * (
+        while (stats := llm.stats()) is None or stats.store.stored_blocks < len(prompts) * (
             options.prefix // BLOCK
         ):
             llm.generate({"prompt_token_ids": [5]}, one)
@@ -165,7 +165,7 @@ def overlap_rows(options: argparse.Namespace, store: str) -> list[tuple[str, str
         is_stored = False
         for beginning in beginnings:
             seconds(beginning, 1)
-        while (stats := llm.stats()) is None or stats.stored_blocks < len(beginnings) * num_blocks:
+        while (stats := llm.stats()) is None or stats.store.stored_blocks < len(beginnings) * num_blocks:
             llm.generate({"prompt_token_ids": [5]}, one)
         is_stored = True
         seconds(beginnings[0], 1)  # what the store takes is known from now on

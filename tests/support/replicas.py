@@ -396,5 +396,5 @@ class ReplicaRig(CoreRig):
         for _ in range(12):
             self.clock.advance(1.0)
             self.turn(*range(len(self.pipe.ranks)))
-        assert self.scheduler.stats().free_blocks == num_blocks
+        assert self.core.stats().cache.free_blocks == num_blocks
         self.core.check_invariants()

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import InvalidRequestError, NotFoundError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.stats import SessionStats
 from penstock.operations import CloseSession, OpenSession
 
 KEPT_SHARE = 2  # one part in so many of the pool
@@ -89,6 +90,9 @@ class Sessions:
     def num_kept(self) -> int:
         """Blocks that all of them keep."""
         return len(self._keepers)
+
+    def stats(self) -> SessionStats:
+        return SessionStats(num_open=len(self._open), kept_blocks=self.num_kept, num_reaped=self.num_reaped)
 
     def opened(self) -> list[OpenSession]:
         """All that are open, as they were asked for."""

@@ -12,7 +12,6 @@ token is known. Called by `scheduler.scheduler` and `scheduler.placement`; decid
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import msgspec
 
@@ -22,6 +21,7 @@ from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
 from penstock.kvcache.prefetching import LoadedBlocks
 from penstock.kvcache.sessions import Sessions
+from penstock.kvcache.stats import CacheStats, StoreStats
 from penstock.kvcache.storage_tier import AnyStorageTier
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.residency_ledger import NoLedger, ResidencyLedger
@@ -243,36 +243,27 @@ class PrefixReuse:
         """The last call."""
         self._tier.close()
 
-    def counts(self) -> dict[str, Any]:
-        """Fields of `scheduler.SchedulerStats`."""
+    def cache_stats(self) -> CacheStats:
+        """Of the pool, and of what was found in it."""
         cache = self._allocator.pool.cache
-        stored = self._tier.totals
-        use = self._rank_use.plus(self._tier.own_use())
-        return {
-            "num_blocks": self._allocator.num_blocks,
-            "free_blocks": self._allocator.num_free_blocks,
-            "prefix_tokens": self.num_queried,
-            "prefix_hit_tokens": self.num_found,
-            "cached_blocks": cache.num_cached,
-            "evicted_blocks": cache.num_evicted,
-            "stored_blocks": stored.num_stored,
-            "loaded_blocks": stored.num_loaded,
-            "failed_blocks": stored.num_failed,
-            "store_bytes_read": use.bytes_read,
-            "store_bytes_written": use.bytes_written,
-            "store_records_read": use.records_read,
-            "store_verify_failures": use.verify_failures,
-            "store_call_failures": use.call_failures,
-            "host_bytes_read": use.host_bytes_read,
-            "host_records_read": use.host_records_read,
-            "host_bytes_written": use.host_bytes_written,
-            "host_bytes_used": use.host_bytes_used,
-            "store_switched_off": use.switched_off,
-            "store_failure": use.failure,
-            "num_sessions": len(self.sessions),
-            "session_blocks": self.sessions.num_kept,
-            "reaped_sessions": self.sessions.num_reaped,
-        }
+        return CacheStats(
+            num_blocks=self._allocator.num_blocks,
+            free_blocks=self._allocator.num_free_blocks,
+            prefix_tokens=self.num_queried,
+            prefix_hit_tokens=self.num_found,
+            cached_blocks=cache.num_cached,
+            evicted_blocks=cache.num_evicted,
+        )
+
+    def store_stats(self) -> StoreStats:
+        """Of the store behind it."""
+        totals = self._tier.totals
+        return StoreStats(
+            stored_blocks=totals.num_stored,
+            loaded_blocks=totals.num_loaded,
+            failed_blocks=totals.num_failed,
+            use=self._rank_use.plus(self._tier.own_use()),
+        )
 
     def _wanted(self, request: RequestState) -> list[bytes]:
         """Names of all blocks that it could begin with: all whole ones before the last token that it must

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import msgspec
-
 from penstock.batch import BuiltGrammar, OrderResult, ScheduledBatch, StepResult, StoreUse
 from penstock.config.engine import SchedulerConfig
 from penstock.errors import ErrorInfo
@@ -37,43 +35,8 @@ from penstock.scheduler.request_endings import RequestEndings
 from penstock.scheduler.residency_ledger import ResidencyLedger
 from penstock.scheduler.result_settlement import ResultSettlement
 from penstock.scheduler.rows import RowPool
+from penstock.scheduler.stats import SchedulerStats
 from penstock.scheduler.updates import grammar_error
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of now, and totals since the start; by the names that `engine.stats.CoreStats` has for them."""
-
-    paused: bool
-    num_running: int
-    num_waiting: int  # preempted ones included
-    num_blocks: int
-    free_blocks: int
-    num_preemptions: int
-    recovered_requests: int  # that a lost stage has interrupted, counted once for each loss
-    prompt_tokens: int  # of requests that have yielded their first token, or ended without one
-    generated_tokens: int
-    micro_batches: int  # that the decoding requests were split into for the last plan
-    prefix_tokens: int  # of requests that have started, or started again
-    prefix_hit_tokens: int  # of these, found in the prefix cache
-    cached_blocks: int  # that a request could find, held ones included
-    evicted_blocks: int
-    stored_blocks: int
-    loaded_blocks: int
-    failed_blocks: int  # that could not be stored or loaded
-    store_bytes_read: int
-    store_bytes_written: int
-    store_records_read: int
-    store_verify_failures: int
-    store_call_failures: int
-    host_bytes_read: int
-    host_records_read: int
-    host_bytes_written: int
-    host_bytes_used: int
-    store_switched_off: int
-    store_failure: str
-    num_sessions: int
-    session_blocks: int
-    reaped_sessions: int
 
 
 class Scheduler:
@@ -270,7 +233,6 @@ class Scheduler:
             prompt_tokens=self._settlement.prompt_tokens,
             generated_tokens=self._settlement.generated_tokens,
             micro_batches=self._placement.num_micro_batches,
-            **self.prefixes.counts(),
         )
 
     def check_invariants(self) -> None:

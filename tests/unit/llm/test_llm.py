@@ -75,7 +75,7 @@ def test_d11_stop_strings_cut_text_and_tokens(stories: LLM) -> None:
     assert len(completion.token_ids) < 12
     stats = stories.stats()
     assert stats is not None
-    assert stats.num_running == 0, "the core was told"
+    assert stats.scheduler.num_running == 0, "the core was told"
 
 
 def test_golden_ids_and_text(stories: LLM) -> None:
@@ -244,7 +244,7 @@ def test_an_interrupt_leaves_nothing_running(stories: LLM, monkeypatch: pytest.M
     monkeypatch.undo()
     stats = stories.stats()
     assert stats is not None
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.scheduler.num_running, stats.scheduler.num_waiting) == (0, 0)
     assert len(stories.generate("Once", GREEDY)[0].outputs[0].token_ids) == 12
 
 

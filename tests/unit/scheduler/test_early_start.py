@@ -83,7 +83,7 @@ def test_h4_it_runs_what_it_knows_and_yields_its_token_when_all_ranks_have_answe
     one.run_until_idle()
     assert tokens_of(one, "early") == expected
     assert one.updates["early"][0].num_cached_tokens == 5 * BLOCK
-    assert one.scheduler.stats().num_preemptions == 0
+    assert one.core.stats().scheduler.num_preemptions == 0
     assert run(one, "again", LONG) == 5 * BLOCK, "and its blocks are named"
 
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from penstock.batch import StageSpans
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import Calibration
@@ -205,8 +203,12 @@ class EngineCore:
         return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
+        prefixes = self._scheduler.prefixes
         return CoreStats(
-            **msgspec.structs.asdict(self._scheduler.stats()),
+            scheduler=self._scheduler.stats(),
+            cache=prefixes.cache_stats(),
+            store=prefixes.store_stats(),
+            sessions=prefixes.sessions.stats(),
             step_id=self._steps.next_step,
             inflight=len(self._steps),
             last_result_age_s=self._steps.last_result_age_s(),

@@ -44,7 +44,7 @@ def finish(rig: ReplicaRig) -> None:
         build_all(rig)
         rig.turn()
     assert rig.core.is_idle
-    assert rig.scheduler.stats().free_blocks == 40
+    assert rig.core.stats().cache.free_blocks == 40
 
 
 def check(rig: ReplicaRig, *names: str) -> None:
@@ -267,13 +267,13 @@ def test_dr5_preempted_while_it_is_built(stages: int) -> None:
     assert len(builders(rig)[0].replica.grammars) == 1
     rig.turn_often(4 * TURNS)
     check(rig, "old")
-    assert rig.scheduler.stats().num_preemptions > 0
+    assert rig.core.stats().scheduler.num_preemptions > 0
     assert rig.updates["bound"] == []
     for _ in range(TURNS):
         build_all(rig)
         rig.turn()
     check(rig)
-    assert rig.scheduler.stats().free_blocks == 10
+    assert rig.core.stats().cache.free_blocks == 10
 
 
 def test_dr5_equal_reports_give_equal_plans() -> None:

@@ -8,10 +8,10 @@ from itertools import accumulate
 import msgspec
 import pytest
 
+from core_numbers import core_stats
 from fakes import CoreRig
 from penstock.batch import StepResult
 from penstock.config.engine import SchedulerConfig
-from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError, StageLostError
 
 
@@ -89,7 +89,7 @@ def test_d2_it_drains_when_there_is_nothing_to_schedule() -> None:
         rig.abort(f"r{index}")
     assert not rig.core.is_idle or rig.core.num_inflight == 0
     rig.run_until_idle()
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
 
 
 def test_f8_idle_only_when_every_slot_is_empty() -> None:
@@ -234,7 +234,7 @@ def check_everybody_failed(rig: CoreRig, message: str) -> None:
         assert updates[-1].error is not None
         assert message in updates[-1].error.message
     assert rig.core.is_idle
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
     assert rig.step(timeout_s=1.0) == []
     assert rig.core.next_wakeup() == math.inf
 
@@ -310,7 +310,7 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
     rig.settle()
     rig.clock.advance(0.5)
     stats = rig.core.stats()
-    assert stats == CoreStats(
+    assert stats == core_stats(
         num_running=2,
         num_waiting=1,
         num_blocks=64,
@@ -328,7 +328,11 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
     )
     rig.run_until_idle()
     stats = rig.core.stats()
-    assert (stats.generated_tokens, stats.prompt_tokens, stats.num_running) == (9, 15, 0)
+    assert (stats.scheduler.generated_tokens, stats.scheduler.prompt_tokens, stats.scheduler.num_running) == (
+        9,
+        15,
+        0,
+    )
 
 
 def test_d6_a_plan_says_why_it_was_not_issued_earlier() -> None:

@@ -211,7 +211,7 @@ def test_r13_what_a_client_asked_for_ends_with_the_client(served: ServedCore) ->
         receive(served.client)
     served.control.send(Stop())
     served.thread.join(WAIT_S)
-    assert served.rig.scheduler.stats().free_blocks == served.rig.scheduler.stats().num_blocks
+    assert served.rig.core.stats().cache.free_blocks == served.rig.core.stats().cache.num_blocks
     assert served.server._clients.live_requests == []
 
 
@@ -225,7 +225,7 @@ def test_g4_an_operation_is_answered_when_it_is_complete(served: ServedCore) -> 
     ended, answer = receive(served.client, 2)
     assert isinstance(ended, StepUpdates)
     assert [(u.request_id, u.error and u.error.code) for u in ended.updates] == [("a", "paused")]
-    assert ended.stats.paused
+    assert ended.stats.scheduler.paused
     assert isinstance(answer, Operated)
     assert answer.number == 7
     assert answer.done.completed_step is not None

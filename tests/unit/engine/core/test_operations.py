@@ -87,7 +87,7 @@ def test_g4_a_pause_keeps_every_request_where_it_is(
     assert done.error is None
     assert rig.core.num_inflight == 0
     assert [plan.rows for plan in rig.plans_from(first)] == [[]], "one plan without rows proves it"
-    assert rig.core.stats().paused
+    assert rig.core.stats().scheduler.paused
 
     before = {name: rig.tokens(name) for name in rig.requests}
     rig.add("late", 4, max_tokens=3, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_g4_a_pause_keeps_every_request_where_it_is(
     assert len(rig.plans_from(first)) >= 5, "the stages are probed all the while"
 
     rig.operate(Resume())
-    assert not rig.core.stats().paused
+    assert not rig.core.stats().scheduler.paused
     assert rig.complete().error is None
     assert_exact(rig)
 
@@ -123,7 +123,7 @@ def test_g4_who_was_preempted_has_started() -> None:
     rig = OperatedRig(num_stages=2, num_blocks=9, block_size=2, latency=None)
     for name in ("a", "b", "c"):
         rig.add(name, 3, max_tokens=9, ignore_eos=True)
-    while not rig.scheduler.stats().num_preemptions:
+    while not rig.core.stats().scheduler.num_preemptions:
         rig.settle()
     rig.operate(Pause("wait"))
     rig.add("late", 3, max_tokens=2, ignore_eos=True)
@@ -194,7 +194,7 @@ def test_g4_a_stage_that_is_lost_only_delays_it(mode: PauseMode) -> None:
     rig.rejoin()
     done = rig.complete()
     assert (done.completed_step or 0) >= lost, "a plan of the new epoch proves it"
-    assert rig.core.stats().paused
+    assert rig.core.stats().scheduler.paused
     rig.operate(Resume())
     assert_exact(rig)
 
