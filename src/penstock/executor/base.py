@@ -48,6 +48,7 @@ from penstock.executor.rank_reports import RankReports
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.process.config import rank_names
+from penstock.runner.kv_demand import stranded_bytes
 
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
@@ -64,7 +65,7 @@ class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stranded_bytes(self) -> list[int]:
         """Memory that each rank could have used for KV, had the tightest one not set the limit."""
-        return [(rank.max_blocks - self.num_blocks) * rank.block_bytes for rank in self.ranks]
+        return [stranded_bytes(rank.max_blocks, self.num_blocks, rank.block_bytes) for rank in self.ranks]
 
 
 class Executor(Protocol):

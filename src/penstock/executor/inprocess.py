@@ -119,7 +119,7 @@ def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChanne
             name = f"{names[index]} -> {names[to]}"
             incoming[to] = MemoryLink(name, config.wait_timeout_s, config.link_frames)
             outgoing[index].append(incoming[to])
-    output = places[configs[-1].stage, 0]
+    output = next(index for index, config in enumerate(configs) if config.is_output)
     earlier = [index for index, config in enumerate(configs) if not config.is_last]
     pairs = [QueueChannel.pair(f"samples, {names[output]} -> {names[index]}") for index in earlier]
     tokens: dict[int, list[QueueChannel]] = {
