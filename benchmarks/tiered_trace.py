@@ -147,7 +147,7 @@ class TieredEngine:
         in_pool = len(self._allocator.find(request.hashes))
         sampling = SamplingParams(temperature=0.0, max_tokens=len(request.answer), ignore_eos=True)
         self._num_requests += 1
-        self._scheduler.add(
+        self._scheduler.add_request(
             GenerationRequest(
                 request_id=str(self._num_requests), prompt_token_ids=request.prompt, sampling=sampling
             )
@@ -155,7 +155,7 @@ class TieredEngine:
         answer, found = iter(request.answer), 0
         self._scheduler.settle_orders([], NO_STORE_USE)
         while self._scheduler.has_requests or self._scheduler.prefixes.has_orders:
-            plan = self._scheduler.schedule(self._step)
+            plan = self._scheduler.plan_step(self._step)
             assert plan is not None
             have_come = self._carry_out(plan.orders) or not plan.awaited  # else the result is dropped
             tokens = [[next(answer) if have_come else 0] for _ in plan.sampled_rows]
@@ -163,7 +163,7 @@ class TieredEngine:
                 self._scheduler.prefixes.has_orders and plan.rows
             ):  # what it has named is stored before it ends
                 self._carry_out(self._scheduler.prefixes.take_orders())
-            updates = self._scheduler.update(plan, StepResult(step_id=self._step, token_ids=tokens))
+            updates = self._scheduler.settle_result(plan, StepResult(step_id=self._step, token_ids=tokens))
             self._step += 1
             found += sum(u.num_cached_tokens // BLOCK for u in updates if u.queue_seconds is not None)
         return Hits(min(in_pool, found), max(0, found - in_pool))

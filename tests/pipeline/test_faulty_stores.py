@@ -145,22 +145,22 @@ def test_r9_a_store_that_fails_is_left_alone_after_five_failures_and_tried_again
     store.fails, store.failure = fault.fails, fault.failure
     turns = iter(range(1, NUM_ROUNDS))
     with small_engine(model, pipeline_parallel_size=2, **settings) as llm:
-        while stats_of(llm).store_switched_off < fault.num_off:
+        while stats_of(llm).store.use.switched_off < fault.num_off:
             check(llm, next(turns), cold)
         expected = MAX_FAILURES * fault.num_off
         check(llm, next(turns), cold)
         assert store.num_failed == expected, "nobody asks a store that is switched off"
-        assert stats_of(llm).store_call_failures == expected
-        assert stats_of(llm).store_switched_off == fault.num_off
-        assert stats_of(llm).store_failure == told(fault.failure)
+        assert stats_of(llm).store.use.call_failures == expected
+        assert stats_of(llm).store.use.switched_off == fault.num_off
+        assert stats_of(llm).store.use.failure == told(fault.failure)
 
         store.fails, store.now = never, store.now + PAUSE_SECONDS
-        while stats_of(llm).store_switched_off:
+        while stats_of(llm).store.use.switched_off:
             check(llm, next(turns), cold)
-        assert stats_of(llm).store_call_failures == expected
+        assert stats_of(llm).store.use.call_failures == expected
     with small_engine(model, tensor_parallel_size=2, **settings) as llm:
         assert check(llm, 0, cold) == NUM_FOUND
-        assert not stats_of(llm).store_call_failures
+        assert not stats_of(llm).store.use.call_failures
 
 
 # --- a store that stands still ----------------------------------------------------------------------
@@ -280,4 +280,4 @@ def test_r9_a_bad_record_is_counted_once_computed_and_stored_anew(
         assert (stats.store.failed_blocks, stats.store.use.call_failures) == (num_bad, 0)
     with small_engine(model, tensor_parallel_size=2, **settings) as llm:
         assert check(llm, 0, cold) == NUM_FOUND
-        assert not stats_of(llm).store_verify_failures
+        assert not stats_of(llm).store.use.verify_failures

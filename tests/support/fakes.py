@@ -413,7 +413,7 @@ class FakeExecutor:
         """Nothing to wait for but `poll`."""
         return []
 
-    def submit(self, plan: ScheduledBatch) -> int:
+    def submit_plan(self, plan: ScheduledBatch) -> int:
         if plan.step_id == self.lose_at:
             self.lose_stage(1, "killed")
         if self.lost is not None:
@@ -429,7 +429,7 @@ class FakeExecutor:
         self._due.append(encode(self._result(wire, self.replica.run(wire))))
         return wire.digest
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         if self.lost is not None:
             raise self.lost
         count = self._num_released

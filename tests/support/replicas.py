@@ -178,7 +178,7 @@ class ReplicaPipe:
     def poll_start(self) -> KVPlan | None:
         return self.start()
 
-    def submit(self, plan: ScheduledBatch) -> int:
+    def submit_plan(self, plan: ScheduledBatch) -> int:
         if self.lost is not None:
             raise self.lost
         sealed = self._log.seal(plan)
@@ -189,7 +189,7 @@ class ReplicaPipe:
             rank.on_way.append(encode(sealed))
         return sealed.digest
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         """Lets a little happen; with a timeout so much that there is something to tell, if anything can."""
         if self.lost is not None:
             raise self.lost

@@ -82,7 +82,7 @@ class Executor(Protocol):
         """As `start`, without waiting: None while it is not done. Call it until it is."""
         ...
 
-    def submit(self, plan: ScheduledBatch) -> int:
+    def submit_plan(self, plan: ScheduledBatch) -> int:
         """Seal a plan as the next of the decision log, and send it to every rank. Does not wait for it.
 
         Returns:
@@ -90,7 +90,7 @@ class Executor(Protocol):
         """
         ...
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         """Results that have come, in order of their steps; waits at most `timeout_s` for the first.
 
         Raises `StageLostError` with the first cause when a rank has failed or gone.
@@ -127,9 +127,11 @@ class Executor(Protocol):
         ...
 
     def wait_fds(self) -> list[int]:
-        """Descriptors that become readable when `poll` may have something; empty if only `poll` can wait.
+        """Descriptors that become readable when `poll_results` may have something; empty if only that can
+        wait.
 
-        Edge-triggered: call `poll(0)` after each event and after each `submit`, before waiting for them.
+        Edge-triggered: call `poll_results(0)` after each event and after each `submit_plan`, before waiting
+        for them.
         """
         ...
 
@@ -144,10 +146,10 @@ class NoExecutor:
     def poll_start(self) -> KVPlan | None:
         return None
 
-    def submit(self, plan: ScheduledBatch) -> int:
+    def submit_plan(self, plan: ScheduledBatch) -> int:
         raise AssertionError("there is no rank")
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         return []
 
     def shutdown(self) -> None:
@@ -273,8 +275,8 @@ class RankChannels:
                     remedy="Start again, or use --kernels off.",
                 )
 
-    def submit(self, plan: ScheduledBatch) -> int:
-        """Encode once, send to every rank. That a rank has gone is told by `poll`, with the cause."""
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        """Encode once, send to every rank. That a rank has gone is told by `poll_results`, with the cause."""
         sealed = self._log.seal(plan)
         frame = encode(sealed)
         for channel in self._channels:
@@ -282,8 +284,8 @@ class RankChannels:
                 send_of_step(channel, frame, "the plan", plan.step_id)
         return sealed.digest
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
-        """Results that have come, those before a failure first; see `Executor.poll`."""
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        """Results that have come, those before a failure first; see `Executor.poll_results`."""
         messages, deadline = self._drain(), self._clock() + timeout_s
         while not self._has_news(messages) and (left_s := deadline - self._clock()) > 0:
             self._wait(left_s)

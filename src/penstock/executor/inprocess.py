@@ -66,11 +66,11 @@ class InprocessExecutor:
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
 
-    def submit(self, plan: ScheduledBatch) -> int:
-        return self._ranks.submit(plan)
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        return self._ranks.submit_plan(plan)
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
-        return self._ranks.poll(timeout_s)
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        return self._ranks.poll_results(timeout_s)
 
     def stage_times(self) -> list[StageTimes]:
         return self._ranks.reports.stage_times()

@@ -25,7 +25,7 @@ class CacheFlush:
 
     def __init__(self, tier: AnyStorageTier, *, with_store: bool) -> None:
         self._tier = tier
-        self._orders = tier.flush()
+        self._orders = tier.flush_orders()
         self._to_empty = tier if with_store else None
         self._emptying: Emptying | None = None
 

@@ -119,7 +119,8 @@ class Prefetching:
         return order in self._loads
 
     def next_look(self) -> float:
-        """Clock time at which `look` or `must_wait` may tell something new though no rank has answered."""
+        """Clock time at which `take_answers` or `must_wait` may find something new though no rank has
+        answered."""
         now = self._clock()
         prefetches = [found for found in self._prefetches.values() if not found.is_flushed]
         waiting = [prefetch for prefetch in prefetches if now < prefetch.give_up_at]
@@ -127,7 +128,7 @@ class Prefetching:
             return now + LOOK_S
         return min((prefetch.give_up_at for prefetch in waiting), default=math.inf)
 
-    def fetch(self, arrival: int, names: Sequence[bytes], first: int) -> None:
+    def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
         """A request waits: are its blocks from its `first` on in the store?"""
         if len(names) > first:
             wanted, now = list(names[first:]), self._clock()
@@ -165,13 +166,13 @@ class Prefetching:
         prefetch = self._prefetches.get(arrival)
         return [] if prefetch is None else list(prefetch.open_orders)
 
-    def forget(self, arrival: int) -> None:
+    def forget_request(self, arrival: int) -> None:
         """The request starts, or has gone: what is on its way becomes findable all the same."""
         prefetch = self._prefetches.get(arrival)
         if prefetch is not None and not prefetch.open_orders:
             del self._prefetches[arrival]
 
-    def look(self, num_spare: int) -> None:
+    def take_answers(self, num_spare: int) -> None:
         """Take the catalogue's answers, and begin to load.
 
         Args:
@@ -207,7 +208,7 @@ class Prefetching:
         self._allocator.release_reserved(prefetch.blocks, first, prefetch.names[:count])
         self._allocator.unpin(prefetch.held)
 
-    def settle(self, order: int, status: OrderStatus) -> list[LoadedBlocks]:
+    def settle_order(self, order: int, status: OrderStatus) -> list[LoadedBlocks]:
         """All ranks have answered this order; returns what has become of the load that is over with it."""
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
@@ -234,7 +235,7 @@ class Prefetching:
         self._tickets.clear()
         self._loads.clear()
 
-    def flush(self) -> None:
+    def flush_orders(self) -> None:
         """What is on its way becomes findable for nobody."""
         self._prefetches = {found: one for found, one in self._prefetches.items() if one.open_orders}
         for prefetch in self._prefetches.values():

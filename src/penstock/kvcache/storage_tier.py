@@ -84,24 +84,25 @@ class StorageTier:
         return len(self._orders) > 0
 
     def next_look(self) -> float:
-        """Clock time at which `look` or `must_wait` may tell something new though no rank has answered."""
+        """Clock time at which `take_answers` or `must_wait` may find something new though no rank has
+        answered."""
         return self._prefetching.next_look()
 
     def take_orders(self) -> list[TierOrder]:
         """For the plan that is issued now."""
-        return self._orders.take()
+        return self._orders.take_orders()
 
-    def named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These blocks can be found from now on."""
-        self._write_back.named(blocks, names)
+        self._write_back.store_named(blocks, names)
 
-    def found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These were found by a request that starts."""
-        self._write_back.found(blocks, names)
+        self._write_back.store_found(blocks, names)
 
-    def fetch(self, arrival: int, names: Sequence[bytes], first: int) -> None:
+    def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
         """A request waits: are its blocks from its `first` on in the store?"""
-        self._prefetching.fetch(arrival, names, first)
+        self._prefetching.fetch_blocks(arrival, names, first)
 
     def must_wait(self, arrival: int) -> bool:
         """See `Prefetching.must_wait`."""
@@ -119,19 +120,19 @@ class StorageTier:
         """To load blocks of this request."""
         return self._prefetching.open_orders(arrival)
 
-    def forget(self, arrival: int) -> None:
+    def forget_request(self, arrival: int) -> None:
         """The request starts, or has gone: what is on its way becomes findable all the same."""
-        self._prefetching.forget(arrival)
+        self._prefetching.forget_request(arrival)
 
-    def look(self, num_spare: int) -> None:
+    def take_answers(self, num_spare: int) -> None:
         """Take the catalogue's answers, and begin to load.
 
         Args:
             num_spare: blocks that must stay for others.
         """
-        self._prefetching.look(num_spare)
+        self._prefetching.take_answers(num_spare)
 
-    def settle(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
+    def settle_orders(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
         """All ranks have answered these orders.
 
         Returns:
@@ -140,10 +141,10 @@ class StorageTier:
         entered, loaded = [], []
         for order, status in finished:
             if self._prefetching.has_ordered(order):
-                loaded += self._prefetching.settle(order, status)
+                loaded += self._prefetching.settle_order(order, status)
                 self.totals.num_loaded += status == "done"
             elif self._write_back.has_ordered(order):
-                name = self._write_back.settle(order)
+                name = self._write_back.settle_order(order)
                 if status == "done":
                     entered.append(name)
                     self.totals.num_stored += 1
@@ -164,11 +165,11 @@ class StorageTier:
         self._prefetching.lose_all()
         self._orders.clear()
 
-    def flush(self) -> frozenset[int]:
+    def flush_orders(self) -> frozenset[int]:
         """What is on its way from the store becomes findable for nobody, and no more of what the pool has now
         is stored. Returns the orders that are open."""
-        self._write_back.flush()
-        self._prefetching.flush()
+        self._write_back.flush_orders()
+        self._prefetching.flush_orders()
         return frozenset((*self._write_back.open_orders, *self._prefetching.all_open_orders))
 
     def has_open(self, orders: Iterable[int]) -> bool:
@@ -212,13 +213,13 @@ class NoStorageTier:
     def take_orders(self) -> list[TierOrder]:
         return []
 
-    def named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Nothing is stored."""
 
-    def found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """Nothing is stored."""
 
-    def fetch(self, arrival: int, names: Sequence[bytes], first: int) -> None:
+    def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
         """Nothing is loaded."""
 
     def must_wait(self, arrival: int) -> bool:
@@ -233,13 +234,13 @@ class NoStorageTier:
     def open_orders(self, arrival: int) -> list[int]:
         return []
 
-    def forget(self, arrival: int) -> None:
+    def forget_request(self, arrival: int) -> None:
         """Nothing is on its way."""
 
-    def look(self, num_spare: int) -> None:
+    def take_answers(self, num_spare: int) -> None:
         """Nobody was asked."""
 
-    def settle(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
+    def settle_orders(self, finished: Sequence[OrderResult]) -> list[LoadedBlocks]:
         return []
 
     def distrust(self, names: Sequence[bytes]) -> None:
@@ -248,7 +249,7 @@ class NoStorageTier:
     def lose_all(self) -> None:
         """Nothing is on its way."""
 
-    def flush(self) -> frozenset[int]:
+    def flush_orders(self) -> frozenset[int]:
         return frozenset()
 
     def has_open(self, orders: Iterable[int]) -> bool:

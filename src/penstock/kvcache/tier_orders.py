@@ -30,7 +30,7 @@ class TierOrders:
         self._new_orders.append(TierOrder(order, is_load, block, name))
         return order
 
-    def take(self) -> list[TierOrder]:
+    def take_orders(self) -> list[TierOrder]:
         """All orders since the last call, for the plan that is issued now."""
         orders, self._new_orders = self._new_orders, []
         return orders

@@ -48,12 +48,12 @@ class WriteBack:
         """Whether it is an order to store a block, and open."""
         return order in self._stores
 
-    def named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These blocks can be found from now on."""
         if not self._store_when_found:
             self._store(zip(blocks, names, strict=True))
 
-    def found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+    def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These were found by a request that starts."""
         cache = self._allocator.pool.cache
         self._store(
@@ -62,7 +62,7 @@ class WriteBack:
             if cache.num_uses(block) >= self._store_when_found
         )
 
-    def settle(self, order: int) -> bytes:
+    def settle_order(self, order: int) -> bytes:
         """All ranks have answered this order; returns the name that it was to store."""
         block, name = self._stores.pop(order)
         self._allocator.unpin([block])
@@ -77,7 +77,7 @@ class WriteBack:
         self._pending.clear()
         self._stores.clear()
 
-    def flush(self) -> None:
+    def flush_orders(self) -> None:
         """No more of what the pool has now is stored, but for what is on its way."""
         self._pending.difference_update(name for _, name in self._to_store)
         self._to_store.clear()

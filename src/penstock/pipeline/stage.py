@@ -62,7 +62,7 @@ class Stage:
         self._times = times or StageReporter(stage, NOBODYS)
         self._orders = orders
         self._compute = armed(faults, "stage.forward", stage, runner.forward, self._is_of_clients)
-        self._pass_on = armed(faults, "stage.put", stage, sink.put, self._is_of_clients)
+        self._pass_on = armed(faults, "stage.put", stage, sink.put_tensors, self._is_of_clients)
 
     @torch.inference_mode()
     def run(self, plans: Iterable[ScheduledBatch]) -> None:
@@ -70,7 +70,7 @@ class Stage:
         for plan in self._timed(plans):
             with blaming(self._stage, f"in step {plan.step_id}"):
                 batch = self._prepare(plan)
-                hidden = self._source.take(batch)
+                hidden = self._source.take_tensors(batch)
                 hidden = self._forward(hidden, batch)
                 self._put(hidden, batch)
 
@@ -84,11 +84,11 @@ class Stage:
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
         """Orders and rows, then all that can be done without the samples that the plan consumes, then
         those."""
-        self._orders.tell()
-        self._orders.give(plan.orders)
+        self._orders.send_answers()
+        self._orders.take_orders(plan.orders)
         self._runner.admit(plan)
         batch = self._runner.begin(plan)
-        self._sink.settle(plan)
+        self._sink.consume_samples(plan)
         return self._runner.complete(batch)
 
     def _forward(self, hidden: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
@@ -160,7 +160,7 @@ def _receive(
         frame = None
         while frame is None and orders.patience_s is not None:
             frame = channel.recv(orders.patience_s)
-            orders.tell()
+            orders.send_answers()
         frame = channel.recv(None) if frame is None else frame
         message = Shutdown() if frame is None else decode_to_rank(frame)
     except PeerError as error:

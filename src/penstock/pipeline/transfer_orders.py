@@ -22,7 +22,7 @@ class Transfer(Protocol):
     @property
     def is_busy(self) -> bool: ...
 
-    def submit(self, orders: list[TierOrder]) -> None: ...
+    def submit_orders(self, orders: list[TierOrder]) -> None: ...
 
     def collect(self) -> OrdersDone | None: ...
 
@@ -48,7 +48,7 @@ class NoTransfer:
     def is_busy(self) -> bool:
         return bool(self._refused)
 
-    def submit(self, orders: list[TierOrder]) -> None:
+    def submit_orders(self, orders: list[TierOrder]) -> None:
         self._refused += [order.order for order in orders]
 
     def collect(self) -> OrdersDone | None:
@@ -80,10 +80,10 @@ class TransferOrders:
     def __init__(self, transfer: Transfer, core: MessageChannel, builds: Builds) -> None:
         self._transfer, self._core, self._builds = transfer, core, builds
 
-    def give(self, orders: list[TierOrder]) -> None:
+    def take_orders(self, orders: list[TierOrder]) -> None:
         """Those of a plan; the rank has run all steps before it."""
         if orders:
-            self._transfer.submit(orders)
+            self._transfer.submit_orders(orders)
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
         """What returns when a layer is there of all that these load, or will not come; None: of none."""
@@ -91,10 +91,10 @@ class TransferOrders:
 
     @property
     def patience_s(self) -> float | None:
-        """How long to wait for a plan before the next `tell`; None: without end."""
+        """How long to wait for a plan before the next `send_answers`; None: without end."""
         return PATIENCE_S if self._transfer.is_busy or self._builds.is_building else None
 
-    def tell(self) -> None:
+    def send_answers(self) -> None:
         """Send what has been answered, or built."""
         for source in (self._transfer, self._builds):
             answers = source.collect()
@@ -107,13 +107,13 @@ class NoOrders:
 
     patience_s = None
 
-    def give(self, orders: list[TierOrder]) -> None:
+    def take_orders(self, orders: list[TierOrder]) -> None:
         """There are none."""
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
         return None
 
-    def tell(self) -> None:
+    def send_answers(self) -> None:
         """There is nothing to tell."""
 
 

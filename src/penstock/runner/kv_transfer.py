@@ -125,7 +125,7 @@ class KVTransfer:
         """Whether answers are still to come, or to be collected."""
         return bool(self._open or self._answers)
 
-    def submit(self, orders: list[TierOrder]) -> None:
+    def submit_orders(self, orders: list[TierOrder]) -> None:
         """Loads go before all that is to be stored: somebody waits for them."""
         with self._lock:
             deadline = self._clock() + DEADLINE_S

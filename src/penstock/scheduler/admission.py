@@ -62,7 +62,7 @@ class Admission:
         """The states of a request and of those that follow it; all may come to wait, or none.
 
         Args:
-            output_ids, num_scores: as in `Scheduler.add`.
+            output_ids, num_scores: as in `Scheduler.add_request`.
 
         Raises:
             InvalidRequestError: as `receive` does; or an id is in use.

@@ -49,17 +49,17 @@ class Intake:
         """Longest prompt + output served: the model's, or what the KV pool holds, whichever is less."""
         return self._admission.max_len
 
-    def add(
+    def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
-        """Queue a request, and those that follow it; see `Scheduler.add`."""
+        """Queue a request, and those that follow it; see `Scheduler.add_request`."""
         if output_ids is None:
             self._prefixes.sessions.require(request.sampling.session_id)
         for state in self._admission.accept(request, self._queues, self._clock(), output_ids, num_scores):
             self._queues.add(state)
             self._prefixes.enter(state)
 
-    def expire(self) -> list[RequestUpdate]:
+    def expire_requests(self) -> list[RequestUpdate]:
         """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions."""
         now = self._clock()
         limit = self._queue_timeout_s
@@ -76,6 +76,7 @@ class Intake:
         return updates
 
     def next_expiry(self) -> float | None:
-        """Clock time at which `expire` has something to do; None while nobody waits for a first start."""
+        """Clock time at which `expire_requests` has something to do; None while nobody waits for a first
+        start."""
         request = self._queues.first_new()
         return None if request is None else request.arrival_time + self._queue_timeout_s

@@ -65,7 +65,7 @@ class PrefixReuse:
         self.sessions.enter(request.session_id, request.arrival)
         if self._may_use_store and not _is_led(request):
             names = self._wanted(request)
-            self._tier.fetch(request.arrival, names, len(self._allocator.find(names)))
+            self._tier.fetch_blocks(request.arrival, names, len(self._allocator.find(names)))
 
     def must_wait(self, request: RequestState) -> bool:
         """Whether more of its beginning is on its way from the store."""
@@ -93,7 +93,7 @@ class PrefixReuse:
             )
         if request is self._unproven:
             self._unproven = None
-        self._tier.forget(request.arrival)
+        self._tier.forget_request(request.arrival)
 
     def find(self, request: RequestState) -> list[int]:
         """Blocks that the request could begin with now."""
@@ -105,9 +105,9 @@ class PrefixReuse:
         if coming:
             self._allocator.attach_reserved(request.arrival, coming)
             self._unproven = request
-        self._tier.forget(request.arrival)
+        self._tier.forget_request(request.arrival)
         if self._may_use_store:
-            self._tier.found(found, request.block_hashes[: len(found)])
+            self._tier.store_found(found, request.block_hashes[: len(found)])
         request.num_named, request.num_unproven = len(found), len(coming or ())
         request.num_scheduled = (request.num_named + request.num_unproven) * self._block_size
         if self._is_on and request.pooling is None:
@@ -124,7 +124,7 @@ class PrefixReuse:
             hashes = self._hashes(request, whole)[first:whole]
             self._allocator.name(request.arrival, first, hashes, request.priority)
             if self._may_use_store:
-                self._tier.named(self._allocator.table(request.arrival)[first:whole], hashes)
+                self._tier.store_named(self._allocator.table(request.arrival)[first:whole], hashes)
 
     def issued(self, requests: list[RequestState]) -> tuple[list[TierOrder], int]:
         """A plan is issued that runs these, or lets them enter: the orders that ride on it, and the digest of
@@ -180,8 +180,8 @@ class PrefixReuse:
         """
         if use is not NO_STORE_USE:
             self._rank_use = self._rank_use.plus(use)
-        failed = [self._prove(loaded) for loaded in self._tier.settle(finished)]
-        self._tier.look(num_spare=len(self._queues.running))  # each may want another block
+        failed = [self._prove(loaded) for loaded in self._tier.settle_orders(finished)]
+        self._tier.take_answers(num_spare=len(self._queues.running))  # each may want another block
         return next((request for request in failed if request is not None), None)
 
     def on_the_way(self, request: RequestState, num_found: int) -> list[int]:

@@ -126,7 +126,7 @@ class Scheduler:
         """Whether nobody is left whom a pause still lets run."""
         return self.paused != "wait" or not any(request.has_started for request in self._queues)
 
-    def add(
+    def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
         """Queue a request, and those that follow it.
@@ -140,9 +140,9 @@ class Scheduler:
             NotFoundError: it is new here and everywhere, and its session is not open.
             OverloadedError: as many requests, or tokens, wait already as may.
         """
-        self._intake.add(request, output_ids, num_scores)
+        self._intake.add_request(request, output_ids, num_scores)
 
-    def abort(self, request_id: str) -> bool:
+    def abort_request(self, request_id: str) -> bool:
         """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.
 
         Its row and blocks are free at once; results in flight for it are dropped when they come.
@@ -156,12 +156,13 @@ class Scheduler:
         self._endings.remove(request)
         return True
 
-    def expire(self) -> list[RequestUpdate]:
+    def expire_requests(self) -> list[RequestUpdate]:
         """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions."""
-        return self._intake.expire()
+        return self._intake.expire_requests()
 
     def next_expiry(self) -> float | None:
-        """Clock time at which `expire` has something to do; None while nobody waits for a first start."""
+        """Clock time at which `expire_requests` has something to do; None while nobody waits for a first
+        start."""
         return self._intake.next_expiry()
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
@@ -172,7 +173,7 @@ class Scheduler:
         """Take what the last stage has told of grammars; whose cannot be built ends."""
         return [self._endings.fail(one, grammar_error(one, what)) for one, what in self.grammars.settle(told)]
 
-    def schedule(self, step_id: int) -> ScheduledBatch | None:
+    def plan_step(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
@@ -187,7 +188,7 @@ class Scheduler:
             )
         return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
 
-    def probe(self, step_id: int) -> ScheduledBatch:
+    def plan_probe(self, step_id: int) -> ScheduledBatch:
         """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
         return self._issue(PlanBuilder(step_id))
 
@@ -195,7 +196,7 @@ class Scheduler:
         """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
         return self._issued.requests_of(step_id)
 
-    def update(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
+    def settle_result(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
         """Settle a step: append its tokens, end the requests that they end.
 
         Results of requests that have finished or been aborted in the meantime are dropped (row D11).

@@ -32,7 +32,7 @@ class FakeTransfer:
     def is_busy(self) -> bool:
         return bool(self.given)
 
-    def submit(self, orders: list[TierOrder]) -> None:
+    def submit_orders(self, orders: list[TierOrder]) -> None:
         self.given += orders
 
     def collect(self) -> OrdersDone | None:
@@ -47,7 +47,7 @@ def test_answers_go_out_while_there_is_no_plan() -> None:
     """A request that waits for its blocks is the only one: no plan comes before the answer has gone."""
     core, rank = QueueChannel.pair()
     orders = TransferOrders(FakeTransfer(), rank, NoBuilds())
-    orders.give([ORDER])
+    orders.take_orders([ORDER])
     plans = plans_from(rank, orders=orders)
 
     def answer() -> None:
@@ -101,9 +101,9 @@ def test_dr5_what_is_built_is_told_while_there_is_no_plan() -> None:
 def test_a_rank_without_a_store_refuses_orders() -> None:
     core, rank = QueueChannel.pair()
     orders = TransferOrders(NoTransfer(), rank, NoBuilds())
-    orders.give([])
-    orders.give([ORDER])
-    orders.tell()
+    orders.take_orders([])
+    orders.take_orders([ORDER])
+    orders.send_answers()
     frame = core.recv(0)
     assert frame is not None
     assert decode_to_core(frame) == OrdersDone(done=[], failed=[4])

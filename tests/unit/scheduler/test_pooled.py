@@ -228,7 +228,7 @@ def test_dr1_a_result_without_its_vectors_is_not_ours() -> None:
     rig.step()
     (plan,) = [plan for plan in rig.executor.plans if plan.pooled]
     result = StepResult(step_id=plan.step_id, digest=plan.digest)
-    rig.executor.poll = lambda timeout_s: [result]  # type: ignore[method-assign]
+    rig.executor.poll_results = lambda timeout_s: [result]  # type: ignore[method-assign]
     (update,) = rig.step()
     assert update.error is not None
     assert update.error.kind == "ProtocolError"

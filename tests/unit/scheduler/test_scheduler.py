@@ -351,7 +351,7 @@ def test_r10_constraints_that_leave_no_token_are_named(
     sampling = SamplingParams(max_tokens=5, **constraints)
     request = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
     rig = CoreRig(eos_token_ids=(7,))
-    rig.scheduler.add(request)
+    rig.scheduler.add_request(request)
     (state,) = rig.scheduler._queues
     state.token_ids += [8, 8]
     error = row_error(state, 4, "its constraints leave none")
@@ -570,7 +570,7 @@ def test_r4_what_another_core_had_begun_does_not_expire_and_ends_with_those_that
     rig.core.add_request(begun, output_ids=[5, 6])
     rig.add("new", 3)
     rig.clock.advance(11.0)
-    assert [update.request_id for update in rig.scheduler.expire()] == ["new"]
+    assert [update.request_id for update in rig.scheduler.expire_requests()] == ["new"]
     assert rig.scheduler.next_expiry() is None
     error = StageLostError("again").info()
     assert [update.request_id for update in rig.scheduler.fail_started(error)] == ["runs", "begun"]
@@ -700,10 +700,10 @@ def test_results_out_of_order_are_our_bug() -> None:
     rig.add("r", 3, max_tokens=4)
     rig.step()
     plan = rig.executor.plans[0]
-    (result,) = rig.executor.poll(1.0)
-    rig.scheduler.update(plan, result)
+    (result,) = rig.executor.poll_results(1.0)
+    rig.scheduler.settle_result(plan, result)
     with pytest.raises(AssertionError, match="settled in step order"):
-        rig.scheduler.update(plan, result)
+        rig.scheduler.settle_result(plan, result)
 
 
 def test_check_invariants_sees_blocks_without_a_row() -> None:

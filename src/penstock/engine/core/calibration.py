@@ -209,7 +209,7 @@ class _Trials:
         )
 
     def _submit(self, plan: ScheduledBatch) -> None:
-        self._executor.submit(msgspec.structs.replace(plan, epoch=self._epoch))
+        self._executor.submit_plan(msgspec.structs.replace(plan, epoch=self._epoch))
         self.next_step += 1
 
     def _await(self, num_back: int) -> None:
@@ -226,7 +226,7 @@ class _Trials:
                 f"{self._config.stall_timeout_s:.0f} s.",
                 remedy="Raise --step-timeout if the model is that slow.",
             )
-        results = self._executor.poll(min(_POLL_S, deadline - now))
+        results = self._executor.poll_results(min(_POLL_S, deadline - now))
         self._num_back += len(results)
         self._came_at += [self._clock()] * len(results)
 

@@ -117,16 +117,16 @@ class EngineCore:
         """Queue a request; the next `step` may run it, on from what another core that had it has given it.
 
         Raises:
-            InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add` says.
+            InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add_request` says.
             PenstockError: the pipeline is lost; the error is its first cause.
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
-        self._scheduler.add(request, output_ids, num_scores)
+        self._scheduler.add_request(request, output_ids, num_scores)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; no update of it follows (row D13). False: there is none."""
-        return self._scheduler.abort(request_id)
+        return self._scheduler.abort_request(request_id)
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
         """Settle the results that have come, then fill the pipe (row D2).
@@ -142,7 +142,7 @@ class EngineCore:
         if self._failure is not None:
             return updates
         if not self.has_pipe:
-            return self._scheduler.expire()
+            return self._scheduler.expire_requests()
         try:
             self._turn(self._executor, updates)
             if timeout_s > 0 and not updates:
@@ -234,7 +234,7 @@ class EngineCore:
     def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
         self._take(executor, 0.0, updates)
         self._steps.check_progress()
-        updates += self._scheduler.expire()
+        updates += self._scheduler.expire_requests()
         self._feed.fill(executor, self._epoch)
         self._feed.learn(self._clock(), executor)
         if len(self._steps) == 0 and (self._clock() >= self._steps.due() or self.operations.wants_plan):
@@ -250,12 +250,12 @@ class EngineCore:
     def _take(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
         """Settle what has come. The result of a step that read blocks while they were being loaded waits
         until all ranks have said whether they were."""
-        self._steps.add_results(executor.poll(timeout_s))
+        self._steps.add_results(executor.poll_results(timeout_s))
         self._scheduler.settle_orders(executor.finished_orders(), executor.store_use())
         updates += self._scheduler.settle_grammars(executor.built_grammars())
         while self._steps.has_results and self._scheduler.prefixes.are_answered(self._steps.awaited):
             plan, result = self._steps.settle(self._epoch)
-            updates += self._scheduler.update(plan, result)
+            updates += self._scheduler.settle_result(plan, result)
             self.operations.settled(result.step_id, self._steps.next_step)
             self._steps.note_result()
             self._loss = None

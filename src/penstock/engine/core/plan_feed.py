@@ -62,7 +62,7 @@ class PlanFeed:
             if not self._pace.allows_plan:
                 self._meta = NO_META  # ranks wait for a plan
                 return
-            plan = self._scheduler.schedule(self._steps.next_step)
+            plan = self._scheduler.plan_step(self._steps.next_step)
             if plan is None:
                 self._meta = _STARVED
                 return
@@ -72,7 +72,7 @@ class PlanFeed:
 
     def probe(self, executor: Executor, epoch: int) -> None:
         """Submit a plan without rows, which proves the stages alive."""
-        self._submit(self._scheduler.probe(self._steps.next_step), executor, epoch)
+        self._submit(self._scheduler.plan_probe(self._steps.next_step), executor, epoch)
 
     def learn(self, now: float, executor: Executor) -> None:
         """Learn what plans cost from the stages' reports; `now`: clock seconds."""
@@ -85,4 +85,4 @@ class PlanFeed:
         plan = msgspec.structs.replace(plan, epoch=epoch, meta=meta)
         self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)
         step = self._steps.push(plan)
-        step.digest = executor.submit(plan)
+        step.digest = executor.submit_plan(plan)

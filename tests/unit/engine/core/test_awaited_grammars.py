@@ -298,8 +298,8 @@ def test_a_driver_that_waits_is_not_sent_round_for_nothing() -> None:
     rig.turn_often(3)
     assert rig.core.num_inflight == 0
     asked: list[float] = []
-    poll = rig.pipe.poll
-    rig.pipe.poll = lambda timeout_s: asked.append(timeout_s) or poll(timeout_s)  # type: ignore[method-assign,func-returns-value]
+    poll = rig.pipe.poll_results
+    rig.pipe.poll_results = lambda timeout_s: asked.append(timeout_s) or poll(timeout_s)  # type: ignore[method-assign,func-returns-value]
     rig.step(timeout_s=0.5)
     assert asked == [0.0, 0.5]
 

@@ -62,7 +62,7 @@ class SimulatedPipe:
         self._reports: list[StageSpans] = []
         self.is_silent = False
 
-    def submit(self, plan: ScheduledBatch) -> None:
+    def submit_plan(self, plan: ScheduledBatch) -> None:
         wire = decode_to_rank(encode(plan))
         assert isinstance(wire, ScheduledBatch)
         assert wire.step_id == len(self.plans)
@@ -83,7 +83,7 @@ class SimulatedPipe:
         if wire.meta.wants_times:
             self._report()
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         if self.is_silent or not self._done_at:
             self.clock.advance(timeout_s)
             return []

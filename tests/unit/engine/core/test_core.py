@@ -255,8 +255,8 @@ def test_a_stage_lost_at_submit_keeps_the_tokens_that_had_come() -> None:
     rig = busy(num_stages=1, async_depth=0)
     rig.step()
     rig.executor.release(1)
-    shown = rig.executor.poll(0.0)
-    rig.executor.poll = lambda timeout_s: [shown.pop()] if shown else []  # type: ignore[method-assign]
+    shown = rig.executor.poll_results(0.0)
+    rig.executor.poll_results = lambda timeout_s: [shown.pop()] if shown else []  # type: ignore[method-assign]
     rig.executor.lose_stage(0, "out of memory")
     updates = rig.step()
     assert sum(len(update.token_ids) for update in updates) == 8
@@ -284,9 +284,9 @@ def test_the_loop_may_give_the_pipeline_up_itself() -> None:
 def test_dr1_a_result_that_is_not_ours_ends_the_epoch(change: dict[str, object], message: str) -> None:
     rig = busy(num_stages=2, async_depth=0)
     rig.step()
-    (result,) = rig.executor.poll(1.0)
+    (result,) = rig.executor.poll_results(1.0)
     wrong = msgspec.structs.replace(result, **change)
-    rig.executor.poll = lambda timeout_s: [wrong]  # type: ignore[method-assign]
+    rig.executor.poll_results = lambda timeout_s: [wrong]  # type: ignore[method-assign]
     rig.step()
     check_everybody_failed(rig, message)
 
@@ -294,7 +294,7 @@ def test_dr1_a_result_that_is_not_ours_ends_the_epoch(change: dict[str, object],
 def test_dr1_a_result_nobody_asked_for() -> None:
     rig = CoreRig()
     rig.add("r", 3)
-    rig.executor.poll = lambda timeout_s: [StepResult(step_id=0)]  # type: ignore[method-assign]
+    rig.executor.poll_results = lambda timeout_s: [StepResult(step_id=0)]  # type: ignore[method-assign]
     rig.step()
     check_everybody_failed(rig, "the result of step 0 came, but step 0 is due (0 in flight)")
 
