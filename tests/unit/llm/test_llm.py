@@ -114,7 +114,7 @@ def test_r8_an_error_in_a_batch_names_the_prompt_and_nothing_runs(
     after = stories.stats()
     assert before is not None
     assert after is not None
-    assert after.scheduler.prompt_tokens == before.prompt_tokens
+    assert after.scheduler.prompt_tokens == before.scheduler.prompt_tokens
 
 
 def test_a_length_that_was_asked_for_must_fit_and_a_default_is_shortened(stories: LLM) -> None:
