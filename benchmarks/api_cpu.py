@@ -29,8 +29,10 @@ from penstock.engine.ipc import AddRequest, CoreSocket, Hello, StepUpdates, Welc
 from penstock.engine.stats import CoreStats
 from penstock.families.registry import load_spec
 from penstock.families.spec import ModelSpec
+from penstock.kvcache.stats import CacheStats
 from penstock.process.config import ApiProcessConfig
 from penstock.request import FinishReason, RequestUpdate
+from penstock.scheduler.stats import SchedulerStats
 
 BAR_MS = 2.5
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -81,19 +83,14 @@ class StubCore:
 
 def _stats(step: int, running: int) -> CoreStats:
     return CoreStats(
-        num_running=running,
-        num_waiting=0,
-        num_blocks=1000,
-        free_blocks=500,
-        num_preemptions=0,
+        scheduler=SchedulerStats(num_running=running, generated_tokens=step * running),
+        cache=CacheStats(num_blocks=1000, free_blocks=500),
         step_id=step,
         inflight=1,
         last_result_age_s=0.0,
         stalled_s=0.0,
         stall_limit_s=5.0,
         epoch=0,
-        generated_tokens=step * running,
-        prompt_tokens=0,
     )
 
 

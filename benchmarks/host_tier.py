@@ -73,7 +73,7 @@ def blocks_of(model: str, text: Path | None, num_tokens: int) -> list[bytes]:
             prompt = llm.get_tokenizer().encode(text.read_text()[: 8 * num_tokens])[:num_tokens]
         one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         llm.generate({"prompt_token_ids": prompt}, one)
-        while (stats := llm.stats()) is None or stats.stored_blocks < len(prompt) // BLOCK:
+        while (stats := llm.stats()) is None or stats.store.stored_blocks < len(prompt) // BLOCK:
             llm.generate({"prompt_token_ids": [5]}, one)
     return list(taken.values())
 

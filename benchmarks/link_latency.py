@@ -174,12 +174,12 @@ class LinkEnd:
     def send(self, step: int) -> int:
         """When it began, in nanoseconds."""
         header, now = make_header(step), time.monotonic_ns()
-        self._outgoing.send(header, self._tensors, self.clock)
+        self._outgoing.send_frame(header, self._tensors, self.clock)
         return now
 
     def receive(self, step: int) -> int:
         """When the tensors were there, in nanoseconds."""
-        self._incoming.recv(make_header(step), self._buffers, (), self.clock).wait()
+        self._incoming.receive_frame(make_header(step), self._buffers, (), self.clock).wait()
         return time.monotonic_ns()
 
 

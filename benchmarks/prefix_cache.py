@@ -35,8 +35,10 @@ from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.sessions import Sessions
+from penstock.kvcache.storage_tier import NoStorageTier
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestQueues, RequestState
+from penstock.scheduler.residency_ledger import NoLedger
 
 BLOCK = 32  # the default
 LOOKUP_TOKENS, TREE_BLOCKS = 32_768, 100_000
@@ -119,7 +121,7 @@ def stored_first_tokens(options: argparse.Namespace, store: str, tail: int) -> l
     with LLM(options.model, **settings) as llm:
         for prompt in prompts:
             llm.generate({"prompt_token_ids": prompt}, one)
-        while (stats := llm.stats()) is None or stats.stored_blocks < len(prompts) * (
+        while (stats := llm.stats()) is None or stats.store.stored_blocks < len(prompts) * (
             options.prefix // BLOCK
         ):
             llm.generate({"prompt_token_ids": [5]}, one)
@@ -163,7 +165,7 @@ def overlap_rows(options: argparse.Namespace, store: str) -> list[tuple[str, str
         is_stored = False
         for beginning in beginnings:
             seconds(beginning, 1)
-        while (stats := llm.stats()) is None or stats.stored_blocks < len(beginnings) * num_blocks:
+        while (stats := llm.stats()) is None or stats.store.stored_blocks < len(beginnings) * num_blocks:
             llm.generate({"prompt_token_ids": [5]}, one)
         is_stored = True
         seconds(beginnings[0], 1)  # what the store takes is known from now on
@@ -205,7 +207,7 @@ def index_costs() -> list[tuple[str, str, str, bool]]:
     for owner, prompt in enumerate(prompts):
         hold(allocator, owner, prompt, root)
         allocator.free(owner)
-    num_bytes = (tracemalloc.get_traced_memory()[0] - before + own) / pool.cache.num_cached  # type: ignore[union-attr]
+    num_bytes = (tracemalloc.get_traced_memory()[0] - before + own) / pool.cache.num_cached
     tracemalloc.stop()
     lookup = 1000 * median_seconds(lambda: allocator.find(block_hashes(root, prompts[0], BLOCK)), 15)
     unused = 1000 * unused_step() / STEP_MS
@@ -244,7 +246,11 @@ def unused_step() -> float:
     cache = PrefixCache(4096, eviction_order("lru"))
     allocator = BlockAllocator(BlockPool(4096, cache), BLOCK)
     prefixes = PrefixReuse(
-        allocator, RequestQueues(), Sessions(allocator, max_sessions=1, clock=time.monotonic)
+        allocator,
+        RequestQueues(),
+        Sessions(allocator, max_sessions=1, clock=time.monotonic),
+        NoStorageTier(),
+        NoLedger(),
     )
     requests = [
         RequestState(

@@ -155,15 +155,15 @@ def served_hits(trace: Sequence[TracedRequest], num_blocks: int) -> list[int]:
     hits, step = [], 0
     for number, request in enumerate(trace):
         sampling = SamplingParams(temperature=0.0, max_tokens=len(request.answer), ignore_eos=True)
-        scheduler.add(
+        scheduler.add_request(
             GenerationRequest(request_id=str(number), prompt_token_ids=request.prompt, sampling=sampling)
         )
         answer = iter(request.answer)
         while scheduler.has_requests:
-            plan = scheduler.schedule(step)
+            plan = scheduler.plan_step(step)
             assert plan is not None
             tokens = [[next(answer)] for _ in plan.sampled_rows]
-            updates = scheduler.update(plan, StepResult(step_id=step, token_ids=tokens))
+            updates = scheduler.settle_result(plan, StepResult(step_id=step, token_ids=tokens))
             step += 1
             hits += [
                 update.num_cached_tokens // BLOCK for update in updates if update.queue_seconds is not None

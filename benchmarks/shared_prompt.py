@@ -64,7 +64,7 @@ class Asker:
                 if update.finish_reason is not None:
                     waiting.discard(update.request_id)
             stats = self._client.stats()
-            num_blocks = max(num_blocks, stats.num_blocks - stats.free_blocks if stats else 0)
+            num_blocks = max(num_blocks, stats.cache.num_blocks - stats.cache.free_blocks if stats else 0)
         first, last = found[request.request_id], max(found.values())
         return Times(first[0], last[0], first[1], last[1], num_blocks, n * len(prompt) - num_cached)
 

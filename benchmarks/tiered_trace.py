@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 from prefix_trace import BLOCK, MAX_LEN, TracedRequest, belady_hits, conversations, ideal_hits
 
-from penstock.batch import NO_STORE_USE, Outcome, StepResult, TierOrder
+from penstock.batch import NO_STORE_USE, OrderResult, StepResult, TierOrder
 from penstock.config.engine import SchedulerConfig
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
@@ -147,7 +147,7 @@ class TieredEngine:
         in_pool = len(self._allocator.find(request.hashes))
         sampling = SamplingParams(temperature=0.0, max_tokens=len(request.answer), ignore_eos=True)
         self._num_requests += 1
-        self._scheduler.add(
+        self._scheduler.add_request(
             GenerationRequest(
                 request_id=str(self._num_requests), prompt_token_ids=request.prompt, sampling=sampling
             )
@@ -155,7 +155,7 @@ class TieredEngine:
         answer, found = iter(request.answer), 0
         self._scheduler.settle_orders([], NO_STORE_USE)
         while self._scheduler.has_requests or self._scheduler.prefixes.has_orders:
-            plan = self._scheduler.schedule(self._step)
+            plan = self._scheduler.plan_step(self._step)
             assert plan is not None
             have_come = self._carry_out(plan.orders) or not plan.awaited  # else the result is dropped
             tokens = [[next(answer) if have_come else 0] for _ in plan.sampled_rows]
@@ -163,7 +163,7 @@ class TieredEngine:
                 self._scheduler.prefixes.has_orders and plan.rows
             ):  # what it has named is stored before it ends
                 self._carry_out(self._scheduler.prefixes.take_orders())
-            updates = self._scheduler.update(plan, StepResult(step_id=self._step, token_ids=tokens))
+            updates = self._scheduler.settle_result(plan, StepResult(step_id=self._step, token_ids=tokens))
             self._step += 1
             found += sum(u.num_cached_tokens // BLOCK for u in updates if u.queue_seconds is not None)
         return Hits(min(in_pool, found), max(0, found - in_pool))
@@ -176,15 +176,16 @@ class TieredEngine:
         records = [self._store.get([keys[order]])[0] for order in loads]
         come = zip(loads, records, strict=True)
         self._store.used([keys[order] for order, record in come if record is not None])
-        done: list[Outcome] = [
-            (order.order, record is not None) for order, record in zip(loads, records, strict=True)
+        done: list[OrderResult] = [
+            OrderResult(order.order, "failed" if record is None else "done")
+            for order, record in zip(loads, records, strict=True)
         ]
         stores = [order for order in orders if not order.is_load]
         if stores:
             self._store.put({keys[order]: order.name[:1] * PART_BYTES for order in stores})
-        finished: list[Outcome] = [*done, *((order.order, True) for order in stores)]
+        finished: list[OrderResult] = [*done, *(OrderResult(order.order, "done") for order in stores)]
         self._scheduler.settle_orders(finished, NO_STORE_USE)
-        return all(is_done for _, is_done in done)
+        return all(result.status == "done" for result in done)
 
 
 def served_hits(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
@@ -102,6 +102,23 @@ class TierOrder(msgspec.Struct, frozen=True, array_like=True):
     name: bytes  # of what the block holds, or is to hold
 
 
+class PlanMeta(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a plan says of itself besides: it changes no step, only what is measured of it.
+
+    Attributes:
+        starved, held: why the plan was not issued right after the one before: no request could run; or the
+            pipe was full, and a result had to come first. Neither: the core was not earlier.
+        wants_times: ranks send `StageTimes` and `StageSpans` after it, due or not.
+    """
+
+    starved: bool = False
+    held: bool = False
+    wants_times: bool = False
+
+
+NO_META = PlanMeta()
+
+
 class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit_defaults=True):
     """One plan. An empty plan (no rows) is legal: it is the health probe and crosses every stage.
 
@@ -127,11 +144,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     # will not come. The core holds its result until all ranks have answered, and drops it if one has failed.
     awaited: list[int] = []
     scored: list[ScoredTokens] = []  # what the last stage tells besides; of a row at most once
-    # Why it was not issued right after the plan before: no request could run; or the pipe was full, and a
-    # result had to come first. Neither: the core was not earlier.
-    starved: bool = False
-    held: bool = False
-    wants_times: bool = False  # ranks send `StageTimes` and `StageSpans` after it, due or not
+    meta: PlanMeta = NO_META
     residency: int = 0  # digest of the core's residency table after it (`penstock.residency`); 0: not told
     digest: int = 0  # of all plans of the epoch up to this one; whatever belongs to the step carries it
 
@@ -246,6 +259,8 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def plus(self, other: StoreUse) -> StoreUse:
         """Of two that tell one after the other."""
+        if other is NO_STORE_USE:
+            return self
         return self._combined(other, operator.add, other.failure or self.failure)
 
     def since(self, earlier: StoreUse) -> StoreUse:
@@ -262,8 +277,18 @@ class StoreUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 NO_STORE_USE = StoreUse()
 
 
-# Of an order, by its number: done by all ranks; None: not, but only because one was late.
-Outcome = tuple[int, bool | None]
+OrderStatus = Literal[
+    "done",  # by all ranks that were asked
+    "late",  # a step could not wait for it; what the store has may be good
+    "failed",  # not in the store, not what it should be, or the store does not work
+]
+
+
+class OrderResult(NamedTuple):
+    """What has become of a `TierOrder`, on one rank or on all of them."""
+
+    order: int  # its number
+    status: OrderStatus
 
 
 class OrdersDone(msgspec.Struct, frozen=True, tag="orders_done", kw_only=True):

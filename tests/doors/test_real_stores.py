@@ -404,7 +404,7 @@ def test_h1_an_engine_that_starts_again_finds_what_the_one_before_has_stored(
     with LLM("demo", kv_store=url, **PROCESSES) as llm:
         assert run(llm, ROUNDS[0]) == (cold[0], 0)
         wait_until_stored(llm, ROUNDS[0], cold[0])
-        num_stored = stats_of(llm).stored_blocks
+        num_stored = stats_of(llm).store.stored_blocks
     with closing(open_to_read(url)) as store:
         (found,) = survey(store)
     assert found.num_blocks == num_stored
@@ -412,7 +412,7 @@ def test_h1_an_engine_that_starts_again_finds_what_the_one_before_has_stored(
     assert found.description.block_size == BLOCK
     with LLM("demo", kv_store=url, kv_store_patience_s=60.0, **PROCESSES) as llm:
         assert run(llm, ROUNDS[0]) == (cold[0], NUM_FOUND)
-        assert stats_of(llm).store_call_failures == stats_of(llm).store_verify_failures == 0
+        assert stats_of(llm).store.use.call_failures == stats_of(llm).store.use.verify_failures == 0
 
 
 @pytest.mark.parametrize("harm", [RealServer.kill, RealServer.stand_still])
@@ -431,7 +431,7 @@ def test_r9_streams_go_on_when_the_server_is_killed_or_stopped_under_them(
         async with AsyncLLM("demo", kv_store=address(), **PROCESSES) as llm:
             assert await asyncio.gather(*(stream(llm, number) for number in range(3))) == cold_long
             async with asyncio.timeout(HANG_S):  # what it has not stored is counted, if it has time for it
-                while (stats := (await llm.status()).stats) is None or not stats.store_call_failures:
+                while (stats := (await llm.status()).stats) is None or not stats.store.use.call_failures:
                     assert await stream(llm, 1) == cold_long[1]
 
     asyncio.run(use())
@@ -467,15 +467,15 @@ def test_r9_an_engine_leaves_a_killed_server_alone_and_uses_it_again(
 
     with small_engine(DEMO, kv_store=url, **TWO_STAGES) as llm:
         server.kill()
-        while stats_of(llm).store_switched_off < 3:  # core and both ranks
+        while stats_of(llm).store.use.switched_off < 3:  # core and both ranks
             take_a_turn(llm)
-        num_failures = stats_of(llm).store_call_failures
+        num_failures = stats_of(llm).store.use.call_failures
         take_a_turn(llm)
-        assert stats_of(llm).store_call_failures == num_failures == 3 * MAX_FAILURES
+        assert stats_of(llm).store.use.call_failures == num_failures == 3 * MAX_FAILURES
 
         server.start()
         clock.advance(PAUSE_SECONDS)
-        while stats_of(llm).store_switched_off:
+        while stats_of(llm).store.use.switched_off:
             take_a_turn(llm)
         assert run(llm, ROUNDS[0]) == (cold[0], NUM_FOUND)
-        assert stats_of(llm).store_call_failures == num_failures
+        assert stats_of(llm).store.use.call_failures == num_failures

@@ -93,10 +93,10 @@ def test_each_fault_of_a_frame_is_noticed_by_who_sends_or_receives(
 
     def pass_frames() -> None:
         for step in range(2):
-            sender.send(header(step), tensors(step))
+            sender.send_frame(header(step), tensors(step))
         for step in range(2):
             out = tensors(99)
-            receiver.recv(header(step), out, ["who"]).wait()
+            receiver.receive_frame(header(step), out, ["who"]).wait()
             assert all(torch.equal(a, b) for a, b in zip(out, tensors(step), strict=True))
 
     expected = LINK_OUTCOMES[kind]
@@ -111,16 +111,16 @@ def test_each_fault_of_a_frame_is_noticed_by_who_sends_or_receives(
 @pytest.mark.parametrize("kind", [Kind.CLOSE, Kind.THROW])
 def test_the_receiving_end_suffers_when_it_waits(ends: tuple[Link, Link], kind: Kind) -> None:
     receiver = FaultyLink(ends[1], "in", OneFault(kind))
-    handle = receiver.recv(header(0), tensors(99))
+    handle = receiver.receive_frame(header(0), tensors(99))
     for _ in range(2):
         with pytest.raises(LINK_OUTCOMES[kind]):
             handle.wait()
 
 
 def test_a_dropped_frame_that_none_follows_is_missed_at_the_deadline(ends: tuple[Link, Link]) -> None:
-    FaultyLink(ends[0], "out", OneFault(Kind.DROP)).send(header(0), tensors(0))
+    FaultyLink(ends[0], "out", OneFault(Kind.DROP)).send_frame(header(0), tensors(0))
     with pytest.raises(WaitTimeoutError, match="step 0"):
-        ends[1].recv(header(0), tensors(99)).wait()
+        ends[1].receive_frame(header(0), tensors(99)).wait()
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -245,7 +245,8 @@ class DivergingChannel:
         plan = decode_to_rank(frame)
         assert isinstance(plan, ScheduledBatch)
         if plan.step_id == self._step_id:
-            changed = msgspec.structs.replace(plan, held=not plan.held, digest=0)
+            meta = msgspec.structs.replace(plan.meta, held=not plan.meta.held)
+            changed = msgspec.structs.replace(plan, meta=meta, digest=0)
             digest = plan_digest(changed, self._before) if self._is_sealed else plan.digest
             frame = encode(msgspec.structs.replace(changed, digest=digest))
         self._before = plan.digest

@@ -49,10 +49,15 @@ async def collect(llm: AsyncLLM, prompt: Any, sampling: SamplingParams = GREEDY)
     return [output async for output in llm.generate(prompt, sampling)]
 
 
+async def _is_quiet(llm: AsyncLLM) -> bool:
+    stats = (await llm.status()).stats
+    return stats is not None and not (stats.scheduler.num_running or stats.scheduler.num_waiting)
+
+
 async def until_idle(llm: AsyncLLM) -> None:
     """Nothing of what was aborted runs on."""
     async with asyncio.timeout(30):
-        while (stats := (await llm.status()).stats) is None or stats.num_running or stats.num_waiting:  # noqa: ASYNC110
+        while not (await _is_quiet(llm)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 

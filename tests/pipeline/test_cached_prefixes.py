@@ -60,7 +60,7 @@ def test_a10_cached_prefixes_give_the_tokens_of_a_cold_run(
         assert outputs(llm) == cold, "all from the cache"
         stats = llm.stats()
         assert stats is not None
-        assert stats.prefix_hit_tokens >= sum(map(findable, PROMPTS))
+        assert stats.cache.prefix_hit_tokens >= sum(map(findable, PROMPTS))
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "priority"])
@@ -72,8 +72,8 @@ def test_a10_a_cache_that_must_give_up_blocks_all_the_time(
             assert outputs(llm) == cold
         stats = llm.stats()
         assert stats is not None
-        assert stats.evicted_blocks
-        assert stats.prefix_hit_tokens
+        assert stats.cache.evicted_blocks
+        assert stats.cache.prefix_hit_tokens
 
 
 @pytest.mark.parametrize(("policy", "is_kept"), [("priority", True), ("lru", False)])

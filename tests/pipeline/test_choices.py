@@ -63,7 +63,7 @@ def test_g8_each_choice_is_what_it_would_be_alone(
     assert stats is not None
     # Prompts are unlike from the first token on, so that followers alone find anything.
     shared = sum(findable(prompt) for prompt in PROMPTS) * (PARAMS.n - 1)
-    assert stats.prefix_hit_tokens == (shared if cached else 0)
+    assert stats.cache.prefix_hit_tokens == (shared if cached else 0)
     assert [output.num_cached_tokens for output in outputs] == [0] * len(PROMPTS), "nobody had them before"
 
 
@@ -75,7 +75,9 @@ def test_too_few_blocks_for_all_change_no_token(model: Path) -> None:
         with small_engine(model, dtype="float32", num_blocks=num_blocks, pipeline_parallel_size=2) as llm:
             outputs = llm.generate(prompts, long)
             found.append([[one.token_ids for one in output.outputs] for output in outputs])
-            preempted.append((llm.stats() or pytest.fail("no word from the core")).num_preemptions > 0)
+            preempted.append(
+                (llm.stats() or pytest.fail("no word from the core")).scheduler.num_preemptions > 0
+            )
     assert found[0] == found[1]
     assert preempted == [False, True]
 

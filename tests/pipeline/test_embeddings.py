@@ -189,7 +189,7 @@ def test_d10_vectors_are_whole_after_preemption(
         run_all(llm._client, [*old, young], ProgressDisplay())
         stats = llm.stats()
         assert stats is not None
-        assert stats.num_preemptions > 0
+        assert stats.scheduler.num_preemptions > 0
         found = np.frombuffer(young.whole().vector, dtype=np.float32)
         np.testing.assert_allclose(found, expected["mean"][3], rtol=0, atol=TOLERANCE)
 

@@ -145,22 +145,22 @@ def test_r9_a_store_that_fails_is_left_alone_after_five_failures_and_tried_again
     store.fails, store.failure = fault.fails, fault.failure
     turns = iter(range(1, NUM_ROUNDS))
     with small_engine(model, pipeline_parallel_size=2, **settings) as llm:
-        while stats_of(llm).store_switched_off < fault.num_off:
+        while stats_of(llm).store.use.switched_off < fault.num_off:
             check(llm, next(turns), cold)
         expected = MAX_FAILURES * fault.num_off
         check(llm, next(turns), cold)
         assert store.num_failed == expected, "nobody asks a store that is switched off"
-        assert stats_of(llm).store_call_failures == expected
-        assert stats_of(llm).store_switched_off == fault.num_off
-        assert stats_of(llm).store_failure == told(fault.failure)
+        assert stats_of(llm).store.use.call_failures == expected
+        assert stats_of(llm).store.use.switched_off == fault.num_off
+        assert stats_of(llm).store.use.failure == told(fault.failure)
 
         store.fails, store.now = never, store.now + PAUSE_SECONDS
-        while stats_of(llm).store_switched_off:
+        while stats_of(llm).store.use.switched_off:
             check(llm, next(turns), cold)
-        assert stats_of(llm).store_call_failures == expected
+        assert stats_of(llm).store.use.call_failures == expected
     with small_engine(model, tensor_parallel_size=2, **settings) as llm:
         assert check(llm, 0, cold) == NUM_FOUND
-        assert not stats_of(llm).store_call_failures
+        assert not stats_of(llm).store.use.call_failures
 
 
 # --- a store that stands still ----------------------------------------------------------------------
@@ -193,7 +193,7 @@ def test_r9_nobody_waits_for_a_store_that_stands_still_while_it_is_asked_or_writ
             assert (check(llm, 0, cold), check(llm, 1, cold)) == (num_found, 0)
             assert store.is_asked.wait(60)
             store.may_go_on.set()
-            until(llm, lambda stats: stats.stored_blocks >= NUM_BLOCKS)
+            until(llm, lambda stats: stats.store.stored_blocks >= NUM_BLOCKS)
             assert check(llm, 0, cold) == NUM_FOUND
     finally:
         store.may_go_on.set()
@@ -212,13 +212,13 @@ def test_r9_orders_end_at_their_deadline_where_a_store_stands_still_while_it_is_
             monkeypatch.setattr(kv_transfer, "DEADLINE_S", 0.1)
             assert (check(llm, 0, cold), check(llm, 1, cold)) == (0, 0)
             assert store.is_asked.is_set()
-            assert stats_of(llm).failed_blocks >= NUM_FOUND // BLOCK
+            assert stats_of(llm).store.failed_blocks >= NUM_FOUND // BLOCK
             monkeypatch.setattr(kv_transfer, "DEADLINE_S", 600.0)
             store.may_go_on.set()
             for turn in (0, 1):
                 assert check(llm, turn, cold) == NUM_FOUND, "in the pool, where they were computed"
             assert check(llm, 2, cold) == 0
-            until(llm, lambda stats: stats.stored_blocks >= NUM_BLOCKS)
+            until(llm, lambda stats: stats.store.stored_blocks >= NUM_BLOCKS)
     finally:
         store.may_go_on.set()
 
@@ -275,9 +275,9 @@ def test_r9_a_bad_record_is_counted_once_computed_and_stored_anew(
     left = sum(map(findable, ROUNDS[0][: len(ROUNDS[0]) - num_bad]))
     with small_engine(model, pipeline_parallel_size=3, **settings) as llm:
         assert check(llm, 0, cold) == left
-        stats = until(llm, lambda stats: stats.stored_blocks >= num_bad)
-        assert stats.store_verify_failures == HARM[harm]
-        assert (stats.failed_blocks, stats.store_call_failures) == (num_bad, 0)
+        stats = until(llm, lambda stats: stats.store.stored_blocks >= num_bad)
+        assert stats.store.use.verify_failures == HARM[harm]
+        assert (stats.store.failed_blocks, stats.store.use.call_failures) == (num_bad, 0)
     with small_engine(model, tensor_parallel_size=2, **settings) as llm:
         assert check(llm, 0, cold) == NUM_FOUND
-        assert not stats_of(llm).store_verify_failures
+        assert not stats_of(llm).store.use.verify_failures

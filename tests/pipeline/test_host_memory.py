@@ -42,12 +42,12 @@ def test_h1_what_the_pool_has_given_up_is_found_in_host_memory(
                 assert num_found == (NUM_FOUND if turn else 0)
         stats = llm.stats()
         assert stats is not None
-        assert stats.evicted_blocks
-        assert stats.host_bytes_read > stats.host_records_read > 0
-        assert stats.host_bytes_written
-        assert stats.host_bytes_used <= HOST_BYTES * 12, "of each rank"
-        assert not stats.failed_blocks
-        assert (stats.store_records_read, stats.store_bytes_read) == (0, 0)
+        assert stats.cache.evicted_blocks
+        assert stats.store.use.host_bytes_read > stats.store.use.host_records_read > 0
+        assert stats.store.use.host_bytes_written
+        assert stats.store.use.host_bytes_used <= HOST_BYTES * 12, "of each rank"
+        assert not stats.store.failed_blocks
+        assert (stats.store.use.records_read, stats.store.use.bytes_read) == (0, 0)
 
 
 def test_h8_write_back_stores_what_host_memory_gives_up_and_the_rest_at_the_end(
@@ -60,7 +60,7 @@ def test_h8_write_back_stores_what_host_memory_gives_up_and_the_rest_at_the_end(
         run(llm, [PROMPTS[0]])
         stats = llm.stats()
         assert stats is not None
-        assert stats.store_bytes_written < 1000, "what the catalogue says of the model, and no block"
+        assert stats.store.use.bytes_written < 1000, "what the catalogue says of the model, and no block"
     with small_engine(model, tmp_path / "store", pipeline_parallel_size=2, dtype="float32") as llm:
         found = [run(llm, [prompt]) for prompt in PROMPTS]
         assert [tokens for (tokens,), _ in found] == cold

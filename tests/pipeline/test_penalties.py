@@ -107,7 +107,7 @@ def test_d6_g8_tokens_and_logprobs_are_those_of_one_stage(
         found = outputs(llm)
         stats = llm.stats()
         assert stats is not None
-        assert (stats.num_preemptions > 0) == (num_blocks == 12)
+        assert (stats.scheduler.num_preemptions > 0) == (num_blocks == 12)
     for one, other in zip(found, expected, strict=True):
         assert one.token_ids == other.token_ids
         assert one.finish_reason == other.finish_reason

@@ -70,7 +70,7 @@ def test_h1_d15_what_one_layout_stores_every_other_finds(
             assert run(llm) == (cold, NUM_FOUND), reader
             stats = llm.stats()
             assert stats is not None
-            assert stats.store_records_read == NUM_RECORDS, "no rank's part is read twice, or by nobody"
+            assert stats.store.use.records_read == NUM_RECORDS, "no rank's part is read twice, or by nobody"
 
 
 def test_h17_another_model_finds_nothing(model: Path, cold: list[list[int]], tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_r9_bad_records_cost_time_and_no_token(
         assert num_found < NUM_FOUND
         stats = llm.stats()
         assert stats is not None
-        assert stats.failed_blocks
+        assert stats.store.failed_blocks
 
 
 def test_h18_a_rank_without_its_part_runs_what_the_others_run(

@@ -99,7 +99,7 @@ def test_d12_tokens_are_the_same_in_every_layout(
         assert [o.token_ids for o in found] == [o.token_ids for o in expected]
         stats = llm.stats()
         assert stats is not None
-        assert ("num_blocks" in layout) == (stats.num_preemptions > 0)
+        assert ("num_blocks" in layout) == (stats.scheduler.num_preemptions > 0)
 
 
 @pytest.mark.parametrize(

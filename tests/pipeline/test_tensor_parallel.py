@@ -85,13 +85,13 @@ def test_c5_each_link_carries_a_receivers_part_of_the_hidden_states_or_all_that_
     sizes = {"hidden_size": width, "head_dim": 8}
     checkpoints.make_checkpoint(tmp_path, layers=3, vocab_size=150, seed=0, **sizes)
     sent: Counter[str] = Counter()
-    send = MemoryLink.send
+    send = MemoryLink.send_frame
 
     def counted(link: MemoryLink, header: Any, tensors: Sequence[Tensor], *more: Any) -> None:
         sent[link._name] += sum(tensor.nbytes for tensor in tensors)
         send(link, header, tensors, *more)
 
-    monkeypatch.setattr(MemoryLink, "send", counted)
+    monkeypatch.setattr(MemoryLink, "send_frame", counted)
     tokens = outputs(tmp_path, (1, 1))
     (whole,) = sent.values()
     sent.clear()

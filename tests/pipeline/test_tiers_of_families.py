@@ -95,8 +95,8 @@ def finds_what_it_computes(case: Case, model: Path, store: Path, writer: str, re
             assert run(llm, PROMPTS, PARAMS) == (cold, NUM_FOUND), f"{reader}, stored by {writer}"
             stats = llm.stats()
             assert stats is not None
-            assert stats.loaded_blocks >= NUM_FOUND // BLOCK // len(PROMPTS)
-            assert not stats.failed_blocks
+            assert stats.store.loaded_blocks >= NUM_FOUND // BLOCK // len(PROMPTS)
+            assert not stats.store.failed_blocks
 
 
 def turn(number: int, case: Case) -> tuple[str, str]:

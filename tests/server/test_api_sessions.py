@@ -170,7 +170,9 @@ def test_g4_what_has_no_sessions_refuses_them_by_name(server: LiveServer) -> Non
 
 
 def test_g4_how_many_are_open_is_shown(server: LiveServer) -> None:
-    server.engine.state = Status(stats=stats(num_sessions=3, session_blocks=41, reaped_sessions=2))
+    server.engine.state = Status(
+        stats=stats(sessions_num_open=3, sessions_kept_blocks=41, sessions_num_reaped=2)
+    )
     _, raw = server.request("GET", "/metrics", None, AS_CLIENT)
     for line in (
         b'penstock_sessions{model_name="fake"} 3.0',

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from core_numbers import core_stats
 from penstock.batch import StageSpans
 from penstock.engine.client.outputs import OutputAssembler, TextDelta
 from penstock.engine.client.siblings import with_siblings
@@ -24,7 +25,6 @@ from penstock.errors import AbortedError, OverloadedError, PenstockError
 from penstock.families.registry import resolve_model_directory
 from penstock.grammar.proving import GrammarModel
 from penstock.operations import Abort, Operation, OperationDone
-from penstock.process.config import Restarts
 from penstock.request import PoolingParams, RequestUpdate, SamplingParams, TokenLogprobs, VectorShape
 from penstock.server.engine_port import ServedModel
 from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax
@@ -284,15 +284,7 @@ def fake_logprobs(token_id: int, count: int) -> TokenLogprobs:
 
 
 def stats(**changes: Any) -> CoreStats:
-    values: dict[str, Any] = dict.fromkeys(CoreStats.__struct_fields__, 0)
-    return CoreStats(
-        **(
-            values
-            | {"num_blocks": 100, "free_blocks": 75, "stage_times": [], "loss": None, "restarts": Restarts()}
-            | {"store_failure": ""}
-            | changes
-        )
-    )
+    return core_stats(**{"num_blocks": 100, "free_blocks": 75} | changes)
 
 
 def syntax_of(tools: str, reasoning: str = "none") -> ModelSyntax:

@@ -22,6 +22,7 @@ from penstock.batch import (
     NO_STORE_USE,
     BuiltGrammar,
     NewRow,
+    OrderResult,
     RankLoaded,
     RowSampling,
     ScheduledBatch,
@@ -44,7 +45,8 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
-from penstock.kvcache.storage_tier import Catalogue, StorageTier, TierPolicy
+from penstock.kvcache.storage_tier import StorageTier, TierPolicy
+from penstock.kvcache.stored_names import Catalogue
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.request import (
     GenerationRequest,
@@ -368,8 +370,8 @@ class FakeExecutor:
         self.lose_at: int | None = None  # the step at whose submission a stage dies
         self.stored: dict[bytes, list[tuple[int, int]]] = {}  # what the ranks' parts of the store hold
         self.answers_at_once = True  # orders are answered as soon as they are given; else by `answer`
-        self._open_orders: deque[tuple[int, bool]] = deque()
-        self._answered: list[tuple[int, bool]] = []
+        self._open_orders: deque[OrderResult] = deque()
+        self._answered: list[OrderResult] = []
         self.told_use = NO_STORE_USE  # what the ranks tell next of the store
         self.builds_at_once = True  # grammars are told as soon as they are named; else by `tell_built`
         self._built: list[BuiltGrammar] = []
@@ -411,7 +413,7 @@ class FakeExecutor:
         """Nothing to wait for but `poll`."""
         return []
 
-    def submit(self, plan: ScheduledBatch) -> int:
+    def submit_plan(self, plan: ScheduledBatch) -> int:
         if plan.step_id == self.lose_at:
             self.lose_stage(1, "killed")
         if self.lost is not None:
@@ -427,7 +429,7 @@ class FakeExecutor:
         self._due.append(encode(self._result(wire, self.replica.run(wire))))
         return wire.digest
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         if self.lost is not None:
             raise self.lost
         count = self._num_released
@@ -450,13 +452,15 @@ class FakeExecutor:
             self.replica.slots.update(zip(places, found or (), strict=False))
         else:
             self.stored[order.name] = [self.replica.slots[place] for place in places]
-        (self._answered if self.answers_at_once else self._open_orders).append((order.order, is_done))
+        (self._answered if self.answers_at_once else self._open_orders).append(
+            OrderResult(order.order, "done" if is_done else "failed")
+        )
 
     def answer(self, count: int) -> None:
         """Let the ranks answer the `count` oldest orders."""
         self._answered += [self._open_orders.popleft() for _ in range(min(count, len(self._open_orders)))]
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[OrderResult]:
         answered, self._answered = self._answered, []
         return answered
 

@@ -157,7 +157,7 @@ class FaultyLink:
         self._number = 0
         self._held: list[tuple[FrameHeader, list[Tensor]]] = []
 
-    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+    def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         fault = self._strike(SENDING)
         kind = None if fault is None else fault.kind
         if kind is Kind.REORDER:
@@ -169,18 +169,18 @@ class FaultyLink:
         elif kind is Kind.RESHAPE:
             header, tensors = reshaped(header, tensors, fault.choice)
         for _ in range(2 if kind is Kind.DUPLICATE else 1):
-            self._inner.send(header, tensors, clock)
+            self._inner.send_frame(header, tensors, clock)
         while self._held:
-            self._inner.send(*self._held.pop(0), clock)
+            self._inner.send_frame(*self._held.pop(0), clock)
 
-    def recv(
+    def receive_frame(
         self,
         header: FrameHeader,
         out: Sequence[Tensor],
         requests: Sequence[str] = (),
         clock: PhaseClock = NOBODYS,
     ) -> RecvHandle:
-        handle = self._inner.recv(header, out, requests, clock)
+        handle = self._inner.receive_frame(header, out, requests, clock)
 
         def wait() -> None:
             self._strike(RECEIVING)

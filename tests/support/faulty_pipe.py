@@ -30,6 +30,7 @@ from faulty_links import (
 from penstock.batch import (
     AllocateKV,
     BuiltGrammar,
+    OrderResult,
     ScheduledBatch,
     StageSpans,
     StageTimes,
@@ -98,12 +99,12 @@ class EpochExecutor:
     def start(self) -> KVPlan:
         return self._ranks.handshake(GUARD_S)
 
-    def submit(self, plan: ScheduledBatch) -> int:
-        digest = self._chains.of_core[plan.epoch, plan.step_id] = self._ranks.submit(plan)
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        digest = self._chains.of_core[plan.epoch, plan.step_id] = self._ranks.submit_plan(plan)
         return digest
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
-        return self._ranks.poll(timeout_s)
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        return self._ranks.poll_results(timeout_s)
 
     def stage_times(self) -> list[StageTimes]:
         return self._ranks.reports.stage_times()
@@ -111,7 +112,7 @@ class EpochExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:

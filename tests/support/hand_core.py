@@ -132,9 +132,9 @@ def arithmetic_tokens(prompt: Sequence[int], count: int, num_stages: int) -> lis
 class PlanRunner(Protocol):
     """What `generate` drives: an executor, or anything with these two methods of one."""
 
-    def submit(self, plan: ScheduledBatch) -> None: ...
+    def submit_plan(self, plan: ScheduledBatch) -> None: ...
 
-    def poll(self, timeout_s: float) -> list[StepResult]: ...
+    def poll_results(self, timeout_s: float) -> list[StepResult]: ...
 
 
 @dataclass
@@ -188,8 +188,8 @@ class HandCore:
         waiting = list(wanted)
         while waiting or self.running or self.plans:
             while len(self.plans) < self.depth and (plan := self.next_plan(waiting)) is not None:
-                runner.submit(plan)
-            for result in runner.poll(20.0):
+                runner.submit_plan(plan)
+            for result in runner.poll_results(20.0):
                 self.settle(result)
 
     def next_plan(self, waiting: list[Wanted]) -> ScheduledBatch | None:

@@ -19,6 +19,7 @@ from fakes import CoreRig, RankReplica
 from penstock.batch import (
     BuiltGrammar,
     GrammarsBuilt,
+    OrderResult,
     OrdersDone,
     RankLoaded,
     ScheduledBatch,
@@ -57,7 +58,7 @@ class Rank:
     on_way: deque[bytes] = field(default_factory=deque)  # plans, sent and not here
     plans: deque[ScheduledBatch] = field(default_factory=deque)  # here and not begun
     copies: list[TierOrder] = field(default_factory=list)  # given and not carried out
-    answers: list[tuple[int, bool]] = field(default_factory=list)  # carried out and not told
+    answers: list[OrderResult] = field(default_factory=list)  # carried out and not told
     sampled: dict[int, list[int]] = field(default_factory=dict)  # by step
     scored: dict[int, list[list[TokenLogprobs]]] = field(default_factory=dict)  # by step
     pooled: dict[int, list[bytes]] = field(default_factory=dict)  # by step
@@ -177,7 +178,7 @@ class ReplicaPipe:
     def poll_start(self) -> KVPlan | None:
         return self.start()
 
-    def submit(self, plan: ScheduledBatch) -> int:
+    def submit_plan(self, plan: ScheduledBatch) -> int:
         if self.lost is not None:
             raise self.lost
         sealed = self._log.seal(plan)
@@ -188,7 +189,7 @@ class ReplicaPipe:
             rank.on_way.append(encode(sealed))
         return sealed.digest
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         """Lets a little happen; with a timeout so much that there is something to tell, if anything can."""
         if self.lost is not None:
             raise self.lost
@@ -200,7 +201,7 @@ class ReplicaPipe:
                     break
         return self._results()
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._reports.finished_orders()
 
     def store_use(self) -> StoreUse:
@@ -395,5 +396,5 @@ class ReplicaRig(CoreRig):
         for _ in range(12):
             self.clock.advance(1.0)
             self.turn(*range(len(self.pipe.ranks)))
-        assert self.scheduler.stats().free_blocks == num_blocks
+        assert self.core.stats().cache.free_blocks == num_blocks
         self.core.check_invariants()

@@ -64,6 +64,6 @@ def wait_until_stored(llm: LLM, prompts: Sequence[Sequence[int]], tokens: Sequen
         for name in block_hashes(root_hash(), [*prompt, *answer[:-1]], BLOCK)
     }
     filler = [[5, number % 90] for number in range(400)]
-    while (stats := llm.stats()) is None or stats.stored_blocks < len(wanted):
+    while (stats := llm.stats()) is None or stats.store.stored_blocks < len(wanted):
         assert filler, f"{stats} after 400 requests, and {len(wanted)} blocks are to be stored"
         run(llm, [filler.pop()])

@@ -12,6 +12,7 @@ from penstock.batch import (
     GrammarsBuilt,
     NewRow,
     OrdersDone,
+    PlanMeta,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -119,9 +120,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "awaited": [0],
         "scored": [ScoredTokens(2, 1, 16)],
         "residency": 5,
-        "starved": True,
-        "held": True,
-        "wants_times": True,
+        "meta": PlanMeta(wants_times=True),
     }
     assert set(other) == set(ScheduledBatch.__struct_fields__) - {"digest"}
     for field, value in other.items():

@@ -1,25 +1,44 @@
-"""The engine core's numbers for clients, metrics and the readiness check. Plain data."""
+"""The engine core's numbers for clients, metrics and the readiness check. Plain data, and sums of it."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from penstock.batch import StageTimes
 from penstock.errors import ErrorInfo
+from penstock.kvcache.stats import CacheStats, SessionStats, StoreStats
 from penstock.process.config import Restarts
+from penstock.scheduler.stats import SchedulerStats
+
+Part = TypeVar("Part", bound=msgspec.Struct)
+
+_SCHEDULER_TOTALS = ("num_preemptions", "recovered_requests", "prompt_tokens", "generated_tokens")
+_CACHE_TOTALS = ("prefix_tokens", "prefix_hit_tokens", "evicted_blocks")
+_STORE_TOTALS = ("stored_blocks", "loaded_blocks", "failed_blocks")
+_USE_TOTALS = (
+    "bytes_read",
+    "bytes_written",
+    "records_read",
+    "verify_failures",
+    "call_failures",
+    "host_bytes_read",
+    "host_records_read",
+    "host_bytes_written",
+)
 
 
 class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     """Gauges of now, and totals since the start. Rates and histograms are made where they are shown."""
 
-    paused: bool = False  # an administrator has asked for it (`penstock.operations`)
+    scheduler: SchedulerStats = SchedulerStats()
+    cache: CacheStats = CacheStats()
+    store: StoreStats = StoreStats()
+    sessions: SessionStats = SessionStats()
     plan_interval_ms: int = 0  # an administrator has slowed the engine down; 0: not
     open_operations: int = 0  # of administrators, accepted and not complete
-    num_running: int
-    num_waiting: int  # preempted requests included
-    num_blocks: int
-    free_blocks: int
-    num_preemptions: int
     step_id: int  # of the next plan
     inflight: int  # plans submitted, result not settled
     last_result_age_s: float  # since a result last came, infinite before the first; probes keep it near 1
@@ -30,29 +49,43 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     loss: ErrorInfo | None = None  # why the pipe is broken, until a step has crossed it again
     restarts: Restarts = Restarts()
-    recovered_requests: int = 0  # that a lost stage has interrupted, counted once for each loss
-    generated_tokens: int
-    prompt_tokens: int  # of requests that have yielded their first token
-    prefix_tokens: int = 0  # of requests that have started, or started again
-    prefix_hit_tokens: int = 0  # of these, found in the prefix cache
-    cached_blocks: int = 0  # that a request could find, held ones included
-    evicted_blocks: int = 0  # that something else has taken the place of
-    stored_blocks: int = 0  # all parts of which the ranks have put into the store
-    loaded_blocks: int = 0  # and got from it
-    failed_blocks: int = 0  # that could not be stored or loaded
-    store_bytes_read: int = 0  # by ranks and core together, as in `batch.StoreUse`
-    store_bytes_written: int = 0
-    store_records_read: int = 0
-    store_verify_failures: int = 0
-    store_call_failures: int = 0
-    host_bytes_read: int = 0  # of ranks' host tiers
-    host_records_read: int = 0
-    host_bytes_written: int = 0
-    host_bytes_used: int = 0  # now
-    store_switched_off: int = 0  # processes that leave the store alone now
-    store_failure: str = ""  # why a call of the store has failed, the last one
-    num_sessions: int = 0  # open ones (`kvcache.sessions`)
-    session_blocks: int = 0  # that they keep
-    reaped_sessions: int = 0  # closed because nobody used them
-    micro_batches: int = 0  # that the decoding requests were split into for the last plan
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one
+
+
+def without_requests(stats: CoreStats) -> CoreStats:
+    """The last word of a core that has gone: its totals stay, and nobody runs or waits there."""
+    return msgspec.structs.replace(
+        stats,
+        scheduler=msgspec.structs.replace(stats.scheduler, num_running=0, num_waiting=0),
+        cache=msgspec.structs.replace(stats.cache, free_blocks=stats.cache.num_blocks),
+        inflight=0,
+        open_operations=0,
+        stage_times=[],
+    )
+
+
+def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
+    """The numbers of a core, and the totals of the one before it."""
+    use = _added(stats.store.use, before.store.use, _USE_TOTALS)
+    store = msgspec.structs.replace(stats.store, use=use)
+    return msgspec.structs.replace(
+        stats,
+        scheduler=_added(stats.scheduler, before.scheduler, _SCHEDULER_TOTALS),
+        cache=_added(stats.cache, before.cache, _CACHE_TOTALS),
+        store=_added(store, before.store, _STORE_TOTALS),
+        sessions=_added(stats.sessions, before.sessions, ("num_reaped",)),
+        step_id=stats.step_id + before.step_id,
+    )
+
+
+def summed(parts: Sequence[Part], **others: Any) -> Part:
+    """One part of the numbers of several cores: the sums of all fields but the `others`, which are given."""
+    names = (name for name in parts[0].__struct_fields__ if name not in others)
+    sums = {name: sum(getattr(part, name) for part in parts) for name in names}
+    return type(parts[0])(**sums, **others)
+
+
+def _added(part: Part, before: Part, names: Sequence[str]) -> Part:
+    return msgspec.structs.replace(
+        part, **{name: getattr(part, name) + getattr(before, name) for name in names}
+    )

@@ -15,11 +15,12 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.batch import (
+    NO_STORE_USE,
     AllocateKV,
     BuiltGrammar,
     GrammarsBuilt,
+    OrderResult,
     OrdersDone,
-    Outcome,
     RankFailed,
     RankLoaded,
     RankReady,
@@ -47,6 +48,7 @@ from penstock.executor.rank_reports import RankReports
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.process.config import rank_names
+from penstock.runner.kv_demand import stranded_bytes
 
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
@@ -63,7 +65,7 @@ class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stranded_bytes(self) -> list[int]:
         """Memory that each rank could have used for KV, had the tightest one not set the limit."""
-        return [(rank.max_blocks - self.num_blocks) * rank.block_bytes for rank in self.ranks]
+        return [stranded_bytes(rank.max_blocks, self.num_blocks, rank.block_bytes) for rank in self.ranks]
 
 
 class Executor(Protocol):
@@ -80,7 +82,7 @@ class Executor(Protocol):
         """As `start`, without waiting: None while it is not done. Call it until it is."""
         ...
 
-    def submit(self, plan: ScheduledBatch) -> int:
+    def submit_plan(self, plan: ScheduledBatch) -> int:
         """Seal a plan as the next of the decision log, and send it to every rank. Does not wait for it.
 
         Returns:
@@ -88,7 +90,7 @@ class Executor(Protocol):
         """
         ...
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         """Results that have come, in order of their steps; waits at most `timeout_s` for the first.
 
         Raises `StageLostError` with the first cause when a rank has failed or gone.
@@ -111,8 +113,8 @@ class Executor(Protocol):
         """What each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage and time."""
         ...
 
-    def finished_orders(self) -> list[Outcome]:
-        """Orders that all ranks have answered since the last call, and whether all have carried them out."""
+    def finished_orders(self) -> list[OrderResult]:
+        """Orders that all ranks have answered since the last call, and what has become of each."""
         ...
 
     def store_use(self) -> StoreUse:
@@ -125,11 +127,57 @@ class Executor(Protocol):
         ...
 
     def wait_fds(self) -> list[int]:
-        """Descriptors that become readable when `poll` may have something; empty if only `poll` can wait.
+        """Descriptors that become readable when `poll_results` may have something; empty if only that can
+        wait.
 
-        Edge-triggered: call `poll(0)` after each event and after each `submit`, before waiting for them.
+        Edge-triggered: call `poll_results(0)` after each event and after each `submit_plan`, before waiting
+        for them.
         """
         ...
+
+
+class NoExecutor:
+    """What there is between two epochs: no rank, to which nothing may be submitted and from which nothing
+    comes."""
+
+    def start(self) -> KVPlan:
+        raise AssertionError("there is no rank")
+
+    def poll_start(self) -> KVPlan | None:
+        return None
+
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        raise AssertionError("there is no rank")
+
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        return []
+
+    def shutdown(self) -> None:
+        """There is nobody to let go."""
+
+    def abandon(self) -> None:
+        """There is nobody to let go of."""
+
+    def stage_times(self) -> list[StageTimes]:
+        return []
+
+    def spans(self) -> list[StageSpans]:
+        return []
+
+    def finished_orders(self) -> list[OrderResult]:
+        return []
+
+    def store_use(self) -> StoreUse:
+        return NO_STORE_USE
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        return []
+
+    def wait_fds(self) -> list[int]:
+        return []
+
+
+NO_EXECUTOR: Executor = NoExecutor()
 
 
 class RankChannels:
@@ -227,8 +275,8 @@ class RankChannels:
                     remedy="Start again, or use --kernels off.",
                 )
 
-    def submit(self, plan: ScheduledBatch) -> int:
-        """Encode once, send to every rank. That a rank has gone is told by `poll`, with the cause."""
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        """Encode once, send to every rank. That a rank has gone is told by `poll_results`, with the cause."""
         sealed = self._log.seal(plan)
         frame = encode(sealed)
         for channel in self._channels:
@@ -236,8 +284,8 @@ class RankChannels:
                 send_of_step(channel, frame, "the plan", plan.step_id)
         return sealed.digest
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
-        """Results that have come, those before a failure first; see `Executor.poll`."""
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        """Results that have come, those before a failure first; see `Executor.poll_results`."""
         messages, deadline = self._drain(), self._clock() + timeout_s
         while not self._has_news(messages) and (left_s := deadline - self._clock()) > 0:
             self._wait(left_s)

@@ -11,7 +11,15 @@ from collections.abc import Sequence
 
 import msgspec
 
-from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StageSpans, StageTimes, StepResult, StoreUse
+from penstock.batch import (
+    BuiltGrammar,
+    OrderResult,
+    ScheduledBatch,
+    StageSpans,
+    StageTimes,
+    StepResult,
+    StoreUse,
+)
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan, RankChannels
@@ -58,11 +66,11 @@ class InprocessExecutor:
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
 
-    def submit(self, plan: ScheduledBatch) -> int:
-        return self._ranks.submit(plan)
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        return self._ranks.submit_plan(plan)
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
-        return self._ranks.poll(timeout_s)
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        return self._ranks.poll_results(timeout_s)
 
     def stage_times(self) -> list[StageTimes]:
         return self._ranks.reports.stage_times()
@@ -70,7 +78,7 @@ class InprocessExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[Outcome]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:
@@ -111,7 +119,7 @@ def connect_ranks(configs: Sequence[RankConfig], plan_ends: Sequence[QueueChanne
             name = f"{names[index]} -> {names[to]}"
             incoming[to] = MemoryLink(name, config.wait_timeout_s, config.link_frames)
             outgoing[index].append(incoming[to])
-    output = places[configs[-1].stage, 0]
+    output = next(index for index, config in enumerate(configs) if config.is_output)
     earlier = [index for index, config in enumerate(configs) if not config.is_last]
     pairs = [QueueChannel.pair(f"samples, {names[output]} -> {names[index]}") for index in earlier]
     tokens: dict[int, list[QueueChannel]] = {

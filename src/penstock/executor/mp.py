@@ -12,7 +12,7 @@ from collections.abc import Callable
 from penstock.batch import (
     AllocateKV,
     BuiltGrammar,
-    Outcome,
+    OrderResult,
     ScheduledBatch,
     StageSpans,
     StageTimes,
@@ -57,11 +57,11 @@ class MpExecutor:
     def poll_start(self) -> KVPlan | None:
         return self._ranks.poll_start()
 
-    def submit(self, plan: ScheduledBatch) -> int:
-        return self._ranks.submit(plan)
+    def submit_plan(self, plan: ScheduledBatch) -> int:
+        return self._ranks.submit_plan(plan)
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
-        return self._ranks.poll(timeout_s)
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
+        return self._ranks.poll_results(timeout_s)
 
     def stage_times(self) -> list[StageTimes]:
         return self._ranks.reports.stage_times()
@@ -69,7 +69,7 @@ class MpExecutor:
     def spans(self) -> list[StageSpans]:
         return self._ranks.reports.spans()
 
-    def finished_orders(self) -> list[Outcome]:
+    def finished_orders(self) -> list[OrderResult]:
         return self._ranks.reports.finished_orders()
 
     def store_use(self) -> StoreUse:

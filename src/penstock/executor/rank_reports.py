@@ -10,14 +10,16 @@ from penstock.batch import (
     NO_STORE_USE,
     BuiltGrammar,
     GrammarsBuilt,
+    OrderResult,
     OrdersDone,
-    Outcome,
+    OrderStatus,
     StageSpans,
     StageTimes,
     StoreUse,
 )
 
 TRACE_S = 10
+_SEVERITY: tuple[OrderStatus, ...] = ("done", "late", "failed")
 
 
 class RankReports:
@@ -31,7 +33,7 @@ class RankReports:
         self._times: dict[int, StageTimes] = {}
         self._spans: dict[int, deque[StageSpans]] = {}
         self._use = NO_STORE_USE  # that has not been taken
-        self._answers: dict[int, list[bool | None]] = {}  # by order
+        self._answers: dict[int, list[OrderStatus]] = {}  # by order
         self._grammars: dict[int, list[BuiltGrammar]] = {}  # by number: of each rank that has told
 
     @property
@@ -51,11 +53,11 @@ class RankReports:
         else:
             self._use = self._use.plus(report.use)
             for order in report.done:
-                self._answers.setdefault(order, []).append(True)
+                self._answers.setdefault(order, []).append("done")
             for order in report.failed:
-                self._answers.setdefault(order, []).append(False)
+                self._answers.setdefault(order, []).append("failed")
             for order in report.late:
-                self._answers.setdefault(order, []).append(None)
+                self._answers.setdefault(order, []).append("late")
 
     def _is_told(self, told: list[BuiltGrammar]) -> bool:
         return len(told) == self._num_last
@@ -79,15 +81,15 @@ class RankReports:
         use, self._use = self._use, NO_STORE_USE
         return use
 
-    def finished_orders(self) -> list[Outcome]:
+    def finished_orders(self) -> list[OrderResult]:
         """See `Executor.finished_orders`."""
         finished = [
-            (order, False if False in told else None if None in told else True)
+            OrderResult(order, max(told, key=_SEVERITY.index))
             for order, told in self._answers.items()
             if len(told) == self._num_ranks
         ]
-        for order, _ in finished:
-            del self._answers[order]
+        for result in finished:
+            del self._answers[result.order]
         return finished
 
     def built_grammars(self) -> list[BuiltGrammar]:

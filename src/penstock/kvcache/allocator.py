@@ -50,8 +50,7 @@ class BlockAllocator:
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
         """Cached blocks of the longest beginning of a chain (`kvcache.block_hash`)."""
-        cache = self.pool.cache
-        return [] if cache is None else cache.find(hashes)
+        return self.pool.cache.find(hashes)
 
     def has_room(self, num_tokens: int, found: Sequence[int], num_spare: int) -> bool:
         """Whether a new owner could hold so many tokens, the first of them in the blocks that were found, and

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Mapping
 
-from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.kvcache.prefix_cache import NoPrefixCache, PrefixCache
 
 
 class BlockPool:
@@ -19,20 +19,20 @@ class BlockPool:
     The block freed last is taken first: it is warm.
 
     Args:
-        cache: knows what blocks hold; None keeps nothing that nobody holds.
+        cache: knows what blocks hold; without one nothing is kept that nobody holds.
     """
 
     def __init__(self, num_blocks: int, cache: PrefixCache | None = None) -> None:
         assert num_blocks >= 1, f"a pool of {num_blocks} blocks"
         self.num_blocks = num_blocks
-        self.cache = cache
+        self.cache = cache or NoPrefixCache()
         self._free = list(range(num_blocks - 1, -1, -1))
         self._holders = array("i", [0]) * num_blocks
 
     @property
     def num_free(self) -> int:
         """Blocks that `take` could give."""
-        return len(self._free) + (0 if self.cache is None else self.cache.num_idle)
+        return len(self._free) + self.cache.num_idle
 
     def take(self, count: int) -> list[int] | None:
         """`count` ids, or None (and nothing changed) when there are fewer."""
@@ -45,54 +45,46 @@ class BlockPool:
 
     def share(self, blocks: Iterable[int], priority: int = 0) -> None:
         """One more holds these cached blocks."""
-        assert self.cache is not None
         for block in blocks:
             self.cache.use(block, priority)
             self._holders[block] += 1
 
     def pin(self, block: int) -> None:
         """One more holds this block, whatever it holds."""
-        if self.cache is not None:
-            self.cache.hold(block)
+        self.cache.hold(block)
         self._holders[block] += 1
 
     def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> None:
         """This held block is being filled with what that names (`PrefixCache.name`)."""
-        if self.cache is not None:
-            freed = self.cache.name(block, depth, content, priority)
-            if freed is not None:
-                self._free.append(freed)
+        freed = self.cache.name(block, depth, content, priority)
+        if freed is not None:
+            self._free.append(freed)
 
     def give_back(self, blocks: list[int]) -> None:
         """One less holds each of them, in the order of a chain; what is cached stays findable."""
         cache = self.cache
-        if cache is not None:
-            cache.tick()
+        cache.tick()
         for block in reversed(blocks):
             assert self._holders[block] > 0, f"block {block} is freed twice"
             self._holders[block] -= 1
             if self._holders[block] == 0:
-                if cache is not None and cache.is_cached(block):
+                if cache.is_cached(block):
                     cache.let_go(block)
                 else:
                     self._free.append(block)
 
     def forget(self, hashes: Iterable[bytes]) -> None:
         """Nothing is found under these names any more."""
-        if self.cache is not None:
-            self._free += self.cache.forget(hashes)
+        self._free += self.cache.forget(hashes)
 
     def forget_all(self) -> None:
-        if self.cache is not None:
-            self._free += self.cache.forget(self.cache.names())
+        self._free += self.cache.forget(self.cache.names())
 
     def num_idle_of(self, blocks: Iterable[int]) -> int:
         """How many of these are cached and held by nobody."""
-        cache = self.cache
-        return 0 if cache is None else sum(map(cache.is_idle, blocks))
+        return sum(map(self.cache.is_idle, blocks))
 
     def _evict(self) -> int:
-        assert self.cache is not None
         return self.cache.evict()
 
     def check_holders(self, owners: Mapping[int, int]) -> None:
@@ -105,9 +97,7 @@ class BlockPool:
     def check_invariants(self) -> None:
         assert len(set(self._free)) == len(self._free), "a block is in the free list twice"
         assert not any(self._holders[block] for block in self._free), "a taken block is in the free list"
-        held, idle = sum(count > 0 for count in self._holders), 0
-        if self.cache is not None:
-            self.cache.check_invariants()
-            idle = self.cache.num_idle
-            assert not any(self._holders[block] for block in self.cache.idle_blocks()), "held, but idle"
-        assert len(self._free) + held + idle == self.num_blocks, "a block is lost"
+        held = sum(count > 0 for count in self._holders)
+        self.cache.check_invariants()
+        assert not any(self._holders[block] for block in self.cache.idle_blocks()), "held, but idle"
+        assert len(self._free) + held + self.cache.num_idle == self.num_blocks, "a block is lost"

@@ -11,20 +11,21 @@ store is emptied last, since what is still on its way there would stay. Made by 
 from __future__ import annotations
 
 from penstock.errors import ErrorInfo
-from penstock.kvcache.storage_tier import Emptying, StorageTier
+from penstock.kvcache.storage_tier import AnyStorageTier
+from penstock.kvcache.stored_names import Emptying
 
 
 class CacheFlush:
     """Begins at once.
 
     Args:
-        tier: of the blocks in a store, if there is one.
+        tier: of the blocks in a store.
         with_store: what the store has of this model goes too.
     """
 
-    def __init__(self, tier: StorageTier | None, *, with_store: bool) -> None:
+    def __init__(self, tier: AnyStorageTier, *, with_store: bool) -> None:
         self._tier = tier
-        self._orders = frozenset[int]() if tier is None else tier.flush()
+        self._orders = tier.flush_orders()
         self._to_empty = tier if with_store else None
         self._emptying: Emptying | None = None
 
@@ -35,7 +36,7 @@ class CacheFlush:
 
     def is_done(self) -> bool:
         """Looks, and goes on to its next part when it is time."""
-        if self._tier is not None and self._tier.has_open(self._orders):
+        if self._tier.has_open(self._orders):
             return False
         self._orders = frozenset()
         if self._to_empty is not None and self._emptying is None:

@@ -25,7 +25,7 @@ AT_ONCE = 64  # names that are asked for together; a chain often ends long befor
 
 
 class StoreEmptying:
-    """Implements `kvcache.storage_tier.Emptying`; one thread runs it, another looks whether it is done."""
+    """Implements `kvcache.stored_names.Emptying`; one thread runs it, another looks whether it is done."""
 
     def __init__(self, store: GuardedStore, namespace: bytes) -> None:
         self._store, self._namespace = store, namespace
@@ -38,7 +38,7 @@ class StoreEmptying:
 
 
 class StoreCatalogue:
-    """Implements `kvcache.storage_tier.Catalogue`.
+    """Implements `kvcache.stored_names.Catalogue`.
 
     Args:
         store: closed with this.

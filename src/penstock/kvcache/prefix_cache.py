@@ -23,11 +23,72 @@ from penstock.kvcache.eviction import KeptLast, Worth
 _NO_HASH = b""
 
 
+class NoPrefixCache:
+    """Of a pool that keeps nothing that nobody holds: no block has a name."""
+
+    is_on = False
+    num_cached = 0
+    num_idle = 0
+    num_evicted = 0
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        return []
+
+    def is_idle(self, block: int) -> bool:
+        return False
+
+    def is_cached(self, block: int) -> bool:
+        return False
+
+    def name(self, block: int, depth: int, content: bytes, priority: int = 0) -> int | None:
+        return None
+
+    def use(self, block: int, priority: int = 0) -> None:
+        raise AssertionError(f"block {block} was found where nothing is kept")
+
+    def hold(self, block: int) -> None:
+        """It is held as any block."""
+
+    def num_uses(self, block: int) -> int:
+        return 0
+
+    def tick(self) -> None:
+        """Nothing depends on when."""
+
+    def let_go(self, block: int) -> None:
+        raise AssertionError(f"block {block} holds nothing to keep")
+
+    def keep(self, content: bytes) -> None:
+        """Nothing has this name."""
+
+    def release(self, content: bytes) -> None:
+        """Nothing has this name."""
+
+    def evict(self) -> int:
+        raise AssertionError("no block is idle")
+
+    def forget(self, hashes: Iterable[bytes]) -> list[int]:
+        return []
+
+    def names(self) -> list[bytes]:
+        return []
+
+    def idle_blocks(self) -> list[int]:
+        return []
+
+    def check_invariants(self) -> None:
+        """Nothing is held, so nothing can be wrong."""
+
+
 class PrefixCache:
-    """Args:
-    num_blocks: of the pool.
-    order: gives up idle blocks.
+    """What blocks hold, by name, and the order in which idle ones are given up.
+
+    Args:
+        num_blocks: of the pool.
+        order: gives up idle blocks.
     """
+
+    is_on = True
 
     def __init__(self, num_blocks: int, order: KeptLast) -> None:
         self._order = order

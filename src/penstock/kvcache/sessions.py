@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from penstock.errors import InvalidRequestError, NotFoundError, OverloadedError
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.stats import SessionStats
 from penstock.operations import CloseSession, OpenSession
 
 KEPT_SHARE = 2  # one part in so many of the pool
@@ -90,6 +91,9 @@ class Sessions:
         """Blocks that all of them keep."""
         return len(self._keepers)
 
+    def stats(self) -> SessionStats:
+        return SessionStats(num_open=len(self._open), kept_blocks=self.num_kept, num_reaped=self.num_reaped)
+
     def opened(self) -> list[OpenSession]:
         """All that are open, as they were asked for."""
         return [session.asked for session in self._open.values()]
@@ -116,7 +120,7 @@ class Sessions:
             InvalidRequestError: there is no prefix cache.
             OverloadedError: as many are open as may.
         """
-        if self._cache is None:
+        if not self._cache.is_on:
             raise InvalidRequestError(
                 "this server keeps no blocks, so it has no sessions.",
                 remedy="Start it without --no-enable-prefix-caching.",
@@ -205,7 +209,7 @@ class Sessions:
                 continue
             session.names[name] = None
             self._keepers[name] += 1
-            if self._keepers[name] == 1 and self._cache is not None:
+            if self._keepers[name] == 1:
                 self._cache.keep(name)
 
     def _drop_first(self, session: _Session) -> None:
@@ -213,8 +217,7 @@ class Sessions:
         self._keepers[name] -= 1
         if not self._keepers[name]:
             del self._keepers[name]
-            if self._cache is not None:
-                self._cache.release(name)
+            self._cache.release(name)
 
     def _drop_all(self, session: _Session) -> None:
         while session.names:

@@ -1,10 +1,17 @@
-"""Stand-in for a part of the model that lives on another stage (row A5). Holds no parameters."""
+"""Stand-ins for parts of the model that live on another stage (row A5). They hold no parameters.
+
+`MissingLayer` serves models of our own, which know what is not there; the other two serve models that run all
+their layers, wherever those are (`models.transformers_backend`).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+
+from penstock.layers.compute import Compute
 
 
 class MissingLayer(nn.Module):
@@ -21,3 +28,48 @@ class MissingLayer(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         value = args[0] if args else next(iter(kwargs.values()))
         return (value,) if self.return_tuple else value
+
+
+class RunningPass(Protocol):
+    """Where the forward pass that runs is found."""
+
+    @property
+    def running(self) -> Any:
+        """The pass: `received` by the first own layer, `given` by the last one, and its `num_tokens`."""
+
+
+class OtherLayer(nn.Module):
+    """Stands for a layer of another stage. What the model's loop reads off it is the real one's."""
+
+    def __init__(self, layer: nn.Module, track: RunningPass, *, is_earlier: bool, gives_tuples: bool) -> None:
+        super().__init__()
+        self._layer, self._track = (layer,), track  # in a tuple: it is none of our parts
+        self._is_earlier, self._gives_tuples = is_earlier, gives_tuples
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_layer"][0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        running = self._track.running
+        if self._is_earlier:
+            hidden_states = running.received
+        else:
+            hidden_states = args[0] if args else kwargs["hidden_states"]
+            if running.given is None:  # what comes after may write over what it gets
+                running.given, hidden_states = hidden_states, torch.zeros_like(hidden_states)
+        return (hidden_states,) if self._gives_tuples else hidden_states
+
+
+class NotHere(nn.Module):
+    """Stands for a module of another stage that is called anyway: zeros of its width, that nobody reads."""
+
+    def __init__(self, width: int, track: RunningPass, compute: Compute) -> None:
+        super().__init__()
+        self._width, self._track = width, track
+        self._zero = torch.zeros((), dtype=compute.dtype, device=compute.device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._zero.expand(1, self._track.running.num_tokens, self._width)

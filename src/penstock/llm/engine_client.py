@@ -20,7 +20,8 @@ import msgspec
 from penstock.config.engine import EngineConfig
 from penstock.engine.client.live_requests import LiveRequests
 from penstock.engine.client.seeds import Seeds
-from penstock.engine.core.core_process import build_core, prove_stages, refusals
+from penstock.engine.core.core_assembly import build_core, prove_stages
+from penstock.engine.core.core_clients import refusals
 from penstock.engine.ipc import (
     AWAY_S,
     SILENCE_S,

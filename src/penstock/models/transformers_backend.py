@@ -28,9 +28,10 @@ from penstock.families.spec import ModelSpec
 from penstock.kernels.candidates import HeadOutput, HeadRequest, head_output_of
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
+from penstock.layers.missing import NotHere, OtherLayer
 from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors, make_empty_intermediate_tensors_factory
-from penstock.models.transformers_attention import Track, refused
+from penstock.models.transformers_attention import refused
 from penstock.models.transformers_survey import Survey, survey
 from penstock.models.transformers_weights import (
     check_layers,
@@ -71,43 +72,6 @@ class _StagePass:
             self.before_layer(layer - self.first_layer)
         query, key, value = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
         return paged_attend(query, key, value, kv, self.metadata, sight)[None]
-
-
-class _OtherLayer(nn.Module):
-    """Stands for a layer of another stage. What the model's loop reads off it is the real one's."""
-
-    def __init__(self, layer: nn.Module, track: Track, *, is_earlier: bool, gives_tuples: bool) -> None:
-        super().__init__()
-        self._layer, self._track = (layer,), track  # in a tuple: it is none of our parts
-        self._is_earlier, self._gives_tuples = is_earlier, gives_tuples
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        running: _StagePass = self._track.running
-        if self._is_earlier:
-            hidden_states = running.received
-        else:
-            hidden_states = args[0] if args else kwargs["hidden_states"]
-            if running.given is None:  # what comes after may write over what it gets
-                running.given, hidden_states = hidden_states, torch.zeros_like(hidden_states)
-        return (hidden_states,) if self._gives_tuples else hidden_states
-
-
-class _NotHere(nn.Module):
-    """Stands for a module of another stage that is called anyway: zeros of its width, that nobody reads."""
-
-    def __init__(self, width: int, track: Track, compute: Compute) -> None:
-        super().__init__()
-        self._width, self._track = width, track
-        self._zero = torch.zeros((), dtype=compute.dtype, device=compute.device)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._zero.expand(1, self._track.running.num_tokens, self._width)
 
 
 class _Output:
@@ -271,14 +235,14 @@ def _put_stand_ins(seen: Survey, spec: ModelSpec, layer_range: tuple[int, int], 
     for index, layer in enumerate(list(layers)):
         if not start <= index < end:
             is_earlier = index < start
-            layers[index] = _OtherLayer(
+            layers[index] = OtherLayer(
                 layer, seen.track, is_earlier=is_earlier, gives_tuples=seen.gives_tuples
             )
     here: set[str] = set()
     here.update(seen.before if start == 0 else (), seen.after if end == spec.num_layers else ())
     for name, width in (dict(seen.before) | dict(seen.after)).items():
         if name not in here:
-            model.set_submodule(name, _NotHere(width, seen.track, compute))
+            model.set_submodule(name, NotHere(width, seen.track, compute))
 
 
 def _head_alone(seen: Survey, spec: ModelSpec) -> nn.Module:

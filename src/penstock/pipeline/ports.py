@@ -36,7 +36,7 @@ CARRIED = ("hidden_states", "residual")  # the tensors that cross a link, in thi
 class Source(Protocol):
     """Where the tensors of a step come from."""
 
-    def take(self, batch: ForwardBatch) -> IntermediateTensors:
+    def take_tensors(self, batch: ForwardBatch) -> IntermediateTensors:
         """What the stage's first layer takes; may still be under way (`AsyncIntermediateTensors`)."""
         ...
 
@@ -44,11 +44,11 @@ class Source(Protocol):
 class Sink(Protocol):
     """Where the tensors of a step go, and how its samples come to the row table."""
 
-    def settle(self, plan: ScheduledBatch) -> None:
+    def consume_samples(self, plan: ScheduledBatch) -> None:
         """Bring the row table up to the samples that the plan consumes."""
         ...
 
-    def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
+    def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
         """Pass on what the stage has computed."""
         ...
 
@@ -59,7 +59,7 @@ class EmbedSource:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
 
-    def take(self, batch: ForwardBatch) -> IntermediateTensors:
+    def take_tensors(self, batch: ForwardBatch) -> IntermediateTensors:
         return self._runner.embed(batch)
 
 
@@ -106,10 +106,10 @@ class LinkSource:
         size = len(CARRIED) * num_tokens * self._share.size
         return whole, self._received[:size].view(len(CARRIED), num_tokens, self._share.size)
 
-    def take(self, batch: ForwardBatch) -> IntermediateTensors:
+    def take_tensors(self, batch: ForwardBatch) -> IntermediateTensors:
         whole, received = self._views.of(batch.num_tokens)
         header = _header(batch, received[0])
-        handle = self._link.recv(header, list(received), batch.addressed.request_ids, self._clock)
+        handle = self._link.receive_frame(header, list(received), batch.addressed.request_ids, self._clock)
         tensors = dict(zip(CARRIED, whole, strict=True))
         gather = [] if self._share.is_whole else [lambda: self._gather(whole, received)]
         return AsyncIntermediateTensors(tensors, handle, gather)
@@ -136,18 +136,18 @@ class ForwardSink:
         self._tokens = tokens
         self._clock = clock
 
-    def settle(self, plan: ScheduledBatch) -> None:
+    def consume_samples(self, plan: ScheduledBatch) -> None:
         before = self._clock.begin(Phase.WAIT_TOKEN)
-        self._tokens.consume(plan.consume_through)
+        self._tokens.consume_samples(plan.consume_through)
         self._clock.begin(before)
 
-    def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
+    def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
         for columns, link in self._links:
             carried = [tensors[name] for name in CARRIED]
             if not columns.is_whole:
                 carried = [tensor[:, columns.start : columns.end] for tensor in carried]
-            link.send(_header(batch, carried[0]), carried, self._clock)
-        self._tokens.expect(batch.plan, batch.sampled)
+            link.send_frame(_header(batch, carried[0]), carried, self._clock)
+        self._tokens.expect_samples(batch.plan, batch.sampled)
 
 
 class SampleSink:
@@ -174,15 +174,15 @@ class SampleSink:
         self._results = results
         self._clock = clock
 
-    def settle(self, plan: ScheduledBatch) -> None:
+    def consume_samples(self, plan: ScheduledBatch) -> None:
         """Its own samples are in the table already."""
 
-    def put(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
+    def put_tensors(self, tensors: IntermediateTensors, batch: ForwardBatch) -> None:
         before = self._clock.begin(Phase.SAMPLE)
         result = self._runner.sample(tensors, batch)
         self._clock.begin(before)
         if self._results is not None:
-            self._tokens.send(batch.plan, result)
+            self._tokens.send_samples(batch.plan, result)
         if batch.plan.scored:
             self._clock.begin(Phase.SAMPLE)
             result = self._runner.with_scores(result, tensors, batch)

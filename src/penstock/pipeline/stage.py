@@ -19,12 +19,11 @@ from penstock.batch import MADE_UP, ScheduledBatch, Shutdown, decode_to_rank
 from penstock.distributed.group import SOLO, TensorGroup, meet
 from penstock.errors import PeerError, PenstockError, ProtocolError, StageLostError
 from penstock.faults import Fault, armed
-from penstock.models.interfaces import BeforeLayer
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.ports import Sink, Source
-from penstock.pipeline.transfer_orders import TransferOrders
+from penstock.pipeline.transfer_orders import NO_ORDERS, NoOrders, TransferOrders
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock, StageReporter
@@ -39,7 +38,7 @@ class Stage:
         source, sink: chosen by the place of the stage in the pipe.
         times: hears of each step's end; its clock is that of the ports.
         faults: what a test has armed.
-        desk: takes the orders of plans, if they may have any.
+        orders: takes the orders of plans, if they may have any.
         group: the ranks of this stage. A plan without tokens gives them nothing to exchange, so they meet for
             its sake: its result says that every rank has come to it, and not one rank of each stage.
     """
@@ -52,7 +51,7 @@ class Stage:
         sink: Sink,
         times: StageReporter | None = None,
         faults: Sequence[Fault] = (),
-        desk: TransferOrders | None = None,
+        orders: TransferOrders | NoOrders = NO_ORDERS,
         group: TensorGroup = SOLO,
     ) -> None:
         self._stage = stage
@@ -61,39 +60,48 @@ class Stage:
         self._source = source
         self._sink = sink
         self._times = times or StageReporter(stage, NOBODYS)
-        self._desk = desk
-        self._forward = armed(faults, "stage.forward", stage, runner.forward, self._is_of_clients)
-        self._put = armed(faults, "stage.put", stage, sink.put, self._is_of_clients)
+        self._orders = orders
+        self._compute = armed(faults, "stage.forward", stage, runner.forward, self._is_of_clients)
+        self._pass_on = armed(faults, "stage.put", stage, sink.put_tensors, self._is_of_clients)
 
     @torch.inference_mode()
     def run(self, plans: Iterable[ScheduledBatch]) -> None:
         """Carry out the plans until there are no more. Errors name the stage and the step."""
+        for plan in self._timed(plans):
+            with blaming(self._stage, f"in step {plan.step_id}"):
+                batch = self._prepare(plan)
+                hidden = self._source.take_tensors(batch)
+                hidden = self._forward(hidden, batch)
+                self._put(hidden, batch)
+
+    def _timed(self, plans: Iterable[ScheduledBatch]) -> Iterator[ScheduledBatch]:
+        """The plans; the reporter hears when the step of each begins and ends."""
         for plan in plans:
             self._times.step_begun(plan.step_id, plan.total_tokens)
-            with blaming(self._stage, f"in step {plan.step_id}"):
-                if self._desk is not None:
-                    self._desk.tell()
-                    self._desk.give(plan.orders)
-                batch = self._prepare(plan)
-                hidden = self._source.take(batch)
-                self._times.clock.begin(Phase.FORWARD)
-                if plan.total_tokens == 0:
-                    meet(self._group)
-                hidden = self._forward(hidden, batch, self._layers_there(plan))
-                self._times.clock.begin(Phase.PUT)
-                self._put(hidden, batch)
-                self._times.step_done(plan.wants_times)
+            yield plan
+            self._times.step_done(plan.meta.wants_times)
 
     def _prepare(self, plan: ScheduledBatch) -> ForwardBatch:
-        """Rows, then all that can be done without the samples that the plan consumes, then those."""
+        """Orders and rows, then all that can be done without the samples that the plan consumes, then
+        those."""
+        self._orders.send_answers()
+        self._orders.take_orders(plan.orders)
         self._runner.admit(plan)
         batch = self._runner.begin(plan)
-        self._sink.settle(plan)
+        self._sink.consume_samples(plan)
         return self._runner.complete(batch)
 
-    def _layers_there(self, plan: ScheduledBatch) -> BeforeLayer | None:
-        """What waits for each layer of blocks that are still being loaded, if the step reads such."""
-        return self._desk.layers_of(plan.awaited) if self._desk is not None and plan.awaited else None
+    def _forward(self, hidden: IntermediateTensors, batch: ForwardBatch) -> IntermediateTensors:
+        """Run the own layers; each waits for its blocks where the step reads some that are being loaded."""
+        self._times.clock.begin(Phase.FORWARD)
+        if batch.plan.total_tokens == 0:
+            meet(self._group)
+        return self._compute(hidden, batch, self._orders.layers_of(batch.plan.awaited))
+
+    def _put(self, hidden: IntermediateTensors, batch: ForwardBatch) -> None:
+        """Hand on what was computed."""
+        self._times.clock.begin(Phase.PUT)
+        self._pass_on(hidden, batch)
 
     def _is_of_clients(self, _: IntermediateTensors, batch: ForwardBatch, *__: object) -> bool:
         """Whether the step is neither a probe nor a measurement."""
@@ -108,7 +116,7 @@ def plans_from(
     is_last: bool = False,
     log: DecisionLog | None = None,
     names_of: Callable[[ScheduledBatch], Sequence[str]] = lambda plan: [],
-    desk: TransferOrders | None = None,
+    orders: TransferOrders | NoOrders = NO_ORDERS,
     check: Callable[[ScheduledBatch], None] = lambda plan: None,
 ) -> Iterator[ScheduledBatch]:
     """The core's plans until it says `Shutdown`; waits without end, since an idle engine sends nothing.
@@ -118,7 +126,7 @@ def plans_from(
         is_last: of the stages; the others wait for it when the pipe is full.
         log: of the rank; it knows which plan comes first.
         names_of: the requests of a plan, for errors.
-        desk: is to tell what it has to tell while there is no plan.
+        orders: are to tell what they have to tell while there is no plan.
         check: raises `ProtocolError` for a plan that is the next of the log, and cannot be carried out.
 
     Raises:
@@ -128,7 +136,7 @@ def plans_from(
     """
     log = log or DecisionLog()
     clock.begin(Phase.WAIT_PLAN)
-    while (message := _receive(channel, log.next_step, desk)) is not None:
+    while (message := _receive(channel, log.next_step, orders)) is not None:
         log.append(message, names_of)
         check(message)
         clock.begin(Phase.TAKE, was=_cause(message, is_last))
@@ -138,19 +146,21 @@ def plans_from(
 
 def _cause(plan: ScheduledBatch, is_last: bool) -> Phase:
     """What the wait for a plan was. The last stage has sent the result itself that a held plan waited for."""
-    if plan.starved:
+    if plan.meta.starved:
         return Phase.NO_WORK
-    return Phase.WAIT_NEXT if plan.held and not is_last else Phase.WAIT_PLAN
+    return Phase.WAIT_NEXT if plan.meta.held and not is_last else Phase.WAIT_PLAN
 
 
-def _receive(channel: MessageChannel, step_id: int, desk: TransferOrders | None) -> ScheduledBatch | None:
+def _receive(
+    channel: MessageChannel, step_id: int, orders: TransferOrders | NoOrders
+) -> ScheduledBatch | None:
     """The next plan; None when there are no more."""
     due = f"the plan of step {step_id}"
     try:
         frame = None
-        while desk is not None and frame is None and desk.patience_s is not None:
-            frame = channel.recv(desk.patience_s)
-            desk.tell()
+        while frame is None and orders.patience_s is not None:
+            frame = channel.recv(orders.patience_s)
+            orders.send_answers()
         frame = channel.recv(None) if frame is None else frame
         message = Shutdown() if frame is None else decode_to_rank(frame)
     except PeerError as error:

@@ -46,9 +46,9 @@ def transfer_tied_head(
             block = torch.empty(block.shape, dtype=block.dtype, device=block.device)
         header = _header(epoch, number, block)
         if incoming is not None:
-            incoming.recv(header, [block]).wait()
+            incoming.receive_frame(header, [block]).wait()
         if outgoing is not None:
-            outgoing.send(header, [block])
+            outgoing.send_frame(header, [block])
         if keep is not None:
             keep(first, block)
 

@@ -31,7 +31,7 @@ class TokenSender:
     def __init__(self, channels: Sequence[MessageChannel]) -> None:
         self._channels = list(channels)
 
-    def send(self, plan: ScheduledBatch, result: StepResult) -> None:
+    def send_samples(self, plan: ScheduledBatch, result: StepResult) -> None:
         """Send the samples of a step; nothing at all if the plan samples no row."""
         if not any(plan.need_sampled):
             return
@@ -79,14 +79,14 @@ class TokenReceiver:
     def num_pending(self) -> int:
         return len(self._pending)
 
-    def expect(self, plan: ScheduledBatch, sampled: RowSnapshot) -> None:
+    def expect_samples(self, plan: ScheduledBatch, sampled: RowSnapshot) -> None:
         """Remember that samples of these rows will come, unless the plan samples none."""
         if any(plan.need_sampled):
             self._pending.append(
                 PendingReturn(step_id=plan.step_id, epoch=plan.epoch, digest=plan.digest, rows=sampled)
             )
 
-    def consume(self, through_step: int) -> None:
+    def consume_samples(self, through_step: int) -> None:
         """Write the samples of all pending steps up to `through_step` to the rows, in order of the steps.
 
         Raises:

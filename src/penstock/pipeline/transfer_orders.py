@@ -22,7 +22,7 @@ class Transfer(Protocol):
     @property
     def is_busy(self) -> bool: ...
 
-    def submit(self, orders: list[TierOrder]) -> None: ...
+    def submit_orders(self, orders: list[TierOrder]) -> None: ...
 
     def collect(self) -> OrdersDone | None: ...
 
@@ -38,38 +38,83 @@ class Builds(Protocol):
     def collect(self) -> GrammarsBuilt | None: ...
 
 
+class NoTransfer:
+    """Of a rank without a store: refuses every order, which the core then counts as failed."""
+
+    def __init__(self) -> None:
+        self._refused: list[int] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._refused)
+
+    def submit_orders(self, orders: list[TierOrder]) -> None:
+        self._refused += [order.order for order in orders]
+
+    def collect(self) -> OrdersDone | None:
+        refused, self._refused = self._refused, []
+        return OrdersDone(done=[], failed=refused) if refused else None
+
+    def layers_of(self, orders: Sequence[int]) -> BeforeLayer:
+        return lambda layer: None
+
+
+class NoBuilds:
+    """Of a rank that builds no grammars."""
+
+    is_building = False
+
+    def collect(self) -> GrammarsBuilt | None:
+        return None
+
+
 class TransferOrders:
-    """Args:
-    transfer: None refuses every order, which the core then counts as failed.
-    core: takes the answers.
-    builds: None: of none.
+    """The orders of plans on a rank, and what is reported of them.
+
+    Args:
+        transfer: copies blocks.
+        core: takes the answers.
+        builds: grammars.
     """
 
-    def __init__(self, transfer: Transfer | None, core: MessageChannel, builds: Builds | None = None) -> None:
+    def __init__(self, transfer: Transfer, core: MessageChannel, builds: Builds) -> None:
         self._transfer, self._core, self._builds = transfer, core, builds
 
-    def give(self, orders: list[TierOrder]) -> None:
+    def take_orders(self, orders: list[TierOrder]) -> None:
         """Those of a plan; the rank has run all steps before it."""
-        if not orders:
-            return
-        if self._transfer is None:
-            self._core.send(encode(OrdersDone(done=[], failed=[order.order for order in orders])))
-        else:
-            self._transfer.submit(orders)
+        if orders:
+            self._transfer.submit_orders(orders)
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
-        """What returns when a layer is there of all that these load, or will not come."""
-        return None if self._transfer is None else self._transfer.layers_of(orders)
+        """What returns when a layer is there of all that these load, or will not come; None: of none."""
+        return self._transfer.layers_of(orders) if orders else None
 
     @property
     def patience_s(self) -> float | None:
-        """How long to wait for a plan before the next `tell`; None: without end."""
-        is_busy = self._transfer is not None and self._transfer.is_busy
-        return PATIENCE_S if is_busy or (self._builds is not None and self._builds.is_building) else None
+        """How long to wait for a plan before the next `send_answers`; None: without end."""
+        return PATIENCE_S if self._transfer.is_busy or self._builds.is_building else None
 
-    def tell(self) -> None:
+    def send_answers(self) -> None:
         """Send what has been answered, or built."""
         for source in (self._transfer, self._builds):
-            answers = None if source is None else source.collect()
+            answers = source.collect()
             if answers is not None:
                 self._core.send(encode(answers))
+
+
+class NoOrders:
+    """Of a rank whose plans bear no orders, and which builds nothing."""
+
+    patience_s = None
+
+    def take_orders(self, orders: list[TierOrder]) -> None:
+        """There are none."""
+
+    def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:
+        return None
+
+    def send_answers(self) -> None:
+        """There is nothing to tell."""
+
+
+NO_ORDERS = NoOrders()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from penstock.planner.partition_search import Split
 from penstock.planner.performance import PartitionChoice
+from penstock.runner.kv_demand import stranded_bytes
 
 _MIB = 1 << 20
 _HEADINGS = ("stage", "layers", "decode ms", "prefill ms/token", "weights MiB", "KV tokens", "stranded MiB")
@@ -33,7 +34,8 @@ def comma_separated(layers: Sequence[int]) -> str:
 def _stage_row(choice: PartitionChoice, stage: int) -> tuple[str, ...]:
     count, costs = choice.best.layers[stage], choice.costs[stage]
     held = [tokens[own] for tokens, own in zip(choice.kv_tokens, choice.best.layers, strict=True)]
-    stranded = (held[stage] - min(held)) // costs.block_size * count * costs.kv_block_bytes
+    num_blocks, fewest = held[stage] // costs.block_size, min(held) // costs.block_size
+    stranded = stranded_bytes(num_blocks, fewest, count * costs.kv_block_bytes)
     return (
         str(stage),
         str(count),

@@ -200,8 +200,8 @@ class _Loop:
             num_tensors=len(carried),
             digest=0,
         )
-        self._sender.send(header, carried)
-        self._receiver.recv(header, [tensor[:num_tokens] for tensor in self._out]).wait()
+        self._sender.send_frame(header, carried)
+        self._receiver.receive_frame(header, [tensor[:num_tokens] for tensor in self._out]).wait()
 
 
 def _make_resident(kv: Sequence[AnyKV]) -> None:

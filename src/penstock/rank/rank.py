@@ -52,7 +52,7 @@ from penstock.pipeline.ports import (
 from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
-from penstock.pipeline.transfer_orders import TransferOrders
+from penstock.pipeline.transfer_orders import NoTransfer, TransferOrders
 from penstock.process.child import (
     Abandoned,
     ChildFailed,
@@ -210,8 +210,8 @@ class Rank:
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
-        desk = TransferOrders(self._transfer, plans, runner.grammars)
-        stage = Stage(config.stage, runner, source, sink, times, config.faults, desk, loaded.group)
+        orders = TransferOrders(self._transfer or NoTransfer(), plans, runner.grammars)
+        stage = Stage(config.stage, runner, source, sink, times, config.faults, orders, loaded.group)
         self._report(Ready(epoch=start.epoch, rank=self._message))
         plans.send(encode(RankReady(stage=config.stage, tp_rank=config.tp_rank)))
         log = DecisionLog(start.epoch, start.first_step)
@@ -223,7 +223,7 @@ class Rank:
                     is_last=config.is_last,
                     log=log,
                     names_of=runner.rows.names_of,
-                    desk=desk,
+                    orders=orders,
                     check=Residency(config.block_size).replay,
                 )
             )

@@ -81,3 +81,8 @@ class KVDemand:
 
 def _mib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 20):.1f} MiB"
+
+
+def stranded_bytes(max_blocks: int, num_blocks: int, block_bytes: int) -> int:
+    """Memory that a rank could use for KV, did the tightest one not set the number of blocks."""
+    return (max_blocks - num_blocks) * block_bytes

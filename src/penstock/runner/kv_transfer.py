@@ -23,7 +23,7 @@ import torch
 
 from penstock.attention.block_codec import BlockCodec
 from penstock.attention.metadata import AnyKV
-from penstock.batch import OrdersDone, Outcome, TierOrder
+from penstock.batch import OrderResult, OrdersDone, OrderStatus, TierOrder
 from penstock.kvstore.found import some_at_a_time
 from penstock.kvstore.guard import GuardedStore
 from penstock.kvstore.meter import StoreMeter
@@ -116,7 +116,7 @@ class KVTransfer:
         self._open: dict[int, _Open] = {}  # by the order's number
         self._waiting = _Waiting(write_bytes_per_s)
         self._is_closed = False
-        self._answers: deque[Outcome] = deque()
+        self._answers: deque[OrderResult] = deque()
         self._thread = threading.Thread(target=self._run, name="kv transfer", daemon=True)
         self._thread.start()
 
@@ -125,7 +125,7 @@ class KVTransfer:
         """Whether answers are still to come, or to be collected."""
         return bool(self._open or self._answers)
 
-    def submit(self, orders: list[TierOrder]) -> None:
+    def submit_orders(self, orders: list[TierOrder]) -> None:
         """Loads go before all that is to be stored: somebody waits for them."""
         with self._lock:
             deadline = self._clock() + DEADLINE_S
@@ -139,14 +139,14 @@ class KVTransfer:
             return None
         with self._lock:
             now = self._clock()
-            self._answer([number for number, found in self._open.items() if now > found.deadline], False)
+            self._answer([number for number, found in self._open.items() if now > found.deadline], "failed")
             found, self._answers = self._answers, deque()
         if not found:
             return None
         return OrdersDone(
-            done=[order for order, is_done in found if is_done],
-            failed=[order for order, is_done in found if is_done is False],
-            late=[order for order, is_done in found if is_done is None],
+            done=[order for order, status in found if status == "done"],
+            failed=[order for order, status in found if status == "failed"],
+            late=[order for order, status in found if status == "late"],
             use=self._meter.read(),
         )
 
@@ -160,7 +160,7 @@ class KVTransfer:
                 while behind := [number for number in orders if self._is_behind(number, layer)]:
                     left_s = give_up_at - self._clock()
                     if left_s <= 0:
-                        self._answer(behind, None)
+                        self._answer(behind, "late")
                         return
                     self._lock.wait(left_s)
 
@@ -216,7 +216,7 @@ class KVTransfer:
         if loaded:
             self._store.used([key for order in loaded for key in self._all_keys(order)])
         with self._lock:
-            self._answer([order.order for order in self._still_open(loaded)], True)
+            self._answer([order.order for order in self._still_open(loaded)], "done")
 
     def _put_in(self, layer: int, found: Mapping[TierOrder, Sequence[bytes | None]]) -> None:
         """Import what is whole, and fail the orders of the rest."""
@@ -227,7 +227,7 @@ class KVTransfer:
         }
         good = [order for order, records in whole.items() if len(records) == self._codec.num_records]
         bad = [order for order, records in whole.items() if len(records) < self._codec.num_records]
-        self._answer([order.order for order in bad], False)
+        self._answer([order.order for order in bad], "failed")
         self._codec.import_blocks(
             [(kv, order.block) for order in good], [record for order in good for record in whole[order]]
         )
@@ -245,9 +245,9 @@ class KVTransfer:
                     records |= zip(self._all_keys(order), exported, strict=True)
                     taken.append(order)
         self._waiting.saved(len(records) * self._codec.record_bytes, self._clock())
-        is_stored = bool(records) and self._store.put(records)
+        status: OrderStatus = "done" if records and self._store.put(records) else "failed"
         with self._lock:
-            self._answer([order.order for order in self._still_open(taken)], is_stored)
+            self._answer([order.order for order in self._still_open(taken)], status)
 
     def _still_open(self, orders: Sequence[TierOrder]) -> list[TierOrder]:
         return [order for order in orders if self._is_open(order)]
@@ -257,10 +257,10 @@ class KVTransfer:
         found = self._open.get(order.order)
         return found is not None and found.order is order
 
-    def _answer(self, orders: Sequence[int], is_done: bool | None) -> None:
+    def _answer(self, orders: Sequence[int], status: OrderStatus) -> None:
         for order in orders:
             del self._open[order]
-            self._answers.append((order, is_done))
+            self._answers.append(OrderResult(order, status))
         if orders:
             self._lock.notify_all()
 

@@ -62,7 +62,7 @@ class Admission:
         """The states of a request and of those that follow it; all may come to wait, or none.
 
         Args:
-            output_ids, num_scores: as in `Scheduler.add`.
+            output_ids, num_scores: as in `Scheduler.add_request`.
 
         Raises:
             InvalidRequestError: as `receive` does; or an id is in use.
@@ -90,7 +90,7 @@ class Admission:
     def _num_shared(self, request: GenerationRequest) -> int:
         """Tokens of the prompt that are found by whoever follows another: whole blocks before the last
         token."""
-        if self._allocator.pool.cache is None:
+        if not self._allocator.pool.cache.is_on:
             return 0
         return (len(request.prompt_token_ids) - 1) // self._allocator.block_size * self._allocator.block_size
 

@@ -54,9 +54,9 @@ class TokenBudget:
             num_stages=num_stages,
         )
 
-    def decode_quota(self, num_decoding: int, prefill_tokens: int, num_groups: int | None = None) -> int:
-        """Decode rows of one plan, of `num_groups` (default P) in a cycle: an equal part, rounded up."""
-        share = -(-num_decoding // (num_groups or self.num_stages))
+    def decode_quota(self, num_decoding: int, prefill_tokens: int, micro_batches: int | None = None) -> int:
+        """Decode rows of one plan, of `micro_batches` (default P) in a cycle: an equal part, rounded up."""
+        share = -(-num_decoding // (micro_batches or self.num_stages))
         return min(share, self.max_decodes_beside_prefill if prefill_tokens else self.max_tokens)
 
     def for_prompts(self, num_decodes: int, backlog: int) -> FixedBudget:

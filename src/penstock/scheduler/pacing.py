@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 
-from penstock.scheduler.chunking import TokenBudget
+from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
 
 MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
@@ -49,9 +49,9 @@ class Pacing:
         self._model = model
         self._budget = budget
         self._target_s = inter_token_target_s
-        self._num_groups = budget.num_stages
+        self._num_micro_batches = budget.num_stages
 
-    def num_groups(self, num_decoding: int, attended: int) -> int:
+    def num_micro_batches(self, num_decoding: int, attended: int) -> int:
         """Micro-batches of one cycle while nobody prefills, 1 to P; changes only for a clear gain.
 
         Args:
@@ -62,20 +62,20 @@ class Pacing:
         if num_decoding == 0 or shared is None or alone is None:
             return self._budget.num_stages
 
-        def cycle_s(groups: int) -> float:
-            rows = -(-num_decoding // groups)
-            shape = StepShape(rows, attended // groups, rows)
-            seconds = [cost.seconds(shape) for cost in (alone if groups == 1 else shared)]
-            return cycle_seconds(seconds, groups)
+        def cycle_s(micro_batches: int) -> float:
+            rows = -(-num_decoding // micro_batches)
+            shape = StepShape(rows, attended // micro_batches, rows)
+            seconds = [cost.seconds(shape) for cost in (alone if micro_batches == 1 else shared)]
+            return cycle_seconds(seconds, micro_batches)
 
-        self._num_groups = min(self._num_groups, num_decoding)
+        self._num_micro_batches = min(self._num_micro_batches, num_decoding)
         best = min(range(1, min(self._budget.num_stages, num_decoding) + 1), key=cycle_s)
-        if cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(self._num_groups):
-            self._num_groups = best
-        return self._num_groups
+        if cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(self._num_micro_batches):
+            self._num_micro_batches = best
+        return self._num_micro_batches
 
-    def budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> TimedBudget | None:
-        """For the prompt chunks of one plan; None while the costs are unknown.
+    def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
+        """What one plan may take of prompts; by the plain rules while the costs are unknown.
 
         Args:
             decodes: of this plan.
@@ -84,7 +84,7 @@ class Pacing:
         """
         costs = self._model.costs()
         if costs is None:
-            return None
+            return self._budget.for_prompts(decodes.tokens, backlog)
         share = self._share(costs, backlog, decodes)
         first = min(share, self._budget.chunk)
         seconds = [
@@ -132,6 +132,23 @@ class Pacing:
         return until_s - alone_s + max(0.0, cost.read - cost.per_token * decodes.tokens)
 
 
+class PlainPacing:
+    """Where times are not known, or would decide tokens: as many micro-batches as stages, plain chunks.
+
+    Args:
+        budget: the limits of a plan.
+    """
+
+    def __init__(self, budget: TokenBudget) -> None:
+        self._budget = budget
+
+    def num_micro_batches(self, num_decoding: int, attended: int) -> int:
+        return self._budget.num_stages
+
+    def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
+        return self._budget.for_prompts(decodes.tokens, backlog)
+
+
 class TimedBudget:
     """What is left of a plan for prompt chunks: seconds of each stage, and tokens."""
 
@@ -172,12 +189,12 @@ class TimedBudget:
         self._is_untouched = False
 
 
-def cycle_seconds(stage_seconds: list[float], groups: int) -> float:
-    """Time from one token of a request to its next, when `groups` equal micro-batches go round.
+def cycle_seconds(stage_seconds: list[float], micro_batches: int) -> float:
+    """Time from one token of a request to its next, when so many equal micro-batches go round.
 
     A micro-batch passes all stages one after the other, and the slowest stage runs all micro-batches.
     """
-    return max(sum(stage_seconds), groups * max(stage_seconds))
+    return max(sum(stage_seconds), micro_batches * max(stage_seconds))
 
 
 def _multiplying(cost: StageCost, start: int, num_tokens: int) -> float:

@@ -16,16 +16,17 @@ Called by `scheduler.scheduler`, which issues the plan and settles its result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 
-from penstock.batch import NewRow, Outcome, StoreUse
+from penstock.batch import NewRow, OrderResult, StoreUse
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import StepShape
 from penstock.scheduler.grammars import GrammarBuilds
-from penstock.scheduler.pacing import Pacing
+from penstock.scheduler.invariants import check_consistency
+from penstock.scheduler.pacing import Pacing, PlainPacing
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
 from penstock.scheduler.prefix_reuse import PrefixReuse
@@ -39,20 +40,20 @@ class Placement:
     """Fills drafts; gives out rows and blocks, and takes them from whoever is preempted.
 
     Args:
-        pacing: sizes plans by time, where times are known and do not decide tokens.
+        pacing: sizes plans, by time where times are known and do not decide tokens.
         micro_batches: that the decoding requests are split into, if not up to `pacing`.
         grammars: of the rows; whoever gets or loses one passes there.
         clock: monotonic seconds.
 
     Attributes:
-        num_groups: micro-batches that the decoding requests were split into for the last plan.
+        num_micro_batches: micro-batches that the decoding requests were split into for the last plan.
         has_prompts: whether there were prompts to run then.
     """
 
     def __init__(
         self,
         budget: TokenBudget,
-        pacing: Pacing | None,
+        pacing: Pacing | PlainPacing,
         micro_batches: int | None,
         queues: RequestQueues,
         rows: RowPool,
@@ -73,7 +74,7 @@ class Placement:
         self._grammars = grammars
         self._clock = clock
         self.num_preemptions = 0
-        self.num_groups = budget.num_stages
+        self.num_micro_batches = budget.num_stages
         self.has_prompts = False
 
     def fill(
@@ -89,7 +90,7 @@ class Placement:
         prefill_tokens = self._count_prefill_tokens()
         self.has_prompts = prefill_tokens > 0
         decoding = [request for request in self._queues.running if request.wants_decode]
-        self.num_groups = self._choose_groups(decoding, prefill_tokens)
+        self.num_micro_batches = self._choose_micro_batches(decoding, prefill_tokens)
         self._place_decodes(draft, decoding, prefill_tokens, returned_step)
         if prefill_tokens:
             budget = self._prompt_budget(draft, bool(decoding), prefill_tokens + prefill_in_flight)
@@ -100,36 +101,41 @@ class Placement:
     def num_stages(self) -> int:
         return self._budget.num_stages
 
-    def settle_orders(self, finished: list[Outcome], use: StoreUse) -> None:
+    def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
         do all that have come after him."""
         request = self._prefixes.settle_orders(finished, use)
         while request is not None and request.phase is RequestPhase.RUNNING:
             self._preempt_youngest()
 
+    def check_invariants(self, pending: Sequence[RequestState]) -> None:
+        """Assert that rows, blocks, clocks and queues agree; `pending`: one entry per pending sample."""
+        check_consistency(self._queues, self._rows, self._allocator, pending)
+        self._grammars.check_invariants(self._queues.running)
+
     def _count_prefill_tokens(self) -> int:
         """Prompt tokens that could run now: of running requests, and of the line if a row is free."""
         running = sum(request.num_runnable for request in self._queues.running if request.is_prefilling)
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
-    def _choose_groups(self, decoding: list[RequestState], prefill_tokens: int) -> int:
+    def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
         """As asked; else P while there are prompts to run, which fill the pipe; else by a cycle's time."""
         num_stages = self._budget.num_stages
         if self._micro_batches is not None:
             return min(self._micro_batches, num_stages)
-        if self._pacing is None or prefill_tokens or num_stages == 1:
+        if prefill_tokens or num_stages == 1:
             return num_stages
         attended = sum(request.num_scheduled + 1 for request in decoding)
-        return self._pacing.num_groups(len(decoding), attended)
+        return self._pacing.num_micro_batches(len(decoding), attended)
 
     def _place_decodes(
         self, draft: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
-        newest = max(returned_step, draft.step_id - self.num_groups)
+        newest = max(returned_step, draft.step_id - self.num_micro_batches)
         ready = [request for request in decoding if request.last_sampled_step <= newest]
         ready.sort(key=_by_last_sample)
-        quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_groups)
+        quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)
         for request in ready:
             if len(draft.rows) == quota:
                 break
@@ -153,13 +159,9 @@ class Placement:
 
     def _prompt_budget(self, draft: PlanBuilder, anybody_decodes: bool, backlog: int) -> PromptBudget:
         """What the plan, which has its decodes, may take of prompts."""
-        if self._pacing is not None:
-            attended = sum(draft.start_positions) + draft.num_decodes
-            decodes = StepShape(draft.num_decodes, attended, draft.num_decodes)
-            timed = self._pacing.budget(decodes, anybody_decodes=anybody_decodes, backlog=backlog)
-            if timed is not None:
-                return timed
-        return self._budget.for_prompts(draft.num_decodes, backlog)
+        attended = sum(draft.start_positions) + draft.num_decodes
+        decodes = StepShape(draft.num_decodes, attended, draft.num_decodes)
+        return self._pacing.prompt_budget(decodes, anybody_decodes=anybody_decodes, backlog=backlog)
 
     def _place_chunks(self, draft: PlanBuilder, budget: PromptBudget) -> None:
         for request in self._queues.running:

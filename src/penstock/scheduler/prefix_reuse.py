@@ -11,20 +11,20 @@ token is known. Called by `scheduler.scheduler` and `scheduler.placement`; decid
 
 from __future__ import annotations
 
-import math
 import sys
-from typing import Any
 
 import msgspec
 
-from penstock.batch import NO_STORE_USE, Outcome, StoreUse, TierOrder
+from penstock.batch import NO_STORE_USE, OrderResult, StoreUse, TierOrder
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_hash import block_hashes
 from penstock.kvcache.cache_flush import CacheFlush
+from penstock.kvcache.prefetching import LoadedBlocks
 from penstock.kvcache.sessions import Sessions
-from penstock.kvcache.storage_tier import LoadedBlocks, StorageTier, TierTotals
+from penstock.kvcache.stats import CacheStats, StoreStats
+from penstock.kvcache.storage_tier import AnyStorageTier
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
-from penstock.scheduler.residency_ledger import ResidencyLedger
+from penstock.scheduler.residency_ledger import NoLedger, ResidencyLedger
 
 NO_MORE_NAMES = sys.maxsize  # as the number of blocks of a request that are named
 
@@ -34,8 +34,8 @@ class PrefixReuse:
     allocator: gives blocks out; without a cache nothing is ever found.
     queues: of all requests; none of them runs when all is lost.
     sessions: that keep what their requests leave.
-    tier: knows what is in the store, if there is one; a request that begins so waits for it.
-    ledger: of what the ranks are told; for who only asks what is found there is none.
+    tier: knows what is in the store; a request that begins so waits for it.
+    ledger: of what the ranks are told; who only asks what is found needs none.
 
     Attributes:
         sessions: to be opened and closed.
@@ -47,12 +47,12 @@ class PrefixReuse:
         allocator: BlockAllocator,
         queues: RequestQueues,
         sessions: Sessions,
-        tier: StorageTier | None = None,
-        ledger: ResidencyLedger | None = None,
+        tier: AnyStorageTier,
+        ledger: ResidencyLedger | NoLedger,
     ) -> None:
         self._allocator, self._queues, self._tier, self._ledger = allocator, queues, tier, ledger
         self.sessions = sessions
-        self._is_on = allocator.pool.cache is not None
+        self._is_on = allocator.pool.cache.is_on
         self._block_size = allocator.block_size
         self._flushes: list[CacheFlush] = []  # the newest, and those that still empty the store
         self._rank_use = NO_STORE_USE
@@ -63,13 +63,13 @@ class PrefixReuse:
         """It has come to wait: what the pool has not may be in the store. Whoever follows another finds what
         that one has loaded."""
         self.sessions.enter(request.session_id, request.arrival)
-        if self._tier is not None and self._may_use_store and not _is_led(request):
+        if self._may_use_store and not _is_led(request):
             names = self._wanted(request)
-            self._tier.fetch(request.arrival, names, len(self._allocator.find(names)))
+            self._tier.fetch_blocks(request.arrival, names, len(self._allocator.find(names)))
 
     def must_wait(self, request: RequestState) -> bool:
         """Whether more of its beginning is on its way from the store."""
-        return self._tier is not None and self._tier.must_wait(request.arrival)
+        return self._tier.must_wait(request.arrival)
 
     def must_follow(self, request: RequestState, num_found: int) -> bool:
         """Whether more of its beginning is being computed for the request that it follows, or scored.
@@ -93,8 +93,7 @@ class PrefixReuse:
             )
         if request is self._unproven:
             self._unproven = None
-        if self._tier is not None:
-            self._tier.forget(request.arrival)
+        self._tier.forget_request(request.arrival)
 
     def find(self, request: RequestState) -> list[int]:
         """Blocks that the request could begin with now."""
@@ -106,10 +105,9 @@ class PrefixReuse:
         if coming:
             self._allocator.attach_reserved(request.arrival, coming)
             self._unproven = request
-        if self._tier is not None:
-            self._tier.forget(request.arrival)
-            if self._may_use_store:
-                self._tier.found(found, request.block_hashes[: len(found)])
+        self._tier.forget_request(request.arrival)
+        if self._may_use_store:
+            self._tier.store_found(found, request.block_hashes[: len(found)])
         request.num_named, request.num_unproven = len(found), len(coming or ())
         request.num_scheduled = (request.num_named + request.num_unproven) * self._block_size
         if self._is_on and request.pooling is None:
@@ -125,14 +123,14 @@ class PrefixReuse:
             first, request.num_named = request.num_named, whole
             hashes = self._hashes(request, whole)[first:whole]
             self._allocator.name(request.arrival, first, hashes, request.priority)
-            if self._tier is not None and self._may_use_store:
-                self._tier.named(self._allocator.table(request.arrival)[first:whole], hashes)
+            if self._may_use_store:
+                self._tier.store_named(self._allocator.table(request.arrival)[first:whole], hashes)
 
     def issued(self, requests: list[RequestState]) -> tuple[list[TierOrder], int]:
         """A plan is issued that runs these, or lets them enter: the orders that ride on it, and the digest of
         `ResidencyLedger`."""
         orders = self.take_orders()  # before the blocks that this plan fills are ordered
-        residency = 0 if self._ledger is None else self._ledger.digest_after(requests, orders)
+        residency = self._ledger.digest_after(requests, orders)
         for request in requests:
             self.note(request)
         return orders, residency
@@ -140,8 +138,7 @@ class PrefixReuse:
     def distrust(self, request: RequestState) -> None:
         """Its numbers are no good: nobody is to begin with them, nor with those that it began with."""
         self._allocator.forget(request.block_hashes)
-        if self._tier is not None:
-            self._tier.distrust(request.block_hashes)
+        self._tier.distrust(request.block_hashes)
 
     def flush(self, *, with_store: bool) -> CacheFlush:
         """Nobody who starts from now on finds anything that was computed before, except in the store; with
@@ -159,20 +156,20 @@ class PrefixReuse:
 
     @property
     def _may_use_store(self) -> bool:
-        return not any(flush.withholds for flush in self._flushes)
+        return self._tier.is_there and not any(flush.withholds for flush in self._flushes)
 
     # --- the store ------------------------------------------------------------------------------
 
     @property
     def has_orders(self) -> bool:
         """Whether a plan should go out although nobody may run."""
-        return self._tier is not None and self._tier.has_orders
+        return self._tier.has_orders
 
     def take_orders(self) -> list[TierOrder]:
         """For the plan that is issued now."""
-        return [] if self._tier is None else self._tier.take_orders()
+        return self._tier.take_orders()
 
-    def settle_orders(self, finished: list[Outcome], use: StoreUse = NO_STORE_USE) -> RequestState | None:
+    def settle_orders(self, finished: list[OrderResult], use: StoreUse = NO_STORE_USE) -> RequestState | None:
         """Take what became of orders to the ranks (`batch.TierOrder`), and order more.
 
         Args:
@@ -181,29 +178,27 @@ class PrefixReuse:
         Returns:
             Who has begun behind blocks that have not come, and must begin again.
         """
-        if self._tier is None:
-            return None
         if use is not NO_STORE_USE:
             self._rank_use = self._rank_use.plus(use)
-        failed = [self._prove(loaded) for loaded in self._tier.settle(finished)]
-        self._tier.look(num_spare=len(self._queues.running))  # each may want another block
+        failed = [self._prove(loaded) for loaded in self._tier.settle_orders(finished)]
+        self._tier.take_answers(num_spare=len(self._queues.running))  # each may want another block
         return next((request for request in failed if request is not None), None)
 
     def on_the_way(self, request: RequestState, num_found: int) -> list[int]:
         """Blocks behind those found that come from the store, if it may begin before they are there: where
         nobody else runs, whom it would keep waiting with it."""
-        if self._tier is None or self._queues.running:
+        if self._queues.running:
             return []
         first, coming = self._tier.on_the_way(request.arrival)
         return coming if first == num_found else []
 
     def awaited(self, request: RequestState) -> list[int]:
         """Numbers of orders that a step of this request must wait for, layer by layer."""
-        return self._tier.open_orders(request.arrival) if self._tier and request.num_unproven else []
+        return self._tier.open_orders(request.arrival) if request.num_unproven else []
 
     def are_answered(self, orders: list[int]) -> bool:
         """Whether all ranks have answered these orders to load."""
-        return not orders or self._tier is None or not self._tier.is_any_open(orders)
+        return not orders or not self._tier.is_any_open(orders)
 
     def _prove(self, loaded: LoadedBlocks) -> RequestState | None:
         """If somebody has begun with these already, he may go on, or is returned: he must begin again."""
@@ -227,18 +222,16 @@ class PrefixReuse:
 
     def next_look(self) -> float:
         """Clock time at which `settle_orders` may have something to do though no rank has answered."""
-        return math.inf if self._tier is None else self._tier.next_look()
+        return self._tier.next_look()
 
     def lose_all(self) -> None:
         """The ranks have lost what they had; whoever waits may find it in the store."""
         self._unproven = None
-        if self._tier is not None:
-            self._tier.lose_all()
+        self._tier.lose_all()
         # Who lives tells it again.
         self._rank_use = msgspec.structs.replace(self._rank_use, switched_off=0, host_bytes_used=0)
         self._forget_all()
-        if self._ledger is not None:
-            self._ledger.forget_all()
+        self._ledger.forget_all()
         for request in self._queues:
             self.enter(request)
 
@@ -248,37 +241,29 @@ class PrefixReuse:
 
     def close(self) -> None:
         """The last call."""
-        if self._tier is not None:
-            self._tier.close()
+        self._tier.close()
 
-    def counts(self) -> dict[str, Any]:
-        """Fields of `scheduler.SchedulerStats`."""
+    def cache_stats(self) -> CacheStats:
+        """Of the pool, and of what was found in it."""
         cache = self._allocator.pool.cache
-        stored = TierTotals() if self._tier is None else self._tier.totals
-        use = NO_STORE_USE if self._tier is None else self._rank_use.plus(self._tier.own_use())
-        return {
-            "prefix_tokens": self.num_queried,
-            "prefix_hit_tokens": self.num_found,
-            "cached_blocks": 0 if cache is None else cache.num_cached,
-            "evicted_blocks": 0 if cache is None else cache.num_evicted,
-            "stored_blocks": stored.num_stored,
-            "loaded_blocks": stored.num_loaded,
-            "failed_blocks": stored.num_failed,
-            "store_bytes_read": use.bytes_read,
-            "store_bytes_written": use.bytes_written,
-            "store_records_read": use.records_read,
-            "store_verify_failures": use.verify_failures,
-            "store_call_failures": use.call_failures,
-            "host_bytes_read": use.host_bytes_read,
-            "host_records_read": use.host_records_read,
-            "host_bytes_written": use.host_bytes_written,
-            "host_bytes_used": use.host_bytes_used,
-            "store_switched_off": use.switched_off,
-            "store_failure": use.failure,
-            "num_sessions": len(self.sessions),
-            "session_blocks": self.sessions.num_kept,
-            "reaped_sessions": self.sessions.num_reaped,
-        }
+        return CacheStats(
+            num_blocks=self._allocator.num_blocks,
+            free_blocks=self._allocator.num_free_blocks,
+            prefix_tokens=self.num_queried,
+            prefix_hit_tokens=self.num_found,
+            cached_blocks=cache.num_cached,
+            evicted_blocks=cache.num_evicted,
+        )
+
+    def store_stats(self) -> StoreStats:
+        """Of the store behind it."""
+        totals = self._tier.totals
+        return StoreStats(
+            stored_blocks=totals.num_stored,
+            loaded_blocks=totals.num_loaded,
+            failed_blocks=totals.num_failed,
+            use=self._rank_use.plus(self._tier.own_use()),
+        )
 
     def _wanted(self, request: RequestState) -> list[bytes]:
         """Names of all blocks that it could begin with: all whole ones before the last token that it must

@@ -16,6 +16,16 @@ from penstock.scheduler.queues import RequestState
 from penstock.scheduler.rows import RowPool
 
 
+class NoLedger:
+    """For who asks what is found and issues no plan."""
+
+    def digest_after(self, requests: Sequence[RequestState], orders: Sequence[TierOrder]) -> int:
+        return 0
+
+    def forget_all(self) -> None:
+        """Nothing was told."""
+
+
 class ResidencyLedger:
     """Args:
     allocator: its block tables.

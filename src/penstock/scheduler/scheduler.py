@@ -10,89 +10,40 @@ No torch, no I/O, no clock but the injected one, no chance.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-
-from penstock.batch import BuiltGrammar, Outcome, ScheduledBatch, StepResult, StoreUse
+from penstock.batch import BuiltGrammar, OrderResult, ScheduledBatch, StepResult, StoreUse
 from penstock.config.engine import SchedulerConfig
-from penstock.errors import ErrorInfo, UnavailableError
+from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.sessions import Sessions
-from penstock.kvcache.storage_tier import StorageTier
-from penstock.request import GenerationRequest, RequestUpdate, TokenLogprobs
+from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier
+from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.admission import Admission
 from penstock.scheduler.chunking import TokenBudget
 from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.grammars import GrammarBuilds
-from penstock.scheduler.invariants import check_consistency
-from penstock.scheduler.pacing import Pacing
+from penstock.scheduler.intake import Intake
+from penstock.scheduler.issued_steps import IssuedSteps
+from penstock.scheduler.pacing import Pacing, PlainPacing
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_builder import PlanBuilder
-from penstock.scheduler.pooled import returned_vectors
-from penstock.scheduler.preemption import preempt_youngest, release
 from penstock.scheduler.prefix_reuse import PrefixReuse
-from penstock.scheduler.prompt_scores import returned_scores
-from penstock.scheduler.queues import NO_STEP, RequestPhase, RequestQueues, RequestState
+from penstock.scheduler.queues import RequestQueues
+from penstock.scheduler.recovery import Recovery
+from penstock.scheduler.request_endings import RequestEndings
 from penstock.scheduler.residency_ledger import ResidencyLedger
+from penstock.scheduler.result_settlement import ResultSettlement
 from penstock.scheduler.rows import RowPool
-from penstock.scheduler.stopping import finish_reason
-from penstock.scheduler.updates import (
-    ended_without_tokens,
-    failed,
-    grammar_error,
-    numerical_error,
-    quarantined,
-    row_error,
-    scores_came,
-    token_came,
-)
-
-
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Gauges of now, and totals since the start; by the names that `engine.stats.CoreStats` has for them."""
-
-    paused: bool
-    num_running: int
-    num_waiting: int  # preempted ones included
-    num_blocks: int
-    free_blocks: int
-    num_preemptions: int
-    prompt_tokens: int  # of requests that have yielded their first token, or ended without one
-    generated_tokens: int
-    micro_batches: int  # that the decoding requests were split into for the last plan
-    prefix_tokens: int  # of requests that have started, or started again
-    prefix_hit_tokens: int  # of these, found in the prefix cache
-    cached_blocks: int  # that a request could find, held ones included
-    evicted_blocks: int
-    stored_blocks: int
-    loaded_blocks: int
-    failed_blocks: int  # that could not be stored or loaded
-    store_bytes_read: int
-    store_bytes_written: int
-    store_records_read: int
-    store_verify_failures: int
-    store_call_failures: int
-    host_bytes_read: int
-    host_records_read: int
-    host_bytes_written: int
-    host_bytes_used: int
-    store_switched_off: int
-    store_failure: str
-    num_sessions: int
-    session_blocks: int
-    reaped_sessions: int
-
-
-@dataclass(slots=True)
-class _Totals:
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
+from penstock.scheduler.stats import SchedulerStats
+from penstock.scheduler.updates import grammar_error
 
 
 class Scheduler:
     """Continuous batching with chunked prefill over `num_stages` stages.
+
+    Each part of a request's life is a part of its own: `Intake` takes it in, `Placement` puts it into plans,
+    `ResultSettlement` takes its results, `Recovery` puts it back after a loss, `RequestEndings` ends it.
 
     Args:
         allocator: of KV blocks; this scheduler is its only user.
@@ -101,7 +52,12 @@ class Scheduler:
         seed: of the engine, for requests that bring none.
         clock: monotonic seconds.
         costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
-        tier: of the blocks in a store, over the same allocator.
+        tier: of the blocks in a store, over the same allocator, if there is one.
+
+    Attributes:
+        prefixes: what was computed before, and orders to ranks.
+        grammars: of the rows.
+        paused: nobody runs ("keep"), or only who has started ("wait").
     """
 
     def __init__(
@@ -115,58 +71,51 @@ class Scheduler:
         seed: int,
         clock: Callable[[], float],
         costs: CostModel | None = None,
-        tier: StorageTier | None = None,
+        tier: AnyStorageTier | None = None,
     ) -> None:
-        self._config = config
-        self._allocator = allocator
-        self._clock = clock
-        self._admission = Admission(
+        admission = Admission(
             config, allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
         )
-        self._queues = RequestQueues()
-        self._rows = RowPool(config.max_num_seqs)
         budget = TokenBudget.from_config(config, num_stages)
-        target_s = config.inter_token_target_ms / 1000
-        pacing = None if costs is None else Pacing(costs, budget, inter_token_target_s=target_s)
-        ledger = ResidencyLedger(allocator, self._rows)
-        sessions = Sessions(allocator, config.max_sessions, clock)
-        self.prefixes = PrefixReuse(allocator, self._queues, sessions, tier, ledger)  # and orders to ranks
-        self.grammars = GrammarBuilds(config.built_grammar_bytes)
-        self._placement = Placement(
-            budget,
-            pacing,
-            None if config.micro_batches == "auto" else config.micro_batches,
-            self._queues,
-            self._rows,
-            allocator,
-            self._admission,
-            self.prefixes,
-            self.grammars,
-            clock,
+        pacing = (
+            PlainPacing(budget)
+            if costs is None
+            else Pacing(costs, budget, inter_token_target_s=config.inter_token_target_ms / 1000)
         )
-        self._issued: dict[int, PlanBuilder] = {}  # by step in flight
-        self._returned_step = NO_STEP  # the last step whose result has come
-        self._consume_through = NO_STEP
-        self._totals = _Totals()
-        self.paused: Literal["keep", "wait"] | None = None  # nobody runs, or only who has started
-        self.num_requeued = 0  # requests that a loss has interrupted, counted once for each
+        micro_batches = None if config.micro_batches == "auto" else config.micro_batches
+        sessions = Sessions(allocator, config.max_sessions, clock)
+        self._queues = queues = RequestQueues()
+        self._rows = rows = RowPool(config.max_num_seqs)
+        ledger = ResidencyLedger(allocator, rows)
+        self.prefixes = prefixes = PrefixReuse(allocator, queues, sessions, tier or NoStorageTier(), ledger)
+        self.grammars = grammars = GrammarBuilds(config.built_grammar_bytes)
+        self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars)
+        self._intake = Intake(admission, queues, prefixes, endings, config.queue_timeout_s, clock)
+        self._placement = Placement(
+            budget, pacing, micro_batches, queues, rows, allocator, admission, prefixes, grammars, clock
+        )
+        self._issued = IssuedSteps()
+        self._settlement = ResultSettlement(queues, prefixes, endings)
+        self._recovery = Recovery(queues, rows, allocator, prefixes, grammars, endings)
+        self.paused: Literal["keep", "wait"] | None = None
 
     @property
     def max_len(self) -> int:
         """Longest prompt + output served: the model's, or what the KV pool holds, whichever is less."""
-        return self._admission.max_len
+        return self._intake.max_len
 
     @property
     def useful_depth(self) -> int:
         """Plans in flight that keep the pipe busy: P; with fewer micro-batches, one more than those, so that
         the next plan lies at the first stage when the token comes."""
-        groups, num_stages = self._placement.num_groups, self._placement.num_stages
-        return num_stages if self._placement.has_prompts or groups == num_stages else groups + 1
+        micro_batches, num_stages = self._placement.num_micro_batches, self._placement.num_stages
+        is_full = self._placement.has_prompts or micro_batches == num_stages
+        return num_stages if is_full else micro_batches + 1
 
     @property
     def is_one_alone(self) -> bool:
         """Whether the last plan is the only micro-batch, so that one stage computes at a time."""
-        return self._placement.num_groups == 1 and not self._placement.has_prompts
+        return self._placement.num_micro_batches == 1 and not self._placement.has_prompts
 
     @property
     def has_requests(self) -> bool:
@@ -177,7 +126,7 @@ class Scheduler:
         """Whether nobody is left whom a pause still lets run."""
         return self.paused != "wait" or not any(request.has_started for request in self._queues)
 
-    def add(
+    def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
     ) -> None:
         """Queue a request, and those that follow it.
@@ -191,13 +140,9 @@ class Scheduler:
             NotFoundError: it is new here and everywhere, and its session is not open.
             OverloadedError: as many requests, or tokens, wait already as may.
         """
-        if output_ids is None:
-            self.prefixes.sessions.require(request.sampling.session_id)
-        for state in self._admission.accept(request, self._queues, self._clock(), output_ids, num_scores):
-            self._queues.add(state)
-            self.prefixes.enter(state)
+        self._intake.add_request(request, output_ids, num_scores)
 
-    def abort(self, request_id: str) -> bool:
+    def abort_request(self, request_id: str) -> bool:
         """End a request wherever it is, in any slot (rows D13, DR7). No update of it follows.
 
         Its row and blocks are free at once; results in flight for it are dropped when they come.
@@ -208,39 +153,27 @@ class Scheduler:
         request = self._queues.get(request_id)
         if request is None:
             return False
-        self._remove(request)
+        self._endings.remove(request)
         return True
 
-    def expire(self) -> list[RequestUpdate]:
+    def expire_requests(self) -> list[RequestUpdate]:
         """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions."""
-        now = self._clock()
-        limit = self._config.queue_timeout_s
-        updates = []
-        self.prefixes.sessions.expire()
-        while (request := self._queues.first_new()) is not None and now - request.arrival_time >= limit:
-            request.queue_seconds = now - request.arrival_time
-            error = UnavailableError(
-                f"the request waited {request.queue_seconds:.1f} s to start; the limit is {limit:g} s.",
-                remedy="Try again later.",
-                code="queue_timeout",
-            )
-            updates.append(self._fail(request, error.info()))
-        return updates
+        return self._intake.expire_requests()
 
     def next_expiry(self) -> float | None:
-        """Clock time at which `expire` has something to do; None while nobody waits for a first start."""
-        request = self._queues.first_new()
-        return None if request is None else request.arrival_time + self._config.queue_timeout_s
+        """Clock time at which `expire_requests` has something to do; None while nobody waits for a first
+        start."""
+        return self._intake.next_expiry()
 
-    def settle_orders(self, finished: list[Outcome], use: StoreUse) -> None:
+    def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """See `Placement.settle_orders`."""
         self._placement.settle_orders(finished, use)
 
     def settle_grammars(self, told: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
         """Take what the last stage has told of grammars; whose cannot be built ends."""
-        return [self._fail(one, grammar_error(one, what)) for one, what in self.grammars.settle(told)]
+        return [self._endings.fail(one, grammar_error(one, what)) for one, what in self.grammars.settle(told)]
 
-    def schedule(self, step_id: int) -> ScheduledBatch | None:
+    def plan_step(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.
 
         Decode rows come first, then prompt chunks. `step_id` grows by one per plan issued. None is never
@@ -248,167 +181,71 @@ class Scheduler:
         who run wait for their grammars, or there is a pause.
         """
         draft = PlanBuilder(step_id)
-        prefill_in_flight = sum(issued.prefill_tokens for issued in self._issued.values())
         if self.paused != "keep":
             may_start = self.paused is None
-            self._placement.fill(draft, self._returned_step, prefill_in_flight, newcomers=may_start)
+            self._placement.fill(
+                draft, self._issued.returned_step, self._issued.prefill_tokens, newcomers=may_start
+            )
         return self._issue(draft) if draft.rows or draft.new_rows or self.prefixes.has_orders else None
 
-    def probe(self, step_id: int) -> ScheduledBatch:
+    def plan_probe(self, step_id: int) -> ScheduledBatch:
         """An empty plan, which crosses every stage and proves them alive. Freed rows ride on it too."""
         return self._issue(PlanBuilder(step_id))
 
     def requests_of(self, step_id: int) -> list[str]:
         """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
-        issued = self._issued.get(step_id)
-        return [] if issued is None else [request.request_id for request in issued.requests]
+        return self._issued.requests_of(step_id)
 
-    def update(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
+    def settle_result(self, plan: ScheduledBatch, result: StepResult) -> list[RequestUpdate]:
         """Settle a step: append its tokens, end the requests that they end.
 
         Results of requests that have finished or been aborted in the meantime are dropped (row D11).
         Call it in step order, once per plan, for plans without samples too.
         """
-        assert result.step_id == plan.step_id > self._returned_step, "results are settled in step order"
-        self._returned_step = plan.step_id
-        logprobs = result.logprobs or [None] * len(result.token_ids)
-        issued = self._issued.pop(plan.step_id)
-        updates = self._take_scores(issued, result)
-        for index, (request, ids) in enumerate(zip(issued.sampling, result.token_ids, strict=True)):
-            request.num_pending -= 1
-            if request.num_void:
-                request.num_void -= 1
-                continue
-            if index in result.failed and index not in result.unmet:
-                self.prefixes.distrust(request)
-            if request.phase is RequestPhase.FINISHED:
-                continue
-            if index in result.failed:
-                updates.append(self._fail(request, row_error(request, plan.step_id, result.unmet.get(index))))
-            else:
-                updates.append(self._accept(request, ids[0], logprobs[index]))
-        updates += [self._end(done, vector) for done, vector in returned_vectors(issued.ending, result)]
-        return updates
+        is_next = result.step_id == plan.step_id > self._issued.returned_step
+        assert is_next, "results are settled in step order"
+        return self._settlement.settle(self._issued.settle(plan.step_id), result)
 
     def fail_all(
         self, error: ErrorInfo, concerns: Callable[[str], bool] = lambda _: True
     ) -> list[RequestUpdate]:
         """End requests, by their ids, with `error`; results of steps in flight for them are dropped."""
-        return [self._fail(request, error) for request in list(self._queues) if concerns(request.request_id)]
+        return self._endings.fail_each(error, lambda request: concerns(request.request_id))
 
     def requeue(self) -> list[RequestUpdate]:
         """The ranks have forgotten all rows and blocks, and no step in flight will return.
 
-        Whoever runs goes back to the head of the line, with the tokens that it has; but a request that was in
-        the steps in flight, or had its grammar built, now and at the loss before, and has gained nothing
-        between, may be the reason, and ends with an error.
+        Whoever runs goes back to the head of the line, with the tokens that it has; who may be the reason
+        ends with an error (`scheduler.recovery`).
         """
-        updates = []
-        in_flight = {row for issued in self._issued.values() for row in issued.all_rows}
-        for request in [one for one in self._queues.running if one.awaits_grammar or one.row in in_flight]:
-            if request.lost_at == request.progress:
-                updates.append(self._fail(request, quarantined(request)))
-            request.lost_at = request.progress
-        self.num_requeued += len(self._queues.running)
-        while self._queues.running:
-            preempt_youngest(self._queues, self._rows, self._allocator)
-        for request in self._queues:
-            request.num_pending, request.num_void, request.last_sampled_step = 0, 0, NO_STEP
-            request.num_scores_planned = request.num_scores
-        self._returned_step = max(self._issued, default=self._returned_step)
-        self._issued.clear()
-        self._rows.announce_freed()  # there is nobody to tell
-        self.grammars.forget_all()
-        self.prefixes.lose_all()  # who takes a lost rank's place has an empty cache
-        return updates
+        return self._recovery.requeue(self._issued)
 
     def fail_started(self, error: ErrorInfo) -> list[RequestUpdate]:
         """End all that have had a row, here or in another core."""
-        return [self._fail(request, error) for request in list(self._queues) if request.has_started]
+        return self._endings.fail_each(error, lambda request: request.has_started)
 
     def stats(self) -> SchedulerStats:
-        return _stats(
-            self.paused, self._totals, self._queues, self._allocator, self._placement, self.prefixes
+        return SchedulerStats(
+            paused=self.paused is not None,
+            num_running=len(self._queues.running),
+            num_waiting=len(self._queues.waiting) + len(self._queues.preempted),
+            num_preemptions=self._placement.num_preemptions,
+            recovered_requests=self._recovery.num_requeued,
+            prompt_tokens=self._settlement.prompt_tokens,
+            generated_tokens=self._settlement.generated_tokens,
+            micro_batches=self._placement.num_micro_batches,
         )
 
     def check_invariants(self) -> None:
         """Assert that rows, blocks, clocks and queues agree. For tests, and for an idle engine."""
-        pending = [request for issued in self._issued.values() for request in issued.sampling]
-        check_consistency(self._queues, self._rows, self._allocator, pending)
-        self.grammars.check_invariants(self._queues.running)
+        self._placement.check_invariants(self._issued.pending())
 
     def _issue(self, draft: PlanBuilder) -> ScheduledBatch:
-        self._issued[draft.step_id] = draft
         orders, residency = self.prefixes.issued([*draft.requests, *draft.entering])
-        self._consume_through = max(self._consume_through, self._returned_step, *draft.token_from, NO_STEP)
         return draft.finish(
-            consume_through=self._consume_through,
+            consume_through=self._issued.issue(draft),
             freed_rows=self._rows.announce_freed(),
             dropped_grammars=self.grammars.take_dropped(),
             orders=orders,
             residency=residency,
         )
-
-    def _accept(
-        self, request: RequestState, token_id: int, logprobs: list[TokenLogprobs] | None
-    ) -> RequestUpdate:
-        if request.num_outputs == 0:
-            self._totals.prompt_tokens += request.prompt_len
-        self._totals.generated_tokens += 1
-        self._queues.note_token(request, token_id)
-        if request.phase is RequestPhase.RUNNING:
-            self.prefixes.note(request)
-        reason = finish_reason(request)
-        if reason is not None:
-            self._remove(request)
-        return token_came(request, logprobs, reason)
-
-    def _take_scores(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
-        updates = []
-        for request, scores in returned_scores(issued.scoring, result, self._queues):
-            if scores:
-                updates.append(scores_came(request, scores))
-            else:
-                self.prefixes.distrust(request)
-                updates.append(self._fail(request, numerical_error(request, result.step_id)))
-        return updates
-
-    def _end(self, request: RequestState, vector: bytes) -> RequestUpdate:
-        if request.pooling is not None and not vector:
-            return self._fail(request, numerical_error(request, self._returned_step))
-        self._totals.prompt_tokens += request.prompt_len
-        self._remove(request)
-        return ended_without_tokens(request, vector)
-
-    def _fail(self, request: RequestState, error: ErrorInfo) -> RequestUpdate:
-        self._remove(request)
-        return failed(request, error)
-
-    def _remove(self, request: RequestState) -> None:
-        self.prefixes.leave(request)
-        if request.phase is RequestPhase.RUNNING:
-            self.grammars.leave(request)
-            release(request, self._rows, self._allocator)
-        self._queues.remove(request)
-
-
-def _stats(
-    paused: str | None,
-    totals: _Totals,
-    queues: RequestQueues,
-    allocator: BlockAllocator,
-    placement: Placement,
-    prefixes: PrefixReuse,
-) -> SchedulerStats:
-    return SchedulerStats(
-        paused=paused is not None,
-        num_running=len(queues.running),
-        num_waiting=len(queues.waiting) + len(queues.preempted),
-        num_blocks=allocator.num_blocks,
-        free_blocks=allocator.num_free_blocks,
-        num_preemptions=placement.num_preemptions,
-        prompt_tokens=totals.prompt_tokens,
-        generated_tokens=totals.generated_tokens,
-        micro_batches=placement.num_groups,
-        **prefixes.counts(),
-    )

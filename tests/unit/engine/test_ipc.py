@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from core_numbers import core_stats
 from penstock.batch import RankLoaded
 from penstock.engine.ipc import (
     AbortRequests,
@@ -19,13 +20,12 @@ from penstock.engine.ipc import (
     StepUpdates,
     Welcome,
 )
-from penstock.engine.stats import CoreStats
 from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
-STATS = CoreStats(
+STATS = core_stats(
     num_running=1,
     num_waiting=2,
     num_blocks=3,

@@ -123,7 +123,7 @@ def test_ranks_that_stay_silent_are_named(fixture: Fixture) -> None:
 
 def test_a_plan_reaches_every_rank_as_the_same_bytes(fixture: Fixture) -> None:
     plan = make_plan(0, freed_rows=[3])
-    fixture.core.submit(plan)
+    fixture.core.submit_plan(plan)
     frames = [rank.recv(0) for rank in fixture.ranks]
     assert frames == [encode(plan)] * 3
 
@@ -131,7 +131,7 @@ def test_a_plan_reaches_every_rank_as_the_same_bytes(fixture: Fixture) -> None:
 def test_d4_r14_each_plan_is_sealed_as_the_next_of_the_log(fixture: Fixture) -> None:
     log = DecisionLog()
     for step in range(5):
-        digest = fixture.core.submit(ScheduledBatch(step_id=step, freed_rows=[step]))
+        digest = fixture.core.submit_plan(ScheduledBatch(step_id=step, freed_rows=[step]))
         for rank in fixture.ranks:
             frame = rank.recv(0)
             assert frame is not None
@@ -144,18 +144,18 @@ def test_d4_r14_each_plan_is_sealed_as_the_next_of_the_log(fixture: Fixture) -> 
 def test_bytes_that_are_no_message_name_the_stage_that_sent_them(fixture: Fixture) -> None:
     fixture.ranks[1].send(b"\xc1")
     with pytest.raises(ProtocolError, match="cannot be read") as caught:
-        fixture.core.poll(0.0)
+        fixture.core.poll_results(0.0)
     assert caught.value.stage == 1
 
 
 def test_results_come_in_order_and_poll_waits_only_when_there_are_none(fixture: Fixture) -> None:
     for step in range(3):
         fixture.ranks[2].send(encode(StepResult(step_id=step)))
-    assert [r.step_id for r in fixture.core.poll(LONG)] == [0, 1, 2]
+    assert [r.step_id for r in fixture.core.poll_results(LONG)] == [0, 1, 2]
     assert fixture.waits == []
-    assert fixture.core.poll(0.0) == []
+    assert fixture.core.poll_results(0.0) == []
     assert fixture.waits == []
-    assert fixture.core.poll(5.0) == []
+    assert fixture.core.poll_results(5.0) == []
     assert fixture.waits == [5.0]
 
 
@@ -164,14 +164,14 @@ def test_the_first_cause_is_told_and_not_its_consequences(fixture: Fixture) -> N
     fixture.failed(2, "WaitTimeoutError", "nothing came")
     fixture.failed(1, "StageLostError", "stage 1 failed in step 5: RuntimeError: boom")
     with pytest.raises(StageLostError, match=r"stage 1 is lost.*step 5.*boom") as caught:
-        fixture.core.poll(0.0)
+        fixture.core.poll_results(0.0)
     assert caught.value.stage == 1
 
 
 def test_a_rank_that_goes_without_a_word_is_lost(fixture: Fixture) -> None:
     fixture.ranks[1].close()
     with pytest.raises(StageLostError, match="stage 1 is lost: stage 1 has gone without a word") as caught:
-        fixture.core.poll(0.0)
+        fixture.core.poll_results(0.0)
     assert caught.value.stage == 1
 
 
@@ -188,23 +188,23 @@ def test_a_rank_that_misses_its_neighbour_waits_for_the_neighbours_own_words(fix
     fixture.failed(0, "LinkClosedError", "link 0 -> 1 was closed")
     fixture.on_wait = lambda: fixture.failed(1, "NumericalError", "the cause")
     with pytest.raises(StageLostError, match="stage 1 is lost: the cause"):
-        fixture.core.poll(0.0)
+        fixture.core.poll_results(0.0)
 
 
 def test_results_sent_before_a_failure_are_delivered_first(fixture: Fixture) -> None:
     fixture.ranks[2].send(encode(StepResult(step_id=0)))
     fixture.failed(1, "NumericalError", "the cause")
-    assert fixture.core.poll(0.0) == [StepResult(step_id=0)]
-    fixture.core.submit(make_plan(1))
+    assert fixture.core.poll_results(0.0) == [StepResult(step_id=0)]
+    fixture.core.submit_plan(make_plan(1))
     for _ in range(2):
         with pytest.raises(StageLostError, match="the cause"):
-            fixture.core.poll(0.0)
+            fixture.core.poll_results(0.0)
 
 
 def test_another_message_than_a_result_is_refused(fixture: Fixture) -> None:
     fixture.ranks[0].send(encode(RankReady(stage=0)))
     with pytest.raises(ProtocolError, match="expected StepResult from a rank, found RankReady"):
-        fixture.core.poll(0.0)
+        fixture.core.poll_results(0.0)
 
 
 def test_closing_says_shutdown_to_those_that_are_left_and_may_be_repeated(fixture: Fixture) -> None:
@@ -227,7 +227,7 @@ def test_a_rank_that_spoke_before_it_went_is_quoted() -> None:
     rank_end.send(encode(RankFailed(stage=0, error=words)))
     rank_end.close()
     with pytest.raises(StageLostError, match="hidden states of step 7"):
-        ranks.poll(0.0)
+        ranks.poll_results(0.0)
 
 
 def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixture) -> None:
@@ -246,7 +246,7 @@ def test_d6_reports_of_time_are_put_aside_and_old_spans_forgotten(fixture: Fixtu
     fixture.ranks[0].send(encode(spans(0, 2)))
     fixture.ranks[0].send(encode(times(0, 9)))
     fixture.ranks[2].send(encode(StepResult(step_id=4)))
-    assert fixture.core.poll(LONG) == [StepResult(step_id=4)]
+    assert fixture.core.poll_results(LONG) == [StepResult(step_id=4)]
     assert fixture.core.reports.stage_times() == [times(0, 9), times(1, TRACE_S + 4)]
     kept = [spans(1, second) for second in range(4, TRACE_S + 5)]
     assert fixture.core.reports.spans() == [spans(0, 2), *kept]

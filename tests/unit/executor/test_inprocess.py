@@ -104,9 +104,9 @@ def test_a_plan_that_a_rank_refuses_loses_the_stage_with_its_cause(tiny: Path) -
     executor = InprocessExecutor(make_rank_configs(tiny, 3))
     executor.start()
     part = Part(row=1, num_tokens=3, start=0, blocks=[])
-    executor.submit(make_plan(0, [part], new_rows=[new_row(1, [4, 5, 6], name="the-request")]))
+    executor.submit_plan(make_plan(0, [part], new_rows=[new_row(1, [4, 5, 6], name="the-request")]))
     with pytest.raises(StageLostError, match=r"step 0.*'the-request' has no KV block") as caught:
-        executor.poll(30.0)
+        executor.poll_results(30.0)
     assert caught.value.stage is not None
     executor.shutdown()
 
@@ -116,7 +116,7 @@ def test_shutdown_before_start_after_start_and_twice(tiny: Path) -> None:
     executor = InprocessExecutor(make_rank_configs(tiny, 2))
     executor.start()
     assert executor.wait_fds() == []
-    assert executor.poll(0.0) == []
+    assert executor.poll_results(0.0) == []
     executor.shutdown()
     executor.shutdown()
 
@@ -125,10 +125,10 @@ def test_submitted_plans_are_finished_before_a_shutdown(tiny: Path) -> None:
     executor = InprocessExecutor(make_rank_configs(tiny, 3, async_depth=2))
     executor.start()
     for step in range(4):
-        executor.submit(make_plan(step))
+        executor.submit_plan(make_plan(step))
     results = []
     while len(results) < 4:
-        results += executor.poll(30.0)
+        results += executor.poll_results(30.0)
     assert [result.step_id for result in results] == [0, 1, 2, 3]
     executor.shutdown()
 
@@ -136,8 +136,8 @@ def test_submitted_plans_are_finished_before_a_shutdown(tiny: Path) -> None:
 def test_a_failed_rank_reports_the_protocol_error_kind(tiny: Path) -> None:
     executor = InprocessExecutor(make_rank_configs(tiny, 1))
     executor.start()
-    executor.submit(make_plan(5))
+    executor.submit_plan(make_plan(5))
     with pytest.raises(StageLostError, match=r"expected the plan of \(epoch, step\) \(0, 0\)") as caught:
-        executor.poll(30.0)
+        executor.poll_results(30.0)
     assert not isinstance(caught.value, ProtocolError)
     executor.shutdown()

@@ -11,7 +11,7 @@ def test_an_order_is_finished_when_all_ranks_have_answered_and_done_when_all_hav
     reports.keep(OrdersDone(done=[1, 2], failed=[]))
     assert reports.finished_orders() == []
     reports.keep(OrdersDone(done=[1], failed=[2]))
-    assert reports.finished_orders() == [(1, True), (2, False)]
+    assert reports.finished_orders() == [(1, "done"), (2, "failed")]
     assert not reports.has_answers
 
 

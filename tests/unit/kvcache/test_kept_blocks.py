@@ -424,6 +424,5 @@ def test_g4_what_is_there_and_what_is_kept_is_what_the_definition_says(
             alive.append((owner, what))
             if not more:
                 end(*alive.pop())
-        assert rig.blocks.pool.cache is not None
         assert set(rig.blocks.pool.cache.names()) == set(plain.known)
         assert rig.sessions._keepers.keys() == plain.kept()

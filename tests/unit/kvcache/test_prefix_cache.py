@@ -260,4 +260,4 @@ def test_h10_what_is_found_is_what_the_policy_says(
         else:
             blocks.free(owner)
             plain.free(owner)
-        assert set(plain.known) == set(blocks.pool.cache.names())  # type: ignore[union-attr]
+        assert set(plain.known) == set(blocks.pool.cache.names())

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from core_numbers import core_stats
 from fakes import FakeClock, FakeExecutor
 from penstock.config.engine import (
     CacheConfig,
@@ -22,7 +23,6 @@ from penstock.config.engine import (
     SchedulerConfig,
 )
 from penstock.engine.ipc import AbortRequests, AddRequest, CoreGone, Hello, StepUpdates, Welcome
-from penstock.engine.stats import CoreStats
 from penstock.engine.supervisor.reports import EngineFailed, Event, LogReporter, Recovered
 from penstock.errors import ErrorInfo, PeerError, PenstockError, StageLostError, WaitTimeoutError
 from penstock.llm import engine_client as client_module
@@ -104,8 +104,7 @@ def _request(name: str = "a", *, seed: int | None = None) -> GenerationRequest:
 
 
 def _beat(*updates: RequestUpdate) -> StepUpdates:
-    numbers: dict[str, Any] = dict.fromkeys(CoreStats.__struct_fields__, 0)
-    return StepUpdates(list(updates), CoreStats(**numbers))
+    return StepUpdates(list(updates), core_stats())
 
 
 def _poll_for(client: ProcessClient, seconds: float) -> None:

@@ -75,7 +75,7 @@ def test_d11_stop_strings_cut_text_and_tokens(stories: LLM) -> None:
     assert len(completion.token_ids) < 12
     stats = stories.stats()
     assert stats is not None
-    assert stats.num_running == 0, "the core was told"
+    assert stats.scheduler.num_running == 0, "the core was told"
 
 
 def test_golden_ids_and_text(stories: LLM) -> None:
@@ -114,7 +114,7 @@ def test_r8_an_error_in_a_batch_names_the_prompt_and_nothing_runs(
     after = stories.stats()
     assert before is not None
     assert after is not None
-    assert after.prompt_tokens == before.prompt_tokens
+    assert after.scheduler.prompt_tokens == before.scheduler.prompt_tokens
 
 
 def test_a_length_that_was_asked_for_must_fit_and_a_default_is_shortened(stories: LLM) -> None:
@@ -244,7 +244,7 @@ def test_an_interrupt_leaves_nothing_running(stories: LLM, monkeypatch: pytest.M
     monkeypatch.undo()
     stats = stories.stats()
     assert stats is not None
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert (stats.scheduler.num_running, stats.scheduler.num_waiting) == (0, 0)
     assert len(stories.generate("Once", GREEDY)[0].outputs[0].token_ids) == 12
 
 

@@ -24,7 +24,7 @@ from hand_core import (
     make_plan,
     new_row,
 )
-from penstock.batch import AllocateKV, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
+from penstock.batch import AllocateKV, PlanMeta, ScheduledBatch, Shutdown, StepResult, decode_to_core, encode
 from penstock.distributed.group import MemoryGroup, meet
 from penstock.distributed.share import Share
 from penstock.errors import (
@@ -139,12 +139,12 @@ class Pipe:
         )
         return ModelRunner(model, arithmetic_kv(NUM_BLOCKS, BLOCK), rows, buffers, VOCAB)
 
-    def submit(self, plan: ScheduledBatch) -> None:
+    def submit_plan(self, plan: ScheduledBatch) -> None:
         frame = encode(self.log.seal(plan))
         for channel in self.core_endpoints:
             channel.send(frame)
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         frame = self.core_endpoints[-1].recv(timeout_s)
         assert frame is not None, "no result came"
         result = decode_to_core(frame)
@@ -191,8 +191,8 @@ def test_d3_d4_d5_tokens_are_exact_in_every_layout(
         chunk=chunk,
     )
     core.generate(pipe, requests)
-    pipe.submit(make_plan(core.step, consume_through=core.returned))  # all ranks come to rest
-    pipe.poll(20.0)
+    pipe.submit_plan(make_plan(core.step, consume_through=core.returned))  # all ranks come to rest
+    pipe.poll_results(20.0)
     pipe.shutdown()
     for request in requests:
         assert request.output == arithmetic_tokens(request.prompt, request.count, num_stages)
@@ -229,8 +229,8 @@ def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:
 
     pipe = Pipe(3, models=[Watched(stage) for stage in range(3)])
     for step in range(2):
-        pipe.submit(make_plan(step))
-        assert pipe.poll(20.0) == [StepResult(step_id=step, digest=pipe.log.digest)]
+        pipe.submit_plan(make_plan(step))
+        assert pipe.poll_results(20.0) == [StepResult(step_id=step, digest=pipe.log.digest)]
     pipe.shutdown()
     assert seen == [(0, 0), (1, 0), (2, 0)] * 2
 
@@ -240,10 +240,10 @@ def test_d18_the_ranks_of_a_stage_meet_for_a_plan_that_gives_them_nothing_to_exc
     pipe = Pipe(2)
     groups = joined([MemoryGroup(rank, 2, name="stage 1", timeout_s=20.0) for rank in (0, 1)])
     pipe.stages[1]._group = groups[0]
-    pipe.submit(make_plan(0))
+    pipe.submit_plan(make_plan(0))
     assert pipe.core_endpoints[-1].recv(0.05) is None, "the other rank of the last stage has not come"
     meet(groups[1])
-    assert [result.step_id for result in pipe.poll(20.0)] == [0]
+    assert [result.step_id for result in pipe.poll_results(20.0)] == [0]
     pipe.shutdown()
 
 
@@ -251,8 +251,8 @@ def test_d18_the_ranks_of_a_stage_meet_for_a_plan_that_gives_them_nothing_to_exc
 @pytest.mark.parametrize("carrier", ["memory", "ring"])
 def test_d6_every_stage_says_where_its_time_went(carrier: str, why: dict[str, bool]) -> None:
     pipe = Pipe(3, carrier=carrier)
-    pipe.submit(ScheduledBatch(step_id=0, **why))
-    pipe.poll(20.0)
+    pipe.submit_plan(ScheduledBatch(step_id=0, meta=PlanMeta(**why)))
+    pipe.poll_results(20.0)
     pipe.shutdown()
     visited = []
     for clock in pipe.clocks:
@@ -275,18 +275,18 @@ def test_d10_a_preempted_request_goes_on_where_it_was() -> None:
     prompt = [5, 6, 7]
     expected = arithmetic_tokens(prompt, 4, 2)
     part = Part(row=0, num_tokens=3, start=0, blocks=[0])
-    pipe.submit(make_plan(0, [part], new_rows=[new_row(0, prompt)]))
-    (first,) = pipe.poll(20.0)
-    pipe.submit(make_plan(1, [Part(row=0, start=3, token_from=0)]))
-    (second,) = pipe.poll(20.0)
+    pipe.submit_plan(make_plan(0, [part], new_rows=[new_row(0, prompt)]))
+    (first,) = pipe.poll_results(20.0)
+    pipe.submit_plan(make_plan(1, [Part(row=0, start=3, token_from=0)]))
+    (second,) = pipe.poll_results(20.0)
     known = prompt + first.token_ids[0] + second.token_ids[0]
     again = new_row(3, known, generation=1, prompt_len=3)  # its row and block went to someone else
     other = new_row(0, [9], generation=1)
     parts = [Part(row=0, start=0, blocks=[0]), Part(row=3, num_tokens=5, start=0, blocks=[7, 2])]
-    pipe.submit(make_plan(2, parts, freed_rows=[0], new_rows=[other, again], consume_through=1))
-    (third,) = pipe.poll(20.0)
-    pipe.submit(make_plan(3, [Part(row=3, start=5, token_from=2)]))
-    (fourth,) = pipe.poll(20.0)
+    pipe.submit_plan(make_plan(2, parts, freed_rows=[0], new_rows=[other, again], consume_through=1))
+    (third,) = pipe.poll_results(20.0)
+    pipe.submit_plan(make_plan(3, [Part(row=3, start=5, token_from=2)]))
+    (fourth,) = pipe.poll_results(20.0)
     pipe.shutdown()
     assert known[3:] + third.token_ids[1] + fourth.token_ids[0] == expected
     assert third.token_ids[0] == arithmetic_tokens([9], 1, 2)
@@ -311,11 +311,11 @@ def test_any_failure_in_a_step_ends_the_stage_and_wakes_the_others(failing: int)
     models = [ArithmeticModel() for _ in range(3)]
     models[failing] = Failing(RuntimeError("boom"))
     pipe = Pipe(3, models=models)
-    pipe.submit(make_plan(0))
-    pipe.poll(20.0)
+    pipe.submit_plan(make_plan(0))
+    pipe.poll_results(20.0)
     enter = new_row(0, [1, 2, 3])
-    pipe.submit(make_plan(1, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=[enter]))
-    pipe.submit(make_plan(2, [Part(row=0, start=3, token_from=1)]))
+    pipe.submit_plan(make_plan(1, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=[enter]))
+    pipe.submit_plan(make_plan(2, [Part(row=0, start=3, token_from=1)]))
     with pytest.raises(
         StageLostError, match=f"stage {failing} failed in step 1: RuntimeError: boom"
     ) as caught:
@@ -328,7 +328,7 @@ def test_any_failure_in_a_step_ends_the_stage_and_wakes_the_others(failing: int)
 
 def test_an_error_of_ours_keeps_its_kind_and_gains_its_stage() -> None:
     pipe = Pipe(1, models=[Failing(NumericalError("bad numbers"))])
-    pipe.submit(
+    pipe.submit_plan(
         make_plan(0, [Part(row=0, num_tokens=3, start=0, blocks=[0])], new_rows=[new_row(0, [1] * 3)])
     )
     with pytest.raises(NumericalError, match="bad numbers") as caught:
@@ -355,7 +355,7 @@ def test_a_stage_that_hears_nothing_from_its_neighbour_says_so() -> None:
     pipe = Pipe(2, timeout_s=0.01)
     pipe.core_endpoints[1].send(encode(make_plan(0)))
     with pytest.raises(LinkClosedError):
-        pipe.poll(20.0)
+        pipe.poll_results(20.0)
     pipe.core_endpoints[0].send(encode(Shutdown()))
     with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*hidden states of step 0") as caught:
         pipe.crew.join()
@@ -383,8 +383,8 @@ def test_dr1_a_lost_repeated_changed_or_foreign_message_is_refused() -> None:
 def test_d4_a_stage_that_another_plan_reached_is_caught_in_that_very_step() -> None:
     """The other plan is sealed as the core would have sealed it: only the neighbours can tell."""
     pipe = Pipe(3)
-    pipe.submit(make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[new_row(0, [5], name="who")]))
-    pipe.poll(20.0)
+    pipe.submit_plan(make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[new_row(0, [5], name="who")]))
+    pipe.poll_results(20.0)
     other = DecisionLog()
     other.digest, other.next_step = pipe.log.digest, 1
     parts = [Part(row=0, start=1, blocks=[], token_from=0)]
@@ -404,9 +404,9 @@ def test_d4_a_stage_with_another_past_refuses_a_plan_that_all_others_take() -> N
     pipe = Pipe(1)
     enter = new_row(0, [5], name="who")
     pipe.core_endpoints[0].send(encode(make_plan(0, [Part(row=0, start=0, blocks=[0])], new_rows=[enter])))
-    pipe.poll(20.0)
+    pipe.poll_results(20.0)
     pipe.log.seal(make_plan(0))
-    pipe.submit(make_plan(1, [Part(row=0, start=1, token_from=0)]))
+    pipe.submit_plan(make_plan(1, [Part(row=0, start=1, token_from=0)]))
     with pytest.raises(ProtocolError, match=r"plan of step 1 does not carry on.*Requests of the step: who"):
         pipe.crew.join()
 
@@ -445,9 +445,9 @@ def test_c7_a_later_stage_receives_into_buffers_of_a_fixed_address() -> None:
 
     pipe = Pipe(2, models=[ArithmeticModel(), Watched()])
     parts = [Part(row=0, num_tokens=n, start=s, blocks=b) for n, s, b in ((9, 0, [0, 1, 2]), (2, 9, []))]
-    pipe.submit(make_plan(0, parts[:1], new_rows=[new_row(0, list(range(11)))]))
-    pipe.submit(make_plan(1, parts[1:], consume_through=0))
-    pipe.poll(20.0)
-    pipe.poll(20.0)
+    pipe.submit_plan(make_plan(0, parts[:1], new_rows=[new_row(0, list(range(11)))]))
+    pipe.submit_plan(make_plan(1, parts[1:], consume_through=0))
+    pipe.poll_results(20.0)
+    pipe.poll_results(20.0)
     pipe.shutdown()
     assert len(addresses) == 1

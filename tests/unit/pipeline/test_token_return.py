@@ -50,7 +50,7 @@ class Ends:
 
     def expect(self, plan: ScheduledBatch) -> None:
         self.rows.apply(plan)
-        self.receiver.expect(plan, self.rows.snapshot(np.array(plan.sampled_rows, dtype=np.int64)))
+        self.receiver.expect_samples(plan, self.rows.snapshot(np.array(plan.sampled_rows, dtype=np.int64)))
 
     def send(self, plan: ScheduledBatch, ids: Sequence[Sequence[int]], rejected: Sequence[int] = ()) -> None:
         result = StepResult(
@@ -58,7 +58,7 @@ class Ends:
             token_ids=[list(i) for i in ids],
             num_rejected=list(rejected) or [0] * len(ids),
         )
-        self.sender.send(plan, result)
+        self.sender.send_samples(plan, result)
 
 
 def entering(step_id: int, row: int, *, generation: int = 0) -> ScheduledBatch:
@@ -78,7 +78,7 @@ def test_e1_in_a_full_pipe_step_t_is_consumed_at_t_plus_p(num_stages: int) -> No
         else:
             plan = make_plan(step, [Part(row=row, start=1 + token_from // num_stages, token_from=token_from)])
         before = ends.early.num_received
-        ends.receiver.consume(plan.consume_through)
+        ends.receiver.consume_samples(plan.consume_through)
         num_consumed = ends.early.num_received - before
         assert num_consumed == (0 if token_from < 0 else 1)  # the first P consume nothing
         if num_consumed:
@@ -112,7 +112,7 @@ def test_e2_e7_a_late_token_does_not_reach_the_next_holder_of_a_row() -> None:
         consume_through=0,
     )
     ends.rows.apply(following)
-    ends.receiver.consume(following.consume_through)
+    ends.receiver.consume_samples(following.consume_through)
     assert ends.rows.total_len[:3].tolist() == [1, 2, 2]
     assert ends.rows.token_ids[1, :3].tolist() == [8, 9, 0]
     assert ends.rows.token_ids[2, :2].tolist() == [1, 52]
@@ -129,13 +129,13 @@ def test_e4_both_ends_count_the_same_messages(seed: int) -> None:
         parts = [Part(row=r, start=lengths[r], sampled=rng.random() < 0.4) for r in rows]
         enter = [new_row(r, [1] * 60) for r in range(4)] if step == 0 else []
         plan = make_plan(step, parts, new_rows=enter, consume_through=step - rng.randint(1, 3))
-        ends.receiver.consume(plan.consume_through)
+        ends.receiver.consume_samples(plan.consume_through)
         ends.expect(plan)
         ends.send(plan, [[-1]] * len(plan.sampled_rows))
         num_sampling += any(plan.need_sampled)
         for r in rows:
             lengths[r] += 1
-    ends.receiver.consume(60)
+    ends.receiver.consume_samples(60)
     assert ends.last.num_sent == ends.early.num_received == num_sampling
     assert 0 < num_sampling < 60
     assert ends.receiver.num_pending == 0
@@ -155,21 +155,21 @@ def test_e9_a_prefill_only_batch_and_an_empty_one_send_nothing() -> None:
         ends.send(plan, [])
     assert ends.last.num_sent == 0
     assert ends.receiver.num_pending == 0
-    ends.receiver.consume(1)
+    ends.receiver.consume_samples(1)
 
 
 def test_one_message_for_every_earlier_stage() -> None:
     pairs = [QueueChannel.pair() for _ in range(3)]
     plan = entering(0, 0)
-    TokenSender([last for last, _ in pairs]).send(
+    TokenSender([last for last, _ in pairs]).send_samples(
         plan, StepResult(step_id=0, token_ids=[[7]], num_rejected=[0])
     )
     for _, early in pairs:
         rows = RequestRows(2, 16, 4)
         rows.apply(plan)
         receiver = TokenReceiver(early, rows, name="x", timeout_s=30.0)
-        receiver.expect(plan, rows.snapshot(np.array([0])))
-        receiver.consume(0)
+        receiver.expect_samples(plan, rows.snapshot(np.array([0])))
+        receiver.consume_samples(0)
         assert rows.token_ids[0, :2].tolist() == [1, 7]
 
 
@@ -177,7 +177,7 @@ def test_a_missing_return_is_a_typed_error_with_path_and_step() -> None:
     ends = Ends(timeout_s=0.001)
     ends.expect(entering(4, 0))
     with pytest.raises(WaitTimeoutError, match=r"stage 3 -> stage 0.*samples of step 4"):
-        ends.receiver.consume(4)
+        ends.receiver.consume_samples(4)
 
 
 def test_a_dead_last_stage_is_a_typed_error() -> None:
@@ -185,7 +185,7 @@ def test_a_dead_last_stage_is_a_typed_error() -> None:
     ends.expect(entering(4, 0))
     ends.last.close()
     with pytest.raises(LinkClosedError, match=r"stage 3 -> stage 0 was closed before the samples of step 4"):
-        ends.receiver.consume(4)
+        ends.receiver.consume_samples(4)
 
 
 def test_dr1_bytes_that_are_no_samples_are_refused_with_path_step_and_requests() -> None:
@@ -193,14 +193,16 @@ def test_dr1_bytes_that_are_no_samples_are_refused_with_path_step_and_requests()
     ends.expect(entering(4, 0))
     ends.last.send(b"\xc1")
     with pytest.raises(ProtocolError, match=r"stage 3 -> stage 0.*samples of step 4.*request-0-0"):
-        ends.receiver.consume(4)
+        ends.receiver.consume_samples(4)
 
 
 def test_samples_that_cannot_be_sent_say_whither_and_of_which_step() -> None:
     last, early = QueueChannel.pair("samples, stage 1 -> stage 0")
     early.close()
     with pytest.raises(LinkClosedError, match=r"stage 1 -> stage 0.*the samples of step 4"):
-        TokenSender([last]).send(entering(4, 0), StepResult(step_id=4, token_ids=[[1]], num_rejected=[0]))
+        TokenSender([last]).send_samples(
+            entering(4, 0), StepResult(step_id=4, token_ids=[[1]], num_rejected=[0])
+        )
 
 
 @pytest.mark.parametrize(
@@ -218,11 +220,11 @@ def test_dr1_another_return_is_refused(sent: ScheduledBatch, ids: list[list[int]
     ends.expect(entering(4, 0))
     ends.send(sent, ids)
     with pytest.raises(ProtocolError, match=r"stage 3 -> stage 0.*request-0-0"):
-        ends.receiver.consume(4)
+        ends.receiver.consume_samples(4)
 
 
 def test_known_means_nothing_to_wait_for() -> None:
     ends = Ends()
     ends.expect(entering(4, 0))
-    ends.receiver.consume(KNOWN)
+    ends.receiver.consume_samples(KNOWN)
     assert ends.receiver.num_pending == 1

@@ -16,7 +16,7 @@ from penstock.batch import (
 from penstock.pipeline.decision_log import DecisionLog
 from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.pipeline.stage import plans_from
-from penstock.pipeline.transfer_orders import TransferOrders
+from penstock.pipeline.transfer_orders import NoBuilds, NoTransfer, TransferOrders
 
 ORDER = TierOrder(4, False, 1, b"name")
 
@@ -32,7 +32,7 @@ class FakeTransfer:
     def is_busy(self) -> bool:
         return bool(self.given)
 
-    def submit(self, orders: list[TierOrder]) -> None:
+    def submit_orders(self, orders: list[TierOrder]) -> None:
         self.given += orders
 
     def collect(self) -> OrdersDone | None:
@@ -46,9 +46,9 @@ class FakeTransfer:
 def test_answers_go_out_while_there_is_no_plan() -> None:
     """A request that waits for its blocks is the only one: no plan comes before the answer has gone."""
     core, rank = QueueChannel.pair()
-    desk = TransferOrders(FakeTransfer(), rank)
-    desk.give([ORDER])
-    plans = plans_from(rank, desk=desk)
+    orders = TransferOrders(FakeTransfer(), rank, NoBuilds())
+    orders.take_orders([ORDER])
+    plans = plans_from(rank, orders=orders)
 
     def answer() -> None:
         """As the core: send the next plan when it has heard of the order."""
@@ -62,7 +62,7 @@ def test_answers_go_out_while_there_is_no_plan() -> None:
     thread.start()
     assert [plan.step_id for plan in plans] == [0]
     thread.join(60)
-    assert desk.patience_s is None
+    assert orders.patience_s is None
 
 
 class FakeBuilds:
@@ -82,8 +82,8 @@ class FakeBuilds:
 
 def test_dr5_what_is_built_is_told_while_there_is_no_plan() -> None:
     core, rank = QueueChannel.pair()
-    desk = TransferOrders(None, rank, FakeBuilds())
-    plans = plans_from(rank, desk=desk)
+    orders = TransferOrders(NoTransfer(), rank, FakeBuilds())
+    plans = plans_from(rank, orders=orders)
 
     def answer() -> None:
         frame = core.recv(60.0)
@@ -95,17 +95,17 @@ def test_dr5_what_is_built_is_told_while_there_is_no_plan() -> None:
     thread.start()
     assert list(plans) == []
     thread.join(60)
-    assert desk.patience_s is None
+    assert orders.patience_s is None
 
 
 def test_a_rank_without_a_store_refuses_orders() -> None:
     core, rank = QueueChannel.pair()
-    desk = TransferOrders(None, rank)
-    desk.give([])
-    desk.give([ORDER])
-    desk.tell()
+    orders = TransferOrders(NoTransfer(), rank, NoBuilds())
+    orders.take_orders([])
+    orders.take_orders([ORDER])
+    orders.send_answers()
     frame = core.recv(0)
     assert frame is not None
     assert decode_to_core(frame) == OrdersDone(done=[], failed=[4])
     assert core.recv(0) is None
-    assert desk.patience_s is None
+    assert orders.patience_s is None

@@ -197,9 +197,9 @@ def test_two_processes_give_the_tokens_of_one_thread_and_leave_in_order(fleet: F
 def test_a_killed_rank_is_lost_at_once_and_the_other_leaves(fleet: Fleet) -> None:
     fleet.executor.start()
     fleet.processes[0].send_signal(signal.SIGKILL)
-    fleet.executor.submit(make_plan(0))  # stage 1 may now be waiting for a frame that never comes
+    fleet.executor.submit_plan(make_plan(0))  # stage 1 may now be waiting for a frame that never comes
     with pytest.raises(StageLostError, match="stage 0") as caught:
-        fleet.executor.poll(60.0)
+        fleet.executor.poll_results(60.0)
     assert caught.value.stage == 0
 
 

@@ -117,12 +117,12 @@ def test_h5_h6_blocks_go_to_the_store_and_come_back_to_other_places() -> None:
     store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
     count = SAVE_AT_ONCE + 2
     with transfer(store, full) as one:
-        one.submit(stores(*range(count)))
+        one.submit_orders(stores(*range(count)))
         assert answers(one) == dict.fromkeys(range(count), True)
     assert len(store.records) == count * LAYERS * HEADS
     assert record_key(SPACE, NAMES[0], LAYERS - 1, HEADS - 1) in store.records
     with transfer(store, empty) as one:
-        one.submit([TierOrder(100 + n, True, (n + 1) % BLOCKS, NAMES[n]) for n in range(count)])
+        one.submit_orders([TierOrder(100 + n, True, (n + 1) % BLOCKS, NAMES[n]) for n in range(count)])
         assert answers(one) == dict.fromkeys(range(100, 100 + count), True)
     for number in range(count):
         assert torch.equal(block_of(empty, (number + 1) % BLOCKS), block_of(full, number))
@@ -132,10 +132,10 @@ def test_d15_two_stages_of_the_same_model_share_nothing_and_one_reads_what_both_
     store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
     for first, own in ((0, full[:1]), (1, full[1:])):
         with transfer(store, own, first_layer=first) as one:
-            one.submit(stores(3))
+            one.submit_orders(stores(3))
             answers(one)
     with transfer(store, empty) as one:
-        one.submit([TierOrder(0, True, 5, NAMES[0])])
+        one.submit_orders([TierOrder(0, True, 5, NAMES[0])])
         assert answers(one) == {0: True}
     assert torch.equal(block_of(empty, 5), block_of(full, 3))
 
@@ -143,11 +143,11 @@ def test_d15_two_stages_of_the_same_model_share_nothing_and_one_reads_what_both_
 def test_h13_a_part_that_is_missing_fails_the_load() -> None:
     store, full, empty = MemoryStore(), layers(seed=1), layers(seed=None)
     with transfer(store, full) as one:
-        one.submit(stores(0, 1))
+        one.submit_orders(stores(0, 1))
         answers(one)
     del store.records[record_key(SPACE, NAMES[0], 1, 0)]
     with transfer(store, empty) as one:
-        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(3)])
+        one.submit_orders([TierOrder(n, True, n, NAMES[n]) for n in range(3)])
         assert answers(one) == {0: False, 1: True, 2: False}
     assert not block_of(empty, 2).any()
     assert torch.equal(block_of(empty, 1), block_of(full, 1))
@@ -155,7 +155,7 @@ def test_h13_a_part_that_is_missing_fails_the_load() -> None:
 
 def test_r9_a_store_that_takes_nothing_fails_the_order() -> None:
     with transfer(BrokenStore(), layers(seed=1)) as one:
-        one.submit(stores(0))
+        one.submit_orders(stores(0))
         assert answers(one) == {0: False}
 
 
@@ -163,15 +163,15 @@ def test_r4_orders_of_an_epoch_that_is_over_are_not_carried_out() -> None:
     """Though the store has not answered yet; what it says later goes nowhere."""
     store, full, empty = SlowStore(), layers(seed=1), layers(seed=None)
     with transfer(store, full) as one:
-        one.submit(stores(0, 1))
+        one.submit_orders(stores(0, 1))
         answers(one)
     with transfer(store, empty) as one:
-        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
+        one.submit_orders([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
         one.reset()
         assert not one.is_busy
         assert one.collect() is None
         store.may_go_on.set()
-        one.submit([TierOrder(7, True, 5, NAMES[1])])
+        one.submit_orders([TierOrder(7, True, 5, NAMES[1])])
         assert answers(one) == {7: True}, "and later ones are"
     assert not block_of(empty, 0).any()
     assert not block_of(empty, 1).any()
@@ -180,13 +180,13 @@ def test_r4_orders_of_an_epoch_that_is_over_are_not_carried_out() -> None:
 def test_r9_a_store_that_does_not_answer_fails_orders_in_the_end() -> None:
     store, empty, clock = SlowStore(), layers(seed=None), FakeClock()
     with transfer(store, layers(seed=1)) as one:
-        one.submit(stores(0, 1, 2))
+        one.submit_orders(stores(0, 1, 2))
         answers(one)
     with transfer(store, empty, clock=clock) as one:
-        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
+        one.submit_orders([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
         assert one.collect() is None
         clock.advance(DEADLINE_S + 1)
-        one.submit([TierOrder(2, True, 2, NAMES[2])])
+        one.submit_orders([TierOrder(2, True, 2, NAMES[2])])
         told = one.collect()
         assert told == OrdersDone(done=[], failed=[0, 1])
         store.may_go_on.set()
@@ -205,7 +205,7 @@ def test_r9_a_record_of_another_size_is_no_record(size: int) -> None:
         }
     )
     with transfer(store, layers(seed=None)) as one:
-        one.submit([TierOrder(0, True, 0, NAMES[0])])
+        one.submit_orders([TierOrder(0, True, 0, NAMES[0])])
         assert answers(one) == {0: False}
 
 
@@ -213,7 +213,7 @@ def test_a_rank_tells_what_it_has_done_with_the_store_since_it_told_last() -> No
     store, clock = MemoryStore(), FakeClock()
 
     def use_of(one: KVTransfer, orders: list[TierOrder]) -> StoreUse:
-        one.submit(orders)
+        one.submit_orders(orders)
         total = NO_STORE_USE
         while one.is_busy:
             answer = one.collect()
@@ -236,14 +236,14 @@ def test_a_rank_tells_what_it_has_done_with_the_store_since_it_told_last() -> No
 def test_a_rank_tells_again_in_every_epoch_that_its_store_is_switched_off() -> None:
     with transfer(BrokenStore(), layers(seed=1)) as one:
         for _ in range(MAX_FAILURES):
-            one.submit(stores(0))
+            one.submit_orders(stores(0))
             answers(one)
         one.reset()
-        one.submit(stores(0))
+        one.submit_orders(stores(0))
         while (told := one.collect()) is None:
             pass
         assert told.use == StoreUse(switched_off=1)
-        one.submit(stores(0))
+        one.submit_orders(stores(0))
         while (told := one.collect()) is None:
             pass
         assert told.use == NO_STORE_USE
@@ -252,11 +252,11 @@ def test_a_rank_tells_again_in_every_epoch_that_its_store_is_switched_off() -> N
 def test_h4_a_step_reads_each_layer_when_it_is_there_and_not_before() -> None:
     store, full, empty = LayerByLayer(), layers(seed=1), layers(seed=None)
     with transfer(store, full) as one:
-        one.submit(stores(0, 1))
+        one.submit_orders(stores(0, 1))
         answers(one)
     reached: queue.SimpleQueue[int] = queue.SimpleQueue()
     with transfer(store, empty, clock=FakeClock()) as one:
-        one.submit([TierOrder(n, True, n + 3, NAMES[n]) for n in range(2)])
+        one.submit_orders([TierOrder(n, True, n + 3, NAMES[n]) for n in range(2)])
 
         def step() -> None:
             wait = one.layers_of([0, 1, 99])  # nobody knows the last: it is answered
@@ -282,10 +282,10 @@ def test_h4_layers_that_do_not_come_hold_a_step_up_for_so_long_only() -> None:
     """All of them together."""
     store, clock = LayerByLayer(), FakeClock()
     with transfer(store, layers(seed=1)) as one:
-        one.submit(stores(0, 1))
+        one.submit_orders(stores(0, 1))
         answers(one)
     with transfer(store, layers(seed=None), clock=clock) as one:
-        one.submit([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
+        one.submit_orders([TierOrder(n, True, n, NAMES[n]) for n in range(2)])
         wait = one.layers_of([0])
         store.may_give[0].set()
         wait(0)
@@ -303,15 +303,15 @@ def test_r4_an_order_of_another_core_that_has_its_number_is_another_order() -> N
     """Ranks outlive a core; the thread may be in the midst of what the old one has ordered."""
     store, empty = LayerByLayer(), layers(seed=None)
     with transfer(store, layers(seed=1)) as one:
-        one.submit(stores(0))
+        one.submit_orders(stores(0))
         answers(one)
     store.may_give[0].set()
     with transfer(store, empty) as one:
-        one.submit([TierOrder(0, True, 5, NAMES[0])])
+        one.submit_orders([TierOrder(0, True, 5, NAMES[0])])
         one.layers_of([0])(0)
         one.reset()
         before = block_of(empty, 5)
-        one.submit([TierOrder(0, True, 9, NAMES[3])])  # which nobody has stored
+        one.submit_orders([TierOrder(0, True, 9, NAMES[3])])  # which nobody has stored
         for event in store.may_give:
             event.set()
         assert answers(one) == {0: False}
@@ -322,10 +322,10 @@ def test_r4_an_order_of_another_core_that_has_its_number_is_another_order() -> N
 def test_h4_whoever_waits_for_a_layer_of_an_epoch_that_is_over_goes_on() -> None:
     store = LayerByLayer()
     with transfer(store, layers(seed=1)) as one:
-        one.submit(stores(0))
+        one.submit_orders(stores(0))
         answers(one)
     with transfer(store, layers(seed=None), clock=FakeClock()) as one:
-        one.submit([TierOrder(0, True, 0, NAMES[0])])
+        one.submit_orders([TierOrder(0, True, 0, NAMES[0])])
         thread = threading.Thread(target=one.layers_of([0]), args=(0,))
         thread.start()
         one.reset()
@@ -339,18 +339,18 @@ def test_h2_what_is_to_be_stored_leaves_steps_their_bandwidth_and_holds_up_no_lo
     store, kv, clock = MemoryStore(), layers(seed=1), FakeClock()
     batch_bytes = SAVE_AT_ONCE * LAYERS * HEADS * codec().record_bytes
     with transfer(store, kv, clock=clock, write_bytes_per_s=batch_bytes) as one:
-        one.submit(stores(*range(SAVE_AT_ONCE), 8, 9))
+        one.submit_orders(stores(*range(SAVE_AT_ONCE), 8, 9))
         found: list[int] = []
         while len(found) < SAVE_AT_ONCE:
             told = one.collect()
             found += told.done if told is not None else []
-        one.submit([TierOrder(50, True, 11, NAMES[0])])
+        one.submit_orders([TierOrder(50, True, 11, NAMES[0])])
         while 50 not in found:
             told = one.collect()
             found += told.done if told is not None else []
         assert sorted(found) == [*range(SAVE_AT_ONCE), 50], "the rest is not due"
         clock.advance(1.0)
-        one.submit([TierOrder(51, True, 11, NAMES[0])])  # whoever waits looks at the clock again
+        one.submit_orders([TierOrder(51, True, 11, NAMES[0])])  # whoever waits looks at the clock again
         assert set(answers(one)) == {8, 9, 51}
 
 
@@ -358,11 +358,11 @@ def test_h2_loads_go_before_what_is_to_be_stored() -> None:
     """Somebody waits for them."""
     store, kv = SlowStore(), layers(seed=1)
     with transfer(store, kv) as one:
-        one.submit(stores(0))
+        one.submit_orders(stores(0))
         answers(one)
-        one.submit([TierOrder(1, True, 1, NAMES[0])])  # the store holds this one up
-        one.submit([TierOrder(2 + n, False, n, NAMES[2 + n]) for n in range(2 * SAVE_AT_ONCE)][:10])
-        one.submit([TierOrder(50, True, 11, NAMES[0])])
+        one.submit_orders([TierOrder(1, True, 1, NAMES[0])])  # the store holds this one up
+        one.submit_orders([TierOrder(2 + n, False, n, NAMES[2 + n]) for n in range(2 * SAVE_AT_ONCE)][:10])
+        one.submit_orders([TierOrder(50, True, 11, NAMES[0])])
         store.may_go_on.set()
         found: list[int] = []
         while one.is_busy:

@@ -16,7 +16,7 @@ from fake_catalogue import FakeCatalogue
 from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
 from penstock.errors import ErrorInfo
 from penstock.kvcache.block_hash import block_hashes, root_hash
-from penstock.kvcache.storage_tier import EARLY_S
+from penstock.kvcache.prefetching import EARLY_S
 from penstock.operations import FlushCache, Pause, Resume
 
 LOST = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
@@ -83,7 +83,7 @@ def test_h4_it_runs_what_it_knows_and_yields_its_token_when_all_ranks_have_answe
     one.run_until_idle()
     assert tokens_of(one, "early") == expected
     assert one.updates["early"][0].num_cached_tokens == 5 * BLOCK
-    assert one.scheduler.stats().num_preemptions == 0
+    assert one.core.stats().scheduler.num_preemptions == 0
     assert run(one, "again", LONG) == 5 * BLOCK, "and its blocks are named"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fakes import taught
-from penstock.scheduler.chunking import TokenBudget
+from penstock.scheduler.chunking import FixedBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
 from penstock.scheduler.pacing import MIN_CHUNK, Pacing, cycle_seconds
 
@@ -33,35 +33,36 @@ def test_the_cycle_is_the_longer_of_the_trip_and_of_the_slowest_stage(
 
 def test_d10_bound_by_weights_one_micro_batch_bound_by_arithmetic_two() -> None:
     found = pacing(taught(WEIGHT_BOUND, WEIGHT_BOUND, alone=[ALONE, ALONE]))
-    groups = {n: found.num_groups(n, n) for n in (1, 4, 8, 32, 64)}
+    groups = {n: found.num_micro_batches(n, n) for n in (1, 4, 8, 32, 64)}
     assert groups == {1: 1, 4: 1, 8: 1, 32: 2, 64: 2}
 
 
 def test_d10_stages_that_share_nothing_are_always_all_used() -> None:
     found = pacing(taught(*[StageCost(read=0.001, per_token=0.002)] * 4), num_stages=4)
-    assert [found.num_groups(n, n) for n in (1, 2, 3, 4, 64)] == [1, 2, 3, 4, 4]
+    assert [found.num_micro_batches(n, n) for n in (1, 2, 3, 4, 64)] == [1, 2, 3, 4, 4]
 
 
 def test_d10_the_number_of_micro_batches_changes_only_for_a_clear_gain() -> None:
     """At 15 rows a whole one takes 2 x 30 ms alone, two halves 2 x 30 shared: within the margin of both."""
     found = pacing(taught(WEIGHT_BOUND, WEIGHT_BOUND, alone=[ALONE, ALONE]))
-    assert found.num_groups(64, 64) == 2
-    assert found.num_groups(15, 15) == 2, "kept"
-    assert found.num_groups(8, 8) == 1
-    assert found.num_groups(15, 15) == 1, "kept"
+    assert found.num_micro_batches(64, 64) == 2
+    assert found.num_micro_batches(15, 15) == 2, "kept"
+    assert found.num_micro_batches(8, 8) == 1
+    assert found.num_micro_batches(15, 15) == 1, "kept"
 
 
 def test_costs_that_are_not_known_leave_the_plain_rules() -> None:
     found = pacing(CostModel(2))
-    assert found.num_groups(8, 8) == 2
-    assert found.budget(NOTHING, anybody_decodes=False, backlog=100) is None
+    assert found.num_micro_batches(8, 8) == 2
+    budget = found.prompt_budget(NOTHING, anybody_decodes=False, backlog=100)
+    assert isinstance(budget, FixedBudget)
 
 
 def sizes(found: Pacing, length: int) -> list[int]:
     """Chunks of a lone prompt, one a plan, each settled before the next."""
     start, chunks = 0, []
     while start < length:
-        budget = found.budget(NOTHING, anybody_decodes=False, backlog=length)
+        budget = found.prompt_budget(NOTHING, anybody_decodes=False, backlog=length)
         assert budget is not None
         chunks.append(budget.take(start, length - start))
         start += chunks[-1]
@@ -101,7 +102,7 @@ def test_prompts_beside_decodes_keep_the_inter_token_target(num_decodes: int, ta
     cost = StageCost(read=0.010, per_token=0.001, per_attended=1e-7, overhead=0.001)
     found = pacing(taught(cost, cost), target_s=target_s)
     decodes = StepShape(num_decodes, num_decodes * 100, num_decodes)
-    budget = found.budget(decodes, anybody_decodes=True, backlog=10_000)
+    budget = found.prompt_budget(decodes, anybody_decodes=True, backlog=10_000)
     assert budget is not None
     chunks = [budget.take(0, 4000), budget.take(0, 4000)]
     total = StepShape(
@@ -119,7 +120,7 @@ def test_a_target_that_decodes_alone_break_still_lets_prompts_on() -> None:
     slow = StageCost(read=1.0, per_token=0.1)
     found = pacing(taught(slow, slow), target_s=0.05)
     decodes = StepShape(4, 4, 4)
-    budget = found.budget(decodes, anybody_decodes=True, backlog=1000)
+    budget = found.prompt_budget(decodes, anybody_decodes=True, backlog=1000)
     assert budget is not None
     chunk = budget.take(0, 1000)
     assert chunk == MIN_CHUNK
@@ -129,7 +130,7 @@ def test_a_target_that_decodes_alone_break_still_lets_prompts_on() -> None:
 def test_plans_in_flight_share_a_backlog_evenly() -> None:
     cheap = StageCost(read=0.0001, per_token=1e-6)
     found = pacing(taught(cheap, cheap), num_stages=2)
-    first = found.budget(StepShape(8, 80, 8), anybody_decodes=True, backlog=200)
+    first = found.prompt_budget(StepShape(8, 80, 8), anybody_decodes=True, backlog=200)
     assert first is not None
     assert first.take(0, 200) == 100, "half of the backlog"
     assert first.take(0, 200) == 0
@@ -154,7 +155,7 @@ def test_without_a_target_a_burst_beside_decodes_does_not_empty_the_stages_behin
     cost = StageCost(read=0.030, per_token=0.002, overhead=0.001)
     found = pacing(taught(cost, cost), target_s=1e9, max_chunk=2048)
     decodes = StepShape(16, 1600, 16)
-    budget = found.budget(decodes, anybody_decodes=True, backlog=4000)
+    budget = found.prompt_budget(decodes, anybody_decodes=True, backlog=4000)
     assert budget is not None
     chunk = budget.take(0, 4000)
 
@@ -167,6 +168,6 @@ def test_without_a_target_a_burst_beside_decodes_does_not_empty_the_stages_behin
 
 def test_the_end_of_a_prompt_may_have_any_length() -> None:
     cheap = StageCost(read=0.0001, per_token=1e-6)
-    budget = pacing(taught(cheap), num_stages=1).budget(NOTHING, anybody_decodes=False, backlog=37)
+    budget = pacing(taught(cheap), num_stages=1).prompt_budget(NOTHING, anybody_decodes=False, backlog=37)
     assert budget is not None
     assert budget.take(0, 37) == 37

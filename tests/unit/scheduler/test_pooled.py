@@ -50,8 +50,8 @@ def test_g3_a_vector_beside_tokens(pooling: Pooling, num_stages: int, async_dept
     assert rig.updates["short"][0].queue_seconds == 0.0
     chunks = [plan for plan in rig.plans if plan.pooled]
     assert sum(len(plan.pooled) for plan in chunks) == 2
-    assert rig.scheduler.stats().prompt_tokens == 7 + 3 + 23 + 11
-    assert rig.scheduler.stats().generated_tokens == 9 + 6
+    assert rig.core.stats().scheduler.prompt_tokens == 7 + 3 + 23 + 11
+    assert rig.core.stats().scheduler.generated_tokens == 9 + 6
 
 
 def test_tokens_of_others_are_those_without_it() -> None:
@@ -105,7 +105,7 @@ def test_the_result_of_a_step_in_flight_counts_though_its_request_was_preempted(
     num_stages: int, async_depth: int, num_blocks: int
 ) -> None:
     rig = crowded(num_stages=num_stages, async_depth=async_depth, num_blocks=num_blocks)
-    while not rig.scheduler.stats().num_preemptions:
+    while not rig.core.stats().scheduler.num_preemptions:
         rig.settle(1)
     returned = [step for event, step in rig.executor.events if event == "result"]
     on_way = [plan for plan in rig.executor.plans if plan.step_id not in returned and plan.pooled]
@@ -163,16 +163,19 @@ def test_h1_nothing_that_was_computed_before_is_used_and_nothing_is_kept() -> No
     rig = CoreRig(eviction="lru", scheduler=CHUNKED)
     rig.add("tokens", prompt, max_tokens=3)
     rig.run_until_idle()
-    before = rig.scheduler.stats()
-    assert before.cached_blocks
+    before = rig.core.stats()
+    assert before.cache.cached_blocks
     rig.embed("vector", prompt)
     rig.embed("again", prompt)
     rig.embed("other", 17)
     rig.run_until_idle()
     check_all(rig)
-    stats = rig.scheduler.stats()
-    assert stats.cached_blocks == before.cached_blocks
-    assert (stats.prefix_tokens, stats.prefix_hit_tokens) == (before.prefix_tokens, before.prefix_hit_tokens)
+    stats = rig.core.stats()
+    assert stats.cache.cached_blocks == before.cache.cached_blocks
+    assert (stats.cache.prefix_tokens, stats.cache.prefix_hit_tokens) == (
+        before.cache.prefix_tokens,
+        before.cache.prefix_hit_tokens,
+    )
 
 
 def test_a_vector_that_is_not_finite_is_that_requests_error() -> None:
@@ -225,7 +228,7 @@ def test_dr1_a_result_without_its_vectors_is_not_ours() -> None:
     rig.step()
     (plan,) = [plan for plan in rig.executor.plans if plan.pooled]
     result = StepResult(step_id=plan.step_id, digest=plan.digest)
-    rig.executor.poll = lambda timeout_s: [result]  # type: ignore[method-assign]
+    rig.executor.poll_results = lambda timeout_s: [result]  # type: ignore[method-assign]
     (update,) = rig.step()
     assert update.error is not None
     assert update.error.kind == "ProtocolError"

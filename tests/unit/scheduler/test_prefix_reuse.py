@@ -81,7 +81,7 @@ def test_two_that_compute_the_same_in_one_plan_keep_their_own_blocks() -> None:
         one.add(name, [3] * 9, max_tokens=2)
     one.run_until_idle()
     assert one.executor.plans[0].start_positions == [0, 0]
-    assert one.scheduler.stats().cached_blocks == 2, "only one of each is found"
+    assert one.core.stats().cache.cached_blocks == 2, "only one of each is found"
     assert run(one, "c", [3] * 9) == 8
 
 
@@ -94,9 +94,9 @@ def test_d10_a_preempted_request_comes_back_from_the_cache() -> None:
         alone.add(name, prompt, max_tokens=12, ignore_eos=True)
     one.run_until_idle()
     alone.run_until_idle()
-    stats = one.scheduler.stats()
-    assert stats.num_preemptions
-    assert stats.prefix_hit_tokens
+    stats = one.core.stats()
+    assert stats.scheduler.num_preemptions
+    assert stats.cache.prefix_hit_tokens
     for name in prompts:
         assert tokens_of(one, name) == tokens_of(alone, name)
 
@@ -104,12 +104,12 @@ def test_d10_a_preempted_request_comes_back_from_the_cache() -> None:
 def test_cached_blocks_make_room_for_whoever_needs_them() -> None:
     one = rig(num_blocks=6, max_model_len=24)
     run(one, "a", [1] * 13)
-    assert one.scheduler.stats().free_blocks == 6, "what nobody holds can be had"
+    assert one.core.stats().cache.free_blocks == 6, "what nobody holds can be had"
     assert run(one, "b", [2] * 20) == 0
-    stats = one.scheduler.stats()
-    assert stats.evicted_blocks
+    stats = one.core.stats()
+    assert stats.cache.evicted_blocks
     assert run(one, "c", [2] * 20) == 16
-    assert stats.num_preemptions == 0
+    assert stats.scheduler.num_preemptions == 0
 
 
 def test_found_blocks_do_not_count_as_room_for_the_rest() -> None:
@@ -132,7 +132,7 @@ def test_r7_numbers_that_are_no_good_are_not_found_again() -> None:
     one.executor.fail_rows[2] = [0]
     one.run_until_idle()
     assert one.updates["a"][-1].finish_reason == "error"
-    assert one.scheduler.stats().cached_blocks == 0
+    assert one.core.stats().cache.cached_blocks == 0
     assert run(one, "b", [1] * 9) == 0
 
 
@@ -151,7 +151,7 @@ def test_r4_nothing_is_found_that_a_lost_stage_had() -> None:
     run(one, "a", [1] * 9)
     one.executor.lose_stage(1, "killed")
     one.step()
-    assert one.scheduler.stats().cached_blocks == 0
+    assert one.core.stats().cache.cached_blocks == 0
     one.rejoin()
     assert run(one, "b", [1] * 9) == 0
     assert tokens_of(one, "b") == tokens_of(one, "a")
@@ -185,7 +185,7 @@ def test_tokens_do_not_depend_on_the_cache(policy: EvictionPolicy, seed: int) ->
             if one.abort(victim):
                 aborted.add(victim)
     one.run_until_idle()
-    assert one.scheduler.stats().prefix_hit_tokens, "the cache was used"
+    assert one.core.stats().cache.prefix_hit_tokens, "the cache was used"
     for name, prompt in prompts.items():
         if name in aborted:
             continue

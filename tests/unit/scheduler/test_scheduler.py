@@ -236,7 +236,7 @@ def test_requests_start_in_order_of_arrival_even_if_a_later_one_would_fit() -> N
     rig.run_until_idle()
     started = [new.request_id for plan in rig.plans for new in plan.new_rows]
     assert started == ["a", "big", "small"]
-    assert rig.core.stats().num_preemptions == 0
+    assert rig.core.stats().scheduler.num_preemptions == 0
 
 
 # The end of a request
@@ -253,7 +253,7 @@ def test_e9_a_request_that_ends_while_later_steps_of_it_are_in_flight() -> None:
     rig.settle(2)
     assert rig.finish_reason("r") == "stop"
     assert rig.core.num_inflight == 1, "its last step is still under way"
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks, "its blocks are not"
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks, "its blocks are not"
     assert rig.settle() == [], "no token leaks"
     assert rig.core.is_idle
     assert rig.result("r") == rig.expected("r", 1)
@@ -301,7 +301,7 @@ def test_all_requests_may_end_in_the_same_step() -> None:
     updates = rig.step(timeout_s=1.0)
     assert [update.finish_reason for update in updates] == ["length"] * 5
     assert rig.core.is_idle
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
 
 
 def test_a_row_of_nan_logits_ends_its_own_request_only() -> None:
@@ -351,7 +351,7 @@ def test_r10_constraints_that_leave_no_token_are_named(
     sampling = SamplingParams(max_tokens=5, **constraints)
     request = GenerationRequest(request_id="r", prompt_token_ids=[1], sampling=sampling)
     rig = CoreRig(eos_token_ids=(7,))
-    rig.scheduler.add(request)
+    rig.scheduler.add_request(request)
     (state,) = rig.scheduler._queues
     state.token_ids += [8, 8]
     error = row_error(state, 4, "its constraints leave none")
@@ -387,7 +387,7 @@ def test_d13_dr7_abort_in_any_slot(victim: str, results_before: int) -> None:
     assert not rig.abort(victim), "it has gone"
     rig.run_until_idle()
     assert rig.tokens(victim) == sent, "a token came after the abort"
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
     for arrival, name in enumerate("abcd"):
         if name != victim:
             assert rig.result(name) == rig.expected(name, arrival)
@@ -400,7 +400,7 @@ def test_d13_abort_during_prefill() -> None:
     assert rig.abort("r")
     rig.run_until_idle()
     assert rig.updates["r"] == []
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
 
 
 def test_d13_the_same_id_may_come_again_while_old_steps_are_in_flight() -> None:
@@ -434,7 +434,7 @@ def crowd(**rig_args: Any) -> CoreRig:
 def test_d10_preempted_requests_get_the_same_tokens(num_stages: int, async_depth: int) -> None:
     rig = crowd(num_stages=num_stages, async_depth=async_depth, latency=None)
     rig.run_until_idle()
-    assert rig.core.stats().num_preemptions > 0
+    assert rig.core.stats().scheduler.num_preemptions > 0
     for arrival in range(3):
         assert rig.result(f"r{arrival}") == rig.expected(f"r{arrival}", arrival)
     finished = [name for name in ("r0", "r1", "r2") if rig.is_finished(name)]
@@ -484,7 +484,7 @@ def test_d10_d13_abort_of_a_preempted_request() -> None:
     assert rig.abort(victim)
     rig.run_until_idle()
     assert rig.tokens(victim) == sent
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
 
 
 def test_d10_a_request_that_fits_the_pool_alone_always_completes() -> None:
@@ -528,7 +528,7 @@ def test_d10_a_request_preempted_before_its_first_token_queued_only_until_its_fi
         rig.clock.advance(1.0)
         if rig.core.is_idle:
             break
-    assert rig.core.stats().num_preemptions == 1
+    assert rig.core.stats().scheduler.num_preemptions == 1
     entries = [new for plan in rig.plans for new in plan.new_rows if new.request_id == "young"]
     assert [len(entry.token_ids) for entry in entries] == [4, 4], "no token was out when it gave way"
     assert [update.queue_seconds for update in rig.updates["young"]] == [3.0, None]
@@ -557,7 +557,7 @@ def test_a_full_queue_is_refused_with_429() -> None:
         request_id="again", prompt_token_ids=[3], sampling=SamplingParams(max_tokens=2, ignore_eos=True)
     )
     rig.core.add_request(again, output_ids=[])
-    assert rig.scheduler.stats().num_waiting == 3, "it was admitted by a core that is gone"
+    assert rig.core.stats().scheduler.num_waiting == 3, "it was admitted by a core that is gone"
 
 
 def test_r4_what_another_core_had_begun_does_not_expire_and_ends_with_those_that_run() -> None:
@@ -570,7 +570,7 @@ def test_r4_what_another_core_had_begun_does_not_expire_and_ends_with_those_that
     rig.core.add_request(begun, output_ids=[5, 6])
     rig.add("new", 3)
     rig.clock.advance(11.0)
-    assert [update.request_id for update in rig.scheduler.expire()] == ["new"]
+    assert [update.request_id for update in rig.scheduler.expire_requests()] == ["new"]
     assert rig.scheduler.next_expiry() is None
     error = StageLostError("again").info()
     assert [update.request_id for update in rig.scheduler.fail_started(error)] == ["runs", "begun"]
@@ -648,7 +648,7 @@ def test_fail_all_ends_everybody_once() -> None:
     assert all(update.finish_reason == "error" and update.error == error for update in updates)
     assert [update.queue_seconds for update in updates] == [0.0, 0.0, None, None]
     assert not rig.scheduler.has_requests
-    assert rig.scheduler.stats().free_blocks == rig.scheduler.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
     rig.scheduler.check_invariants()
 
 
@@ -700,10 +700,10 @@ def test_results_out_of_order_are_our_bug() -> None:
     rig.add("r", 3, max_tokens=4)
     rig.step()
     plan = rig.executor.plans[0]
-    (result,) = rig.executor.poll(1.0)
-    rig.scheduler.update(plan, result)
+    (result,) = rig.executor.poll_results(1.0)
+    rig.scheduler.settle_result(plan, result)
     with pytest.raises(AssertionError, match="settled in step order"):
-        rig.scheduler.update(plan, result)
+        rig.scheduler.settle_result(plan, result)
 
 
 def test_check_invariants_sees_blocks_without_a_row() -> None:

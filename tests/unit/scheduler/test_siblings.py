@@ -224,7 +224,7 @@ def test_a_leader_that_is_preempted_is_waited_for_again() -> None:
     one = rig(num_blocks=10, scheduler={"max_num_seqs": 4})
     one.add("r", PROMPT, n=4, **SEEDED | {"max_tokens": 20})
     one.run_until_idle()
-    assert one.core.stats().num_preemptions > 0
+    assert one.core.stats().scheduler.num_preemptions > 0
     assert_exact(one, names(4))
 
 
@@ -259,7 +259,7 @@ def test_r8_all_may_wait_or_none() -> None:
     one.add("a", PROMPT, **SEEDED)
     with pytest.raises(OverloadedError):
         one.add("r", PROMPT, n=5, **SEEDED)
-    assert one.core.stats().num_waiting == 1
+    assert one.core.stats().scheduler.num_waiting == 1
     one.add("r", PROMPT, n=4, **SEEDED)
     with pytest.raises(InvalidRequestError, match="n is 6; 5 sequences run and wait here at most") as caught:
         one.add("s", PROMPT, n=6, **SEEDED)
@@ -285,7 +285,7 @@ def test_an_id_that_is_in_use_is_refused_with_all_that_follow() -> None:
     one.add("r/1", PROMPT, **SEEDED)
     with pytest.raises(InvalidRequestError, match="'r/1' is in use"):
         one.add("r", PROMPT, n=2, **SEEDED)
-    assert one.core.stats().num_waiting == 1
+    assert one.core.stats().scheduler.num_waiting == 1
 
 
 def test_nobody_waits_too_long_whose_request_has_begun() -> None:
@@ -420,7 +420,7 @@ def test_h4_what_is_in_a_store_is_loaded_once() -> None:
     one.executor.stored = first.executor.stored
     one.add("r", PROMPT, n=3, **SEEDED)
     one.run_until_idle()
-    assert one.core.stats().loaded_blocks == 4
+    assert one.core.stats().store.loaded_blocks == 4
     assert_exact(one, names(3))
 
 

@@ -54,7 +54,7 @@ def drive(seed: int, num_requests: int) -> Counter[str]:
             rig.step(timeout_s=chance.choice([0.0, 1.0]))
             rig.clock.advance(chance.choice([0.0, 0.1, 1.0]))
         disturb(rig, chance, seen)
-        while rig.scheduler.stats().num_waiting > MAX_WAITING:
+        while rig.core.stats().scheduler.num_waiting > MAX_WAITING:
             rig.step(timeout_s=1.0)
             rig.clock.advance(0.1)
     catalogue.is_slow = False
@@ -62,17 +62,17 @@ def drive(seed: int, num_requests: int) -> Counter[str]:
         rig.step(timeout_s=1.0)
         rig.clock.advance(0.2)
     check_end(rig, num_blocks)
-    stats = rig.scheduler.stats()
+    stats = rig.core.stats()
     seen["compared"] = rig.num_compared + rig.pipe.num_compared
     seen["loaded"], seen["stored"], seen["failed"] = (
-        stats.loaded_blocks,
-        stats.stored_blocks,
-        stats.failed_blocks,
+        stats.store.loaded_blocks,
+        stats.store.stored_blocks,
+        stats.store.failed_blocks,
     )
     seen["preempted"], seen["evicted"], seen["found"] = (
-        stats.num_preemptions,
-        stats.evicted_blocks,
-        stats.prefix_hit_tokens,
+        stats.scheduler.num_preemptions,
+        stats.cache.evicted_blocks,
+        stats.cache.prefix_hit_tokens,
     )
     return seen
 
@@ -97,7 +97,7 @@ def check_end(rig: ReplicaRig, num_blocks: int) -> None:
     """Nothing is left, and whoever came to an end has just its tokens."""
     assert rig.core.is_idle
     assert not any(rank.copies or rank.answers for rank in rig.pipe.ranks)
-    assert rig.scheduler.stats().free_blocks == num_blocks, "a block is lost"
+    assert rig.core.stats().cache.free_blocks == num_blocks, "a block is lost"
     for name in rig.requests:
         if rig.finish_reason(name) != "error":  # lost twice with a stage
             assert rig.result(name) == rig.expected(name)
@@ -161,7 +161,6 @@ def test_h12_the_documents_six_steps_end_with_equal_tables() -> None:
     rig = ReplicaRig(num_stages=2, num_blocks=4, catalogue=catalogue, store_when_found=1, max_model_len=16)
     x = [3] * BLOCK
     pool = rig.allocator.pool
-    assert pool.cache is not None
 
     # 1. Document: both trees hold node X in the memory of the device.
     #    Here: the index of the core does, once for both.
@@ -224,10 +223,10 @@ def test_h11_no_stage_is_ahead_of_another_whoever_answers_first(order: tuple[int
     for rank in order[:2]:
         rig.turn(rank)
         assert not catalogue.names
-        assert rig.scheduler.stats().free_blocks == 14
+        assert rig.core.stats().cache.free_blocks == 14
     rig.turn(order[2])
     assert len(catalogue.names) == 2
-    assert rig.scheduler.stats().free_blocks == 16
+    assert rig.core.stats().cache.free_blocks == 16
 
 
 @pytest.mark.parametrize("kept", [(3, 1, 2), (0, 3, 3), (3, 3, 2), (3, 3, 3)])
@@ -256,11 +255,11 @@ def test_h14_a_prefetch_that_finds_nothing_gives_its_blocks_back_once_when_all_h
     other.turn()
     assert not other.pipe.plans[-1].rows
     for answering, free in ((0, 14), (2, 14), (1, 16)):
-        assert other.scheduler.stats().free_blocks == 14, "reserved until the last has answered"
+        assert other.core.stats().cache.free_blocks == 14, "reserved until the last has answered"
         other.pipe.answer(answering)
         other.core.step()
         held = len(other.allocator.owners()) * 3  # by then the request has started
-        assert other.scheduler.stats().free_blocks == free - held
+        assert other.core.stats().cache.free_blocks == free - held
     for _ in range(3):
         other.turn(0, 1, 2)
     assert other.finish_reason("b") == "length"

@@ -60,7 +60,7 @@ def test_h1_what_one_engine_has_stored_another_finds(num_stages: int, length: in
     other = again(one, catalogue, num_stages=num_stages)
     assert run(other, "warm", prompt) == (length - 1) // BLOCK * BLOCK
     assert tokens_of(other, "warm") == tokens_of(one, "cold")
-    assert other.scheduler.stats().loaded_blocks == (length - 1) // BLOCK
+    assert other.core.stats().store.loaded_blocks == (length - 1) // BLOCK
 
 
 def test_h5_a_block_counts_as_stored_when_all_ranks_have_answered_and_is_held_until_then() -> None:
@@ -69,15 +69,15 @@ def test_h5_a_block_counts_as_stored_when_all_ranks_have_answered_and_is_held_un
     run(one, "a", [1] * 9)
     settle_store(one)
     assert catalogue.names == set()
-    assert one.scheduler.stats().free_blocks == 6, "two blocks, a quarter of the pool, are being copied"
+    assert one.core.stats().cache.free_blocks == 6, "two blocks, a quarter of the pool, are being copied"
     one.executor.answer(2)
     settle_store(one)
     assert len(catalogue.names) == 2
-    assert one.scheduler.stats().free_blocks == 7, "and now the third"
+    assert one.core.stats().cache.free_blocks == 7, "and now the third"
     one.executor.answer(1)
     one.step()
     assert len(catalogue.names) == 3
-    assert one.scheduler.stats().free_blocks == 8
+    assert one.core.stats().cache.free_blocks == 8
 
 
 def test_h3_a_request_waits_for_its_blocks_and_only_so_long() -> None:
@@ -124,7 +124,7 @@ def test_h3_a_request_that_waits_no_longer_begins_with_what_has_come(
     assert tokens_of(other, "b") == tokens_of(one, "a")
     other.executor.answer(3)
     other.step(timeout_s=1.0)
-    assert other.scheduler.stats().free_blocks == 16
+    assert other.core.stats().cache.free_blocks == 16
     assert run(other, "c", prompt) == 12
     assert tokens_of(other, "c") == tokens_of(one, "a")
 
@@ -200,7 +200,7 @@ def test_h13_a_chain_is_as_long_as_its_first_block_that_fails_on_any_rank() -> N
     del other.executor.stored[names[1]]
     assert run(other, "b", [1] * 13) == BLOCK
     assert tokens_of(other, "b") == tokens_of(one, "a")
-    assert other.scheduler.stats().failed_blocks == 1
+    assert other.core.stats().store.failed_blocks == 1
     assert names[1] not in catalogue.names or other.executor.stored.get(names[1]), (
         "it is struck, or stored anew"
     )
@@ -214,7 +214,7 @@ def test_h14_h16_nothing_found_or_nobody_left_holds_nothing() -> None:
     one.abort("gone")
     catalogue.is_slow = False
     one.run_until_idle()
-    assert one.scheduler.stats().free_blocks == 6
+    assert one.core.stats().cache.free_blocks == 6
     run(one, "a", [1] * 9)
     settle_store(one)
     other = again(one, catalogue, num_blocks=6, max_model_len=24)
@@ -222,12 +222,12 @@ def test_h14_h16_nothing_found_or_nobody_left_holds_nothing() -> None:
     other.add("gone", [1] * 9)
     other.step()
     other.step()
-    assert other.scheduler.stats().free_blocks == 4, "two blocks are reserved"
+    assert other.core.stats().cache.free_blocks == 4, "two blocks are reserved"
     other.abort("gone")
     other.executor.answer(2)
     other.step()
-    assert other.scheduler.stats().free_blocks == 6
-    assert other.scheduler.stats().cached_blocks == 2
+    assert other.core.stats().cache.free_blocks == 6
+    assert other.core.stats().cache.cached_blocks == 2
 
 
 def test_h1_h9_what_is_loaded_takes_nothing_that_it_is_found_behind() -> None:
@@ -239,10 +239,10 @@ def test_h1_h9_what_is_loaded_takes_nothing_that_it_is_found_behind() -> None:
     other = again(one, catalogue, num_blocks=8, max_model_len=32)
     run(other, "head", prompt[:9], max_tokens=1)
     run(other, "else", [1] * 21)
-    assert other.scheduler.stats().cached_blocks == 8
+    assert other.core.stats().cache.cached_blocks == 8
     assert run(other, "b", prompt) == 24
     assert tokens_of(other, "b") == tokens_of(one, "a")
-    assert other.scheduler.stats().free_blocks == 8
+    assert other.core.stats().cache.free_blocks == 8
 
 
 def test_h8_blocks_may_be_stored_only_when_they_are_found() -> None:
@@ -329,8 +329,8 @@ def test_r9_tokens_do_not_depend_on_the_store(seed: int) -> None:
             one.step(timeout_s=1.0)
             one.clock.advance(0.5)
         assert one.core.is_idle
-        hits += one.scheduler.stats().loaded_blocks
-        assert one.scheduler.stats().free_blocks == settings["num_blocks"], "a block is lost"
+        hits += one.core.stats().store.loaded_blocks
+        assert one.core.stats().cache.free_blocks == settings["num_blocks"], "a block is lost"
         for name, request in one.requests.items():
             if name not in aborted and one.updates[name][-1].finish_reason != "error":
                 alone = CoreRig(block_size=BLOCK, num_blocks=64, max_model_len=40)
@@ -350,19 +350,27 @@ def test_what_ranks_and_core_have_done_with_the_store_never_falls() -> None:
     )
     one.step()
     stats = one.core.stats()
-    assert (stats.store_bytes_read, stats.store_bytes_written) == (105, 7)
-    assert (stats.store_verify_failures, stats.store_call_failures, stats.store_switched_off) == (1, 2, 2)
-    assert stats.store_failure == "full"
+    assert (stats.store.use.bytes_read, stats.store.use.bytes_written) == (105, 7)
+    assert (stats.store.use.verify_failures, stats.store.use.call_failures, stats.store.use.switched_off) == (
+        1,
+        2,
+        2,
+    )
+    assert stats.store.use.failure == "full"
     one.core.lose_epoch(ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1))
     one.rejoin()
-    assert one.core.stats().store_switched_off == 0, "who still leaves it alone says so in the new epoch"
+    assert one.core.stats().store.use.switched_off == 0, "who still leaves it alone says so in the new epoch"
     one.executor.told_use = StoreUse(bytes_read=1, switched_off=1)
     one.step()
     stats = one.core.stats()
-    assert (stats.store_bytes_read, stats.store_bytes_written, stats.store_switched_off) == (106, 7, 1)
+    assert (stats.store.use.bytes_read, stats.store.use.bytes_written, stats.store.use.switched_off) == (
+        106,
+        7,
+        1,
+    )
 
 
 def test_without_a_store_there_is_nothing_to_tell() -> None:
     one = CoreRig(eviction="lru")
     one.step()
-    assert one.core.stats().store_bytes_read == 0
+    assert one.core.stats().store.use.bytes_read == 0

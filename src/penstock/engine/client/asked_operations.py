@@ -69,7 +69,7 @@ class AskedOperations:
         sessions are open it has said before."""
         self.knows_sessions = True
         if not self._is_open(Pause, Resume):
-            self._is_paused = stats.paused
+            self._is_paused = stats.scheduler.paused
         if not self._is_open(SlowDown):
             self._interval_ms = stats.plan_interval_ms
 

@@ -558,7 +558,7 @@ class _Health:
             reason=reason,
             since=self._since,
             stats=stats,
-            is_full=stats is not None and stats.num_waiting >= self._info.max_waiting_requests,
+            is_full=stats is not None and stats.scheduler.num_waiting >= self._info.max_waiting_requests,
         )
 
     def _reason(self) -> str:

@@ -7,7 +7,6 @@ of all together.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ import msgspec
 from penstock.batch import StageSpans, StageTimes
 from penstock.engine.client.async_engine import AsyncEngine, EngineStatus, RequestStream
 from penstock.engine.client.routing import Router
-from penstock.engine.stats import CoreStats
+from penstock.engine.stats import CoreStats, summed, with_totals_of, without_requests
 from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
 from penstock.kvcache.sessions import unknown_session
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone
@@ -24,44 +23,6 @@ from penstock.process.config import Restarts
 from penstock.request import PoolingParams, SamplingParams
 
 Started = TypeVar("Started")
-
-_TOTALS = (
-    "num_preemptions",
-    "step_id",
-    "recovered_requests",
-    "generated_tokens",
-    "prompt_tokens",
-    "prefix_tokens",
-    "prefix_hit_tokens",
-    "evicted_blocks",
-    "stored_blocks",
-    "loaded_blocks",
-    "failed_blocks",
-    "store_bytes_read",
-    "store_bytes_written",
-    "store_records_read",
-    "store_verify_failures",
-    "store_call_failures",
-    "host_bytes_read",
-    "host_records_read",
-    "host_bytes_written",
-    "reaped_sessions",
-)
-_SUMS = (
-    *_TOTALS,
-    "num_running",
-    "num_waiting",
-    "num_blocks",
-    "free_blocks",
-    "cached_blocks",
-    "inflight",
-    "store_switched_off",
-    "host_bytes_used",
-    "num_sessions",
-    "session_blocks",
-    "open_operations",
-)
-_WORST = ("last_result_age_s", "stalled_s", "stall_limit_s", "epoch", "micro_batches", "plan_interval_ms")
 
 
 class Replicas:
@@ -250,28 +211,19 @@ class SteadyStats:
 
     def __init__(self) -> None:
         self._last: CoreStats | None = None
-        self._before: Counter[str] = Counter()  # totals of the cores before this one
+        self._before: CoreStats | None = None  # with the totals of all cores before this one
 
     def of(self, stats: CoreStats | None) -> CoreStats | None:
         """What to show while the core says this; None: it is away."""
         last = self._last
         if stats is None and last is not None:
-            stats = msgspec.structs.replace(
-                last,
-                num_running=0,
-                num_waiting=0,
-                free_blocks=last.num_blocks,
-                inflight=0,
-                open_operations=0,
-                stage_times=[],
-            )
+            stats = without_requests(last)
         if stats is None:
             return None
         if last is not None and stats.restarts.core != last.restarts.core:
-            self._before.update({name: getattr(last, name) for name in _TOTALS})
+            self._before = last if self._before is None else with_totals_of(last, self._before)
         self._last = stats
-        totals = {name: getattr(stats, name) + self._before[name] for name in _TOTALS}
-        return msgspec.structs.replace(stats, **totals)
+        return stats if self._before is None else with_totals_of(stats, self._before)
 
 
 def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
@@ -285,13 +237,26 @@ def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
         for replica, stats in known
         for of_stage in stats.stage_times
     ]
-    numbers = {name: sum(getattr(stats, name) for stats in each) for name in _SUMS}
-    numbers |= {name: max(getattr(stats, name) for stats in each) for name in _WORST}
+    schedulers, uses = [stats.scheduler for stats in each], [stats.store.use for stats in each]
+    failure = next((use.failure for use in uses if use.failure), "")
     return CoreStats(
-        **numbers,
-        paused=any(stats.paused for stats in each),
+        scheduler=summed(
+            schedulers,
+            paused=any(part.paused for part in schedulers),
+            micro_batches=max(part.micro_batches for part in schedulers),
+        ),
+        cache=summed([stats.cache for stats in each]),
+        store=summed([stats.store for stats in each], use=summed(uses, failure=failure)),
+        sessions=summed([stats.sessions for stats in each]),
+        plan_interval_ms=max(stats.plan_interval_ms for stats in each),
+        open_operations=sum(stats.open_operations for stats in each),
+        step_id=sum(stats.step_id for stats in each),
+        inflight=sum(stats.inflight for stats in each),
+        last_result_age_s=max(stats.last_result_age_s for stats in each),
+        stalled_s=max(stats.stalled_s for stats in each),
+        stall_limit_s=max(stats.stall_limit_s for stats in each),
+        epoch=max(stats.epoch for stats in each),
         loss=next((stats.loss for stats in each if stats.loss is not None), None),
-        store_failure=next((stats.store_failure for stats in each if stats.store_failure), ""),
         restarts=Restarts(
             stages=[sum(counts) for counts in zip(*(stats.restarts.stages for stats in each), strict=True)],
             core=sum(stats.restarts.core for stats in each),

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, ScheduledBatch
+from penstock.batch import GREEDY, KNOWN, MADE_UP, NewRow, PlanMeta, ScheduledBatch
 from penstock.config.engine import ParallelConfig
-from penstock.engine.core.cost_learning import CostLearner
+from penstock.engine.core.cost_learning import NO_COSTS, CostLearner, NoCosts
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import Executor, KVPlan
 from penstock.process.config import CoreConfig
@@ -39,7 +39,7 @@ class Calibration:
 
     next_step: int = 0
     async_depth: int = 0
-    costs: CostLearner | None = None  # None: plans are not sized by time
+    costs: CostLearner | NoCosts = NO_COSTS  # without: plans are not sized by time
 
     @classmethod
     def none(cls, parallel: ParallelConfig) -> Calibration:
@@ -167,7 +167,7 @@ class _Trials:
                 step_id=self.next_step,
                 freed_rows=self._rows,
                 consume_through=self.next_step - 1,
-                wants_times=True,
+                meta=PlanMeta(wants_times=True),
             )
         )
         self._await(self.next_step)
@@ -209,7 +209,7 @@ class _Trials:
         )
 
     def _submit(self, plan: ScheduledBatch) -> None:
-        self._executor.submit(msgspec.structs.replace(plan, epoch=self._epoch))
+        self._executor.submit_plan(msgspec.structs.replace(plan, epoch=self._epoch))
         self.next_step += 1
 
     def _await(self, num_back: int) -> None:
@@ -226,7 +226,7 @@ class _Trials:
                 f"{self._config.stall_timeout_s:.0f} s.",
                 remedy="Raise --step-timeout if the model is that slow.",
             )
-        results = self._executor.poll(min(_POLL_S, deadline - now))
+        results = self._executor.poll_results(min(_POLL_S, deadline - now))
         self._num_back += len(results)
         self._came_at += [self._clock()] * len(results)
 

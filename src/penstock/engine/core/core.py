@@ -9,38 +9,21 @@ sleeps on its own, starts nothing, and reads only the injected clock.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-import msgspec
-
-from penstock.batch import ScheduledBatch, StageSpans, StepResult
+from penstock.batch import StageSpans
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce
 from penstock.engine.core.pace import Pace
+from penstock.engine.core.plan_feed import PlanFeed
+from penstock.engine.core.steps_in_flight import StepsInFlight
 from penstock.engine.stats import CoreStats
-from penstock.errors import ErrorInfo, PeerError, ProtocolError, WaitTimeoutError, concerned, error_from_info
-from penstock.executor.base import Executor
-from penstock.pipeline.inflight import InflightQueue
+from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
+from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.process.config import NO_RESTARTS, Restarts
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
-
-PROBE_INTERVAL_S = 1.0
-STALL_BASE_S = 5.0
-STALL_PER_TOKEN_S = 0.05
-
-
-@dataclass(slots=True)
-class StepInFlight:
-    """A plan on its way through the stages."""
-
-    plan: ScheduledBatch
-    num_sampled: int
-    submitted_at: float  # clock seconds
-    digest: int = 0  # as sealed
 
 
 class EngineCore:
@@ -71,25 +54,25 @@ class EngineCore:
         epoch: int = 0,
         restarts: Restarts = NO_RESTARTS,
     ) -> None:
-        self._calibration = calibration = calibration or Calibration.none(parallel)
+        calibration = calibration or Calibration.none(parallel)
         self._scheduler = scheduler
-        self.operations = OperationsInForce(scheduler, Pace(clock))  # in force from the next plan on
-        self._executor: Executor | None = executor
+        pace = Pace(clock)
+        self.operations = OperationsInForce(scheduler, pace)  # in force from the next plan on
+        self._executor = executor
         self._recovers = recovers
         self._clock = clock
-        self._stall_timeout_s = stall_timeout_s
-        self._inflight: InflightQueue[StepInFlight] = InflightQueue(
-            parallel.depth,
-            num_stages=parallel.pipeline_parallel_size,
-            first_step=calibration.next_step,
+        self._steps = StepsInFlight(
+            parallel,
+            calibration.next_step,
+            clock,
+            stall_timeout_s=stall_timeout_s,
+            concerned_by=lambda step_id: concerned(scheduler.requests_of(step_id)),
         )
-        self._results: deque[StepResult] = deque()  # that have come, and are not settled
+        self._feed = PlanFeed(scheduler, self._steps, pace, self.operations, calibration)
         self._epoch = epoch
         self._restarts = restarts
-        self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
         self._failure: ErrorInfo | None = None
         self._loss: ErrorInfo | None = None
-        self._late = {"starved": True}  # why the next plan is not issued now: fields of `ScheduledBatch`
 
     @property
     def failure(self) -> ErrorInfo | None:
@@ -109,16 +92,16 @@ class EngineCore:
     @property
     def has_pipe(self) -> bool:
         """Whether there is an epoch to submit plans in."""
-        return self._executor is not None
+        return self._executor is not NO_EXECUTOR
 
     @property
     def is_idle(self) -> bool:
         """No request is alive and every slot is empty (row F8): only then may an engine check itself."""
-        return not self._scheduler.has_requests and len(self._inflight) == 0
+        return not self._scheduler.has_requests and len(self._steps) == 0
 
     @property
     def num_inflight(self) -> int:
-        return len(self._inflight)
+        return len(self._steps)
 
     @property
     def steps_in_flight(self) -> tuple[int, int]:
@@ -126,7 +109,7 @@ class EngineCore:
 
         A loop over edge-triggered descriptors calls `step` until this stays the same.
         """
-        return self._inflight.oldest_step, self._inflight.next_step
+        return self._steps.oldest_step, self._steps.next_step
 
     def add_request(
         self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
@@ -134,16 +117,16 @@ class EngineCore:
         """Queue a request; the next `step` may run it, on from what another core that had it has given it.
 
         Raises:
-            InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add` says.
+            InvalidRequestError, OverloadedError: it is refused, as `Scheduler.add_request` says.
             PenstockError: the pipeline is lost; the error is its first cause.
         """
         if self._failure is not None:
             raise error_from_info(self._failure)
-        self._scheduler.add(request, output_ids, num_scores)
+        self._scheduler.add_request(request, output_ids, num_scores)
 
     def abort(self, request_id: str) -> bool:
         """End a request in whatever state; no update of it follows (row D13). False: there is none."""
-        return self._scheduler.abort(request_id)
+        return self._scheduler.abort_request(request_id)
 
     def step(self, timeout_s: float = 0.0) -> list[RequestUpdate]:
         """Settle the results that have come, then fill the pipe (row D2).
@@ -158,8 +141,8 @@ class EngineCore:
         updates: list[RequestUpdate] = []
         if self._failure is not None:
             return updates
-        if self._executor is None:
-            return self._scheduler.expire()
+        if not self.has_pipe:
+            return self._scheduler.expire_requests()
         try:
             self._turn(self._executor, updates)
             if timeout_s > 0 and not updates:
@@ -182,10 +165,10 @@ class EngineCore:
         """
         self._loss = error
         updates: list[RequestUpdate] = []
-        if self._executor is not None:
+        if self.has_pipe:
             self._executor.abandon()
-            self._executor = None
-            self._give_up_steps()
+            self._executor = NO_EXECUTOR
+            self._steps.give_up()
             updates += self._scheduler.requeue()
         if is_final:
             updates += self._scheduler.fail_started(error)
@@ -198,19 +181,15 @@ class EngineCore:
             executor: has been started, for plans from `steps_in_flight[1]` of this epoch.
             restarts: up to this epoch.
         """
-        assert self._executor is None, "the epoch before is not over"
+        assert not self.has_pipe, "the epoch before is not over"
         self._epoch, self._executor, self._restarts = epoch, executor, restarts
-        self._last_result_at = self._clock() - PROBE_INTERVAL_S
+        self._steps.expect_probe()
 
     def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
         """Give the pipeline up, `error` being the first cause: one last update for each request."""
         self._failure = error
-        self._give_up_steps()
+        self._steps.give_up()
         return self._scheduler.fail_all(error)
-
-    def _give_up_steps(self) -> None:
-        self._inflight.clear()
-        self._results.clear()
 
     def close(self) -> None:
         """Let go of the store; the executor is its owner's."""
@@ -219,164 +198,64 @@ class EngineCore:
     def next_wakeup(self) -> float:
         """Clock time at which `step` has work even if no event comes; infinite if there is none."""
         expiry = self._scheduler.next_expiry()
-        has_pipe = self._failure is None and self._executor is not None
-        wakeups = self._due(), self._scheduler.prefixes.next_look(), self.operations.pace.next_wakeup()
-        due = min(wakeups) if has_pipe else math.inf
+        wakeups = self._steps.due(), self._scheduler.prefixes.next_look(), self._feed.next_wakeup()
+        due = min(wakeups) if self.has_pipe and self._failure is None else math.inf
         return due if expiry is None else min(due, expiry)
 
     def stats(self) -> CoreStats:
+        prefixes = self._scheduler.prefixes
         return CoreStats(
-            **msgspec.structs.asdict(self._scheduler.stats()),
-            step_id=self._inflight.next_step,
-            inflight=len(self._inflight),
-            last_result_age_s=self._clock() - self._last_result_at,
-            stalled_s=self.stalled_s(),
-            stall_limit_s=self.stall_limit_s(),
-            plan_interval_ms=self.operations.pace.interval_ms,
+            scheduler=self._scheduler.stats(),
+            cache=prefixes.cache_stats(),
+            store=prefixes.store_stats(),
+            sessions=prefixes.sessions.stats(),
+            step_id=self._steps.next_step,
+            inflight=len(self._steps),
+            last_result_age_s=self._steps.last_result_age_s(),
+            stalled_s=self._steps.stalled_s(),
+            stall_limit_s=self._steps.stall_limit_s(),
+            plan_interval_ms=self._feed.interval_ms,
             open_operations=self.operations.num_open,
             epoch=self._epoch,
             loss=self._loss,
             restarts=self._restarts,
-            recovered_requests=self._scheduler.num_requeued,
-            stage_times=[] if self._executor is None else self._executor.stage_times(),
+            stage_times=self._executor.stage_times(),
         )
 
     def spans(self) -> list[StageSpans]:
         """What each stage did lately, for a trace."""
-        return [] if self._executor is None else self._executor.spans()
-
-    def stalled_s(self) -> float:
-        """Seconds since a result came or the oldest step in flight was submitted; 0 when there is none."""
-        return self._clock() - self._waiting_since() if len(self._inflight) else 0.0
-
-    def stall_limit_s(self) -> float:
-        """How long a healthy pipe may be silent now: an empty plan crosses at once, a large one does not."""
-        num_tokens = self._inflight.oldest().plan.total_tokens if len(self._inflight) else 0
-        return STALL_BASE_S + STALL_PER_TOKEN_S * num_tokens
+        return self._executor.spans()
 
     def check_invariants(self) -> None:
         """Assert that the parts agree. For tests, and when idle."""
-        self._inflight.check_invariants()
+        self._steps.check_invariants()
         self._scheduler.check_invariants()
 
     def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
         self._take(executor, 0.0, updates)
-        self._check_progress()
-        updates += self._scheduler.expire()
-        self._fill(executor)
-        if self._calibration.costs is not None:
-            self._calibration.costs.follow(self._clock(), executor.spans)
-        if len(self._inflight) == 0 and (self._clock() >= self._due() or self.operations.wants_plan):
-            self._submit(self._scheduler.probe(self._inflight.next_step))
+        self._steps.check_progress()
+        updates += self._scheduler.expire_requests()
+        self._feed.fill(executor, self._epoch)
+        self._feed.learn(self._clock(), executor)
+        if len(self._steps) == 0 and (self._clock() >= self._steps.due() or self.operations.wants_plan):
+            self._feed.probe(executor, self._epoch)
 
     def _wait(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
         """For a result, for blocks from the store, or for a grammar."""
         look_s = self._scheduler.prefixes.next_look() - self._clock()
-        if len(self._inflight) or look_s < math.inf or self._scheduler.grammars.is_any_awaited:
+        if len(self._steps) or look_s < math.inf or self._scheduler.grammars.is_any_awaited:
             self._take(executor, max(0.0, min(timeout_s, look_s)), updates)
-            self._fill(executor)
-
-    def _check_progress(self) -> None:
-        stalled_s = self.stalled_s()
-        if stalled_s > self._stall_timeout_s:
-            raise WaitTimeoutError(
-                f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s."
-                f"{self._concerned()}",
-                remedy="Raise --step-timeout if the model is that slow.",
-            )
-
-    def _waiting_since(self) -> float:
-        return max(self._last_result_at, self._inflight.oldest().submitted_at)
-
-    def _due(self) -> float:
-        """When the pipe counts as lost, or if it is empty when it is probed."""
-        if len(self._inflight):
-            return self._waiting_since() + self._stall_timeout_s
-        return self._last_result_at + PROBE_INTERVAL_S
+            self._feed.fill(executor, self._epoch)
 
     def _take(self, executor: Executor, timeout_s: float, updates: list[RequestUpdate]) -> None:
         """Settle what has come. The result of a step that read blocks while they were being loaded waits
         until all ranks have said whether they were."""
-        self._results += executor.poll(timeout_s)
+        self._steps.add_results(executor.poll_results(timeout_s))
         self._scheduler.settle_orders(executor.finished_orders(), executor.store_use())
         updates += self._scheduler.settle_grammars(executor.built_grammars())
-        while self._results and self._are_loads_answered():
-            result = self._results.popleft()
-            _check_result(result, self._inflight, self._epoch, self._concerned)
-            step = self._inflight.pop()
-            updates += self._scheduler.update(step.plan, result)
-            self.operations.settled(result.step_id, self._inflight.next_step)
-            self._last_result_at = self._clock()
+        while self._steps.has_results and self._scheduler.prefixes.are_answered(self._steps.awaited):
+            plan, result = self._steps.settle(self._epoch)
+            updates += self._scheduler.settle_result(plan, result)
+            self.operations.settled(result.step_id, self._steps.next_step)
+            self._steps.note_result()
             self._loss = None
-
-    def _are_loads_answered(self) -> bool:
-        awaited = self._inflight.oldest().plan.awaited if len(self._inflight) else []
-        return self._scheduler.prefixes.are_answered(awaited)
-
-    def _concerned(self) -> str:
-        """Whose the oldest step in flight is, for a message."""
-        return concerned(self._scheduler.requests_of(self._inflight.oldest_step))
-
-    def _fill(self, executor: Executor) -> None:
-        while len(self._inflight) < self._scheduler.useful_depth + self._calibration.async_depth:
-            if not self.operations.pace.allows_plan:
-                self._late = {}  # ranks wait for a plan
-                return
-            plan = self._scheduler.schedule(self._inflight.next_step)
-            if plan is None:
-                self._late = {"starved": True}
-                return
-            self.operations.pace.planned()
-            self._submit(plan)
-        self._late = {"held": True}
-
-    def _submit(self, plan: ScheduledBatch) -> None:
-        assert self._executor is not None
-        told = self.operations.wants_times
-        plan = msgspec.structs.replace(plan, epoch=self._epoch, wants_times=told, **self._late)
-        self._late = {}
-        if self._calibration.costs is not None:
-            self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)
-        step = StepInFlight(plan, plan.need_sampled.count(True), self._clock())
-        self._inflight.push(step)
-        step.digest = self._executor.submit(plan)
-
-
-def _check_result(
-    result: StepResult, inflight: InflightQueue[StepInFlight], epoch: int, concerned_by: Callable[[], str]
-) -> None:
-    """Results come in step order, one list entry per sampled or pooled row, and a score for each token that
-    the plan names, or none of those of a row; anything else is not ours.
-
-    Args:
-        concerned_by: says whose the oldest step in flight is.
-    """
-    due, stage = inflight.oldest_step, inflight.num_stages - 1
-    if len(inflight) == 0 or result.step_id != due:
-        raise ProtocolError(
-            f"the result of step {result.step_id} came, but step {due} is due "
-            f"({len(inflight)} in flight).{concerned_by()}",
-            stage=stage,
-        )
-    step = inflight.oldest()
-    expected = (epoch, step.digest, step.num_sampled)
-    found = (result.epoch, result.digest, len(result.token_ids))
-    if found != expected:
-        raise ProtocolError(
-            f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
-            f"{found}.{concerned_by()}",
-            stage=stage,
-        )
-    scored, scores = [tokens.count for tokens in step.plan.scored], [len(own) for own in result.scores]
-    if len(scores) != len(scored) or any(map(lambda has, due: has not in (0, due), scores, scored)):
-        raise ProtocolError(
-            f"the result of step {result.step_id}: expected scores of {scored} tokens, found {scores}."
-            f"{concerned_by()}",
-            stage=stage,
-        )
-    if len(result.pooled) != len(step.plan.pooled):
-        raise ProtocolError(
-            f"the result of step {result.step_id} has {len(result.pooled)} vectors, the plan pools "
-            f"{len(step.plan.pooled)} rows.{concerned_by()}",
-            stage=stage,
-        )

@@ -43,6 +43,21 @@ class _Told(NamedTuple):
     samples_only: bool
 
 
+class NoCosts:
+    """Where plans are not sized by time, nothing is learnt."""
+
+    model = None
+
+    def submitted(self, plan: ScheduledBatch, *, alone: bool) -> None:
+        """It may cost what it will."""
+
+    def follow(self, now: float, spans: Callable[[], Sequence[StageSpans]]) -> None:
+        """Nothing is looked at."""
+
+
+NO_COSTS = NoCosts()
+
+
 class CostLearner:
     """Teaches a cost model.
 

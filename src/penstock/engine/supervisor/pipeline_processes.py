@@ -44,6 +44,7 @@ from penstock.process import child as child_process
 from penstock.process import entry_points
 from penstock.process.config import CoreProcessConfig, RankConfig, RankProcessConfig, Restarts
 from penstock.process.control import ControlSocket, EpochLost, Stop
+from penstock.runner.kv_demand import stranded_bytes
 
 COMPANY_S = 0.05  # after a loss: what ends one member often ends others
 DUMP_S = 0.05  # for a child to print where its threads are
@@ -185,7 +186,7 @@ class PipelineProcesses:
                 parts=rank_parts(config),
                 tensor_bytes=rank.tensor_bytes,
                 num_blocks=num_blocks,
-                stranded_bytes=(rank.max_blocks - num_blocks) * rank.block_bytes,
+                stranded_bytes=stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
             )
 
     def _fill(self, member: int) -> None:

@@ -1,9 +1,9 @@
 """Links: how the hidden states of a step get from one stage to the next.
 
 `pipeline.ports` sends and receives through the `Link` seam. Two carriers: `SharedMemoryLink` between
-processes of one host, `MemoryLink` between threads (ranks in one process, tests). Both copy on `send`, so the
-caller may write over its tensors at once (row C6), and both check the header of a frame before they touch its
-payload.
+processes of one host, `MemoryLink` between threads (ranks in one process, tests). Both copy on `send_frame`,
+so the caller may write over its tensors at once (row C6), and both check the header of a frame before they
+touch its payload.
 
 There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
 elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A link
@@ -36,7 +36,7 @@ class RecvHandle:
         return self._outcome is not False
 
     def wait(self) -> None:
-        """Block until the tensors given to `recv` are filled; raises what the link raised, each time."""
+        """Block until the tensors given to the receive are filled; raises what the link raised, each time."""
         if self._outcome is False:
             try:
                 self._fetch()
@@ -50,7 +50,7 @@ class RecvHandle:
 class Link(Protocol):
     """One direction between two neighbouring stages; frames arrive in the order in which they were sent."""
 
-    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+    def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         """Copy the tensors into the link; they may be written over when this returns.
 
         Args:
@@ -62,7 +62,7 @@ class Link(Protocol):
         """
         ...
 
-    def recv(
+    def receive_frame(
         self,
         header: FrameHeader,
         out: Sequence[Tensor],
@@ -75,7 +75,7 @@ class Link(Protocol):
             header: what the frame must carry.
             out: contiguous tensors [header.num_tokens, header.width] to fill.
             requests: ids named in the error if another frame comes.
-            clock: as for `send`.
+            clock: as for `send_frame`.
 
         The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`.
         """
@@ -116,7 +116,7 @@ class AsyncIntermediateTensors(IntermediateTensors):
 class Carrier(ABC):
     """What all carriers share: a receive that is posted is done when it is waited for."""
 
-    def recv(
+    def receive_frame(
         self,
         header: FrameHeader,
         out: Sequence[Tensor],
@@ -129,7 +129,7 @@ class Carrier(ABC):
     def _fetch(
         self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
     ) -> None:
-        """Wait for the frame and copy it into `out`, as `Link.recv` says."""
+        """Wait for the frame and copy it into `out`, as `Link.receive_frame` says."""
 
 
 def check_shapes(header: FrameHeader, tensors: Sequence[Tensor]) -> None:

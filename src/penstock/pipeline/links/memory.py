@@ -30,7 +30,7 @@ class MemoryLink(Carrier):
         self._changed = Condition()
         self._closed = False
 
-    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+    def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         check_shapes(header, tensors)
         purpose = f"room for {header.purpose}"
         before = clock.begin(Phase.WAIT_NEXT)

@@ -43,7 +43,7 @@ class SharedMemoryLink(Carrier):
         self._bytes = torch.frombuffer(self._frames, dtype=torch.uint8)
         self._places: KeptViews[FrameSlot, list[Tensor]] = KeptViews(self._view)
 
-    def send(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+    def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_size(header, tensors, self._ring.frame_bytes)
         ring, before = self._ring, clock.begin(Phase.WAIT_NEXT)
         index = ring.reserve(self._timeout_s, header.purpose)

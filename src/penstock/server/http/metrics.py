@@ -112,18 +112,20 @@ class Metrics:
             yield histogram.family(self._label)
 
     def _gauges(self, stats: CoreStats) -> Iterator[Metric]:
-        used = 1.0 - stats.free_blocks / stats.num_blocks if stats.num_blocks else 0.0
-        yield self._gauge("num_requests_running", "Requests that hold a row.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.num_waiting)
-        yield self._gauge("kv_cache_blocks", "Blocks of the KV pool.", stats.num_blocks)
+        used = 1.0 - stats.cache.free_blocks / stats.cache.num_blocks if stats.cache.num_blocks else 0.0
+        yield self._gauge("num_requests_running", "Requests that hold a row.", stats.scheduler.num_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue.", stats.scheduler.num_waiting)
+        yield self._gauge("kv_cache_blocks", "Blocks of the KV pool.", stats.cache.num_blocks)
         yield self._gauge(
-            "prefix_cache_blocks", "Blocks that a request could begin with.", stats.cached_blocks
+            "prefix_cache_blocks", "Blocks that a request could begin with.", stats.cache.cached_blocks
         )
         yield self._gauge("pipeline_inflight_batches", "Plans in the pipe.", stats.inflight)
         yield self._gauge(
-            "pipeline_micro_batches", "Parts that decoding requests are split into.", stats.micro_batches
+            "pipeline_micro_batches",
+            "Parts that decoding requests are split into.",
+            stats.scheduler.micro_batches,
         )
-        yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.paused)
+        yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.scheduler.paused)
         yield self._gauge(
             "operations_open",
             "Administrators' operations that are accepted and that not all ranks have behind them.",
@@ -134,14 +136,16 @@ class Metrics:
             "Time between plans that an administrator has asked for at least; 0: full speed.",
             stats.plan_interval_ms / 1000,
         )
-        yield self._gauge("kv_host_bytes", "Host memory that keeps KV blocks, bytes.", stats.host_bytes_used)
+        yield self._gauge(
+            "kv_host_bytes", "Host memory that keeps KV blocks, bytes.", stats.store.use.host_bytes_used
+        )
         yield self._gauge(
             "kv_store_switched_off",
             "Processes that leave the store alone for a while because it failed too often.",
-            stats.store_switched_off,
+            stats.store.use.switched_off,
         )
-        yield self._gauge("sessions", "Open sessions.", stats.num_sessions)
-        yield self._gauge("session_blocks", "KV blocks that they keep.", stats.session_blocks)
+        yield self._gauge("sessions", "Open sessions.", stats.sessions.num_open)
+        yield self._gauge("session_blocks", "KV blocks that they keep.", stats.sessions.kept_blocks)
         yield self._gauge("epoch", "Membership epoch of the pipe.", stats.epoch)
         usage = GaugeMetricFamily(
             PREFIX + "kv_cache_usage_perc",
@@ -153,27 +157,43 @@ class Metrics:
 
     def _totals(self, stats: CoreStats) -> Iterator[Metric]:
         for name, text, value in (
-            ("prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens),
-            ("generation_tokens", "Tokens generated.", stats.generated_tokens),
-            ("prefix_cache_queries", "Tokens of requests that started.", stats.prefix_tokens),
-            ("prefix_cache_hits", "Of these, found in the prefix cache.", stats.prefix_hit_tokens),
-            ("prefix_cache_evictions", "Cached blocks given up.", stats.evicted_blocks),
-            ("kv_store_stored_blocks", "KV blocks put into the store.", stats.stored_blocks),
-            ("kv_store_loaded_blocks", "KV blocks got from the store.", stats.loaded_blocks),
-            ("kv_store_failed_blocks", "KV blocks not stored or not loaded.", stats.failed_blocks),
+            ("prompt_tokens", "Prompt tokens processed.", stats.scheduler.prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.scheduler.generated_tokens),
+            ("prefix_cache_queries", "Tokens of requests that started.", stats.cache.prefix_tokens),
+            ("prefix_cache_hits", "Of these, found in the prefix cache.", stats.cache.prefix_hit_tokens),
+            ("prefix_cache_evictions", "Cached blocks given up.", stats.cache.evicted_blocks),
+            ("kv_store_stored_blocks", "KV blocks put into the store.", stats.store.stored_blocks),
+            ("kv_store_loaded_blocks", "KV blocks got from the store.", stats.store.loaded_blocks),
+            ("kv_store_failed_blocks", "KV blocks not stored or not loaded.", stats.store.failed_blocks),
             (
                 "kv_store_verify_failures",
                 "Records of the store that were not what they should be.",
-                stats.store_verify_failures,
+                stats.store.use.verify_failures,
             ),
-            ("kv_store_read_records", "Parts of KV blocks got from the store.", stats.store_records_read),
-            ("kv_host_read_records", "Parts of KV blocks found in host memory.", stats.host_records_read),
-            ("kv_host_read_bytes", "Bytes of KV blocks got from host memory.", stats.host_bytes_read),
-            ("kv_host_written_bytes", "Bytes of KV blocks put into host memory.", stats.host_bytes_written),
-            ("kv_store_call_failures", "Calls of the store that failed.", stats.store_call_failures),
-            ("sessions_reaped", "Sessions closed because nobody used them.", stats.reaped_sessions),
-            ("num_preemptions", "Requests preempted.", stats.num_preemptions),
-            ("recovered_requests", "Requests that a lost stage has interrupted.", stats.recovered_requests),
+            ("kv_store_read_records", "Parts of KV blocks got from the store.", stats.store.use.records_read),
+            (
+                "kv_host_read_records",
+                "Parts of KV blocks found in host memory.",
+                stats.store.use.host_records_read,
+            ),
+            (
+                "kv_host_read_bytes",
+                "Bytes of KV blocks got from host memory.",
+                stats.store.use.host_bytes_read,
+            ),
+            (
+                "kv_host_written_bytes",
+                "Bytes of KV blocks put into host memory.",
+                stats.store.use.host_bytes_written,
+            ),
+            ("kv_store_call_failures", "Calls of the store that failed.", stats.store.use.call_failures),
+            ("sessions_reaped", "Sessions closed because nobody used them.", stats.sessions.num_reaped),
+            ("num_preemptions", "Requests preempted.", stats.scheduler.num_preemptions),
+            (
+                "recovered_requests",
+                "Requests that a lost stage has interrupted.",
+                stats.scheduler.recovered_requests,
+            ),
             ("core_restarts", "Times that a lost engine core was started again.", stats.restarts.core),
             ("engine_steps", "Plans sent through the pipe.", stats.step_id),
         ):
@@ -181,7 +201,7 @@ class Metrics:
             family.add_metric([self._label], value)
             yield family
         restarts = Counter({str(stage): count for stage, count in enumerate(stats.restarts.stages)})
-        moved = Counter({"read": stats.store_bytes_read, "written": stats.store_bytes_written})
+        moved = Counter({"read": stats.store.use.bytes_read, "written": stats.store.use.bytes_written})
         yield self._counter("kv_store_bytes", "Bytes of KV blocks from and to the store.", "direction", moved)
         yield self._counter("stage_restarts", "Times that a lost stage was started again.", "stage", restarts)
 

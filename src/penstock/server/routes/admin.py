@@ -169,7 +169,9 @@ class AdminRoute:
     async def is_paused(self) -> Response:
         """Whether any replica is paused, as of its last message, which is at most a second old."""
         stats = self._engine.status().stats
-        return json_response(msgspec.json.encode(PauseState(is_paused=stats is not None and stats.paused)))
+        return json_response(
+            msgspec.json.encode(PauseState(is_paused=stats is not None and stats.scheduler.paused))
+        )
 
     async def flush_cache(self, store: Store = False, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
         """Let nobody who starts from now on find what was computed before. Who runs goes on undisturbed."""

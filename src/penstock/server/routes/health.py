@@ -96,13 +96,13 @@ class HealthRoute:
         """Somebody else's proves as much: a busy engine is asked for none, unless it seems to yield none
         (row G6)."""
         stats = self._context.engine.status().stats
-        num_tokens = 0 if stats is None else stats.generated_tokens
+        num_tokens = 0 if stats is None else stats.scheduler.generated_tokens
         for _ in range(NUM_LOOKS):
-            if stats is None or not stats.num_running:
+            if stats is None or not stats.scheduler.num_running:
                 break
             await asyncio.sleep(LOOK_S)
             stats = self._context.engine.status().stats
-            if stats is not None and stats.generated_tokens > num_tokens:
+            if stats is not None and stats.scheduler.generated_tokens > num_tokens:
                 return
         await self._generate_token()
 
@@ -125,7 +125,7 @@ class HealthRoute:
             return Health(
                 state="not_ready", stage=status.stage, reason=status.reason or "starting", since=status.since
             )
-        if status.stats is not None and status.stats.paused:
+        if status.stats is not None and status.stats.scheduler.paused:
             return Health(state="paused", reason="an administrator has paused the engine")
         if status.is_full:
             return Health(state="overloaded", reason="as many requests wait as may")

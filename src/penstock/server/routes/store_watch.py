@@ -28,7 +28,10 @@ class StoreWatch:
         """Say what is new, if anything is."""
         if stats is None:
             return
-        counts, num_off = (stats.store_call_failures, stats.store_verify_failures), stats.store_switched_off
+        counts, num_off = (
+            (stats.store.use.call_failures, stats.store.use.verify_failures),
+            stats.store.use.switched_off,
+        )
         now = self._clock()
         if num_off > self._num_off or (counts != self._told and now >= self._quiet_until):
             failed_calls, bad_records = (new - told for new, told in zip(counts, self._told, strict=True))
@@ -37,7 +40,7 @@ class StoreWatch:
                 failed_calls=failed_calls,
                 bad_records=bad_records,
                 processes_without_it=num_off,
-                error=stats.store_failure,
+                error=stats.store.use.failure,
             )
             self._told, self._quiet_until = counts, now + QUIET_S
         elif num_off == 0 < self._num_off:

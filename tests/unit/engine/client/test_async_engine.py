@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import pytest
 
+from core_numbers import core_stats
 from fakes import FakeClock
 from penstock.batch import StageSpans
 from penstock.engine.client.async_engine import AsyncEngine, EngineInfo, RequestStream
@@ -56,7 +57,7 @@ from penstock.tokenizer.tokenizer import AbsentTokenizer
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
 INFO = EngineInfo(max_model_len=64, vocab_size=256, max_num_seqs=2, max_waiting_requests=1)
-STATS = CoreStats(
+STATS = core_stats(
     num_running=0,
     num_waiting=0,
     num_blocks=8,
@@ -446,7 +447,7 @@ def test_an_engine_is_full_when_as_many_wait_as_may() -> None:
         await rig.start()
         assert not rig.engine.status().is_full
         stream = rig.add()
-        waiting = msgspec.structs.replace(STATS, num_waiting=INFO.max_waiting_requests)
+        waiting = core_stats(STATS, num_waiting=INFO.max_waiting_requests)
         rig.core.tell(update("r", b"x", "length"), stats=waiting)
         await read_all(stream)
         assert rig.engine.status().is_full
@@ -470,9 +471,9 @@ def test_d9_readiness_follows_the_age_of_the_last_result() -> None:
         fresh = rig.engine.status()
         assert fresh.ready
         assert fresh.stats == STATS
-        rig.core.tell(stats=msgspec.structs.replace(STATS, stalled_s=5.2))
+        rig.core.tell(stats=core_stats(STATS, stalled_s=5.2))
         other = rig.add("s")
-        rig.core.tell(update("s", b"x", "length"), stats=msgspec.structs.replace(STATS, stalled_s=5.2))
+        rig.core.tell(update("s", b"x", "length"), stats=core_stats(STATS, stalled_s=5.2))
         await read_all(other)
         assert not rig.engine.status().ready, "the core is heard, but its stages are not"
 
@@ -574,8 +575,8 @@ def test_g4_another_core_begins_paused_before_it_hears_of_any_request() -> None:
     async def body(rig: Rig) -> None:
         await rig.start()
         stream = rig.add()
-        rig.core.tell(stats=msgspec.structs.replace(STATS, paused=True))
-        await until(lambda: (rig.engine.status().stats or STATS).paused)
+        rig.core.tell(stats=core_stats(STATS, paused=True))
+        await until(lambda: (rig.engine.status().stats or STATS).scheduler.paused)
         asked = asyncio.ensure_future(rig.engine.operate(Resume(), WAIT_S))
         await asyncio.sleep(0)
         assert rig.core.hear() == [Operate(0, Resume())]
@@ -615,7 +616,7 @@ def test_g4_what_was_answered_holds_for_the_next_core_whatever_else_is_under_way
 ) -> None:
     async def body(rig: Rig) -> None:
         await rig.start()
-        before = msgspec.structs.replace(STATS, paused=isinstance(operation, Resume))
+        before = core_stats(STATS, paused=isinstance(operation, Resume))
         stream = rig.add()
         rig.core.tell(update("r", b"x", "length"), stats=before)
         await read_all(stream)
@@ -646,7 +647,7 @@ def test_g4_another_core_begins_at_the_pace_that_the_last_one_had() -> None:
         await rig.lose_core()
         await rig.welcome()
         assert rig.core.hear() == [Operate(1, SlowDown(250))]
-        both = msgspec.structs.replace(STATS, paused=True, plan_interval_ms=40)
+        both = core_stats(STATS, paused=True, plan_interval_ms=40)
         rig.core.tell(stats=both)  # as another front has asked for
         await until(lambda: (rig.engine.status().stats or STATS).plan_interval_ms == 40)
         await rig.lose_core()

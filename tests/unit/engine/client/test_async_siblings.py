@@ -7,7 +7,7 @@ import pytest
 from test_async_engine import INFO, Rig, read_all, until, update, with_rig
 
 from penstock.engine.client.siblings import sibling_seed
-from penstock.engine.core.core_process import refusals
+from penstock.engine.core.core_clients import refusals
 from penstock.engine.ipc import AbortRequests, AddRequest
 from penstock.errors import OverloadedError
 from penstock.request import SamplingParams

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import msgspec
 import pytest
 
+from core_numbers import core_stats
 from penstock.batch import StageSpans, StageTimes
 from penstock.engine.client.async_engine import EngineStatus
 from penstock.engine.client.replicas import Replicas, SteadyStats, merged_stats
-from penstock.engine.stats import CoreStats
 from penstock.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -24,7 +23,7 @@ from penstock.process.config import Restarts
 from penstock.request import PoolingParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
-STATS = CoreStats(
+STATS = core_stats(
     num_running=2,
     num_waiting=1,
     num_blocks=100,
@@ -170,9 +169,14 @@ def test_traces_of_all_that_are_there() -> None:
 
 
 def test_numbers_of_all_together() -> None:
-    both = merged_stats([STATS, None, msgspec.structs.replace(STATS, num_running=5, epoch=4)])
+    both = merged_stats([STATS, None, core_stats(STATS, num_running=5, epoch=4)])
     assert both is not None
-    assert (both.num_running, both.free_blocks, both.generated_tokens, both.epoch) == (7, 80, 1000, 4)
+    assert (
+        both.scheduler.num_running,
+        both.cache.free_blocks,
+        both.scheduler.generated_tokens,
+        both.epoch,
+    ) == (7, 80, 1000, 4)
     assert both.restarts == Restarts(stages=[2, 0], core=2)
     assert [(times.replica, times.stage) for times in both.stage_times] == [(0, 1), (2, 1)]
     assert merged_stats([None, None]) is None
@@ -185,18 +189,22 @@ def test_totals_of_a_replica_never_fall() -> None:
     assert steady.of(STATS) == STATS
     away = steady.of(None)
     assert away is not None
-    assert (away.generated_tokens, away.num_running, away.free_blocks) == (500, 0, 100)
+    assert (away.scheduler.generated_tokens, away.scheduler.num_running, away.cache.free_blocks) == (
+        500,
+        0,
+        100,
+    )
     restarts = Restarts(stages=[1, 0], core=2)
-    young = msgspec.structs.replace(STATS, generated_tokens=7, step_id=1, prompt_tokens=0, restarts=restarts)
+    young = core_stats(STATS, generated_tokens=7, step_id=1, prompt_tokens=0, restarts=restarts)
     found = steady.of(young)
     assert found is not None
-    assert (found.generated_tokens, found.step_id, found.prompt_tokens) == (507, 11, 70)
-    found = steady.of(msgspec.structs.replace(young, generated_tokens=9, step_id=2))
+    assert (found.scheduler.generated_tokens, found.step_id, found.scheduler.prompt_tokens) == (507, 11, 70)
+    found = steady.of(core_stats(young, generated_tokens=9, step_id=2))
     assert found is not None
-    assert found.generated_tokens == 509
-    found = steady.of(msgspec.structs.replace(young, generated_tokens=11, step_id=99))
+    assert found.scheduler.generated_tokens == 509
+    found = steady.of(core_stats(young, generated_tokens=11, step_id=99))
     assert found is not None
-    assert found.generated_tokens == 511, "it may have overtaken the core before it"
+    assert found.scheduler.generated_tokens == 511, "it may have overtaken the core before it"
 
 
 def test_g4_every_replica_does_what_is_asked() -> None:
@@ -210,11 +218,11 @@ def test_g4_every_replica_does_what_is_asked() -> None:
         assert late[1].asked == ["Pause"], "one that is late keeps no other from it"
 
     asyncio.run(run())
-    paused = msgspec.structs.replace(STATS, paused=True)
+    paused = core_stats(STATS, paused=True)
     both, neither = merged_stats([STATS, paused]), merged_stats([STATS, STATS])
     assert both is not None
     assert neither is not None
-    assert (both.paused, neither.paused) == (True, False)
+    assert (both.scheduler.paused, neither.scheduler.paused) == (True, False)
 
 
 def test_all_are_left() -> None:

@@ -44,7 +44,7 @@ def finish(rig: ReplicaRig) -> None:
         build_all(rig)
         rig.turn()
     assert rig.core.is_idle
-    assert rig.scheduler.stats().free_blocks == 40
+    assert rig.core.stats().cache.free_blocks == 40
 
 
 def check(rig: ReplicaRig, *names: str) -> None:
@@ -267,13 +267,13 @@ def test_dr5_preempted_while_it_is_built(stages: int) -> None:
     assert len(builders(rig)[0].replica.grammars) == 1
     rig.turn_often(4 * TURNS)
     check(rig, "old")
-    assert rig.scheduler.stats().num_preemptions > 0
+    assert rig.core.stats().scheduler.num_preemptions > 0
     assert rig.updates["bound"] == []
     for _ in range(TURNS):
         build_all(rig)
         rig.turn()
     check(rig)
-    assert rig.scheduler.stats().free_blocks == 10
+    assert rig.core.stats().cache.free_blocks == 10
 
 
 def test_dr5_equal_reports_give_equal_plans() -> None:
@@ -298,8 +298,8 @@ def test_a_driver_that_waits_is_not_sent_round_for_nothing() -> None:
     rig.turn_often(3)
     assert rig.core.num_inflight == 0
     asked: list[float] = []
-    poll = rig.pipe.poll
-    rig.pipe.poll = lambda timeout_s: asked.append(timeout_s) or poll(timeout_s)  # type: ignore[method-assign,func-returns-value]
+    poll = rig.pipe.poll_results
+    rig.pipe.poll_results = lambda timeout_s: asked.append(timeout_s) or poll(timeout_s)  # type: ignore[method-assign,func-returns-value]
     rig.step(timeout_s=0.5)
     assert asked == [0.0, 0.5]
 

@@ -11,6 +11,7 @@ from fakes import FakeClock
 from penstock.batch import (
     NO_STORE_USE,
     BuiltGrammar,
+    OrderResult,
     RankLoaded,
     ScheduledBatch,
     StageSpans,
@@ -22,6 +23,7 @@ from penstock.batch import (
 )
 from penstock.config.engine import CacheConfig, ParallelConfig, SchedulerConfig
 from penstock.engine.core.calibration import calibrate
+from penstock.engine.core.cost_learning import CostLearner
 from penstock.errors import WaitTimeoutError
 from penstock.executor.base import KVPlan
 from penstock.process.config import CoreConfig
@@ -60,7 +62,7 @@ class SimulatedPipe:
         self._reports: list[StageSpans] = []
         self.is_silent = False
 
-    def submit(self, plan: ScheduledBatch) -> None:
+    def submit_plan(self, plan: ScheduledBatch) -> None:
         wire = decode_to_rank(encode(plan))
         assert isinstance(wire, ScheduledBatch)
         assert wire.step_id == len(self.plans)
@@ -78,10 +80,10 @@ class SimulatedPipe:
             self._free_at[stage] = ready
             self._steps[stage].append((wire.step_id, shape.tokens, spans))
         self._done_at.append(ready)
-        if wire.wants_times:
+        if wire.meta.wants_times:
             self._report()
 
-    def poll(self, timeout_s: float) -> list[StepResult]:
+    def poll_results(self, timeout_s: float) -> list[StepResult]:
         if self.is_silent or not self._done_at:
             self.clock.advance(timeout_s)
             return []
@@ -119,7 +121,7 @@ class SimulatedPipe:
     def stage_times(self) -> list[StageTimes]:
         return []
 
-    def finished_orders(self) -> list[tuple[int, bool]]:
+    def finished_orders(self) -> list[OrderResult]:
         return []
 
     def store_use(self) -> StoreUse:
@@ -168,7 +170,7 @@ def test_e7_d10_costs_alone_and_shared_are_found(num_stages: int) -> None:
     clock = FakeClock()
     pipe = SimulatedPipe(clock, num_stages)
     found = calibrate(pipe, core_config(num_stages), kv_plan(num_stages), clock)
-    assert found.costs is not None
+    assert isinstance(found.costs, CostLearner)
     assert found.next_step == len(pipe.plans)
     shared, alone = found.costs.model.costs() or [], found.costs.model.costs(alone=True) or []
     assert [cost.head_read for cost in shared] == pytest.approx([0.0] * (num_stages - 1) + [0.010])
@@ -210,7 +212,7 @@ def test_ranks_whose_numbers_depend_on_company_are_not_paced_by_time(asked: int 
     clock = FakeClock()
     pipe = SimulatedPipe(clock, 2)
     found = calibrate(pipe, core_config(2, asked), kv_plan(2, is_invariant=False), clock)
-    assert (found.costs, found.next_step, found.async_depth) == (None, 0, depth)
+    assert (found.costs.model, found.next_step, found.async_depth) == (None, 0, depth)
     assert pipe.plans == []
 
 
@@ -226,7 +228,7 @@ def test_small_models_and_pools_are_measured_with_what_fits(
     config = msgspec.structs.replace(
         core_config(2, max_model_len=max_model_len), cache=CacheConfig(block_size=block_size)
     )
-    assert calibrate(pipe, config, kv_plan(2, num_blocks=num_blocks), clock).costs is not None
+    assert calibrate(pipe, config, kv_plan(2, num_blocks=num_blocks), clock).costs.model is not None
     for plan in pipe.plans:
         assert all(
             0 <= start < start + count <= min(max_model_len, block_size * num_blocks)
@@ -247,7 +249,7 @@ def test_of_a_slow_model_only_the_first_trials_are_made() -> None:
     clock = FakeClock()
     pipe = SimulatedPipe(clock, 2, plan_delay_s=10.0)
     found = calibrate(pipe, core_config(2), kv_plan(2), clock)
-    assert found.costs is not None
+    assert isinstance(found.costs, CostLearner)
     assert found.costs.model.costs() is not None
     assert found.costs.model.costs(alone=True) is not None
     assert len(pipe.plans) == 2 + 6 + 1, (

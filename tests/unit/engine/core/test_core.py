@@ -8,10 +8,10 @@ from itertools import accumulate
 import msgspec
 import pytest
 
+from core_numbers import core_stats
 from fakes import CoreRig
 from penstock.batch import StepResult
 from penstock.config.engine import SchedulerConfig
-from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError, StageLostError
 
 
@@ -89,7 +89,7 @@ def test_d2_it_drains_when_there_is_nothing_to_schedule() -> None:
         rig.abort(f"r{index}")
     assert not rig.core.is_idle or rig.core.num_inflight == 0
     rig.run_until_idle()
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
 
 
 def test_f8_idle_only_when_every_slot_is_empty() -> None:
@@ -150,11 +150,11 @@ def test_a_probe_that_does_not_come_back_is_not_followed_by_another() -> None:
         rig.step()
         rig.clock.advance(3.0)
     assert rig.core.num_inflight == 1
-    assert rig.core.stalled_s() == 15.0
+    assert rig.core.stats().stalled_s == 15.0
     assert rig.core.stats().last_result_age_s == math.inf
     rig.settle()
     assert rig.core.stats().last_result_age_s == 0.0
-    assert rig.core.stalled_s() == 0.0
+    assert rig.core.stats().stalled_s == 0.0
 
 
 def test_r2_a_step_that_never_returns_ends_every_request_in_time() -> None:
@@ -176,11 +176,11 @@ def test_r2_a_step_that_never_returns_ends_every_request_in_time() -> None:
 def test_d9_a_large_plan_may_take_longer_than_a_probe() -> None:
     rig = CoreRig(latency=None)
     rig.step()
-    assert rig.core.stall_limit_s() == 5.0
+    assert rig.core.stats().stall_limit_s == 5.0
     rig.settle()
     rig.add("a", 40, max_tokens=3)
     rig.step()
-    assert rig.core.stall_limit_s() > 5.0
+    assert rig.core.stats().stall_limit_s > 5.0
 
 
 def test_no_probe_while_there_is_work() -> None:
@@ -234,7 +234,7 @@ def check_everybody_failed(rig: CoreRig, message: str) -> None:
         assert updates[-1].error is not None
         assert message in updates[-1].error.message
     assert rig.core.is_idle
-    assert rig.core.stats().free_blocks == rig.core.stats().num_blocks
+    assert rig.core.stats().cache.free_blocks == rig.core.stats().cache.num_blocks
     assert rig.step(timeout_s=1.0) == []
     assert rig.core.next_wakeup() == math.inf
 
@@ -255,8 +255,8 @@ def test_a_stage_lost_at_submit_keeps_the_tokens_that_had_come() -> None:
     rig = busy(num_stages=1, async_depth=0)
     rig.step()
     rig.executor.release(1)
-    shown = rig.executor.poll(0.0)
-    rig.executor.poll = lambda timeout_s: [shown.pop()] if shown else []  # type: ignore[method-assign]
+    shown = rig.executor.poll_results(0.0)
+    rig.executor.poll_results = lambda timeout_s: [shown.pop()] if shown else []  # type: ignore[method-assign]
     rig.executor.lose_stage(0, "out of memory")
     updates = rig.step()
     assert sum(len(update.token_ids) for update in updates) == 8
@@ -284,9 +284,9 @@ def test_the_loop_may_give_the_pipeline_up_itself() -> None:
 def test_dr1_a_result_that_is_not_ours_ends_the_epoch(change: dict[str, object], message: str) -> None:
     rig = busy(num_stages=2, async_depth=0)
     rig.step()
-    (result,) = rig.executor.poll(1.0)
+    (result,) = rig.executor.poll_results(1.0)
     wrong = msgspec.structs.replace(result, **change)
-    rig.executor.poll = lambda timeout_s: [wrong]  # type: ignore[method-assign]
+    rig.executor.poll_results = lambda timeout_s: [wrong]  # type: ignore[method-assign]
     rig.step()
     check_everybody_failed(rig, message)
 
@@ -294,7 +294,7 @@ def test_dr1_a_result_that_is_not_ours_ends_the_epoch(change: dict[str, object],
 def test_dr1_a_result_nobody_asked_for() -> None:
     rig = CoreRig()
     rig.add("r", 3)
-    rig.executor.poll = lambda timeout_s: [StepResult(step_id=0)]  # type: ignore[method-assign]
+    rig.executor.poll_results = lambda timeout_s: [StepResult(step_id=0)]  # type: ignore[method-assign]
     rig.step()
     check_everybody_failed(rig, "the result of step 0 came, but step 0 is due (0 in flight)")
 
@@ -310,7 +310,7 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
     rig.settle()
     rig.clock.advance(0.5)
     stats = rig.core.stats()
-    assert stats == CoreStats(
+    assert stats == core_stats(
         num_running=2,
         num_waiting=1,
         num_blocks=64,
@@ -328,7 +328,11 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
     )
     rig.run_until_idle()
     stats = rig.core.stats()
-    assert (stats.generated_tokens, stats.prompt_tokens, stats.num_running) == (9, 15, 0)
+    assert (stats.scheduler.generated_tokens, stats.scheduler.prompt_tokens, stats.scheduler.num_running) == (
+        9,
+        15,
+        0,
+    )
 
 
 def test_d6_a_plan_says_why_it_was_not_issued_earlier() -> None:
@@ -337,11 +341,11 @@ def test_d6_a_plan_says_why_it_was_not_issued_earlier() -> None:
     rig.step()
     for _ in range(4):
         rig.settle()
-    assert [(plan.starved, plan.held) for plan in rig.executor.plans] == [(True, False)] * 5
+    assert [(plan.meta.starved, plan.meta.held) for plan in rig.executor.plans] == [(True, False)] * 5
     rig.add("other", 5, max_tokens=20)
     for _ in range(8):
         rig.settle()
-    assert [(plan.starved, plan.held) for plan in rig.executor.plans[-6:]] == [(False, True)] * 6
+    assert [(plan.meta.starved, plan.meta.held) for plan in rig.executor.plans[-6:]] == [(False, True)] * 6
 
 
 def test_d6_plans_that_fill_an_empty_pipe_are_neither_starved_nor_held() -> None:
@@ -350,4 +354,7 @@ def test_d6_plans_that_fill_an_empty_pipe_are_neither_starved_nor_held() -> None
     for name in "abcd":
         rig.add(name, 8, max_tokens=2)
     rig.step()
-    assert [(plan.starved, plan.held) for plan in rig.executor.plans] == [(True, False), (False, False)]
+    assert [(plan.meta.starved, plan.meta.held) for plan in rig.executor.plans] == [
+        (True, False),
+        (False, False),
+    ]

@@ -16,7 +16,8 @@ import pytest
 from fakes import CoreRig, FakeExecutor, oracle_scores, oracle_tokens
 from penstock.batch import AllocateKV
 from penstock.config.engine import CacheConfig, EvictionPolicy, ParallelConfig, SchedulerConfig
-from penstock.engine.core.core_process import CoreServer, build_core, prove_stages
+from penstock.engine.core.core_assembly import build_core, prove_stages
+from penstock.engine.core.core_server import CoreServer
 from penstock.engine.ipc import (
     AbortRequests,
     AddRequest,
@@ -202,15 +203,16 @@ def test_r13_what_a_client_asked_for_ends_with_the_client(served: ServedCore) ->
     receive(other)
     other.close()
     deadline = time.monotonic() + WAIT_S
-    while len(served.server._known) > 1:  # noticed when it is next told something, a heartbeat at the latest
+    known = served.server._clients._known
+    while len(known) > 1:  # noticed when it is next told something, a heartbeat at the latest
         assert time.monotonic() < deadline
         served.rig.clock.advance(1.0)
         served.client.send(Hello())
         receive(served.client)
     served.control.send(Stop())
     served.thread.join(WAIT_S)
-    assert served.rig.scheduler.stats().free_blocks == served.rig.scheduler.stats().num_blocks
-    assert served.server._owners == {}
+    assert served.rig.core.stats().cache.free_blocks == served.rig.core.stats().cache.num_blocks
+    assert served.server._clients.live_requests == []
 
 
 def test_g4_an_operation_is_answered_when_it_is_complete(served: ServedCore) -> None:
@@ -223,7 +225,7 @@ def test_g4_an_operation_is_answered_when_it_is_complete(served: ServedCore) -> 
     ended, answer = receive(served.client, 2)
     assert isinstance(ended, StepUpdates)
     assert [(u.request_id, u.error and u.error.code) for u in ended.updates] == [("a", "paused")]
-    assert ended.stats.paused
+    assert ended.stats.scheduler.paused
     assert isinstance(answer, Operated)
     assert answer.number == 7
     assert answer.done.completed_step is not None

@@ -133,9 +133,9 @@ class Trace:
 
     def check_nothing_held(self) -> None:
         stats = self.rig.core.stats()
-        assert stats.free_blocks == stats.num_blocks
-        assert (stats.num_running, stats.num_waiting, stats.inflight) == (0, 0, 0)
-        assert stats.generated_tokens == sum(len(self.rig.tokens(name)) for name in self.arrivals)
+        assert stats.cache.free_blocks == stats.cache.num_blocks
+        assert (stats.scheduler.num_running, stats.scheduler.num_waiting, stats.inflight) == (0, 0, 0)
+        assert stats.scheduler.generated_tokens == sum(len(self.rig.tokens(name)) for name in self.arrivals)
         self.rig.clock.advance(10.0)
         self.rig.step()  # a probe, which tells the ranks of the last freed rows
         assert self.rig.executor.replica.rows == {}
@@ -154,7 +154,7 @@ def test_d2_d10_d11_d13_every_request_gets_exactly_its_tokens(
     for operation in operations:
         trace.apply(operation)
     trace.check_end()
-    event("preemption", trace.rig.core.stats().num_preemptions > 0)
+    event("preemption", trace.rig.core.stats().scheduler.num_preemptions > 0)
     event("steps of a finished request in flight", trace.rig.num_dropped > 0)
     event("abort of a live request", len(trace.aborted) > 0)
 
@@ -206,7 +206,8 @@ def run_random_trace(seed: int) -> Trace:
 
 def test_d2_d10_d11_d13_long_random_traces() -> None:
     traces = [run_random_trace(seed) for seed in range(100)]
-    assert sum(trace.rig.core.stats().num_preemptions > 0 for trace in traces) > 20, "traces too tame"
+    preempting = [trace.rig.core.stats().scheduler.num_preemptions > 0 for trace in traces]
+    assert sum(preempting) > 20, "traces too tame"
     assert sum(trace.rig.num_dropped > 0 for trace in traces) > 20, "traces too tame"
     assert sum(len(trace.aborted) > 0 for trace in traces) > 20, "traces too tame"
 

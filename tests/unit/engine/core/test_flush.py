@@ -57,7 +57,7 @@ class FlushedRig(CoreRig):
 
     @property
     def num_cached(self) -> int:
-        return self.scheduler.stats().cached_blocks
+        return self.core.stats().cache.cached_blocks
 
     def assert_all_free(self) -> None:
         self.core.check_invariants()
@@ -155,7 +155,7 @@ def test_h16_what_was_on_its_way_from_the_store_is_not_found() -> None:
     rig.add("b", PROMPT, max_tokens=4, ignore_eos=True)
     for _ in range(3):
         rig.step(timeout_s=1.0)
-    assert rig.scheduler.stats().num_running == 0, "it waits for its blocks"
+    assert rig.core.stats().scheduler.num_running == 0, "it waits for its blocks"
     rig.operate(FlushCache())
     rig.run_until_idle()
     assert rig.updates["b"][0].num_cached_tokens == 0, "and does not any more"
@@ -164,7 +164,7 @@ def test_h16_what_was_on_its_way_from_the_store_is_not_found() -> None:
     rig.executor.answer(3)
     assert rig.complete().error is None
     assert rig.num_cached == cached
-    assert rig.scheduler.stats().loaded_blocks == 3
+    assert rig.core.stats().store.loaded_blocks == 3
     assert rig.tokens("b") == one.tokens("a")
     rig.executor.answer(10)
     rig.let_stores_go_out()
@@ -265,7 +265,7 @@ def test_g4_a_paused_engine_can_be_flushed() -> None:
     rig.complete()
     rig.operate(FlushCache(store=True))
     assert rig.complete().error is None
-    assert rig.core.stats().paused
+    assert rig.core.stats().scheduler.paused
     rig.operate(Resume())
     rig.complete()
     assert rig.run("b", PROMPT) == 0

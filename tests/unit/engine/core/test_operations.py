@@ -87,7 +87,7 @@ def test_g4_a_pause_keeps_every_request_where_it_is(
     assert done.error is None
     assert rig.core.num_inflight == 0
     assert [plan.rows for plan in rig.plans_from(first)] == [[]], "one plan without rows proves it"
-    assert rig.core.stats().paused
+    assert rig.core.stats().scheduler.paused
 
     before = {name: rig.tokens(name) for name in rig.requests}
     rig.add("late", 4, max_tokens=3, ignore_eos=True)
@@ -99,7 +99,7 @@ def test_g4_a_pause_keeps_every_request_where_it_is(
     assert len(rig.plans_from(first)) >= 5, "the stages are probed all the while"
 
     rig.operate(Resume())
-    assert not rig.core.stats().paused
+    assert not rig.core.stats().scheduler.paused
     assert rig.complete().error is None
     assert_exact(rig)
 
@@ -123,7 +123,7 @@ def test_g4_who_was_preempted_has_started() -> None:
     rig = OperatedRig(num_stages=2, num_blocks=9, block_size=2, latency=None)
     for name in ("a", "b", "c"):
         rig.add(name, 3, max_tokens=9, ignore_eos=True)
-    while not rig.scheduler.stats().num_preemptions:
+    while not rig.core.stats().scheduler.num_preemptions:
         rig.settle()
     rig.operate(Pause("wait"))
     rig.add("late", 3, max_tokens=2, ignore_eos=True)
@@ -194,7 +194,7 @@ def test_g4_a_stage_that_is_lost_only_delays_it(mode: PauseMode) -> None:
     rig.rejoin()
     done = rig.complete()
     assert (done.completed_step or 0) >= lost, "a plan of the new epoch proves it"
-    assert rig.core.stats().paused
+    assert rig.core.stats().scheduler.paused
     rig.operate(Resume())
     assert_exact(rig)
 
@@ -323,7 +323,7 @@ def test_g4_ranks_report_at_the_step_at_which_a_profile_begins_or_ends(
     rig.operate(operation)
     done = rig.complete()
     rig.run_until_idle()
-    told = [plan.step_id for plan in rig.executor.plans if plan.wants_times]
+    told = [plan.step_id for plan in rig.executor.plans if plan.meta.wants_times]
     assert done.accepted_step == first == told[0], "the same plan tells every rank"
     assert told == [*range(first, told[-1] + 1)]
     assert (done.completed_step or 0) <= told[-1] < max(plan.step_id for plan in rig.plans), "and no longer"
@@ -338,7 +338,7 @@ def test_g4_a_stage_that_is_lost_does_not_lose_the_beginning_of_a_profile() -> N
     lost = rig.core.steps_in_flight[1]
     rig.rejoin()
     rig.complete()
-    assert next(plan for plan in rig.executor.plans if plan.wants_times).step_id == lost
+    assert next(plan for plan in rig.executor.plans if plan.meta.wants_times).step_id == lost
     assert_exact(rig)
 
 

@@ -95,7 +95,7 @@ def test_g4_a_plan_that_was_held_back_says_that_the_core_was_late() -> None:
         rig.tick()
     paced = rig.plans[num_planned:]
     assert len(paced) > 2
-    assert not any(plan.starved or plan.held for plan in paced)
+    assert not any(plan.meta.starved or plan.meta.held for plan in paced)
 
 
 def test_g4_full_speed_comes_back_at_once() -> None:

@@ -88,10 +88,10 @@ def test_g4_a_closed_session_keeps_nothing_and_refuses_by_name() -> None:
     talk = Talk()
     talk.operate(OpenSession("s"))
     _, answer = talk.turn("first", PROMPT, session_id="s")
-    assert talk.rig.scheduler.stats().session_blocks == 4
+    assert talk.rig.core.stats().sessions.kept_blocks == 4
     assert talk.operate(CloseSession("s")).error is None
     stats = talk.rig.core.stats()
-    assert (stats.num_sessions, stats.session_blocks) == (0, 0)
+    assert (stats.sessions.num_open, stats.sessions.kept_blocks) == (0, 0)
     talk.traffic("between")
     with pytest.raises(NotFoundError) as raised:
         talk.rig.add("second", PROMPT, session_id="s")
@@ -135,7 +135,7 @@ def test_g4_another_core_opens_thousands_of_sessions_without_a_look_at_all_of_th
         talk.rig.step(timeout_s=1.0)
         done += core.operations.take_done()
     errors = [ticket for (_, ticket), how in done if how.error is not None]
-    assert (errors, core.stats().num_sessions) == ([number - 1], number - 1)
+    assert (errors, core.stats().sessions.num_open) == ([number - 1], number - 1)
     assert [ticket for (_, ticket), _ in done if ticket not in errors] == list(range(number - 1))
     assert looks <= 50 * number
     talk.rig.run_until_idle()
@@ -148,11 +148,11 @@ def test_g4_the_core_closes_a_session_that_nobody_uses() -> None:
     talk.turn("first", PROMPT, session_id="s")
     talk.rig.clock.advance(29)
     talk.rig.step()
-    assert talk.rig.core.stats().num_sessions == 1
+    assert talk.rig.core.stats().sessions.num_open == 1
     talk.rig.clock.advance(1)
     talk.rig.step()
     stats = talk.rig.core.stats()
-    assert (stats.num_sessions, stats.session_blocks, stats.reaped_sessions) == (0, 0, 1)
+    assert (stats.sessions.num_open, stats.sessions.kept_blocks, stats.sessions.num_reaped) == (0, 0, 1)
     assert talk.rig.core.operations.sessions.take_changes() == ([], ["s"])
     with pytest.raises(NotFoundError):
         talk.rig.add("late", PROMPT, session_id="s")
@@ -165,11 +165,11 @@ def test_g4_a_request_that_waits_for_long_is_a_use() -> None:
     for _ in range(5):
         talk.rig.clock.advance(20)
         talk.rig.step()
-    assert talk.rig.core.stats().num_sessions == 1
+    assert talk.rig.core.stats().sessions.num_open == 1
     talk.rig.abort("r")
     talk.rig.clock.advance(30)
     talk.rig.step()
-    assert talk.rig.core.stats().num_sessions == 0
+    assert talk.rig.core.stats().sessions.num_open == 0
 
 
 def test_g4_whoever_was_taken_by_another_core_needs_no_session_any_more() -> None:
@@ -192,7 +192,7 @@ def test_g4_a_flush_forgets_the_blocks_and_no_session() -> None:
     _, answer = talk.turn("first", PROMPT, session_id="s")
     talk.operate(FlushCache())
     stats = talk.rig.core.stats()
-    assert (stats.num_sessions, stats.session_blocks) == (1, 0)
+    assert (stats.sessions.num_open, stats.sessions.kept_blocks) == (1, 0)
     second = [*PROMPT, *answer, 9]
     assert talk.turn("second", second, session_id="s")[0] == 0
     talk.traffic("between")
@@ -208,7 +208,7 @@ def test_g4_an_abort_ends_requests_and_what_they_have_computed_is_kept() -> None
     core = talk.rig.core
     core.operations.accept((b"", 99), Abort(["r"]), core.steps_in_flight[1])
     talk.rig.run_until_idle()
-    assert core.stats().num_sessions == 1
+    assert core.stats().sessions.num_open == 1
     talk.traffic("between")
     assert talk.turn("again", PROMPT, session_id="s")[0] == len(PROMPT) // BLOCK * BLOCK
 
@@ -224,7 +224,7 @@ def test_g4_a_lost_stage_takes_the_blocks_and_no_session(num_steps: int) -> None
         talk.rig.step(timeout_s=1.0)
     talk.rig.core.lose_epoch(LOST)
     stats = talk.rig.core.stats()
-    assert (stats.num_sessions, stats.session_blocks) == (1, 0)
+    assert (stats.sessions.num_open, stats.sessions.kept_blocks) == (1, 0)
     talk.rig.rejoin()
     talk.rig.run_until_idle()
     assert talk.rig.result("second") == talk.rig.expected("second", 1)

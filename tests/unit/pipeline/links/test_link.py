@@ -73,8 +73,8 @@ def test_c3_tensors_arrive_bit_for_bit_and_empty_ones_too(
     sender, receiver = connect()
     sent, out = tensors(1, num_tokens, dtype), blank(num_tokens, dtype)
     described = header(num_tokens=num_tokens, dtype=str(dtype).removeprefix("torch."))
-    sender.send(described, sent)
-    receiver.recv(described, out).wait()
+    sender.send_frame(described, sent)
+    receiver.receive_frame(described, out).wait()
     assert all(torch.equal(a, b) for a, b in zip(out, sent, strict=True))
 
 
@@ -84,36 +84,36 @@ def test_c6_sent_tensors_may_be_written_over_at_once(connect: Connect) -> None:
     for step in range(2):
         for place, value in zip(buffer, tensors(step, 4), strict=True):
             place.copy_(value)
-        sender.send(header(step, 4), buffer)
+        sender.send_frame(header(step, 4), buffer)
     for place in buffer:
         place.fill_(-1.0)
     for step in range(2):
         out = blank(4)
-        receiver.recv(header(step, 4), out).wait()
+        receiver.receive_frame(header(step, 4), out).wait()
         assert all(torch.equal(a, b) for a, b in zip(out, tensors(step, 4), strict=True))
 
 
 def test_c6_received_tensors_survive_the_next_frames(connect: Connect) -> None:
     sender, receiver = connect()
-    sender.send(header(0, 2), tensors(0, 2))
+    sender.send_frame(header(0, 2), tensors(0, 2))
     first = blank(2)
-    receiver.recv(header(0, 2), first).wait()
-    sender.send(header(1, 2), tensors(1, 2))
+    receiver.receive_frame(header(0, 2), first).wait()
+    sender.send_frame(header(1, 2), tensors(1, 2))
     assert all(torch.equal(a, b) for a, b in zip(first, tensors(0, 2), strict=True))
 
 
 def test_c8_a_send_waits_until_the_frame_before_has_left(connect: Connect) -> None:
     sender, receiver = connect(num_frames=1)
-    sender.send(header(0, 2), tensors(0, 2))
+    sender.send_frame(header(0, 2), tensors(0, 2))
     events = []
     crew = Crew()
 
     def send_next() -> None:
-        sender.send(header(1, 2), tensors(1, 2))
+        sender.send_frame(header(1, 2), tensors(1, 2))
         events.append("sent 1")
 
     out = blank(2)
-    handle = receiver.recv(header(0, 2), out)
+    handle = receiver.receive_frame(header(0, 2), out)
     crew.start(send_next)
     assert events == []  # one frame, and it is full: the send cannot have returned
     events.append("waiting for 0")
@@ -133,7 +133,7 @@ def test_c8_a_frame_is_whole_when_it_is_given_away_and_read_when_it_is_given_bac
 
     def read_at_once(ring: Ring) -> None:
         publish(ring)
-        receiver.recv(header(0), out).wait()
+        receiver.receive_frame(header(0), out).wait()
         given.append("away")
 
     def write_over_at_once(ring: Ring) -> None:
@@ -143,7 +143,7 @@ def test_c8_a_frame_is_whole_when_it_is_given_away_and_read_when_it_is_given_bac
 
     monkeypatch.setattr(Ring, "publish", read_at_once)
     monkeypatch.setattr(Ring, "release", write_over_at_once)
-    sender.send(header(0), tensors(0, 3))
+    sender.send_frame(header(0), tensors(0, 3))
     assert given == ["back", "away"]
     assert all(torch.equal(a, b) for a, b in zip(out, tensors(0, 3), strict=True))
     for end in (sender, receiver):
@@ -156,21 +156,21 @@ def test_c8_a_link_holds_as_many_frames_as_were_promised_and_no_more(
 ) -> None:
     sender, receiver = connect(timeout_s=0.01, num_frames=num_frames)
     for step in range(num_frames):
-        sender.send(header(step), tensors(step, 3))
+        sender.send_frame(header(step), tensors(step, 3))
     with pytest.raises(WaitTimeoutError):
-        sender.send(header(num_frames), tensors(num_frames, 3))
-    receiver.recv(header(0), blank(3)).wait()
-    sender.send(header(num_frames), tensors(num_frames, 3))
+        sender.send_frame(header(num_frames), tensors(num_frames, 3))
+    receiver.receive_frame(header(0), blank(3)).wait()
+    sender.send_frame(header(num_frames), tensors(num_frames, 3))
 
 
 def test_frames_of_many_sizes_cross_in_order(connect: Connect) -> None:
     sender, receiver = connect(num_frames=3)
     sizes = [(7 * step) % (MAX_TOKENS + 1) for step in range(60)]
     crew = Crew()
-    crew.start(lambda: [sender.send(header(s, n), tensors(s, n)) for s, n in enumerate(sizes)])
+    crew.start(lambda: [sender.send_frame(header(s, n), tensors(s, n)) for s, n in enumerate(sizes)])
     for step, size in enumerate(sizes):
         out = blank(size)
-        receiver.recv(header(step, size), out, ["r"]).wait()
+        receiver.receive_frame(header(step, size), out, ["r"]).wait()
         assert all(torch.equal(a, b) for a, b in zip(out, tensors(step, size), strict=True))
     crew.join()
 
@@ -181,28 +181,28 @@ def test_frames_of_many_sizes_cross_in_order(connect: Connect) -> None:
 def test_dr1_another_frame_is_refused_before_its_payload(connect: Connect, change: dict) -> None:
     sender, receiver = connect()
     sent = header(**{"step_id": 3, **change})
-    sender.send(sent, tensors(3, sent.num_tokens, getattr(torch, sent.dtype)))
+    sender.send_frame(sent, tensors(3, sent.num_tokens, getattr(torch, sent.dtype)))
     out = blank(3)
     with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1.*step 3.*request-a, request-b"):
-        receiver.recv(header(3), out, ["request-a", "request-b"]).wait()
+        receiver.receive_frame(header(3), out, ["request-a", "request-b"]).wait()
     assert all(bool((place == 99.0).all()) for place in out)
 
 
 def test_dr2_tensors_must_be_what_their_header_says(connect: Connect) -> None:
     sender, receiver = connect()
     with pytest.raises(AssertionError):
-        sender.send(header(num_tokens=4), tensors(0, 3))
+        sender.send_frame(header(num_tokens=4), tensors(0, 3))
     with pytest.raises(AssertionError):
-        receiver.recv(header(num_tokens=3), blank(4)).wait()
+        receiver.receive_frame(header(num_tokens=3), blank(4)).wait()
     with pytest.raises(AssertionError):
-        sender.send(header(num_tokens=3), tensors(0, 3)[:1])
+        sender.send_frame(header(num_tokens=3), tensors(0, 3)[:1])
 
 
 def test_dr2_a_frame_that_does_not_fit_is_refused_by_its_sender() -> None:
     handle = create_ring(frame_bytes(max_num_tokens=2, width=WIDTH, itemsize=4), 1)
     link = SharedMemoryLink(handle, NAME, 30.0)
     with pytest.raises(ProtocolError, match=r"step 0 needs a frame of 320 bytes.*hold 192"):
-        link.send(header(num_tokens=5), tensors(0, 5))
+        link.send_frame(header(num_tokens=5), tensors(0, 5))
     link.close()
     close_handle(handle)
 
@@ -210,10 +210,10 @@ def test_dr2_a_frame_that_does_not_fit_is_refused_by_its_sender() -> None:
 def test_waits_end_with_a_typed_error(connect: Connect) -> None:
     sender, receiver = connect(timeout_s=0.001)
     with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*hidden states of step 8"):
-        receiver.recv(header(8), blank(3)).wait()
-    sender.send(header(0), tensors(0, 3))
+        receiver.receive_frame(header(8), blank(3)).wait()
+    sender.send_frame(header(0), tensors(0, 3))
     with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*step 9"):
-        sender.send(header(9), tensors(9, 3))
+        sender.send_frame(header(9), tensors(9, 3))
 
 
 def test_a_close_wakes_the_receiver(connect: Connect) -> None:
@@ -221,21 +221,21 @@ def test_a_close_wakes_the_receiver(connect: Connect) -> None:
     crew = Crew()
     crew.start(sender.close)
     with pytest.raises(LinkClosedError, match="step 2"):
-        receiver.recv(header(2), blank(3)).wait()
+        receiver.receive_frame(header(2), blank(3)).wait()
     crew.join()
 
 
 def test_dr9_waiting_twice_receives_once(connect: Connect) -> None:
     sender, receiver = connect(num_frames=2)
-    sender.send(header(0), tensors(0, 3))
-    sender.send(header(1), tensors(1, 3))
+    sender.send_frame(header(0), tensors(0, 3))
+    sender.send_frame(header(1), tensors(1, 3))
     out = blank(3)
-    handle = receiver.recv(header(0), out)
+    handle = receiver.receive_frame(header(0), out)
     assert not handle.is_done
     handle.wait()
     handle.wait()
     assert handle.is_done
-    receiver.recv(header(1), out).wait()
+    receiver.receive_frame(header(1), out).wait()
     assert torch.equal(out[1], tensors(1, 3)[1])
 
 

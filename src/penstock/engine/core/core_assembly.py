@@ -1,0 +1,98 @@
+"""Makes scheduler and core over ranks that have come, and proves that a step crosses all of them.
+
+Called by the core's process and by whoever runs a core in a thread. Torch-free.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from penstock.engine.core.calibration import calibrate
+from penstock.engine.core.core import EngineCore
+from penstock.engine.ipc import HEARTBEAT_S
+from penstock.errors import error_from_info
+from penstock.executor.base import Executor, KVPlan
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.block_pool import BlockPool
+from penstock.kvcache.catalogue import StoreCatalogue
+from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.prefix_cache import PrefixCache
+from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier, StorageTier, TierPolicy
+from penstock.kvstore.opening import open_guarded
+from penstock.process.config import NO_RESTARTS, CoreConfig, Restarts
+from penstock.scheduler.scheduler import Scheduler
+
+CATALOGUE_BYTES = 32 << 20  # a quarter of a kilobyte for each block
+
+
+def build_core(
+    config: CoreConfig,
+    executor: Executor,
+    kv_plan: KVPlan,
+    clock: Callable[[], float],
+    *,
+    recovers: bool = False,
+    epoch: int = 0,
+    restarts: Restarts = NO_RESTARTS,
+) -> tuple[EngineCore, Scheduler]:
+    """Scheduler and core over an executor that has been started; measures the stages."""
+    calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
+    allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
+    scheduler = Scheduler(
+        config.scheduler,
+        allocator,
+        num_stages=config.parallel.pipeline_parallel_size,
+        max_model_len=config.max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        seed=config.seed,
+        clock=clock,
+        costs=calibration.costs.model,
+        tier=_tier(config, allocator, clock),
+    )
+    core = EngineCore(
+        scheduler,
+        executor,
+        config.parallel,
+        clock,
+        calibration=calibration,
+        recovers=recovers,
+        stall_timeout_s=config.stall_timeout_s,
+        epoch=epoch,
+        restarts=restarts,
+    )
+    return core, scheduler
+
+
+def _pool(config: CoreConfig, num_blocks: int) -> BlockPool:
+    cache = None
+    if config.cache.enable_prefix_caching:
+        cache = PrefixCache(num_blocks, eviction_order(config.cache.eviction_policy))
+    return BlockPool(num_blocks, cache)
+
+
+def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], float]) -> AnyStorageTier:
+    if config.store is None:
+        return NoStorageTier()
+    url = config.store.url
+    # Without a store the list of what the ranks have in memory is in memory too.
+    listed = CATALOGUE_BYTES if url is None else 0
+    store = open_guarded(url, quota_bytes=config.store.quota_bytes, host_bytes=listed)
+    return StorageTier(
+        allocator,
+        StoreCatalogue(store, config.store.namespace, config.store.description),
+        clock,
+        TierPolicy(
+            store_when_found=config.cache.kv_store_when_found,
+            patience_s=config.cache.kv_store_patience_s,
+        ),
+    )
+
+
+def prove_stages(core: EngineCore) -> None:
+    """Send the first probe and wait until it has crossed every stage. Raises the cause if it does not."""
+    while math.isinf(core.stats().last_result_age_s):
+        core.step(timeout_s=HEARTBEAT_S)
+        cause = core.failure or core.loss
+        if cause is not None:
+            raise error_from_info(cause)

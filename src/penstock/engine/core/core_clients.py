@@ -1,0 +1,96 @@
+"""The clients of a core: who is connected, which requests are whose, and what each of them is sent.
+
+Owned by `engine.core.core_server`. Knows no request but by its id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.engine.ipc import CoreSocket, CoreToClient, StepUpdates
+from penstock.engine.stats import CoreStats
+from penstock.errors import PenstockError
+from penstock.request import GenerationRequest, RequestUpdate
+
+
+def refusals(request: GenerationRequest, error: PenstockError) -> list[RequestUpdate]:
+    """The only update of each sequence of a request that the core has not taken."""
+    info = error.info()
+    return [
+        RequestUpdate(request_id=one.request_id, finish_reason="error", error=info) for one in request.alone()
+    ]
+
+
+class CoreClients:
+    """Sends each client its updates.
+
+    Args:
+        socket: to all of them.
+        abort: ends a request whose client has gone.
+        stats: the core's numbers now, which ride on all updates.
+    """
+
+    def __init__(
+        self, socket: CoreSocket, abort: Callable[[str], object], stats: Callable[[], CoreStats]
+    ) -> None:
+        self._socket = socket
+        self._abort = abort
+        self._stats = stats
+        self._owners: dict[str, bytes] = {}  # client of each live request
+        self._known: set[bytes] = set()
+
+    @property
+    def live_requests(self) -> list[str]:
+        """Ids of all requests that some client waits for."""
+        return list(self._owners)
+
+    def welcome(self, client: bytes, messages: Sequence[CoreToClient]) -> None:
+        """Send a client that has said hello what it must know, and from now on what all get."""
+        self._known.add(client)
+        for message in messages:
+            self.send(client, message)
+        self.send(client, StepUpdates([], self._stats()))
+
+    def own(self, client: bytes, request: GenerationRequest) -> None:
+        """Note whose the sequences of a request are."""
+        self._owners |= {one.request_id: client for one in request.alone()}
+
+    def disown(self, request_id: str) -> None:
+        """Nobody waits for this request any more."""
+        self._owners.pop(request_id, None)
+
+    def refuse(self, client: bytes, request: GenerationRequest, error: PenstockError) -> None:
+        """Send the only updates of a request that the core has not taken."""
+        self.send(client, StepUpdates(refusals(request, error), self._stats()))
+
+    def send_updates(self, updates: list[RequestUpdate]) -> None:
+        """Send each update to the client of its request."""
+        by_client: dict[bytes, list[RequestUpdate]] = {}
+        owners = self._owners
+        for update in updates:
+            client = owners.get(update.request_id)
+            if client is not None:
+                by_client.setdefault(client, []).append(update)
+                if update.finish_reason is not None:
+                    del owners[update.request_id]
+        stats = self._stats()
+        for client, own_updates in by_client.items():
+            self.send(client, StepUpdates(own_updates, stats))
+
+    def beat(self) -> None:
+        """Send all clients the core's numbers."""
+        self.send_all(StepUpdates([], self._stats()))
+
+    def send_all(self, message: CoreToClient) -> None:
+        """Send a message to all clients that have said hello."""
+        for client in list(self._known):
+            self.send(client, message)
+
+    def send(self, client: bytes, message: CoreToClient) -> None:
+        """Send a message; a client that has gone cannot abort what it asked for (row R13)."""
+        if self._socket.send(client, message):
+            return
+        self._known.discard(client)
+        for request_id in [mine for mine, owner in self._owners.items() if owner == client]:
+            self._abort(request_id)
+            del self._owners[request_id]

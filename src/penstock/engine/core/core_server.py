@@ -1,0 +1,226 @@
+"""The loop of the core's process: clients, ranks and the supervisor, on one thread.
+
+    wait for any of them ──▶ obey the supervisor ──▶ take what clients sent ──▶ step ──▶ send updates ──▶ …
+
+`engine.core.core_process` makes one and runs it until the supervisor says stop.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.batch import AllocateKV
+from penstock.engine.core.core import EngineCore
+from penstock.engine.core.core_clients import CoreClients
+from penstock.engine.ipc import (
+    HEARTBEAT_S,
+    AbortRequests,
+    AddRequest,
+    ClientToCore,
+    CoreSocket,
+    GetTrace,
+    Operate,
+    Operated,
+    SessionsChanged,
+    Trace,
+    Welcome,
+)
+from penstock.errors import ErrorInfo, PenstockError
+from penstock.executor.base import NO_EXECUTOR, Executor
+from penstock.executor.mp import MpExecutor
+from penstock.process.child import Abandoned, Ready, StatusEvent
+from penstock.process.config import NO_RESTARTS, CoreEndpoints
+from penstock.process.control import ControlMessage, ControlReader, EpochLost
+
+ABANDON_S = 2.0
+POLL_S = 0.1
+
+
+class CoreServer:
+    """Serves the clients of one core, which recovers, until the supervisor says stop.
+
+    Args:
+        core: in the epoch of its executor.
+        executor: that of the core.
+        welcome: what a client is told when it says hello.
+        control: from the supervisor.
+        join: makes the executor of another epoch, which is then started.
+        beat: told that the loop turns.
+        report: hears when the core leaves an epoch by itself, and when it has come through another one.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        executor: Executor,
+        socket: CoreSocket,
+        welcome: Welcome,
+        control: ControlReader,
+        *,
+        join: Callable[[CoreEndpoints, AllocateKV], Executor] = MpExecutor,
+        report: Callable[[StatusEvent], None] = lambda event: None,
+        beat: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._core = core
+        self._socket = socket
+        self._clients = CoreClients(socket, core.abort, core.stats)
+        self._welcome = welcome
+        self._control = control
+        self._join = join
+        self._report = report
+        self._pulse = beat
+        self._epoch = core.epoch
+        self._restarts = NO_RESTARTS
+        self._told_loss: ErrorInfo | None = None
+        self._clock = clock
+        self._use(executor)
+        self._last_beat = clock()
+
+    def run(self) -> None:
+        """Returns when told to stop."""
+        while True:
+            ready = self._socket.wait(self._sources, self._patience())
+            if self._control.fileno() in ready and not self._obey(self._control.receive()):
+                return
+            for client, request in self._socket.drain():
+                self._take(client, request)
+            self._join_ranks()
+            self._advance()
+            self._tell_done()
+            self._tell_supervisor()
+
+    def shutdown(self) -> None:
+        """Let the ranks go."""
+        self._executor.shutdown()
+        self._core.close()
+
+    def _use(self, executor: Executor) -> None:
+        """Talk to the ranks over this one; `NO_EXECUTOR` between two epochs."""
+        self._executor = executor
+        self._sources = [*executor.wait_fds(), self._control.fileno()]
+
+    def _obey(self, message: ControlMessage) -> bool:
+        """Whether to go on."""
+        if isinstance(message, EpochLost):
+            self._lose(message)
+        elif isinstance(message, CoreEndpoints):
+            self._begin_epoch(message)
+        else:
+            self._abandon()
+            return False
+        return True
+
+    def _lose(self, lost: EpochLost) -> None:
+        """The supervisor knows the first cause, whatever the core has noticed."""
+        if not self._core.has_pipe:
+            self._executor.abandon()  # not all ranks had come
+        updates = self._core.lose_epoch(lost.error, is_final=lost.is_final)
+        self._told_loss = lost.error
+        self._use(NO_EXECUTOR)
+        self._clients.send_updates(updates)
+        self._beat()
+
+    def _begin_epoch(self, ends: CoreEndpoints) -> None:
+        """The ranks come to these ends; `_join_ranks` waits for them."""
+        _, first_step = self._core.steps_in_flight
+        start = AllocateKV(num_blocks=self._welcome.num_blocks, epoch=ends.epoch, first_step=first_step)
+        self._epoch, self._restarts = ends.epoch, ends.restarts
+        self._use(self._join(ends, start))
+        gc.collect()  # the executor of the epoch before, and the memory of its ring
+
+    def _join_ranks(self) -> None:
+        """Enter the epoch once all ranks are there."""
+        if self._core.has_pipe:
+            return
+        try:
+            if self._executor.poll_start() is not None:
+                self._core.enter_epoch(self._epoch, self._executor, self._restarts)
+        except PenstockError as error:  # a rank that cannot load says why
+            self._executor.abandon()
+            self._core.lose_epoch(error.info())
+            self._use(NO_EXECUTOR)
+
+    def _tell_done(self) -> None:
+        """Everybody, which sessions are open; whoever asked for an operation, that it is complete; everybody,
+        what is so since."""
+        opened, closed = self._core.operations.sessions.take_changes()
+        if opened or closed:
+            self._clients.send_all(SessionsChanged(opened, closed))
+        done = self._core.operations.take_done()
+        if done:
+            self._beat()
+        for (client, number), how in done:
+            self._clients.send(client, Operated(number, how))
+
+    def _tell_supervisor(self) -> None:
+        """Of a loss that it may not know of, and of its end."""
+        loss = self._core.loss
+        if loss is not self._told_loss:
+            self._told_loss = loss
+            if loss is None:
+                self._report(Ready(epoch=self._epoch))
+            else:
+                self._use(NO_EXECUTOR)
+                self._report(Abandoned(epoch=self._epoch, error=loss))
+            self._beat()
+
+    def _patience(self) -> float:
+        now = self._clock()
+        return max(0.0, min(self._core.next_wakeup(), self._last_beat + HEARTBEAT_S) - now)
+
+    def _advance(self) -> None:
+        """Step until nothing moves: descriptors are edge-triggered, and a submit may use up the edge."""
+        while True:
+            self._pulse()
+            before = self._core.steps_in_flight
+            updates = self._core.step()
+            if updates:
+                self._clients.send_updates(updates)
+            elif self._core.steps_in_flight == before:
+                break
+        if self._clock() - self._last_beat >= HEARTBEAT_S:
+            self._beat()
+
+    def _abandon(self) -> None:
+        """End what still runs, and let the steps in flight come back, so that no rank sends to nobody."""
+        for request_id in self._clients.live_requests:
+            self._core.abort(request_id)
+        deadline = self._clock() + ABANDON_S
+        while self._core.num_inflight and self._clock() < deadline:
+            self._core.step(timeout_s=POLL_S)
+
+    def _take(self, client: bytes, message: ClientToCore) -> None:
+        if isinstance(message, AddRequest):
+            self._add(client, message)
+        elif isinstance(message, AbortRequests):
+            for request_id in message.request_ids:
+                self._core.abort(request_id)
+                self._clients.disown(request_id)
+        elif isinstance(message, GetTrace):
+            self._clients.send(client, Trace(self._core.spans()))
+        elif isinstance(message, Operate):
+            next_step = self._core.steps_in_flight[1]
+            ticket = client, message.number
+            self._clients.send_updates(self._core.operations.accept(ticket, message.operation, next_step))
+        else:
+            opened = self._core.operations.sessions.opened()
+            sessions = [SessionsChanged(opened, [])] if opened else []
+            self._clients.welcome(client, [self._welcome, *sessions])
+
+    def _add(self, client: bytes, message: AddRequest) -> None:
+        asked = self._welcome.num_sequences + 1 + len(message.request.followers)
+        self._welcome = msgspec.structs.replace(self._welcome, num_sequences=asked)
+        try:
+            self._core.add_request(message.request, message.output_ids, message.num_scores)
+            self._clients.own(client, message.request)
+        except PenstockError as error:
+            self._clients.refuse(client, message.request, error)
+
+    def _beat(self) -> None:
+        self._last_beat = self._clock()
+        self._clients.beat()

@@ -1,0 +1,88 @@
+"""Fills the pipe: makes plans while there is room for them, and notes why a plan comes late.
+
+    room in the pipe? ──▶ pace allows it? ──▶ somebody may run? ──▶ plan ──▶ executor
+          no: held              no                no: starved
+
+Owned by `engine.core.core`, which settles results; the scheduler decides what is in a plan.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.batch import NO_META, PlanMeta, ScheduledBatch
+from penstock.engine.core.calibration import Calibration
+from penstock.engine.core.operations_in_force import OperationsInForce
+from penstock.engine.core.pace import Pace
+from penstock.engine.core.steps_in_flight import StepsInFlight
+from penstock.executor.base import Executor
+from penstock.scheduler.scheduler import Scheduler
+
+_STARVED = PlanMeta(starved=True)
+_HELD = PlanMeta(held=True)
+
+
+class PlanFeed:
+    """Submits plans to an executor.
+
+    Args:
+        steps: in flight; what is submitted joins them.
+        pace: how fast plans may follow one another.
+        operations: say what ranks are asked for besides.
+        calibration: how many plans are issued ahead, and what learns from them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        steps: StepsInFlight,
+        pace: Pace,
+        operations: OperationsInForce,
+        calibration: Calibration,
+    ) -> None:
+        self._scheduler = scheduler
+        self._steps = steps
+        self._pace = pace
+        self._operations = operations
+        self._calibration = calibration
+        self._meta = _STARVED  # of the next plan: why it is not issued now
+
+    @property
+    def interval_ms(self) -> int:
+        """Between two plans with work at least; 0: an administrator has not slowed the engine down."""
+        return self._pace.interval_ms
+
+    def next_wakeup(self) -> float:
+        """Clock time at which a plan may be made that may not be made now; infinite if there is none."""
+        return self._pace.next_wakeup()
+
+    def fill(self, executor: Executor, epoch: int) -> None:
+        """Submit plans until the pipe is full or nobody may run."""
+        while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
+            if not self._pace.allows_plan:
+                self._meta = NO_META  # ranks wait for a plan
+                return
+            plan = self._scheduler.plan_step(self._steps.next_step)
+            if plan is None:
+                self._meta = _STARVED
+                return
+            self._pace.planned()
+            self._submit(plan, executor, epoch)
+        self._meta = _HELD
+
+    def probe(self, executor: Executor, epoch: int) -> None:
+        """Submit a plan without rows, which proves the stages alive."""
+        self._submit(self._scheduler.plan_probe(self._steps.next_step), executor, epoch)
+
+    def learn(self, now: float, executor: Executor) -> None:
+        """Learn what plans cost from the stages' reports; `now`: clock seconds."""
+        self._calibration.costs.follow(now, executor.spans)
+
+    def _submit(self, plan: ScheduledBatch, executor: Executor, epoch: int) -> None:
+        meta, self._meta = self._meta, NO_META
+        if self._operations.wants_times:
+            meta = msgspec.structs.replace(meta, wants_times=True)
+        plan = msgspec.structs.replace(plan, epoch=epoch, meta=meta)
+        self._calibration.costs.submitted(plan, alone=self._scheduler.is_one_alone)
+        step = self._steps.push(plan)
+        step.digest = executor.submit_plan(plan)

@@ -1,0 +1,196 @@
+"""The steps on their way through the stages, the results that have come for them, and how long they take.
+
+    submitted ──▶ [ ring of plans ] ──a result has come──▶ [ results ] ──in step order──▶ settled
+
+A result that may not be settled yet waits here. Says when nothing has come for too long, when the pipe is to
+be probed, and whether a result is that of its step. Owned by `engine.core.core`; decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from penstock.batch import ScheduledBatch, StepResult
+from penstock.config.engine import ParallelConfig
+from penstock.errors import ProtocolError, WaitTimeoutError
+from penstock.pipeline.inflight import InflightQueue
+
+PROBE_INTERVAL_S = 1.0
+STALL_BASE_S = 5.0
+STALL_PER_TOKEN_S = 0.05
+
+
+@dataclass(slots=True)
+class StepInFlight:
+    """A plan on its way through the stages."""
+
+    plan: ScheduledBatch
+    num_sampled: int
+    submitted_at: float  # clock seconds
+    digest: int = 0  # as sealed
+
+
+class StepsInFlight:
+    """What was submitted and is not settled.
+
+    Args:
+        parallel: gives the largest depth, `P + async_depth` plans in flight (rows D1, S8).
+        first_step: step id of the first plan.
+        clock: monotonic seconds.
+        stall_timeout_s: the pipeline is lost when plans are in flight and nothing has come for this long.
+        concerned_by: says whose a step is, for messages.
+    """
+
+    def __init__(
+        self,
+        parallel: ParallelConfig,
+        first_step: int,
+        clock: Callable[[], float],
+        *,
+        stall_timeout_s: float,
+        concerned_by: Callable[[int], str],
+    ) -> None:
+        self._inflight: InflightQueue[StepInFlight] = InflightQueue(
+            parallel.depth, num_stages=parallel.pipeline_parallel_size, first_step=first_step
+        )
+        self._results: deque[StepResult] = deque()  # that have come, and are not settled
+        self._clock = clock
+        self._stall_timeout_s = stall_timeout_s
+        self._concerned_by = concerned_by
+        self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
+
+    def __len__(self) -> int:
+        return len(self._inflight)
+
+    @property
+    def oldest_step(self) -> int:
+        return self._inflight.oldest_step
+
+    @property
+    def next_step(self) -> int:
+        return self._inflight.next_step
+
+    @property
+    def awaited(self) -> list[int]:
+        """Orders that must be answered before the oldest step is settled."""
+        return self._inflight.oldest().plan.awaited if len(self._inflight) else []
+
+    def push(self, plan: ScheduledBatch) -> StepInFlight:
+        """Note a plan that is submitted now; the caller fills in its digest."""
+        step = StepInFlight(plan, plan.need_sampled.count(True), self._clock())
+        self._inflight.push(step)
+        return step
+
+    def add_results(self, results: Iterable[StepResult]) -> None:
+        """Keep results that have come until they are settled."""
+        self._results += results
+
+    @property
+    def has_results(self) -> bool:
+        """Whether there is something to settle."""
+        return bool(self._results)
+
+    def settle(self, epoch: int) -> tuple[ScheduledBatch, StepResult]:
+        """Take out the oldest step and its result.
+
+        Raises:
+            ProtocolError: it is not the result of that step.
+        """
+        result = self._results.popleft()
+        _check_result(result, self._inflight, epoch, self._concerned)
+        return self._inflight.pop().plan, result
+
+    def note_result(self) -> None:
+        """A result was settled now."""
+        self._last_result_at = self._clock()
+
+    def give_up(self) -> None:
+        """Forget all steps: none of them will return. Step ids go on."""
+        self._inflight.clear()
+        self._results.clear()
+
+    def expect_probe(self) -> None:
+        """A probe is due at once."""
+        self._last_result_at = self._clock() - PROBE_INTERVAL_S
+
+    def last_result_age_s(self) -> float:
+        """Seconds since a result was settled; infinite before the first."""
+        return self._clock() - self._last_result_at
+
+    def stalled_s(self) -> float:
+        """Seconds since a result came or the oldest step in flight was submitted; 0 when there is none."""
+        return self._clock() - self._waiting_since() if len(self._inflight) else 0.0
+
+    def stall_limit_s(self) -> float:
+        """How long a healthy pipe may be silent now: an empty plan crosses at once, a large one does not."""
+        num_tokens = self._inflight.oldest().plan.total_tokens if len(self._inflight) else 0
+        return STALL_BASE_S + STALL_PER_TOKEN_S * num_tokens
+
+    def check_progress(self) -> None:
+        """Raise `WaitTimeoutError` when the pipeline counts as lost."""
+        stalled_s = self.stalled_s()
+        if stalled_s > self._stall_timeout_s:
+            raise WaitTimeoutError(
+                f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s."
+                f"{self._concerned()}",
+                remedy="Raise --step-timeout if the model is that slow.",
+            )
+
+    def due(self) -> float:
+        """When the pipe counts as lost, or if it is empty when it is probed."""
+        if len(self._inflight):
+            return self._waiting_since() + self._stall_timeout_s
+        return self._last_result_at + PROBE_INTERVAL_S
+
+    def check_invariants(self) -> None:
+        self._inflight.check_invariants()
+
+    def _waiting_since(self) -> float:
+        return max(self._last_result_at, self._inflight.oldest().submitted_at)
+
+    def _concerned(self) -> str:
+        """Whose the oldest step in flight is, for a message."""
+        return self._concerned_by(self._inflight.oldest_step)
+
+
+def _check_result(
+    result: StepResult, inflight: InflightQueue[StepInFlight], epoch: int, concerned_by: Callable[[], str]
+) -> None:
+    """Results come in step order, one list entry per sampled or pooled row, and a score for each token that
+    the plan names, or none of those of a row; anything else is not ours.
+
+    Args:
+        concerned_by: says whose the oldest step in flight is.
+    """
+    due, stage = inflight.oldest_step, inflight.num_stages - 1
+    if len(inflight) == 0 or result.step_id != due:
+        raise ProtocolError(
+            f"the result of step {result.step_id} came, but step {due} is due "
+            f"({len(inflight)} in flight).{concerned_by()}",
+            stage=stage,
+        )
+    step = inflight.oldest()
+    expected = (epoch, step.digest, step.num_sampled)
+    found = (result.epoch, result.digest, len(result.token_ids))
+    if found != expected:
+        raise ProtocolError(
+            f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
+            f"{found}.{concerned_by()}",
+            stage=stage,
+        )
+    scored, scores = [tokens.count for tokens in step.plan.scored], [len(own) for own in result.scores]
+    if len(scores) != len(scored) or any(map(lambda has, due: has not in (0, due), scores, scored)):
+        raise ProtocolError(
+            f"the result of step {result.step_id}: expected scores of {scored} tokens, found {scores}."
+            f"{concerned_by()}",
+            stage=stage,
+        )
+    if len(result.pooled) != len(step.plan.pooled):
+        raise ProtocolError(
+            f"the result of step {result.step_id} has {len(result.pooled)} vectors, the plan pools "
+            f"{len(step.plan.pooled)} rows.{concerned_by()}",
+            stage=stage,
+        )

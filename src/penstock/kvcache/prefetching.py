@@ -1,0 +1,242 @@
+"""Blocks on their way from the store, for requests that wait for them.
+
+    LOOKED_UP ──found──▶ LOADING ──▶ (no longer waits)
+        └──────nothing found, no room, or too late──▶ (no longer waits)
+
+Blocks are reserved in the pool before they are ordered, and found by others once all ranks have answered.
+Called by `kvcache.storage_tier`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from penstock.batch import OrderStatus
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.stored_names import Catalogue, StoredNames
+from penstock.kvcache.tier_orders import TierOrders
+
+EARLY_S = 0.5  # that a load may take, by how long the last one took, for somebody to begin before it is done
+LOOK_S = 0.001  # between two looks for what the catalogue has answered
+
+
+@dataclass(slots=True)
+class Prefetch:
+    """What a waiting request is waiting for.
+
+    Attributes:
+        before: names of its blocks that are in the pool; `names` are of those behind.
+        open_orders: not answered yet.
+        good: of the blocks that were to be loaded, those that were.
+        held: blocks of `before`, while others are loaded: without them nobody finds those.
+        ordered_at: when the orders to load were made.
+    """
+
+    before: list[bytes]
+    names: list[bytes]
+    give_up_at: float
+    blocks: list[int] = field(default_factory=list)
+    open_orders: dict[int, int] = field(default_factory=dict)  # order: place in `blocks`
+    is_flushed: bool = False  # what comes is not to be found any more
+    good: set[int] = field(default_factory=set)
+    held: list[int] = field(default_factory=list)
+    ordered_at: float = -math.inf
+
+    def num_come(self) -> int:
+        """Blocks from the first on that were loaded, up to one that was not, or not yet."""
+        return next((place for place in range(len(self.blocks)) if place not in self.good), len(self.blocks))
+
+    def take_first(self, count: int) -> list[int]:
+        """The first blocks, which are among those `before` from now on."""
+        taken, self.blocks = self.blocks[:count], self.blocks[count:]
+        self.before, self.names = [*self.before, *self.names[:count]], self.names[count:]
+        self.good = {place - count for place in self.good if place >= count}
+        self.open_orders = {order: place - count for order, place in self.open_orders.items()}
+        return taken
+
+
+@dataclass(slots=True)
+class _Manner:
+    """How the store has been of late.
+
+    Attributes:
+        is_slow: it did not answer in time: nobody waits for it until it has.
+        block_s: what each block of the last load took; infinite if one failed, and before the first load.
+    """
+
+    is_slow: bool = False
+    block_s: float = math.inf
+
+
+class LoadedBlocks(NamedTuple):
+    """The blocks of a request, or as many of them as have come, from its `first` on."""
+
+    arrival: int
+    first: int
+    num_wanted: int
+    num_come: int
+
+
+class Prefetching:
+    """Loads what requests begin with.
+
+    Args:
+        allocator: of the pool's blocks.
+        catalogue: of what is in the store.
+        stored: what this core knows of it.
+        orders: takes the orders to the ranks.
+        patience_s: how long a request may wait for its blocks.
+    """
+
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        catalogue: Catalogue,
+        stored: StoredNames,
+        orders: TierOrders,
+        clock: Callable[[], float],
+        patience_s: float,
+    ) -> None:
+        self._allocator, self._catalogue, self._stored = allocator, catalogue, stored
+        self._orders = orders
+        self._clock = clock
+        self._patience_s = patience_s
+        self._prefetches: dict[int, Prefetch] = {}  # by the arrival number of the request
+        self._tickets: dict[int, tuple[int, float]] = {}  # of open questions: whose, and asked when
+        self._manner = _Manner()
+        self._loads: dict[int, int] = {}  # order: whose
+
+    @property
+    def all_open_orders(self) -> list[int]:
+        """Numbers of the orders that are not answered."""
+        return list(self._loads)
+
+    def has_ordered(self, order: int) -> bool:
+        """Whether it is an order to load a block, and open."""
+        return order in self._loads
+
+    def next_look(self) -> float:
+        """Clock time at which `take_answers` or `must_wait` may find something new though no rank has
+        answered."""
+        now = self._clock()
+        prefetches = [found for found in self._prefetches.values() if not found.is_flushed]
+        waiting = [prefetch for prefetch in prefetches if now < prefetch.give_up_at]
+        if any(not prefetch.open_orders for prefetch in waiting):
+            return now + LOOK_S
+        return min((prefetch.give_up_at for prefetch in waiting), default=math.inf)
+
+    def fetch_blocks(self, arrival: int, names: Sequence[bytes], first: int) -> None:
+        """A request waits: are its blocks from its `first` on in the store?"""
+        if len(names) > first:
+            wanted, now = list(names[first:]), self._clock()
+            give_up_at = now + self._patience_s
+            self._prefetches[arrival] = Prefetch(list(names[:first]), wanted, give_up_at)
+            ticket = self._orders.next_number()
+            self._tickets[ticket] = arrival, now
+            self._catalogue.look_up(ticket, wanted)
+
+    def must_wait(self, arrival: int) -> bool:
+        """Whether blocks of this request are on their way, and it is worth while to wait. If not, those that
+        have come are findable: as many as nothing is missing before."""
+        prefetch = self._prefetches.get(arrival)
+        if prefetch is None or prefetch.is_flushed:
+            return False
+        self._manner.is_slow = self._manner.is_slow or self._clock() >= prefetch.give_up_at
+        if self._manner.is_slow and (count := prefetch.num_come()):
+            first, names = len(prefetch.before), prefetch.names[:count]
+            self._allocator.release_reserved(prefetch.take_first(count), first, names)
+        return not self._manner.is_slow
+
+    def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
+        """The blocks of a waiting request that are being loaded, and which of its own the first of them is;
+        none where one has not come, or where the store is not as quick as a step."""
+        prefetch = self._prefetches.get(arrival)
+        if prefetch is None or prefetch.is_flushed or not prefetch.blocks:
+            return 0, []
+        if len(prefetch.blocks) * self._manner.block_s > EARLY_S:
+            return 0, []
+        is_whole = len(prefetch.open_orders) + len(prefetch.good) == len(prefetch.blocks)
+        return len(prefetch.before), prefetch.blocks if is_whole else []
+
+    def open_orders(self, arrival: int) -> list[int]:
+        """To load blocks of this request."""
+        prefetch = self._prefetches.get(arrival)
+        return [] if prefetch is None else list(prefetch.open_orders)
+
+    def forget_request(self, arrival: int) -> None:
+        """The request starts, or has gone: what is on its way becomes findable all the same."""
+        prefetch = self._prefetches.get(arrival)
+        if prefetch is not None and not prefetch.open_orders:
+            del self._prefetches[arrival]
+
+    def take_answers(self, num_spare: int) -> None:
+        """Take the catalogue's answers, and begin to load.
+
+        Args:
+            num_spare: blocks that must stay for others.
+        """
+        for ticket, count in self._catalogue.answers():
+            arrival, asked_at = self._tickets.pop(ticket, (-1, -math.inf))
+            if self._clock() - asked_at < self._patience_s:
+                self._manner.is_slow = False
+            prefetch = self._prefetches.get(arrival)
+            if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
+                continue
+            self._reserve(prefetch, count, num_spare)
+            self._stored.learn(prefetch.names[:count], gone=prefetch.names[count:])
+            prefetch.ordered_at = self._clock()
+            for place, block in enumerate(prefetch.blocks):
+                order = self._orders.order_copy(True, block, prefetch.names[place])
+                prefetch.open_orders[order] = place
+                self._loads[order] = arrival
+            if not prefetch.blocks:
+                self._release(self._prefetches.pop(arrival), 0)
+
+    def _reserve(self, prefetch: Prefetch, count: int, num_spare: int) -> None:
+        """Blocks for what is loaded, and none that it would be found behind is given up for them."""
+        prefetch.held = self._allocator.find(prefetch.before)
+        self._allocator.pin(prefetch.held)
+        room = max(0, self._allocator.num_free_blocks - num_spare)
+        prefetch.blocks = self._allocator.reserve(min(count, room))
+
+    def _release(self, prefetch: Prefetch, count: int) -> None:
+        """What was reserved; the first `count` blocks are findable, and given up before what is in front."""
+        first = len(prefetch.before)
+        self._allocator.release_reserved(prefetch.blocks, first, prefetch.names[:count])
+        self._allocator.unpin(prefetch.held)
+
+    def settle_order(self, order: int, status: OrderStatus) -> list[LoadedBlocks]:
+        """All ranks have answered this order; returns what has become of the load that is over with it."""
+        arrival = self._loads.pop(order)
+        prefetch = self._prefetches[arrival]
+        place = prefetch.open_orders.pop(order)
+        if status == "done":
+            prefetch.good.add(place)
+        elif status == "failed":
+            self._stored.distrust([prefetch.names[place]])
+        if prefetch.open_orders:
+            return []
+        del self._prefetches[arrival]
+        wanted = len(prefetch.blocks)
+        come = prefetch.num_come()
+        took_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
+        self._manner.block_s = took_s / wanted
+        self._release(prefetch, 0 if prefetch.is_flushed else come)
+        return [LoadedBlocks(arrival, len(prefetch.before), wanted, come)]
+
+    def lose_all(self) -> None:
+        """No order will be answered any more."""
+        for prefetch in self._prefetches.values():
+            self._release(prefetch, 0)
+        self._prefetches.clear()
+        self._tickets.clear()
+        self._loads.clear()
+
+    def flush_orders(self) -> None:
+        """What is on its way becomes findable for nobody."""
+        self._prefetches = {found: one for found, one in self._prefetches.items() if one.open_orders}
+        for prefetch in self._prefetches.values():
+            prefetch.is_flushed = True

@@ -1,0 +1,35 @@
+"""The numbers of the KV cache, of the store behind it and of sessions. Plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.batch import NO_STORE_USE, StoreUse
+
+
+class CacheStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Blocks of the pool, and what was found in it."""
+
+    num_blocks: int = 0
+    free_blocks: int = 0
+    prefix_tokens: int = 0  # of requests that have started, or started again
+    prefix_hit_tokens: int = 0  # of these, found in the prefix cache
+    cached_blocks: int = 0  # that a request could find, held ones included
+    evicted_blocks: int = 0  # that something else has taken the place of
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Blocks that were copied to the store and from it."""
+
+    stored_blocks: int = 0  # all parts of which the ranks have put into the store
+    loaded_blocks: int = 0  # and got from it
+    failed_blocks: int = 0  # that could not be stored or loaded
+    use: StoreUse = NO_STORE_USE  # by ranks and core together
+
+
+class SessionStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Open sessions (`kvcache.sessions`)."""
+
+    num_open: int = 0
+    kept_blocks: int = 0
+    num_reaped: int = 0  # closed because nobody used them

@@ -1,0 +1,102 @@
+"""Blocks on their way to the store.
+
+    named, or found often enough ──▶ waiting line ──few at a time──▶ order ──all ranks have answered──▶ stored
+
+A block is pinned in the pool while it is being copied. Called by `kvcache.storage_tier`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.stored_names import StoredNames
+from penstock.kvcache.tier_orders import TierOrders
+
+MAX_OPEN_STORES = 256  # blocks that are being copied at once, or a quarter of the pool
+MAX_WAITING_STORES = 1 << 16  # blocks that are to be stored when others have been
+
+
+class WriteBack:
+    """Decides which blocks are stored, and when.
+
+    Args:
+        allocator: of the pool's blocks.
+        stored: names that need not be stored again.
+        orders: takes the orders to the ranks.
+        store_when_found: 0 stores a block when it is named; n when it has been found n times.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, stored: StoredNames, orders: TierOrders, store_when_found: int
+    ) -> None:
+        self._allocator = allocator
+        self._known = stored
+        self._orders = orders
+        self._store_when_found = store_when_found
+        self._stores: dict[int, tuple[int, bytes]] = {}  # open: block and name
+        self._to_store: deque[tuple[int, bytes]] = deque()
+        self._pending: set[bytes] = set()  # names of both
+
+    @property
+    def open_orders(self) -> list[int]:
+        """Numbers of the orders that are not answered."""
+        return list(self._stores)
+
+    def has_ordered(self, order: int) -> bool:
+        """Whether it is an order to store a block, and open."""
+        return order in self._stores
+
+    def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """These blocks can be found from now on."""
+        if not self._store_when_found:
+            self._store(zip(blocks, names, strict=True))
+
+    def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
+        """These were found by a request that starts."""
+        cache = self._allocator.pool.cache
+        self._store(
+            (block, name)
+            for block, name in zip(blocks, names, strict=True)
+            if cache.num_uses(block) >= self._store_when_found
+        )
+
+    def settle_order(self, order: int) -> bytes:
+        """All ranks have answered this order; returns the name that it was to store."""
+        block, name = self._stores.pop(order)
+        self._allocator.unpin([block])
+        self._pending.discard(name)
+        return name
+
+    def lose_all(self) -> None:
+        """No order will be answered any more."""
+        for block, _ in self._stores.values():
+            self._allocator.unpin([block])
+        self._to_store.clear()
+        self._pending.clear()
+        self._stores.clear()
+
+    def flush_orders(self) -> None:
+        """No more of what the pool has now is stored, but for what is on its way."""
+        self._pending.difference_update(name for _, name in self._to_store)
+        self._to_store.clear()
+
+    def _store(self, candidates: Iterable[tuple[int, bytes]]) -> None:
+        for block, name in candidates:
+            is_known = name in self._known or name in self._pending
+            if not is_known and len(self._to_store) < MAX_WAITING_STORES:
+                self._pending.add(name)
+                self._to_store.append((block, name))
+        self.order_more()
+
+    def order_more(self) -> None:
+        """Order as many of the waiting blocks to be stored as may be on their way at once."""
+        most = min(MAX_OPEN_STORES, max(1, self._allocator.num_blocks // 4))
+        while self._to_store and len(self._stores) < most:
+            block, name = self._to_store.popleft()
+            if self._allocator.find([name]) == [block]:
+                self._allocator.pin([block])
+                self._stores[self._orders.order_copy(False, block, name)] = block, name
+            else:  # it was given up meanwhile
+                self._pending.discard(name)

@@ -1,0 +1,82 @@
+"""The way in: requests are checked and join the line, and those that wait for too long leave it.
+
+    request ──admission──▶ line ──▶ (`scheduler.placement` starts the head)
+                             └── longer than `queue_timeout_s` without a start ──▶ error
+
+Called by `scheduler.scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from penstock.errors import UnavailableError
+from penstock.request import GenerationRequest, RequestUpdate
+from penstock.scheduler.admission import Admission
+from penstock.scheduler.prefix_reuse import PrefixReuse
+from penstock.scheduler.queues import RequestQueues
+from penstock.scheduler.request_endings import RequestEndings
+
+
+class Intake:
+    """The line of requests that have not started, from its end to its head.
+
+    Args:
+        admission: refuses what can never run here.
+        prefixes: hears of each request that joins.
+        queue_timeout_s: how long a request may wait for its first start.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        queues: RequestQueues,
+        prefixes: PrefixReuse,
+        endings: RequestEndings,
+        queue_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._admission = admission
+        self._queues = queues
+        self._prefixes = prefixes
+        self._endings = endings
+        self._queue_timeout_s = queue_timeout_s
+        self._clock = clock
+
+    @property
+    def max_len(self) -> int:
+        """Longest prompt + output served: the model's, or what the KV pool holds, whichever is less."""
+        return self._admission.max_len
+
+    def add_request(
+        self, request: GenerationRequest, output_ids: Sequence[int] | None = None, num_scores: int = 0
+    ) -> None:
+        """Queue a request, and those that follow it; see `Scheduler.add_request`."""
+        if output_ids is None:
+            self._prefixes.sessions.require(request.sampling.session_id)
+        for state in self._admission.accept(request, self._queues, self._clock(), output_ids, num_scores):
+            self._queues.add(state)
+            self._prefixes.enter(state)
+
+    def expire_requests(self) -> list[RequestUpdate]:
+        """End requests that have waited longer than `queue_timeout_s` without starting, and idle sessions."""
+        now = self._clock()
+        limit = self._queue_timeout_s
+        updates = []
+        self._prefixes.sessions.expire()
+        while (request := self._queues.first_new()) is not None and now - request.arrival_time >= limit:
+            request.queue_seconds = now - request.arrival_time
+            error = UnavailableError(
+                f"the request waited {request.queue_seconds:.1f} s to start; the limit is {limit:g} s.",
+                remedy="Try again later.",
+                code="queue_timeout",
+            )
+            updates.append(self._endings.fail(request, error.info()))
+        return updates
+
+    def next_expiry(self) -> float | None:
+        """Clock time at which `expire_requests` has something to do; None while nobody waits for a first
+        start."""
+        request = self._queues.first_new()
+        return None if request is None else request.arrival_time + self._queue_timeout_s

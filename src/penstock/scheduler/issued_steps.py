@@ -1,0 +1,60 @@
+"""The steps in flight as they were planned, and the newest step whose result has come.
+
+The scheduler issues a plan here and settles it when its result has come, in step order. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from penstock.scheduler.plan_builder import PlanBuilder
+from penstock.scheduler.queues import NO_STEP, RequestState
+
+
+class IssuedSteps:
+    """The drafts of all plans that were issued and are not settled.
+
+    Attributes:
+        returned_step: the last step whose result has come.
+    """
+
+    def __init__(self) -> None:
+        self._issued: dict[int, PlanBuilder] = {}  # by step in flight
+        self.returned_step = NO_STEP  # the last step whose result has come
+        self._consume_through = NO_STEP
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens of the steps in flight."""
+        return sum(issued.prefill_tokens for issued in self._issued.values())
+
+    def issue(self, draft: PlanBuilder) -> int:
+        """Note a plan that is issued now.
+
+        Returns:
+            The step up to which earlier stages consume token returns before this plan.
+        """
+        self._issued[draft.step_id] = draft
+        self._consume_through = max(self._consume_through, self.returned_step, *draft.token_from, NO_STEP)
+        return self._consume_through
+
+    def settle(self, step_id: int) -> PlanBuilder:
+        """Take out the step whose result has come."""
+        self.returned_step = step_id
+        return self._issued.pop(step_id)
+
+    def requests_of(self, step_id: int) -> list[str]:
+        """Whose tokens a step in flight computes; nobody's when it is a probe, or in flight no more."""
+        issued = self._issued.get(step_id)
+        return [] if issued is None else [request.request_id for request in issued.requests]
+
+    def rows(self) -> set[int]:
+        """The rows of all steps in flight."""
+        return {row for issued in self._issued.values() for row in issued.all_rows}
+
+    def pending(self) -> list[RequestState]:
+        """One entry for each sample that is to come."""
+        return [request for issued in self._issued.values() for request in issued.sampling]
+
+    def give_up(self) -> None:
+        """Forget all steps in flight: none of them will return."""
+        self.returned_step = max(self._issued, default=self.returned_step)
+        self._issued.clear()

@@ -1,0 +1,70 @@
+"""After a loss of ranks: running requests go back to the line, and what may be the reason ends.
+
+The ranks that come next know no row, no block and no grammar, so that the core forgets what the lost ones
+had. The tokens of the requests stay. Called by `scheduler.scheduler`.
+"""
+
+from __future__ import annotations
+
+from penstock.kvcache.allocator import BlockAllocator
+from penstock.request import RequestUpdate
+from penstock.scheduler.grammars import GrammarBuilds
+from penstock.scheduler.issued_steps import IssuedSteps
+from penstock.scheduler.preemption import preempt_youngest
+from penstock.scheduler.prefix_reuse import PrefixReuse
+from penstock.scheduler.queues import NO_STEP, RequestQueues
+from penstock.scheduler.request_endings import RequestEndings
+from penstock.scheduler.rows import RowPool
+from penstock.scheduler.updates import quarantined
+
+
+class Recovery:
+    """Takes back what lost ranks had.
+
+    Attributes:
+        num_requeued: requests that a loss has interrupted, counted once for each loss.
+    """
+
+    def __init__(
+        self,
+        queues: RequestQueues,
+        rows: RowPool,
+        allocator: BlockAllocator,
+        prefixes: PrefixReuse,
+        grammars: GrammarBuilds,
+        endings: RequestEndings,
+    ) -> None:
+        self._queues = queues
+        self._rows = rows
+        self._allocator = allocator
+        self._prefixes = prefixes
+        self._grammars = grammars
+        self._endings = endings
+        self.num_requeued = 0
+
+    def requeue(self, issued: IssuedSteps) -> list[RequestUpdate]:
+        """Put running requests at the head of the line, and forget the steps in flight.
+
+        A request that was in the steps in flight, or had its grammar built, now and at the loss before, and
+        has gained nothing between, may be the reason, and ends with an error.
+
+        Args:
+            issued: steps that will not return.
+        """
+        updates = []
+        in_flight = issued.rows()
+        for request in [one for one in self._queues.running if one.awaits_grammar or one.row in in_flight]:
+            if request.lost_at == request.progress:
+                updates.append(self._endings.fail(request, quarantined(request)))
+            request.lost_at = request.progress
+        self.num_requeued += len(self._queues.running)
+        while self._queues.running:
+            preempt_youngest(self._queues, self._rows, self._allocator)
+        for request in self._queues:
+            request.num_pending, request.num_void, request.last_sampled_step = 0, 0, NO_STEP
+            request.num_scores_planned = request.num_scores
+        issued.give_up()
+        self._rows.announce_freed()  # there is nobody to tell
+        self._grammars.forget_all()
+        self._prefixes.lose_all()  # who takes a lost rank's place has an empty cache
+        return updates

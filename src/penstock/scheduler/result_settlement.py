@@ -1,0 +1,103 @@
+"""Settles the result of a step: tokens are appended, scores and vectors handed out, and requests ended.
+
+    result of a step ──▶ scores of prompts ──▶ samples, in plan order ──▶ vectors, and prompts without output
+
+Called by `scheduler.scheduler` in step order. Owns the totals of tokens.
+"""
+
+from __future__ import annotations
+
+from penstock.batch import StepResult
+from penstock.request import RequestUpdate, TokenLogprobs
+from penstock.scheduler.plan_builder import PlanBuilder
+from penstock.scheduler.pooled import returned_vectors
+from penstock.scheduler.prefix_reuse import PrefixReuse
+from penstock.scheduler.prompt_scores import returned_scores
+from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
+from penstock.scheduler.request_endings import RequestEndings
+from penstock.scheduler.stopping import finish_reason
+from penstock.scheduler.updates import (
+    ended_without_tokens,
+    numerical_error,
+    row_error,
+    scores_came,
+    token_came,
+)
+
+
+class ResultSettlement:
+    """Turns results into updates of requests.
+
+    Args:
+        endings: of the requests whose last token has come, or that have failed.
+
+    Attributes:
+        prompt_tokens: of requests that have yielded their first token, or ended without one.
+        generated_tokens: that were appended to requests.
+    """
+
+    def __init__(self, queues: RequestQueues, prefixes: PrefixReuse, endings: RequestEndings) -> None:
+        self._queues = queues
+        self._prefixes = prefixes
+        self._endings = endings
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+
+    def settle(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
+        """Append the tokens of a step, and end the requests that they end.
+
+        Results of requests that have finished or been aborted in the meantime are dropped (row D11).
+
+        Args:
+            issued: the plan of the step.
+        """
+        logprobs = result.logprobs or [None] * len(result.token_ids)
+        updates = self._take_scores(issued, result)
+        for index, (request, ids) in enumerate(zip(issued.sampling, result.token_ids, strict=True)):
+            request.num_pending -= 1
+            if request.num_void:
+                request.num_void -= 1
+                continue
+            if index in result.failed and index not in result.unmet:
+                self._prefixes.distrust(request)
+            if request.phase is RequestPhase.FINISHED:
+                continue
+            if index in result.failed:
+                error = row_error(request, issued.step_id, result.unmet.get(index))
+                updates.append(self._endings.fail(request, error))
+            else:
+                updates.append(self._accept(request, ids[0], logprobs[index]))
+        step_id, ended = issued.step_id, returned_vectors(issued.ending, result)
+        updates += [self._end(done, vector, step_id) for done, vector in ended]
+        return updates
+
+    def _accept(
+        self, request: RequestState, token_id: int, logprobs: list[TokenLogprobs] | None
+    ) -> RequestUpdate:
+        if request.num_outputs == 0:
+            self.prompt_tokens += request.prompt_len
+        self.generated_tokens += 1
+        self._queues.note_token(request, token_id)
+        if request.phase is RequestPhase.RUNNING:
+            self._prefixes.note(request)
+        reason = finish_reason(request)
+        if reason is not None:
+            self._endings.remove(request)
+        return token_came(request, logprobs, reason)
+
+    def _take_scores(self, issued: PlanBuilder, result: StepResult) -> list[RequestUpdate]:
+        updates = []
+        for request, scores in returned_scores(issued.scoring, result, self._queues):
+            if scores:
+                updates.append(scores_came(request, scores))
+            else:
+                self._prefixes.distrust(request)
+                updates.append(self._endings.fail(request, numerical_error(request, result.step_id)))
+        return updates
+
+    def _end(self, request: RequestState, vector: bytes, step_id: int) -> RequestUpdate:
+        if request.pooling is not None and not vector:
+            return self._endings.fail(request, numerical_error(request, step_id))
+        self.prompt_tokens += request.prompt_len
+        self._endings.remove(request)
+        return ended_without_tokens(request, vector)

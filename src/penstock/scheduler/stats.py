@@ -1,0 +1,18 @@
+"""The numbers of the scheduler. Plain data."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Gauges of now, and totals since the start."""
+
+    paused: bool = False  # an administrator has asked for it (`penstock.operations`)
+    num_running: int = 0
+    num_waiting: int = 0  # preempted requests included
+    num_preemptions: int = 0
+    recovered_requests: int = 0  # that a lost stage has interrupted, counted once for each loss
+    prompt_tokens: int = 0  # of requests that have yielded their first token, or ended without one
+    generated_tokens: int = 0
+    micro_batches: int = 0  # that the decoding requests were split into for the last plan
