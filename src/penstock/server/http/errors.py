@@ -1,8 +1,8 @@
 """Errors as OpenAI error objects: `{"error": {"message", "type", "param", "code"}}`, on every route.
 
-`app` gives FastAPI `answer_http_exception` and `answer_validation_error`, and handlers of its own. Those and
-the gate use `error_response`; streams that have begun use `error_bytes`. A bug becomes a 500 that carries the
-request's id and no trace.
+`app` gives Starlette `answer_http_exception`, and handlers of its own. Those and the gate use
+`error_response`; streams that have begun use `error_bytes`. A bug becomes a 500 that carries the request's id
+and no trace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -99,20 +98,3 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
         )
     )
     return json_response(msgspec.json.encode(body), status=status, headers=error.headers)
-
-
-async def answer_validation_error(_request: Request, error: Exception) -> Response:
-    """What the framework itself finds wrong with a path or query: 400, as everything else."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:])
-    is_missing = first["type"] == "missing"
-    body = ErrorBody(
-        error=ErrorObject(
-            message=f"{param} is required." if is_missing else f"{param}: {first['msg']}",
-            type="invalid_request_error",
-            param=param,
-            code="missing_required_parameter" if is_missing else "invalid_value",
-        )
-    )
-    return json_response(msgspec.json.encode(body), status=400)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import NotFoundError
@@ -20,8 +21,9 @@ class ModelsRoute:
         """The models that this server has: one."""
         return json_response(msgspec.json.encode(ModelList(data=[self._card()])))
 
-    async def get(self, model_id: str) -> Response:
+    async def get(self, request: Request) -> Response:
         """One model by its exact name; the name has no meaning as a path."""
+        model_id: str = request.path_params["model_id"]
         if model_id != self._model.name:
             raise NotFoundError(
                 f"The model {model_id[:128]!r} does not exist here; this server has {self._model.name!r}.",
