@@ -65,13 +65,15 @@ from penstock.server.routes.chat_reader import ChatReader
 from penstock.server.routes.completions import CompletionsRoute
 from penstock.server.routes.debug import DebugRoute
 from penstock.server.routes.embeddings import EmbeddingsRoute
-from penstock.server.routes.generation_route import GenerationRoute
+from penstock.server.routes.grammar_checks import GrammarChecks
 from penstock.server.routes.health import HealthRoute
+from penstock.server.routes.intake import Intake
 from penstock.server.routes.models import ModelsRoute
 from penstock.server.routes.pipeline_view import PipelineRoute
 from penstock.server.routes.profile_folder import ProfileFolder
 from penstock.server.routes.profiler import Profiler
 from penstock.server.routes.query import Endpoint, Q, with_query, without_query
+from penstock.server.routes.responder import Responder
 from penstock.server.routes.responses import ResponsesRoute
 from penstock.server.routes.server_info import ServerInfoRoute
 from penstock.server.routes.store_watch import StoreWatch
@@ -137,10 +139,11 @@ def create_app(
         clock=clock,
     )
     grammars = GrammarProver(model.grammar_model, config.grammars)
-    route = GenerationRoute(model, context, config.limits, workers, grammars)
+    intake = Intake(model, context, config.limits, workers)
+    responder = Responder(model, context, config.limits, workers)
     described = [
-        *_generation_routes(route),
-        _embeddings_route(EmbeddingsRoute(route, context, workers)),
+        *_generation_routes(intake, GrammarChecks(grammars), responder),
+        _embeddings_route(EmbeddingsRoute(intake, context, workers)),
         *_plain_routes(model, context),
         *_views(model, context, config),
     ]
@@ -194,10 +197,11 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
     return error_response(error, record.request_id)
 
 
-def _generation_routes(route: GenerationRoute) -> list[DescribedRoute]:
-    chats = ChatReader(route)
-    chat, completions, text = ChatRoute(route, chats), CompletionsRoute(route), TextRoute(route)
-    responses = ResponsesRoute(route, chats)
+def _generation_routes(intake: Intake, grammars: GrammarChecks, responder: Responder) -> list[DescribedRoute]:
+    chats = ChatReader(intake, grammars)
+    chat, text = ChatRoute(intake, chats, responder), TextRoute(intake)
+    completions = CompletionsRoute(intake, grammars, responder)
+    responses = ResponsesRoute(intake, chats, responder)
     generates, converts = openapi.generation_route, openapi.text_route
     served = (
         ("/v1/chat/completions", chat.create, "create_chat_completion", generates(ChatRequest, ChatResponse)),

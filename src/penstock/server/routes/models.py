@@ -33,11 +33,10 @@ class ModelsRoute:
         return json_response(msgspec.json.encode(self._card()))
 
     def _card(self) -> ModelCard:
-        """Made anew each time: the engine knows what its KV pool holds only when it has loaded."""
         model = self._model
         return ModelCard(
             id=model.name,
             created=model.created,
-            max_model_len=min(model.max_model_len, self._engine.max_model_len),
+            max_model_len=model.context_length(self._engine),
             vocab_size=model.vocab_size,
         )

@@ -49,7 +49,7 @@ class ServerInfoRoute:
         info = ServerInfo(
             version=__version__,
             model=model.name,
-            max_model_len=min(model.max_model_len, self._engine.max_model_len),
+            max_model_len=model.context_length(self._engine),
             vocab_size=model.vocab_size,
             num_replicas=len(self._engine.statuses()),
             stages=list(model.stages),
