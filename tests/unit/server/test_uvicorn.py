@@ -212,11 +212,14 @@ def test_uvicorn_takes_the_protocol_class_and_leaves_signals_and_ends_to_us() ->
     assert list(inspect.signature(uvicorn.Server.startup).parameters) == ["self", "sockets"], advice(
         "startup"
     )
+    parameters = list(inspect.signature(uvicorn.Server.shutdown).parameters)
+    assert parameters == ["self", "sockets"], advice("shutdown")
     assert hasattr(uvicorn.Server, "capture_signals"), advice("there is no capture_signals to override")
     server = uvicorn.Server(Config(answer_nothing, http=LimitedHttpProtocol))
     assert server.should_exit is False, advice("should_exit does not end the server")
     source = inspect.getsource(uvicorn.Server.startup)
     assert "http_protocol_class" in source, advice("startup does not use the given protocol class")
+    assert "app_state=self.lifespan.state" in source, advice("protocols get another state")
     assert api_process.uvicorn is uvicorn
     assert http_protocol.HttpToolsProtocol is HttpToolsProtocol
 

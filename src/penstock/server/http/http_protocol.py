@@ -181,7 +181,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._disarm()
             self.transport.close()
         else:  # closing on unread data would reset the connection under the answer
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS has no half of an end
+                self.transport.write_eof()
             self._arm(_LINGER_S)
 
     def _arm(self, seconds: float) -> None:
