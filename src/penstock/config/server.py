@@ -38,7 +38,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         host: address to listen on; other than loopback only with a key.
         port: port to listen on; 0 takes a free one.
         reuse_port: take the port over from a server that has the same, once everything is ready.
-        ssl_certfile: file of the server's certificate for HTTPS, in PEM form, before those that signed it; None
+        ssl_certfile: file of the server's certificate, in PEM form, with those that signed it behind it; None
             serves plain HTTP.
         ssl_keyfile: file of the certificate's private key, in PEM form and not encrypted.
         served_model_name: name that clients use for the model; None takes the model's own.
