@@ -159,7 +159,7 @@ def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
 
 
 def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
-    """The model's text side and its sampling defaults, from its directory."""
+    """Return the model's text side and its sampling defaults, read from its directory."""
     directory = Path(config.model_path)
     template = load_chat_template(directory, tokenizer)
     return ServedModel(
@@ -182,8 +182,8 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
     )
 
 
-class _Both:
-    """Does something when it has been told twice: the engine has answered, and connections are taken."""
+class _WhenBoth:
+    """Acts once both have happened: the engine has answered, and connections are accepted."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -196,7 +196,7 @@ class _Both:
 
 
 async def _keep_beating(pulse: Pulse) -> None:
-    """As long as the event loop turns."""
+    """Beat as long as the event loop turns."""
     while True:
         pulse.beat()
         await asyncio.sleep(BEAT_S)
@@ -211,7 +211,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     engines = [AsyncEngine(address, tokenizer, info) for address in config.client_addresses]
     engine = engines[0] if len(engines) == 1 else Replicas(engines, has_prefix_cache=config.has_prefix_cache)
     listener = socket.socket(fileno=config.listen_fd)
-    ready = _Both(lambda: status.write(Ready()))
+    ready = _WhenBoth(lambda: status.write(Ready()))
     app = create_app(engine, config.server, model, on_ready=ready.note, hold_s=config.hold_s)
     wanted = config.server.connections
     limits = structs.replace(wanted, max_connections=allow_connections(wanted.max_connections))

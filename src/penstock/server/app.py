@@ -118,7 +118,7 @@ def create_app(
     hold_s: float = 0.0,
     clock: Clock = time.monotonic,
 ) -> App:
-    """The whole front over an engine.
+    """Return the whole HTTP front over an engine.
 
     Args:
         log: defaults to what the config implies.
@@ -282,7 +282,7 @@ def _plain_routes(model: ServedModel, context: GenerationContext) -> list[Descri
 
 
 def _unlisted_routes(described: Iterable[Route], document: openapi.Schema) -> list[Route]:
-    """The document itself, and the heads of health, for probes that ask for no more."""
+    """Return the routes of the document, and of the heads of health for probes that ask for no more."""
     encoded = msgspec.json.encode(document)
 
     async def openapi_json(_request: Request) -> Response:

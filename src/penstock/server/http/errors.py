@@ -48,7 +48,7 @@ class ForbiddenError(PenstockError):
 
 
 def error_object(error: BaseException, request_id: str = "") -> ErrorObject:
-    """The wire form of any exception; a foreign one shows no detail but the id to look up in the log."""
+    """Return the wire form of any exception; of a foreign one it shows the id to look up in the log alone."""
     if isinstance(error, PenstockError):
         return ErrorObject(
             message=printable(str(error)), type=error.error_type, param=error.param, code=error.code
@@ -61,7 +61,7 @@ def error_object(error: BaseException, request_id: str = "") -> ErrorObject:
 
 
 def printable(text: str) -> str:
-    """The text without lone surrogates, which UTF-8 cannot carry."""
+    """Return the text without lone surrogates, which UTF-8 cannot carry."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 

@@ -259,5 +259,5 @@ _CODES = {
 
 
 def with_limits(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
-    """The protocol class with these limits; uvicorn makes the instances itself."""
+    """Return the protocol class with these limits; uvicorn makes the instances itself."""
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"limits": limits})

@@ -114,7 +114,7 @@ _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 
 
 def convert(body: dict[str, Any], request_type: type[R]) -> R:
-    """The request in `body`. Raises `InvalidRequestError` naming the field at fault."""
+    """Return the request in `body`. Raises `InvalidRequestError` naming the field at fault."""
     _refuse_unsupported(body, request_type)
     try:
         return msgspec.convert(body, request_type, strict=True, str_keys=True)  # keys of logit_bias are ids
@@ -217,7 +217,7 @@ def _unknown_options(body: Mapping[str, Any], request_type: type[msgspec.Struct]
 
 
 def warning_headers(unknown: Sequence[str], unused: Sequence[str] = ()) -> dict[str, str]:
-    """The header that names ignored fields; untrusted characters become `?`, long lists are cut.
+    """Return the header that names ignored fields; untrusted characters become `?`, long lists are cut.
 
     Args:
         unused: those that have no effect on this model.

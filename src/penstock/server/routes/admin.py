@@ -151,10 +151,12 @@ class PauseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminRoute:
-    """Args:
-    lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
-    profiler: of the same engine.
-    limits: of the times of sessions.
+    """Applies the operations of administrators and answers when every rank has them behind it.
+
+    Args:
+        lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
+        profiler: of the same engine.
+        limits: of the times of sessions.
     """
 
     def __init__(self, engine: EngineLike, lifecycle: Lifecycle, profiler: Profiler, limits: Limits) -> None:

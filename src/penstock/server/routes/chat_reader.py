@@ -102,7 +102,7 @@ class ChatReader:
 def _for_reading(
     sampling: SamplingParams, reading: Reading | None, model: ServedModel, grammar: str | None
 ) -> SamplingParams:
-    """The sampling of an answer that can be read so, and that follows the grammar."""
+    """Return the sampling of an answer that can be read so, and that follows the grammar."""
     changes: dict[str, Any] = {}
     if markers := shown_markers(reading, model.syntax):
         changes["shown_special_tokens"] = markers

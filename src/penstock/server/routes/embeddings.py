@@ -44,7 +44,7 @@ _BYTES_PER_NUMBER = 20  # of JSON, about
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob(GenerationJob):
-    """What one request asks for; its sequences' sampling says nothing."""
+    """What one embeddings request asks for; the sampling of its sequences has no meaning."""
 
     params: PoolingParams
 
@@ -130,14 +130,14 @@ class EmbeddingsRoute:
 
 
 def _num_bytes(outcomes: list[TextDelta]) -> int:
-    """Of an answer with these vectors, about."""
+    """Return about how many bytes an answer with these vectors has."""
     return sum(len(outcome.vector) for outcome in outcomes) // 4 * _BYTES_PER_NUMBER
 
 
 def embedding_body(
     model: str, write: Callable[[bytes], list[float] | str], outcomes: list[TextDelta], usage: Usage
 ) -> bytes:
-    """A whole answer; `write` gives vectors, float32, their form."""
+    """Return the body of a whole answer; `write` gives vectors, float32, their form."""
     response = EmbeddingResponse(
         data=[
             Embedding(index=index, embedding=write(outcome.vector)) for index, outcome in enumerate(outcomes)

@@ -97,7 +97,7 @@ class TextRoute:
 
 
 def _respond(answer: msgspec.Struct, body: dict[str, Any], kind: type[msgspec.Struct]) -> Response:
-    """With the header that names what was ignored in the body."""
+    """Return the answer with the header that names what was ignored in the body."""
     return json_response(msgspec.json.encode(answer), headers=warning_headers(unknown_fields(body, kind)))
 
 
