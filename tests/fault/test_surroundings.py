@@ -58,7 +58,7 @@ def test_r16_a_full_disk_under_the_logs_stops_nothing(port: int, form: str) -> N
 
 # What shows a time to people, or gives one to a template; no wait and no deadline may.
 WALL_CLOCK = {
-    "server/routes/generation_route.py",  # `created` of an answer
+    "server/routes/responder.py",  # `created` of an answer
     "server/routes/responses.py",  # `created_at`, and `completed_at`
     "server/answers/responses_output.py",
     "server/api_process.py",  # `created` of the model

@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from certificates import Certificate
 from checkpoints import make_checkpoint
 from depth import sampled
 from paths import shared_data
@@ -141,6 +142,36 @@ def test_more_stages_than_layers_ends_with_code_2() -> None:
     assert failed.returncode == 2
     assert "99" in failed.stderr
     assert "Use at most 6" in failed.stderr
+
+
+def test_https_is_served_announced_and_trusted_by_name(tmp_path: Path) -> None:
+    made = Certificate(tmp_path)
+    files = ("--ssl-certfile", made.certfile, "--ssl-keyfile", made.keyfile)
+    with Served(*DEMO, *files) as served:
+        assert served.url.startswith("https://127.0.0.1:")
+        assert f"Try: curl {served.url}/v1/chat/completions" in served.output
+        words = ["chat", "--url", served.url, "--quick", "ROMEO:", "--max-tokens", "4"]
+        for trusted, code in ((["--ca-file", made.ca_file], 0), ([], 5)):
+            client = subprocess.run(
+                [sys.executable, "-m", "penstock", *words, *trusted],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+            assert client.returncode == code, client.stderr
+        assert "is not trusted" in client.stderr
+        assert served.stop() == 0
+
+
+def test_a_certificate_of_another_key_ends_with_code_2_before_anything_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    made, other = Certificate(tmp_path), Certificate(tmp_path / "other")
+    files = ("--ssl-certfile", made.certfile, "--ssl-keyfile", other.keyfile)
+    command = [sys.executable, "-m", "penstock", "serve", *DEMO, "--port", "0", *files]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "is not the key of --ssl-certfile" in ended.stderr
+    assert "loading" not in ended.stdout
 
 
 def test_a_busy_port_names_its_owner() -> None:

@@ -491,3 +491,25 @@ def test_json_depth_is_counted_exactly_and_not_within_strings() -> None:
             else:
                 with pytest.raises(ValueError, match="64 levels"):
                     parse_json(text.encode(), 64)
+
+
+def test_a_method_that_a_path_does_not_have_is_405_and_names_those_that_it_has(live: LiveServer) -> None:
+    """GET does not bring HEAD with it, but for the probes of health and the description."""
+    for path, allowed in (("/v1/models", "GET"), ("/v1/completions", "POST"), ("/v1/models/fake", "GET")):
+        for method in {"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"} - {allowed}:
+            response, raw = live.request(method, path)
+            assert (response.status, response.getheader("allow")) == (405, allowed), (method, path)
+            assert method == "HEAD" or json.loads(raw)["error"]["code"] == "method_not_allowed"
+    for path in ("/health", "/health/live", "/health/ready", "/health/generate", "/openapi.json"):
+        response, raw = live.request("HEAD", path)
+        assert (response.status, raw) == (200, b""), path
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/docs", "/redoc", "/v1/models/", "/version/", "//health", "/Health", "/health/", "/v1"]
+)
+def test_a_path_is_meant_word_for_word_and_nothing_is_redirected(live: LiveServer, path: str) -> None:
+    response, raw = live.request("GET", path)
+    error = json.loads(raw)["error"]
+    assert (response.status, response.getheader("location")) == (404, None)
+    assert error["code"] == ("model_not_found" if path == "/v1/models/" else "not_found")

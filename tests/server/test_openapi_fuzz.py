@@ -100,7 +100,7 @@ def fuzz(live: LiveServer, mode: GenerationMode, path: str, num_examples: int, k
 def check_good(live: LiveServer, path: str, num_examples: int) -> None:
     statuses = fuzz(live, GenerationMode.POSITIVE, path, num_examples)
     assert set(statuses) <= {200, 400, 404}  # what two fields are together, and sessions, no schema says
-    assert statuses[200] >= num_examples // 6, "hardly an example got past the door"
+    assert statuses[200] >= num_examples // 8, "hardly an example got past the door"
 
 
 def check_bad(live: LiveServer, path: str, num_examples: int) -> None:

@@ -7,9 +7,10 @@ import contextlib
 import io
 import json
 import socket
+import ssl
 import threading
 from collections.abc import Callable
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPResponse, HTTPSConnection
 from typing import Any, TypeVar
 
 import uvloop
@@ -17,6 +18,7 @@ import uvloop
 from fake_engine import FakeEngine, fake_model
 from penstock.config.limits import ConnectionLimits, Limits
 from penstock.config.server import ServerConfig
+from penstock.process import tls
 from penstock.server.api_process import HttpServer
 from penstock.server.app import App, create_app
 from penstock.server.http.request_log import RequestLog
@@ -25,7 +27,11 @@ T = TypeVar("T")
 
 
 class LiveServer:
-    """Use as a context manager."""
+    """Use as a context manager.
+
+    Args:
+        trusted: of clients, for a server with a certificate.
+    """
 
     def __init__(
         self,
@@ -35,6 +41,7 @@ class LiveServer:
         model: Any = None,
         connections: ConnectionLimits | None = None,
         limits: Limits | None = None,
+        trusted: ssl.SSLContext | None = None,
         **options: Any,
     ) -> None:
         self.engine = engine or FakeEngine()
@@ -43,6 +50,7 @@ class LiveServer:
         self.app: App
         self.server: HttpServer
         self._options = options
+        self._trusted = trusted
         self._model = model or fake_model()
         self._connections = connections or ConnectionLimits()
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -52,7 +60,7 @@ class LiveServer:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{self.config.scheme}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> LiveServer:
         self._thread.start()
@@ -102,7 +110,7 @@ class LiveServer:
         """One request on a connection of its own; a body that is not bytes is sent as JSON. Of a feed, which
         has no end, the first event is read."""
         raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = self._client()
         try:
             connection.request(method, path, raw, headers or {})
             response = connection.getresponse()
@@ -114,6 +122,11 @@ class LiveServer:
     def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> tuple[int, Any]:
         response, raw = self.request("POST", path, body, headers)
         return response.status, json.loads(raw)
+
+    def _client(self) -> HTTPConnection:
+        if self._trusted is None:
+            return HTTPConnection("127.0.0.1", self.port, timeout=20)
+        return HTTPSConnection("127.0.0.1", self.port, timeout=20, context=self._trusted)
 
     def connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self.port), timeout=20)
@@ -128,7 +141,8 @@ class LiveServer:
             on_ready=self._up.set,
             **self._options,
         )
-        self.server = HttpServer(self.app, self._connections, self.config.drain_s)
+        context = tls.server_context(self.config)
+        self.server = HttpServer(self.app, self._connections, self.config.drain_s, context=context)
         await self.server.serve(sockets=[self._socket])
 
 

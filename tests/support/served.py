@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-_READY = re.compile(r"ready in .*?(http://\S+)")
+_READY = re.compile(r"ready in .*?(https?://\S+)")
 _START_LIMIT_S = 120.0
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -21,6 +22,7 @@ from penstock.cli.chat_terminal import (
     Thought,
     show_answer,
 )
+from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import first_key, served_model, stream_json
 from penstock.cli.terminal import Invocation
@@ -40,6 +42,7 @@ class TalkSettings:
         flag("one of the models it serves", "--model-name", "--model", group="server", env=SERVED_ENV),
     ] = None
     api_key: Annotated[str, flag("prefer the environment name", "--api-key", group="server")] = ""
+    ca_file: Annotated[Path | None, flag(CA_FILE_HELP, "--ca-file", group="server")] = None
     timeout: Annotated[float, flag("longest silence in seconds", "--timeout", group="server")] = 300.0
     max_tokens: Annotated[int | None, flag("tokens of an answer", "--max-tokens", group="sampling")] = None
     temperature: Annotated[
@@ -50,7 +53,7 @@ class TalkSettings:
     stop: Annotated[tuple[str, ...], flag("text that ends an answer", "--stop", group="sampling")] = ()
 
     def target(self) -> Target:
-        return Target.parse(self.url, first_key(self.api_key))
+        return Target.parse(self.url, first_key(self.api_key), self.ca_file)
 
     def body(self, model: str) -> dict[str, Any]:
         """The fields of a request that do not depend on its text."""

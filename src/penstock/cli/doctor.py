@@ -40,7 +40,7 @@ from penstock.weights.checkpoint import Checkpoint
 OLDEST_PYTHON = (3, 11)
 OLDEST_TORCH = (2, 11)
 TESTED_TORCH = "2.13.0"
-NEEDED_PACKAGES = ("numpy", "tokenizers", "msgspec", "pyzmq", "fastapi", "uvicorn", "minijinja")
+NEEDED_PACKAGES = ("numpy", "tokenizers", "msgspec", "pyzmq", "starlette", "uvicorn", "minijinja")
 NEEDED_DESCRIPTORS = 1024
 LOW_MEMORY_BYTES = 1 << 30
 WITHOUT_KERNELS = "plain torch is used, which is slower"

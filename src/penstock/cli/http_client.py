@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.cli.bench.http_stream import EventParser, Target
+from penstock.cli.client_tls import connection_error
 from penstock.errors import (
     AuthenticationError,
     LinkClosedError,
@@ -163,7 +164,9 @@ def _events(answer: http.client.HTTPResponse, target: Target) -> Iterator[dict[s
 
 
 def _connect(target: Target, timeout_s: float) -> http.client.HTTPConnection:
-    return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
+    if target.context is None:
+        return http.client.HTTPConnection(target.host, target.port, timeout=timeout_s)
+    return http.client.HTTPSConnection(target.host, target.port, timeout=timeout_s, context=target.context)
 
 
 def _exchange(
@@ -185,10 +188,7 @@ def _ask(
     except TimeoutError as error:
         raise WaitTimeoutError(f"{target.url} did not answer within {connection.timeout:g} s.") from error
     except (OSError, http.client.HTTPException) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise LinkClosedError(
-            f"no server at {target.url}: {reason}.", remedy="Start one with `penstock serve MODEL`."
-        ) from error
+        raise connection_error(target.url, error) from error
 
 
 def _refusal(status: int, body: bytes) -> PenstockError:

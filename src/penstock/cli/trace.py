@@ -13,6 +13,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from penstock.cli.bench.http_stream import Target
+from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import flag
 from penstock.cli.http_client import first_key, get_json
 from penstock.cli.terminal import Invocation, one_line
@@ -27,11 +28,12 @@ def trace(
         "http://127.0.0.1:8000"
     ),
     api_key: Annotated[str, flag("prefer the environment name", "--api-key", group="server")] = "",
+    ca_file: Annotated[Path | None, flag(CA_FILE_HELP, "--ca-file", group="server")] = None,
     out: Annotated[str, flag("file to write", "--out", "-o", group="trace")] = "penstock-trace.json",
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """The command. Returns 0 once the trace is written."""
-    found = get_json(Target.parse(url, first_key(api_key)), "/debug/trace", TIMEOUT_S)
+    found = get_json(Target.parse(url, first_key(api_key), ca_file), "/debug/trace", TIMEOUT_S)
     events, other = found.get("traceEvents"), found.get("otherData")
     if not isinstance(events, list) or not isinstance(other, dict):
         raise ProtocolError(f"{url}/debug/trace is no trace.", remedy="Is it another server?")

@@ -26,6 +26,11 @@ def _existing_directory(path: Path) -> str:
     return str(path.absolute())
 
 
+def _absolute(path: Path) -> str:
+    """Return the path as child processes can use it."""
+    return str(path.absolute())
+
+
 class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The HTTP front. Keys are never logged nor shown.
 
@@ -33,6 +38,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         host: address to listen on; other than loopback only with a key.
         port: port to listen on; 0 takes a free one.
         reuse_port: take the port over from a server that has the same, once everything is ready.
+        ssl_certfile: file of the server's certificate, in PEM form, with those that signed it behind it; None
+            serves plain HTTP.
+        ssl_keyfile: file of the certificate's private key, in PEM form and not encrypted.
         served_model_name: name that clients use for the model; None takes the model's own.
         tool_parser: format in which the model calls tools (`tokenizer.tool_formats`); `auto` takes what its
             chat template shows.
@@ -55,6 +63,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, Setting("server", "address to listen on")] = "127.0.0.1"
     port: Annotated[int, Setting("server", "port to listen on")] = 8000
     reuse_port: Annotated[bool, Setting("server", "take the port over from a server that has it")] = False
+    ssl_certfile: Annotated[
+        str | None,
+        Setting("server", "certificate of HTTPS, PEM", text_type=Path | None, read=_absolute),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, Setting("server", "its private key, PEM", text_type=Path | None, read=_absolute)
+    ] = None
     served_model_name: Annotated[str | None, Setting("server", "name that clients use")] = None
     tool_parser: Annotated[
         ToolParser,
@@ -119,3 +134,15 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.drain_s < math.inf:
             raise UsageError(f"drain_s is {self.drain_s}; it must be at least 0.", param="drain_s")
         at_least("min_free_bytes", self.min_free_bytes, 0)
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            given, missing = ("certfile", "keyfile") if self.ssl_certfile else ("keyfile", "certfile")
+            raise UsageError(
+                f"--ssl-{given} is given without --ssl-{missing}.",
+                remedy="Give both for HTTPS, or none for plain HTTP; one file with both may be given twice.",
+                param=f"ssl_{missing}",
+            )
+
+    @property
+    def scheme(self) -> str:
+        """Of the server's URLs."""
+        return "https" if self.ssl_certfile else "http"

@@ -1,6 +1,6 @@
 """Finds out whether structured output can be had as a request wants it, before the request is sent anywhere.
 
-Used by the fronts (`server.routes.generation_route`, `llm`). To prove a grammar is to build what the last
+Used by the fronts (`server.routes.grammar_checks`, `llm`). To prove a grammar is to build what the last
 stage will build, by the same limits of work, and to make its first mask, in another process that may fail
 (`grammar.proving_process`). The processes are started when they are first needed, and anew when one has
 ended. A thread each waits for them; what came of it is kept.

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from penstock.config.server import ServerConfig
 from penstock.errors import PortInUseError, UsageError
+from penstock.process import tls
 
 BACKLOG = 2048
 _SO_ATTACH_REUSEPORT_CBPF = 51
@@ -35,11 +36,12 @@ def listen(config: ServerConfig) -> socket.socket:
 
     Raises:
         UsageError: the address does not exist, or is open to others and has no key; or a key is blank, or an
-            origin of pages is none.
+            origin of pages is none; or the certificate cannot be used.
         PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
     """
     refuse_bad_keys(config.api_keys, config.admin_keys)
     refuse_bad_origins(config.allowed_origins)
+    tls.server_context(config)
     family, address = _resolve(config)
     _require_key_unless_loopback(config, address[0])
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -68,10 +70,10 @@ def take_over(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, pointer)
 
 
-def url(listener: socket.socket) -> str:
-    """`http://host:port` of a listening socket."""
+def url(listener: socket.socket, scheme: str = "http") -> str:
+    """Return the URL of a listening socket, such as `http://127.0.0.1:8000`."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ import logging
 import resource
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Callable, Generator
@@ -27,12 +28,13 @@ from penstock.engine.client.async_engine import AsyncEngine, EngineInfo
 from penstock.engine.client.replicas import Replicas
 from penstock.families.registry import load_generation_defaults, load_vector_shape
 from penstock.grammar.proving import GrammarModel
-from penstock.process import entry_points, listening
+from penstock.process import entry_points, listening, tls
 from penstock.process.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
 from penstock.process.config import ApiProcessConfig
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
+from penstock.server.http.tls_listener import TlsListener
 from penstock.tokenizer.chat_template import load_chat_template
 from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from penstock.tokenizer.tool_formats import model_syntax
@@ -50,6 +52,7 @@ class HttpServer(uvicorn.Server):
         limits: bounds of connections.
         drain_s: how long running answers may go on after the first signal.
         on_listening: called once connections are taken.
+        context: of HTTPS; None: the server speaks plain HTTP.
     """
 
     def __init__(
@@ -58,8 +61,12 @@ class HttpServer(uvicorn.Server):
         limits: ConnectionLimits,
         drain_s: float,
         on_listening: Callable[[], None] = lambda: None,
+        context: ssl.SSLContext | None = None,
     ) -> None:
         super().__init__(uvicorn_config(app, limits))
+        self._limits = limits
+        self._context = context
+        self._tls_listeners: list[TlsListener] = []
         self._lifecycle = app.context.lifecycle
         self._log = app.context.log
         self._drain_s = drain_s
@@ -72,8 +79,19 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._context is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            self._tls_listeners = [self._secured(listener, self._context) for listener in sockets or []]
+        for listener in self._tls_listeners:
+            listener.open()
         self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in self._tls_listeners:
+            listener.close()
+        await super().shutdown(sockets)
 
     def stop(self) -> None:
         """First call: drain, then end. Second call: end what runs at once."""
@@ -81,6 +99,14 @@ class HttpServer(uvicorn.Server):
             self._drain = asyncio.get_running_loop().create_task(self._drain_and_end())
         else:
             self._log.event("ended at once", running=self._lifecycle.end_all())
+
+    def _secured(self, listener: socket.socket, context: ssl.SSLContext) -> TlsListener:
+        config, state, protocol_class = self.config, self.server_state, with_limits(self._limits)
+
+        def make_protocol() -> asyncio.Protocol:
+            return protocol_class(config, state, self.lifespan.state)
+
+        return TlsListener(listener, context, self._limits, lambda: len(state.connections), make_protocol)
 
     async def _drain_and_end(self) -> None:
         self._log.event("draining", running=self._lifecycle.num_running, seconds=self._drain_s)
@@ -133,7 +159,7 @@ def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
 
 
 def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
-    """The model's text side and its sampling defaults, from its directory."""
+    """Return the model's text side and its sampling defaults, read from its directory."""
     directory = Path(config.model_path)
     template = load_chat_template(directory, tokenizer)
     return ServedModel(
@@ -156,8 +182,8 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
     )
 
 
-class _Both:
-    """Does something when it has been told twice: the engine has answered, and connections are taken."""
+class _WhenBoth:
+    """Acts once both have happened: the engine has answered, and connections are accepted."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -170,7 +196,7 @@ class _Both:
 
 
 async def _keep_beating(pulse: Pulse) -> None:
-    """As long as the event loop turns."""
+    """Beat as long as the event loop turns."""
     while True:
         pulse.beat()
         await asyncio.sleep(BEAT_S)
@@ -185,7 +211,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     engines = [AsyncEngine(address, tokenizer, info) for address in config.client_addresses]
     engine = engines[0] if len(engines) == 1 else Replicas(engines, has_prefix_cache=config.has_prefix_cache)
     listener = socket.socket(fileno=config.listen_fd)
-    ready = _Both(lambda: status.write(Ready()))
+    ready = _WhenBoth(lambda: status.write(Ready()))
     app = create_app(engine, config.server, model, on_ready=ready.note, hold_s=config.hold_s)
     wanted = config.server.connections
     limits = structs.replace(wanted, max_connections=allow_connections(wanted.max_connections))
@@ -195,7 +221,7 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
             listening.take_over(listener)
         ready.note()
 
-    server = HttpServer(app, limits, config.server.drain_s, on_listening)
+    server = HttpServer(app, limits, config.server.drain_s, on_listening, tls.server_context(config.server))
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)

@@ -10,17 +10,17 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
-from fastapi import Depends, FastAPI
-from fastapi.exceptions import RequestValidationError
+import msgspec
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
-from penstock import __version__
 from penstock.config.server import ServerConfig
 from penstock.errors import PenstockError
 from penstock.grammar.proving import GrammarProver
@@ -29,7 +29,7 @@ from penstock.server.answers.generation import GenerationContext
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.access import OPEN_PATHS, ApiKeys, HostPolicy
 from penstock.server.http.cross_origin import CrossOrigin
-from penstock.server.http.errors import answer_http_exception, answer_validation_error, error_response
+from penstock.server.http.errors import answer_http_exception, error_response, json_response
 from penstock.server.http.gate import Gate
 from penstock.server.http.keep_alive import Clock, KeepAlive
 from penstock.server.http.lifecycle import Lifecycle
@@ -48,18 +48,32 @@ from penstock.server.openai.openai_types import (
     RenderedPrompt,
 )
 from penstock.server.openai.responses_types import ResponseObject, ResponsesRequest
-from penstock.server.routes.admin import AdminRoute, refuse_what_is_not_read
+from penstock.server.openapi import DescribedRoute
+from penstock.server.routes.admin import (
+    AbortQuery,
+    AdminRoute,
+    CloseSessionQuery,
+    FlushQuery,
+    NoQuery,
+    OpenSessionQuery,
+    PauseQuery,
+    SlowDownQuery,
+    TimeoutQuery,
+)
 from penstock.server.routes.chat import ChatRoute
 from penstock.server.routes.chat_reader import ChatReader
 from penstock.server.routes.completions import CompletionsRoute
 from penstock.server.routes.debug import DebugRoute
 from penstock.server.routes.embeddings import EmbeddingsRoute
-from penstock.server.routes.generation_route import GenerationRoute
+from penstock.server.routes.grammar_checks import GrammarChecks
 from penstock.server.routes.health import HealthRoute
+from penstock.server.routes.intake import Intake
 from penstock.server.routes.models import ModelsRoute
 from penstock.server.routes.pipeline_view import PipelineRoute
 from penstock.server.routes.profile_folder import ProfileFolder
 from penstock.server.routes.profiler import Profiler
+from penstock.server.routes.query import Endpoint, Q, with_query, without_query
+from penstock.server.routes.responder import Responder
 from penstock.server.routes.responses import ResponsesRoute
 from penstock.server.routes.server_info import ServerInfoRoute
 from penstock.server.routes.store_watch import StoreWatch
@@ -72,19 +86,16 @@ from penstock.server.routes.text_routes import (
     TokenizeTextRequest,
 )
 
-# The framework's own telemetry stays off: this server reports by /metrics and opens no connection.
-_NO_TELEMETRY: Any = {"tracing": False, "metrics": False, "logs": False, "auto_configure": False}
-
 
 class App:
     """The ASGI app, and the handles that the process around it needs.
 
     Attributes:
-        routes: the FastAPI app behind the gate.
+        routes: the Starlette app behind the gate.
         context: collaborators of generating responses; its `lifecycle` drains the server.
     """
 
-    def __init__(self, routes: FastAPI, gate: Gate, context: GenerationContext) -> None:
+    def __init__(self, routes: Starlette, gate: Gate, context: GenerationContext) -> None:
         self.routes = routes
         self.context = context
         self._gate = gate
@@ -107,7 +118,7 @@ def create_app(
     hold_s: float = 0.0,
     clock: Clock = time.monotonic,
 ) -> App:
-    """The whole front over an engine.
+    """Return the whole HTTP front over an engine.
 
     Args:
         log: defaults to what the config implies.
@@ -128,17 +139,23 @@ def create_app(
         clock=clock,
     )
     grammars = GrammarProver(model.grammar_model, config.grammars)
-    routes = _fastapi(_lifespan(context, workers, grammars, on_ready, hold_s))
-    route = GenerationRoute(model, context, config.limits, workers, grammars)
-    _add_generation_routes(routes, route)
-    _add_embeddings_route(routes, EmbeddingsRoute(route, context, workers))
-    _add_plain_routes(routes, model, context)
-    _add_views(routes, model, context, config)
+    intake = Intake(model, context, config.limits, workers)
+    responder = Responder(model, context, config.limits, workers)
+    described = [
+        *_generation_routes(intake, GrammarChecks(grammars), responder),
+        _embeddings_route(EmbeddingsRoute(intake, context, workers)),
+        *_plain_routes(model, context),
+        *_views(model, context, config),
+    ]
     if config.admin_keys:
         folder = ProfileFolder(config.profile_dir, config.limits.max_profiles)
         profiler = Profiler(engine, folder, config.limits, num_stages=model.num_stages, clock=clock)
-        _add_admin_routes(routes, AdminRoute(engine, context.lifecycle, profiler, config.limits))
-    openapi.complete(routes, model, config)
+        described += _admin_routes(AdminRoute(engine, context.lifecycle, profiler, config.limits))
+    document = openapi.document_of(described, model, config)
+    routes = _starlette(
+        [*described, *_unlisted_routes(described, document)],
+        _lifespan(context, workers, grammars, on_ready, hold_s),
+    )
     gate = Gate(
         routes,
         keys=ApiKeys(config.api_keys, config.admin_keys),
@@ -152,22 +169,18 @@ def create_app(
     return App(routes, gate, context)
 
 
-def _fastapi(lifespan: Callable[[Any], Any]) -> FastAPI:
-    return FastAPI(
-        title="Penstock",
-        version=__version__,
+def _starlette(routes: list[BaseRoute], lifespan: Callable[[Any], Any]) -> Starlette:
+    made = Starlette(
+        routes=routes,
         lifespan=lifespan,
-        docs_url=None,  # the stock pages load scripts from other hosts
-        redoc_url=None,
-        redirect_slashes=False,
-        telemetry=_NO_TELEMETRY,
         exception_handlers={
             PenstockError: _answer_penstock_error,
             HTTPException: answer_http_exception,
-            RequestValidationError: answer_validation_error,
             Exception: _answer_bug,
         },
     )
+    made.router.redirect_slashes = False
+    return made
 
 
 async def _answer_penstock_error(request: Request, error: Exception) -> Response:
@@ -184,12 +197,13 @@ async def _answer_bug(request: Request, error: Exception) -> Response:
     return error_response(error, record.request_id)
 
 
-def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
-    chats = ChatReader(route)
-    chat, completions, text = ChatRoute(route, chats), CompletionsRoute(route), TextRoute(route)
-    responses = ResponsesRoute(route, chats)
+def _generation_routes(intake: Intake, grammars: GrammarChecks, responder: Responder) -> list[DescribedRoute]:
+    chats = ChatReader(intake, grammars)
+    chat, text = ChatRoute(intake, chats, responder), TextRoute(intake)
+    completions = CompletionsRoute(intake, grammars, responder)
+    responses = ResponsesRoute(intake, chats, responder)
     generates, converts = openapi.generation_route, openapi.text_route
-    for path, endpoint, name, described in (
+    served = (
         ("/v1/chat/completions", chat.create, "create_chat_completion", generates(ChatRequest, ChatResponse)),
         (
             "/v1/completions",
@@ -217,18 +231,14 @@ def _add_generation_routes(routes: FastAPI, route: GenerationRoute) -> None:
             converts(TokenizeResponse, TokenizeTextRequest, TokenizeChatRequest),
         ),
         ("/detokenize", text.detokenize, "detokenize", converts(DetokenizeResponse, DetokenizeRequest)),
-    ):
-        routes.add_api_route(
-            path,
-            endpoint,
-            methods=["POST"],
-            name=name,
-            response_class=Response,
-            **described,
-        )
+    )
+    return [
+        DescribedRoute("POST", path, endpoint, name=name, description=description)
+        for path, endpoint, name, description in served
+    ]
 
 
-def _add_views(routes: FastAPI, model: ServedModel, context: GenerationContext, config: ServerConfig) -> None:
+def _views(model: ServedModel, context: GenerationContext, config: ServerConfig) -> list[DescribedRoute]:
     info = ServerInfoRoute(model, context.engine, config.settings)
     pipeline = PipelineRoute(
         model,
@@ -237,80 +247,73 @@ def _add_views(routes: FastAPI, model: ServedModel, context: GenerationContext, 
         max_streams=config.limits.max_event_streams,
         clock=context.clock,
     )
-    for path, endpoint, name in (
-        ("/server_info", info.get, "server_info"),
-        ("/debug/pipeline", pipeline.snapshot, "pipeline"),
-        ("/debug/pipeline/events", pipeline.events, "pipeline_events"),
-    ):
-        routes.add_api_route(
-            path,
-            endpoint,
-            methods=["GET"],
-            response_class=Response,
-            name=name,
-            **openapi.plain_route(path),
-        )
+    return [
+        _plain_route("/server_info", without_query(info.get), "server_info"),
+        _plain_route("/debug/pipeline", without_query(pipeline.snapshot), "pipeline"),
+        _plain_route("/debug/pipeline/events", without_query(pipeline.events), "pipeline_events"),
+    ]
 
 
-def _add_embeddings_route(routes: FastAPI, embeddings: EmbeddingsRoute) -> None:
-    routes.add_api_route(
-        "/v1/embeddings",
-        embeddings.create,
-        methods=["POST"],
-        name="create_embedding",
-        response_class=Response,
-        **openapi.whole_route(EmbeddingRequest, EmbeddingResponse),
+def _plain_route(path: str, endpoint: Endpoint, name: str) -> DescribedRoute:
+    return DescribedRoute("GET", path, endpoint, name=name, description=openapi.plain_route(path))
+
+
+def _embeddings_route(embeddings: EmbeddingsRoute) -> DescribedRoute:
+    description = openapi.whole_route(EmbeddingRequest, EmbeddingResponse)
+    return DescribedRoute(
+        "POST", "/v1/embeddings", embeddings.create, name="create_embedding", description=description
     )
 
 
-def _add_plain_routes(routes: FastAPI, model: ServedModel, context: GenerationContext) -> None:
+def _plain_routes(model: ServedModel, context: GenerationContext) -> list[DescribedRoute]:
     models = ModelsRoute(model, context.engine)
     health = HealthRoute(context)
-    for path, endpoint, name in (
-        ("/v1/models", models.list, "list_models"),
-        ("/v1/models/{model_id:path}", models.get, "get_model"),
-        ("/health", health.ready, "health"),
-        ("/health/ready", health.ready, "health_ready"),
-        ("/health/live", health.live, "health_live"),
-        ("/health/generate", health.generate, "health_generate"),
-        ("/metrics", health.metrics, "metrics"),
-        ("/version", health.version, "version"),
-        ("/debug/trace", DebugRoute(context.engine).trace, "trace"),
-    ):
-        routes.add_api_route(
-            path,
-            endpoint,
-            methods=["GET"],
-            response_class=Response,
-            name=name,
-            **openapi.plain_route(path),
-        )
-        if path in OPEN_PATHS:  # probes may ask for the head alone
-            routes.add_api_route(path, endpoint, methods=["HEAD"], include_in_schema=False)
+    return [
+        _plain_route("/v1/models", without_query(models.list), "list_models"),
+        _plain_route("/v1/models/{model_id:path}", models.get, "get_model"),
+        _plain_route("/health", without_query(health.ready), "health"),
+        _plain_route("/health/ready", without_query(health.ready), "health_ready"),
+        _plain_route("/health/live", without_query(health.live), "health_live"),
+        _plain_route("/health/generate", without_query(health.generate), "health_generate"),
+        _plain_route("/metrics", without_query(health.metrics), "metrics"),
+        _plain_route("/version", without_query(health.version), "version"),
+        _plain_route("/debug/trace", without_query(DebugRoute(context.engine).trace), "trace"),
+    ]
 
 
-def _add_admin_routes(routes: FastAPI, admin: AdminRoute) -> None:
-    for path, method, endpoint, name in (
-        ("/pause", "POST", admin.pause, "pause"),
-        ("/resume", "POST", admin.resume, "resume"),
-        ("/flush_cache", "POST", admin.flush_cache, "flush_cache"),
-        ("/abort", "POST", admin.abort, "abort"),
-        ("/slow_down", "POST", admin.slow_down, "slow_down"),
-        ("/open_session", "POST", admin.open_session, "open_session"),
-        ("/close_session", "POST", admin.close_session, "close_session"),
-        ("/start_profile", "POST", admin.start_profile, "start_profile"),
-        ("/stop_profile", "POST", admin.stop_profile, "stop_profile"),
-        ("/is_paused", "GET", admin.is_paused, "is_paused"),
-    ):
-        routes.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            response_class=Response,
-            name=name,
-            dependencies=[Depends(refuse_what_is_not_read)],
-            **openapi.plain_route(path),
-        )
+def _unlisted_routes(described: Iterable[Route], document: openapi.Schema) -> list[Route]:
+    """Return the routes of the document, and of the heads of health for probes that ask for no more."""
+    encoded = msgspec.json.encode(document)
+
+    async def openapi_json(_request: Request) -> Response:
+        return json_response(encoded)
+
+    heads = [
+        Route(route.path, route.endpoint, methods=["HEAD"]) for route in described if route.path in OPEN_PATHS
+    ]
+    return [Route("/openapi.json", openapi_json), *heads]
+
+
+def _admin_routes(admin: AdminRoute) -> list[DescribedRoute]:
+    return [
+        _admin_route("/pause", admin.pause, PauseQuery),
+        _admin_route("/resume", admin.resume, TimeoutQuery),
+        _admin_route("/flush_cache", admin.flush_cache, FlushQuery),
+        _admin_route("/abort", admin.abort, AbortQuery),
+        _admin_route("/slow_down", admin.slow_down, SlowDownQuery),
+        _admin_route("/open_session", admin.open_session, OpenSessionQuery),
+        _admin_route("/close_session", admin.close_session, CloseSessionQuery),
+        _admin_route("/start_profile", admin.start_profile, TimeoutQuery),
+        _admin_route("/stop_profile", admin.stop_profile, TimeoutQuery),
+        _admin_route("/is_paused", admin.is_paused, NoQuery, method="GET"),
+    ]
+
+
+def _admin_route(
+    path: str, answer: Callable[[Q], Awaitable[Response]], query: type[Q], method: str = "POST"
+) -> DescribedRoute:
+    name, description = path.removeprefix("/"), openapi.plain_route(path, query)
+    return DescribedRoute(method, path, with_query(answer, query), name=name, description=description)
 
 
 def _lifespan(

@@ -169,3 +169,8 @@ class ServedModel:
     syntax: ModelSyntax = field(default_factory=ModelSyntax)
     grammar_model: GrammarModel | None = None
     vector: VectorShape = field(default_factory=lambda: VectorShape(size=0))
+
+    def context_length(self, engine: EngineLike) -> int:
+        """Return how many tokens a prompt and its output may have, as of now: the engine knows what its KV
+        pool holds only when it has loaded."""
+        return min(self.max_model_len, engine.max_model_len)

@@ -1,18 +1,22 @@
 """What `/openapi.json` says of requests and answers, true to the types that read and write them.
 
-The framework knows paths and methods only: bodies are read and written by msgspec. Called by `app`, with each
-route and once at the end. Bounds are told as far as a schema can; those that depend on two fields, or on the
-length of a text in tokens, are told by the error alone.
+`app` makes a `DescribedRoute` for each route, and then one document of all of them. The schemas are those
+of the types by which msgspec reads and writes. Bounds are in the document as far as a schema has words for
+them; those that depend on two fields, or on the length of a text in tokens, are in the error alone.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI
+from starlette.routing import Route
 
+from penstock import __version__
 from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
 from penstock.operations import SESSION_ID
@@ -39,6 +43,7 @@ from penstock.server.routes.admin import (
     Aborted,
     Applied,
     Flushed,
+    NoQuery,
     PauseState,
     SessionClosed,
     SessionOpened,
@@ -47,6 +52,7 @@ from penstock.server.routes.admin import (
 from penstock.server.routes.health import Health, Version
 from penstock.server.routes.pipeline_view import PipelineView
 from penstock.server.routes.profiler import ProfileStarted, ProfileStopped
+from penstock.server.routes.query import Endpoint
 from penstock.server.routes.server_info import ServerInfo
 from penstock.server.routes.text_routes import (
     DetokenizeRequest,
@@ -116,6 +122,61 @@ _SCHEME = "key"
 Schema = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description:
+    """What the document says of one route beside its path, name and text.
+
+    Attributes:
+        responses: by status.
+        body: the request's; empty: the route reads none.
+        query: the type of its parameters.
+    """
+
+    responses: Mapping[int, Schema]
+    body: Schema = field(default_factory=dict)
+    query: type[msgspec.Struct] = NoQuery
+
+
+class DescribedRoute(Route):
+    """A route of one method that the document lists; the text is the docstring of its endpoint."""
+
+    def __init__(
+        self, method: str, path: str, endpoint: Endpoint, *, name: str, description: Description
+    ) -> None:
+        super().__init__(path, endpoint, methods=[method], name=name)
+        self.methods = {method}  # the framework adds HEAD to GET by itself
+        self._method = method.lower()
+        self._description = description
+
+    def operation(self) -> tuple[str, str, Schema]:
+        """Return the path and the method in the document, and what stands there."""
+        described = self._description
+        text = inspect.cleandoc(self.endpoint.__doc__ or "")
+        operation: Schema = {
+            "summary": self.name.replace("_", " ").title(),
+            "operationId": re.sub(r"\W", "_", f"{self.name}{self.path_format}_{self._method}"),
+            "parameters": [*map(_path_parameter, self.param_convertors), *_query_parameters(described.query)],
+            "requestBody": described.body,
+            "responses": {str(status): answer for status, answer in described.responses.items()},
+            "description": text,
+        }
+        return self.path_format, self._method, {key: value for key, value in operation.items() if value}
+
+
+def _path_parameter(name: str) -> Schema:
+    return {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+
+
+def _query_parameters(query_type: type[msgspec.Struct]) -> list[Schema]:
+    schema = msgspec.json.schema_components([query_type])[1][query_type.__name__]
+    required = schema["required"]
+    return [
+        {"name": name, "in": "query", "required": name in required, "schema": parameter}
+        | ({"description": parameter["description"]} if "description" in parameter else {})
+        for name, parameter in schema["properties"].items()
+    ]
+
+
 def _content(media_type: str, schema: Schema) -> Schema:
     return {"content": {media_type: {"schema": schema}}}
 
@@ -124,32 +185,32 @@ def _reference(of: type[msgspec.Struct]) -> Schema:
     return {"$ref": f"#/components/schemas/{of.__name__}"}
 
 
-def _answers(ok: Schema, errors: Iterable[int]) -> dict[int | str, Schema]:
-    refused: dict[int | str, Schema] = {
+def _answers(ok: Schema, errors: Iterable[int]) -> dict[int, Schema]:
+    refused = {
         status: {"description": _REASONS[status], **_content("application/json", _reference(ErrorBody))}
         for status in (*_ANY_ROUTE, *errors)
     }
     return {200: {"description": "Done.", **ok}} | refused
 
 
-def generation_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
-    """Arguments of `add_api_route` that describe a generating route."""
+def generation_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> Description:
+    """Describe a route that streams its answer where the request asks for it."""
     described = whole_route(request, answer)
-    described["responses"][200]["content"]["text/event-stream"] = {}
+    described.responses[200]["content"]["text/event-stream"] = {}
     return described
 
 
-def whole_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> dict[str, Any]:
-    """The same of one that never streams."""
+def whole_route(request: type[msgspec.Struct], answer: type[msgspec.Struct]) -> Description:
+    """Describe a route that runs the model and never streams."""
     ok = _content("application/json", _reference(answer))
     body = {"required": True, **_content("application/json", _reference(request))}
-    return {"responses": _answers(ok, _GENERATION), "openapi_extra": {"requestBody": body}}
+    return Description(responses=_answers(ok, _GENERATION), body=body)
 
 
 def text_route(
     answer: type[msgspec.Struct], *requests: type[msgspec.Struct], is_list: bool = False
-) -> dict[str, Any]:
-    """Arguments of `add_api_route` that describe a route from text to ids or back.
+) -> Description:
+    """Describe a route from text to ids or back.
 
     Args:
         requests: any of these.
@@ -160,23 +221,20 @@ def text_route(
         "required": True,
         **_content("application/json", bodies[0] if len(bodies) == 1 else {"anyOf": bodies}),
     }
-    return {
-        "responses": _answers(_content("application/json", shape), _TEXT),
-        "openapi_extra": {"requestBody": body},
-    }
+    return Description(responses=_answers(_content("application/json", shape), _TEXT), body=body)
 
 
-def plain_route(path: str) -> dict[str, Any]:
-    """Arguments of `add_api_route` that describe a route without a body."""
+def plain_route(path: str, query: type[msgspec.Struct] = NoQuery) -> Description:
+    """Describe a route without a body."""
     if path in OPEN_PATHS:
         health = _content("application/json", _reference(Health))
         answers = {200: {"description": "Yes.", **health}, 503: {"description": "No.", **health}}
-        return {"responses": _answers({}, ()) | answers}
+        return Description(responses=_answers({}, ()) | answers, query=query)
     shape = _ANSWERS.get(path, _content("application/json", {"type": "object"}))
     errors = _ERRORS.get(path, ())
     if path in ADMIN_PATHS:
         errors = (400, *errors, 503)
-    return {"responses": _answers(shape, errors)}
+    return Description(responses=_answers(shape, errors), query=query)
 
 
 _ERRORS: Mapping[str, tuple[int, ...]] = {
@@ -208,34 +266,44 @@ _ANSWERS: Mapping[str, Schema] = {
 }
 
 
-def complete(routes: FastAPI, model: ServedModel, config: ServerConfig) -> None:
-    """Add the types, their bounds and the key to the framework's document, which is made once."""
-    document = routes.openapi()
+def document_of(routes: Iterable[DescribedRoute], model: ServedModel, config: ServerConfig) -> Schema:
+    """Return the whole document, with the types, their bounds and the key."""
+    paths: dict[str, dict[str, Schema]] = {}
+    for route in routes:
+        path, method, operation = route.operation()
+        paths.setdefault(path, {})[method] = operation
+    for path in ADMIN_PATHS & paths.keys():
+        for operation in paths[path].values():
+            operation["security"] = [{_SCHEME: []}]
+    document: Schema = {
+        "openapi": "3.1.0",
+        "info": {"title": "Penstock", "version": __version__},
+        "paths": paths,
+        "components": {"schemas": _schemas(model, config.limits)},
+    }
+    if config.api_keys or config.admin_keys:
+        document["components"]["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
+    if config.api_keys:
+        document["security"] = [{_SCHEME: []}]
+        for path in OPEN_PATHS:
+            paths[path]["get"]["security"] = []
+    return document
+
+
+def _schemas(model: ServedModel, limits: Limits) -> dict[str, Schema]:
     _, definitions = msgspec.json.schema_components(_TYPES, ref_template="#/components/schemas/{name}")
-    for name, bounds in _bounds(model, config.limits).items():
+    for name, bounds in _bounds(model, limits).items():
         _bound(definitions[name]["properties"], bounds)
     for request in _REQUESTS:
         names = {"enum": [model.name, ""]}  # an empty one asks for the model that is served
         _bound(definitions[request.__name__]["properties"], {"model": {"string": names}})
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            operation["responses"].pop("422", None)  # the framework's own word for what is 400 here
-            if path in ADMIN_PATHS:
-                operation["security"] = [{_SCHEME: []}]
-    components: Schema = {"schemas": definitions}
-    if config.api_keys or config.admin_keys:
-        components["securitySchemes"] = {_SCHEME: {"type": "http", "scheme": "bearer"}}
-    if config.api_keys:
-        document["security"] = [{_SCHEME: []}]
-        for path in OPEN_PATHS:
-            document["paths"][path]["get"]["security"] = []
-    document["components"] = components
+    return definitions
 
 
 def _bound(properties: Schema, bounds: Mapping[str, Mapping[str, Schema]]) -> None:
     """Put the bounds of a field at the variant of its type that they belong to."""
-    for field, by_type in bounds.items():
-        variants = properties[field].get("anyOf", [properties[field]])
+    for name, by_type in bounds.items():
+        variants = properties[name].get("anyOf", [properties[name]])
         for variant in variants:
             variant.update(by_type.get(variant.get("type", ""), {}))
 

@@ -175,6 +175,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
  --max-waiting-tokens 30 --built-grammar-bytes 62
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
+--ssl-certfile /a.crt --ssl-keyfile /a.key
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
@@ -264,6 +265,8 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "served_model_name": "s",
         "insecure": True,
         "reuse_port": True,
+        "ssl_certfile": "/a.crt",
+        "ssl_keyfile": "/a.key",
         "drain_s": 22.0,
         "min_free_bytes": 44,
         "profile_dir": "/tmp",
@@ -480,3 +483,21 @@ def test_every_setting_is_explained_where_it_is_declared() -> None:
     for config in (*ENGINE, *SERVER):
         explained = re.findall(r"^ {8}(\w+): ", config.__doc__ or "", re.MULTILINE)
         assert {setting.name for setting in declared(config)} <= set(explained)
+
+
+@pytest.mark.parametrize("given", ["ssl_certfile", "ssl_keyfile"])
+def test_a_certificate_without_its_key_is_refused_and_the_other_way_round(given: str) -> None:
+    missing = "ssl_keyfile" if given == "ssl_certfile" else "ssl_certfile"
+    with pytest.raises(UsageError) as raised:
+        configured_server({given: Path("server.pem")})
+    assert raised.value.param == missing
+    assert str(raised.value).startswith(f"--{given.replace('_', '-')} is given without")
+
+
+def test_files_of_https_are_given_to_the_server_by_their_whole_paths() -> None:
+    config = configured_server({"ssl_certfile": Path("a.crt"), "ssl_keyfile": Path("a.key")})
+    assert (config.ssl_certfile, config.ssl_keyfile) == (
+        str(Path("a.crt").absolute()),
+        str(Path("a.key").absolute()),
+    )
+    assert config.scheme == "https"

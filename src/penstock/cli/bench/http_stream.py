@@ -2,16 +2,19 @@
 
 Used by `bench.online`, where hundreds of streams share one thread: a chunk costs microseconds, not a
 coroutine step. Speaks what a streaming inference server speaks: POST with a body, chunked or plain answers,
-server-sent events. No TLS, no redirects, no compression.
+server-sent events, with or without TLS. No redirects, no compression.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from penstock.cli.client_tls import client_context, connection_error
 from penstock.errors import LinkClosedError, ProtocolError, UsageError, WaitTimeoutError
 
 MAX_HEAD_BYTES = 65536
@@ -19,31 +22,46 @@ MAX_HEAD_BYTES = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a server listens, and the headers that every request carries."""
+    """Where a server listens, and the headers that every request carries.
+
+    Attributes:
+        context: of HTTPS; None: plain HTTP.
+    """
 
     host: str
     port: int
     prefix: str  # path before /v1, usually ""
     api_key: str = ""
+    context: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
 
     @classmethod
-    def parse(cls, url: str, api_key: str = "") -> Target:
-        """From `http://host:port`, with or without `/v1` at the end. Raises `UsageError`."""
+    def parse(cls, url: str, api_key: str = "", ca_file: Path | None = None) -> Target:
+        """Return the target of `http://host:port` or `https://...`, with or without `/v1` at the end.
+
+        Args:
+            ca_file: certificates that HTTPS is to trust beside the system's.
+
+        Raises:
+            UsageError: the URL or the file cannot be used.
+        """
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
-            port = parts.port or 80
+            port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
             raise UsageError(f"{url!r} is no URL: {error}.", remedy="Use http://HOST:PORT.") from error
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme not in ("http", "https") or not parts.hostname:
             raise UsageError(
-                f"{url!r} is no address that can be used here.", remedy="Use http://HOST:PORT (no TLS)."
+                f"{url!r} is not an address that can be used here.",
+                remedy="Use http://HOST:PORT or https://HOST:PORT.",
             )
         prefix = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(host=parts.hostname, port=port, prefix=prefix, api_key=api_key)
+        context = client_context(ca_file) if parts.scheme == "https" else None
+        return cls(host=parts.hostname, port=port, prefix=prefix, api_key=api_key, context=context)
 
     @property
     def url(self) -> str:
-        return f"http://{self.authority}{self.prefix}"
+        scheme = "http" if self.context is None else "https"
+        return f"{scheme}://{self.authority}{self.prefix}"
 
     @property
     def authority(self) -> str:
@@ -222,12 +240,16 @@ async def post_stream(
     request = target.request_bytes(path, body, headers or {})
     protocol = _StreamProtocol(request, lambda piece: on_body(protocol.parser.status, piece))
     try:
-        await asyncio.wait_for(loop.create_connection(lambda: protocol, target.host, target.port), stall_s)
+        await asyncio.wait_for(
+            loop.create_connection(lambda: protocol, target.host, target.port, ssl=target.context), stall_s
+        )
         await _until_done(protocol, target, stall_s)
     except TimeoutError as error:
         if isinstance(error, WaitTimeoutError):
             raise
         raise WaitTimeoutError(f"{target.authority} did not accept within {stall_s:g} s.") from error
+    except ssl.SSLError as error:
+        raise connection_error(target.url, error) from error
     except OSError as error:
         raise LinkClosedError(f"no connection to {target.authority}: {error.strerror or error}.") from error
     finally:

@@ -23,6 +23,7 @@ from penstock.cli.bench.http_stream import EventParser, Target, post_stream
 from penstock.cli.bench.ledger import StreamAccount, audit
 from penstock.cli.bench.results import RunResult, as_json, error_lines, ledger_lines, table, write_json
 from penstock.cli.bench.workload import BenchRequest
+from penstock.cli.client_tls import CA_FILE_HELP
 from penstock.cli.flags import SERVED_ENV, flag
 from penstock.cli.http_client import ServedModelCard, first_key, served_model, wait_ready
 from penstock.cli.terminal import Invocation, printable
@@ -44,6 +45,7 @@ class TargetSettings:
         str | None, flag("name of the served model", "--model", group="target", env=SERVED_ENV)
     ] = None
     api_key: Annotated[str, flag("prefer the environment name", "--api-key", group="target")] = ""
+    ca_file: Annotated[Path | None, flag(CA_FILE_HELP, "--ca-file", group="target")] = None
     vocab_size: Annotated[
         int | None, flag("random prompts use ids below this", "--vocab-size", group="target")
     ] = None
@@ -140,7 +142,7 @@ def bench_serve(
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """The command. Returns 0 when every token came exactly once and no request failed, else 1."""
-    server = Target.parse(target.base_url, first_key(target.api_key))
+    server = Target.parse(target.base_url, first_key(target.api_key), target.ca_file)
     wait_ready(server, target.ready_check_timeout_sec, time.monotonic, time.sleep)
     card = served_model(server, target.model)
     requests = load.requests(_vocab_size(target, card))

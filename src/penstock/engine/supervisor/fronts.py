@@ -100,7 +100,7 @@ class ApiProcessFront:
 
     def address(self, client: Endpoint) -> str:
         assert self._listener is not None
-        return listening.url(self._listener)
+        return listening.url(self._listener, self._server.scheme)
 
     def close(self) -> None:
         if self._listener is not None:

@@ -93,7 +93,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
     """All stages serve, and the front too.
 
     Attributes:
-        address: `http://...` of the server; for a caller's own engine, where its client connects.
+        address: URL of the server; for a caller's own engine, where its client connects.
     """
 
     address: str

@@ -21,7 +21,7 @@ from penstock.server.openai.openai_types import CompletionLogprobs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """Of one prompt.
+    """The text and log-probabilities of one prompt, which stand before its output.
 
     Attributes:
         num_top: likeliest tokens told at each position; None: no log-probabilities are wanted.

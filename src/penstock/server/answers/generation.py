@@ -150,7 +150,7 @@ class GenerationResponse(Response):
         await send({"type": "http.response.body", "body": body})
 
     async def _fail(self, error: Exception, send: Send) -> None:
-        """Tell the client; by raising while no byte of an answer is out."""
+        """Report the failure to the client; by raising while no byte of an answer is out."""
         raise error
 
     def _add_sequences(self) -> None:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class ChunkEnd(Protocol):
-    """Of the chunks of one choice."""
+    """Writes the end of each chunk of one choice."""
 
     @property
     def encoded(self) -> bytes:

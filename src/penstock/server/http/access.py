@@ -36,9 +36,11 @@ def refuse_odd_path(path: str) -> None:
 
 
 class ApiKeys:
-    """Args:
-    keys: any of them opens the server; none at all means that no key is asked for.
-    admin_keys: any of them opens all paths.
+    """Decides whether a request carries a key that opens its path.
+
+    Args:
+        keys: any of them opens the server; none at all means that no key is asked for.
+        admin_keys: any of them opens all paths.
 
     Raises:
         UsageError: a key is blank, which an empty `Authorization` would match; or is of both kinds.
@@ -70,9 +72,11 @@ def _bearer(value: bytes) -> bytes:
 
 
 class HostPolicy:
-    """Args:
-    host: the address that the server listens on.
-    allowed_origins: whose pages may use the server beside its own.
+    """Refuses requests that reached this server under a foreign host name, or come from a foreign page.
+
+    Args:
+        host: the address that the server listens on.
+        allowed_origins: whose pages may use the server beside its own.
     """
 
     def __init__(self, host: str, allowed_origins: Sequence[str] = ()) -> None:
@@ -119,5 +123,5 @@ def _without_port(host: str) -> str:
 
 
 def header_value(headers: Headers, wanted: bytes) -> bytes:
-    """Of the first header of that name, which is lower case; empty if there is none."""
+    """Return the value of the first header of that lower-case name; empty if there is none."""
     return next((value for name, value in headers if name == wanted), b"")

@@ -28,8 +28,10 @@ HeaderList = list[tuple[bytes, bytes]]
 
 
 class CrossOrigin:
-    """Args:
-    origins: whose pages may use the server.
+    """Tells browsers which pages of other origins may use the server.
+
+    Args:
+        origins: whose pages may use the server.
 
     Raises:
         UsageError: one of them is no origin.

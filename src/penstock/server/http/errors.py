@@ -1,8 +1,8 @@
 """Errors as OpenAI error objects: `{"error": {"message", "type", "param", "code"}}`, on every route.
 
-`app` gives FastAPI `answer_http_exception` and `answer_validation_error`, and handlers of its own. Those and
-the gate use `error_response`; streams that have begun use `error_bytes`. A bug becomes a 500 that carries the
-request's id and no trace.
+`app` gives Starlette `answer_http_exception`, and handlers of its own. Those and the gate use
+`error_response`; streams that have begun use `error_bytes`. A bug becomes a 500 that carries the request's id
+and no trace.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 import msgspec
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -49,7 +48,7 @@ class ForbiddenError(PenstockError):
 
 
 def error_object(error: BaseException, request_id: str = "") -> ErrorObject:
-    """The wire form of any exception; a foreign one shows no detail but the id to look up in the log."""
+    """Return the wire form of any exception; of a foreign one it shows the id to look up in the log alone."""
     if isinstance(error, PenstockError):
         return ErrorObject(
             message=printable(str(error)), type=error.error_type, param=error.param, code=error.code
@@ -62,7 +61,7 @@ def error_object(error: BaseException, request_id: str = "") -> ErrorObject:
 
 
 def printable(text: str) -> str:
-    """The text without lone surrogates, which UTF-8 cannot carry."""
+    """Return the text without lone surrogates, which UTF-8 cannot carry."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
@@ -99,20 +98,3 @@ async def answer_http_exception(request: Request, error: Exception) -> Response:
         )
     )
     return json_response(msgspec.json.encode(body), status=status, headers=error.headers)
-
-
-async def answer_validation_error(_request: Request, error: Exception) -> Response:
-    """What the framework itself finds wrong with a path or query: 400, as everything else."""
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    param = ".".join(str(part) for part in first["loc"][1:])
-    is_missing = first["type"] == "missing"
-    body = ErrorBody(
-        error=ErrorObject(
-            message=f"{param} is required." if is_missing else f"{param}: {first['msg']}",
-            type="invalid_request_error",
-            param=param,
-            code="missing_required_parameter" if is_missing else "invalid_value",
-        )
-    )
-    return json_response(msgspec.json.encode(body), status=400)

@@ -181,7 +181,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._disarm()
             self.transport.close()
         else:  # closing on unread data would reset the connection under the answer
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # TLS has no half of an end
+                self.transport.write_eof()
             self._arm(_LINGER_S)
 
     def _arm(self, seconds: float) -> None:
@@ -258,5 +259,5 @@ _CODES = {
 
 
 def with_limits(limits: ConnectionLimits) -> type[LimitedHttpProtocol]:
-    """The protocol class with these limits; uvicorn makes the instances itself."""
+    """Return the protocol class with these limits; uvicorn makes the instances itself."""
     return type("LimitedHttpProtocol", (LimitedHttpProtocol,), {"limits": limits})

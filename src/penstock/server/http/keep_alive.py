@@ -23,9 +23,11 @@ class PingableStream(Protocol):
 
 
 class KeepAlive:
-    """Args:
-    clock: monotonic seconds.
-    interval_s: silence after which a comment is sent.
+    """Sends comments on silent streams, and knows whether the event loop turns.
+
+    Args:
+        clock: monotonic seconds.
+        interval_s: silence after which a comment is sent.
     """
 
     def __init__(self, clock: Clock, interval_s: float = 15.0) -> None:

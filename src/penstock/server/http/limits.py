@@ -40,7 +40,7 @@ class ByteLimits:
 
 
 async def read_json(request: Request, max_bytes: int, max_depth: int, workers: TextWorkers) -> dict[str, Any]:
-    """The request's body as a JSON object.
+    """Return the request's body as a JSON object.
 
     Raises:
         TooLargeError: longer than `max_bytes`.

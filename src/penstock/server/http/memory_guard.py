@@ -15,9 +15,11 @@ LOOK_S = 1.0  # between two looks
 
 
 class MemoryGuard:
-    """Args:
-    min_free_bytes: below, new work is refused; 0 refuses none.
-    available: bytes that the host can still give.
+    """Knows whether the host has too little memory for new work.
+
+    Args:
+        min_free_bytes: below, new work is refused; 0 refuses none.
+        available: bytes that the host can still give.
     """
 
     def __init__(

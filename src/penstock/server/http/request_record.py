@@ -17,7 +17,7 @@ _ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
 
 
 class RequestRecord:
-    """Times are of the monotonic clock, in seconds."""
+    """What is known of one request so far. Times are of the monotonic clock, in seconds."""
 
     __slots__ = (
         "cached_tokens",

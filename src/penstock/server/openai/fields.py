@@ -114,12 +114,12 @@ _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 
 
 def convert(body: dict[str, Any], request_type: type[R]) -> R:
-    """The request in `body`. Raises `InvalidRequestError` naming the field at fault."""
+    """Return the request in `body`. Raises `InvalidRequestError` naming the field at fault."""
     _refuse_unsupported(body, request_type)
     try:
         return msgspec.convert(body, request_type, strict=True, str_keys=True)  # keys of logit_bias are ids
     except msgspec.ValidationError as error:
-        raise _invalid(str(error), request_type) from None
+        raise refused_field(str(error), request_type) from None
 
 
 def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
@@ -152,7 +152,8 @@ def _alternatives(neutral: tuple[object, ...]) -> str:
     return " or ".join(msgspec.json.encode(value).decode() for value in (*neutral, None))
 
 
-def _invalid(message: str, request_type: type[msgspec.Struct]) -> InvalidRequestError:
+def refused_field(message: str, request_type: type[msgspec.Struct]) -> InvalidRequestError:
+    """Return the error that names the field which msgspec's `message` complains about."""
     found = _AT.search(message)
     text = _AT.sub("", message)
     missing = re.fullmatch(r"Object missing required field `(.*)`", text)
@@ -177,14 +178,14 @@ def _words_at(request_type: type[msgspec.Struct], path: str) -> list[object]:
     return [
         word
         for kind in kinds
-        for one in _each(kind)
+        for one in alternatives(kind)
         if isinstance(one, inspect.LiteralType)
         for word in one.values
     ]
 
 
 def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    for one in _each(kind):
+    for one in alternatives(kind):
         if isinstance(one, inspect.StructType):
             yield from (field.type for field in one.fields if field.encode_name == step)
         elif isinstance(one, inspect.ListType | inspect.VarTupleType):
@@ -193,8 +194,11 @@ def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
             yield one.value_type
 
 
-def _each(kind: inspect.Type) -> tuple[inspect.Type, ...]:
-    return kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+def alternatives(kind: inspect.Type) -> list[inspect.Type]:
+    """Return the members of a union, or `kind` alone, without what is noted beside a type."""
+    inner = kind.type if isinstance(kind, inspect.Metadata) else kind
+    members = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
+    return [one.type if isinstance(one, inspect.Metadata) else one for one in members]
 
 
 def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:
@@ -213,7 +217,7 @@ def _unknown_options(body: Mapping[str, Any], request_type: type[msgspec.Struct]
 
 
 def warning_headers(unknown: Sequence[str], unused: Sequence[str] = ()) -> dict[str, str]:
-    """The header that names ignored fields; untrusted characters become `?`, long lists are cut.
+    """Return the header that names ignored fields; untrusted characters become `?`, long lists are cut.
 
     Args:
         unused: those that have no effect on this model.

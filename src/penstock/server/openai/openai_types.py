@@ -242,7 +242,7 @@ class CompletionLogprobs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one id at one position of a prompt (vLLM's shape)."""
+    """The log-probability of one id at one position of a prompt (vLLM's shape)."""
 
     logprob: float
     rank: int

@@ -91,9 +91,11 @@ class _Origin(NamedTuple):
 
 
 class ChatOfResponse:
-    """Attributes:
-    request: the same as a chat.
-    unused: fields of the request that change nothing here.
+    """The chat request that a response request comes to.
+
+    Attributes:
+        request: the same as a chat.
+        unused: fields of the request that change nothing here.
     """
 
     def __init__(self, asked: ResponsesRequest, limits: Limits) -> None:

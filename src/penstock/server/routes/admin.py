@@ -9,8 +9,6 @@ from typing import Annotated
 from uuid import uuid4
 
 import msgspec
-from fastapi import Query
-from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.config.limits import Limits
@@ -27,6 +25,7 @@ from penstock.operations import (
     PauseMode,
     Resume,
     SlowDown,
+    check_session_id,
 )
 from penstock.server.answers.generation import GenerationResponse
 from penstock.server.engine_port import EngineLike
@@ -38,65 +37,71 @@ MAX_ABORTED = 64  # ids of one abort
 MAX_ID_CHARACTERS = 160
 _ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_")
 
-Timeout = Annotated[float, Query(gt=0, le=3600, description="Seconds to wait until it is complete.")]
-Store = Annotated[bool, Query(description="Delete the store's records of this model too.")]
-RequestIds = Annotated[
-    list[str] | None,
-    Query(max_length=MAX_ABORTED, description="Of a request: its x-request-id, or the id of its answer."),
-]
-Interval = Annotated[
-    int, Query(ge=0, le=MAX_PLAN_INTERVAL_MS, description="Milliseconds between two plans; 0: full speed.")
-]
-All = Annotated[bool, Query(alias="all", description="Every request that is there; in place of ids.")]
-_PATTERN = f"^{SESSION_ID}$"
-NewSession = Annotated[
-    str | None, Query(pattern=_PATTERN, description="Of the session; left out: one is made up.")
-]
-OldSession = Annotated[str, Query(pattern=_PATTERN, description="Of the session.")]
-Capacity = Annotated[
-    int | None,
-    Query(ge=1, le=2**31 - 1, description="Tokens kept at most; left out: what all sessions may have."),
-]
-IdleTime = Annotated[
-    float | None, Query(gt=0, description="Seconds without a request after which it is closed.")
-]
 DEFAULT_TIMEOUT_S = 60.0
-_GIVEN_SEVERAL_TIMES = ("request_id",)
-_EMPTY_BODY_BYTES = len("{}")  # as some clients send it who have nothing to say
+
+Timeout = Annotated[float, msgspec.Meta(gt=0, le=3600, description="Seconds to wait until it is complete.")]
+Session = Annotated[str, msgspec.Meta(extra_json_schema={"pattern": f"^{SESSION_ID}$"})]
 
 
-def refuse_what_is_not_read(request: Request) -> None:
-    """Raise `InvalidRequestError` for a body, and for a name in the query that its route does not have or
-    that comes twice: who asks by another way, with a slip in a word or for two things at once, must not get
-    something else."""
-    has_body = int(request.headers.get("content-length", 0)) > _EMPTY_BODY_BYTES
-    if has_body or "transfer-encoding" in request.headers:
-        raise InvalidRequestError(
-            f"{request.url.path} reads no body.",
-            remedy="Put parameters into the query, as in /pause?mode=keep.",
-            param="body",
-            code="unexpected_body",
-        )
-    route = request.scope["route"]
-    known = [field.alias for field in route.dependant.query_params]  # codespell:ignore dependant
-    names = [name for name, _value in request.query_params.multi_items()]
-    unknown = next((name for name in names if name not in known), None)
-    if unknown is not None:
-        named = unknown[:MAX_ID_CHARACTERS]
-        raise InvalidRequestError(
-            f"{named!r} is no parameter of {route.path}.",
-            remedy=f"It takes {' and '.join(known)}." if known else "It takes none.",
-            param=named,
-            code="unknown_parameter",
-        )
-    twice = next((name for name in names if names.count(name) > 1 and name not in _GIVEN_SEVERAL_TIMES), None)
-    if twice is not None:
-        raise InvalidRequestError(
-            f"{twice} is given {names.count(twice)} times.",
-            remedy="Give it once.",
-            param=twice,
-            code="invalid_value",
-        )
+class TimeoutQuery(msgspec.Struct, frozen=True, kw_only=True):
+    """The parameters of an operation that has no others."""
+
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class NoQuery(msgspec.Struct, frozen=True):
+    """No parameters."""
+
+
+class PauseQuery(msgspec.Struct, frozen=True, kw_only=True):
+    mode: Annotated[PauseMode, msgspec.Meta(extra_json_schema={"type": "string"})] = "keep"
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class FlushQuery(msgspec.Struct, frozen=True, kw_only=True):
+    store: Annotated[bool, msgspec.Meta(description="Delete the store's records of this model too.")] = False
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class AbortQuery(msgspec.Struct, frozen=True, kw_only=True):
+    request_id: Annotated[
+        Annotated[list[str], msgspec.Meta(max_length=MAX_ABORTED)] | None,
+        msgspec.Meta(description="Of a request: its x-request-id, or the id of its answer."),
+    ] = None
+    every: Annotated[bool, msgspec.Meta(description="Every request that is there; in place of ids.")] = (
+        msgspec.field(default=False, name="all")
+    )
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class SlowDownQuery(msgspec.Struct, frozen=True, kw_only=True):
+    interval_ms: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0, le=MAX_PLAN_INTERVAL_MS, description="Milliseconds between two plans; 0: full speed."
+        ),
+    ]
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class OpenSessionQuery(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: Annotated[
+        Session | None, msgspec.Meta(description="Of the session; left out: one is made up.")
+    ] = None
+    capacity_tokens: Annotated[
+        Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)] | None,
+        msgspec.Meta(description="Tokens kept at most; left out: what all sessions may have."),
+    ] = None
+    idle_s: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)] | None,
+        msgspec.Meta(description="Seconds without a request after which it is closed."),
+    ] = None
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
+
+
+class CloseSessionQuery(msgspec.Struct, frozen=True, kw_only=True):
+    session_id: Annotated[Session, msgspec.Meta(description="Of the session.")]
+    timeout_s: Timeout = DEFAULT_TIMEOUT_S
 
 
 class Applied(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,10 +151,12 @@ class PauseState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdminRoute:
-    """Args:
-    lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
-    profiler: of the same engine.
-    limits: of the times of sessions.
+    """Applies the operations of administrators and answers when every rank has them behind it.
+
+    Args:
+        lifecycle: knows the HTTP requests that run, for who names one by its x-request-id.
+        profiler: of the same engine.
+        limits: of the times of sessions.
     """
 
     def __init__(self, engine: EngineLike, lifecycle: Lifecycle, profiler: Profiler, limits: Limits) -> None:
@@ -158,61 +165,55 @@ class AdminRoute:
         self._lifecycle = lifecycle
         self._profiler = profiler
 
-    async def pause(self, mode: PauseMode = "keep", timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+    async def pause(self, query: PauseQuery) -> Response:
         """Compute for nobody until resumed. Who has started is kept, or may end, or is aborted with all."""
-        return await self._pause(Pause(mode), timeout_s)
+        return await self._pause(Pause(query.mode), query.timeout_s)
 
-    async def resume(self, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+    async def resume(self, query: TimeoutQuery) -> Response:
         """Go on after a pause. Harmless where there is none."""
-        return await self._pause(Resume(), timeout_s)
+        return await self._pause(Resume(), query.timeout_s)
 
-    async def is_paused(self) -> Response:
+    async def is_paused(self, _query: NoQuery) -> Response:
         """Whether any replica is paused, as of its last message, which is at most a second old."""
         stats = self._engine.status().stats
         return json_response(
             msgspec.json.encode(PauseState(is_paused=stats is not None and stats.scheduler.paused))
         )
 
-    async def flush_cache(self, store: Store = False, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+    async def flush_cache(self, query: FlushQuery) -> Response:
         """Let nobody who starts from now on find what was computed before. Who runs goes on undisturbed."""
-        done = await self._engine.operate(FlushCache(store), timeout_s)
+        done = await self._engine.operate(FlushCache(query.store), query.timeout_s)
         return json_response(msgspec.json.encode(Flushed(replicas=done)))
 
-    async def abort(
-        self, request_id: RequestIds = None, every: All = False, timeout_s: Timeout = DEFAULT_TIMEOUT_S
-    ) -> Response:
+    async def abort(self, query: AbortQuery) -> Response:
         """End requests at once, whoever's they are; clients get the error `aborted_by_administrator`."""
-        if bool(request_id) == every:
+        if bool(query.request_id) == query.every:
             raise InvalidRequestError(
                 "give request_id, once or several times, or all=true, and not both.",
                 param="request_id",
-                code="invalid_combination" if every else "missing_required_parameter",
+                code="invalid_combination" if query.every else "missing_required_parameter",
             )
-        names = request_id or []
+        names = query.request_id or []
         if any(not 1 <= len(name) <= MAX_ID_CHARACTERS for name in names):
             raise InvalidRequestError(
                 f"a request_id must have 1 to {MAX_ID_CHARACTERS} characters.",
                 param="request_id",
                 code="out_of_range",
             )
-        done = await self._engine.operate(Abort(None if every else self._meant(names)), timeout_s)
+        done = await self._engine.operate(Abort(None if query.every else self._meant(names)), query.timeout_s)
         return json_response(msgspec.json.encode(Aborted(replicas=done)))
 
-    async def slow_down(self, interval_ms: Interval, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+    async def slow_down(self, query: SlowDownQuery) -> Response:
         """Let plans follow one another no faster than this, for tests of what is slow; 0 ends it."""
-        done = await self._engine.operate(SlowDown(interval_ms), timeout_s)
-        return json_response(msgspec.json.encode(Slowed(interval_ms=interval_ms, replicas=done)))
+        done = await self._engine.operate(SlowDown(query.interval_ms), query.timeout_s)
+        return json_response(msgspec.json.encode(Slowed(interval_ms=query.interval_ms, replicas=done)))
 
-    async def open_session(
-        self,
-        session_id: NewSession = None,
-        capacity_tokens: Capacity = None,
-        idle_s: IdleTime = None,
-        timeout_s: Timeout = DEFAULT_TIMEOUT_S,
-    ) -> Response:
+    async def open_session(self, query: OpenSessionQuery) -> Response:
         """Keep what requests compute that name this session, before what others leave, until it is closed or
         nobody has used it for too long. Again with the same name: give it other bounds."""
-        idle_s, most_s = idle_s or self._limits.session_idle_s, self._limits.max_session_idle_s
+        if query.session_id is not None:
+            check_session_id(query.session_id)
+        idle_s, most_s = query.idle_s or self._limits.session_idle_s, self._limits.max_session_idle_s
         if idle_s > most_s:
             raise InvalidRequestError(
                 f"idle_s is {idle_s:g}; this server allows {most_s:g}.",
@@ -220,9 +221,9 @@ class AdminRoute:
                 param="idle_s",
                 code="out_of_range",
             )
-        asked = OpenSession(session_id or f"session-{uuid4().hex}", capacity_tokens, idle_s)
+        asked = OpenSession(query.session_id or f"session-{uuid4().hex}", query.capacity_tokens, idle_s)
         try:
-            done = await self._engine.operate(asked, timeout_s)
+            done = await self._engine.operate(asked, query.timeout_s)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
                 f"session {asked.session_id}: {error.message}",
@@ -230,24 +231,25 @@ class AdminRoute:
             ) from error
         opened = SessionOpened(
             session_id=asked.session_id,
-            capacity_tokens=capacity_tokens,
+            capacity_tokens=query.capacity_tokens,
             idle_s=idle_s,
             replicas=done,
         )
         return json_response(msgspec.json.encode(opened))
 
-    async def close_session(self, session_id: OldSession, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+    async def close_session(self, query: CloseSessionQuery) -> Response:
         """Keep nothing for it any more. Its requests go on."""
-        done = await self._engine.operate(CloseSession(session_id), timeout_s)
-        return json_response(msgspec.json.encode(SessionClosed(session_id=session_id, replicas=done)))
+        check_session_id(query.session_id)
+        done = await self._engine.operate(CloseSession(query.session_id), query.timeout_s)
+        return json_response(msgspec.json.encode(SessionClosed(session_id=query.session_id, replicas=done)))
 
-    async def start_profile(self, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+    async def start_profile(self, query: TimeoutQuery) -> Response:
         """Record what every stage does, from the same step on. It ends by itself after some time."""
-        return json_response(msgspec.json.encode(await self._profiler.start(timeout_s)))
+        return json_response(msgspec.json.encode(await self._profiler.start(query.timeout_s)))
 
-    async def stop_profile(self, timeout_s: Timeout = DEFAULT_TIMEOUT_S) -> Response:
+    async def stop_profile(self, query: TimeoutQuery) -> Response:
         """End the recording at the same step everywhere, and write it as a trace that Perfetto opens."""
-        return json_response(msgspec.json.encode(await self._profiler.stop(timeout_s)))
+        return json_response(msgspec.json.encode(await self._profiler.stop(query.timeout_s)))
 
     def _meant(self, names: list[str]) -> list[str]:
         """What the engine calls the requests that are named so in logs, headers and answers."""

@@ -10,7 +10,7 @@ from penstock.engine.client.outputs import TextDelta
 from penstock.server.answers.generation import GenerationResponse, with_reasoning_tokens
 from penstock.server.answers.sse import CHAT
 from penstock.server.http.errors import json_response
-from penstock.server.openai.fields import convert, unknown_fields, warning_headers
+from penstock.server.openai.fields import warning_headers
 from penstock.server.openai.logprobs import chat_logprobs
 from penstock.server.openai.message_reader import MessageReader, whole_message
 from penstock.server.openai.openai_types import (
@@ -21,74 +21,72 @@ from penstock.server.openai.openai_types import (
     Usage,
 )
 from penstock.server.routes.chat_reader import ChatReader
-from penstock.server.routes.generation_route import Answer, GenerationRoute
+from penstock.server.routes.intake import Intake
+from penstock.server.routes.responder import AnswerShape, Responder
 
 
 class ChatRoute:
-    def __init__(self, route: GenerationRoute, chats: ChatReader) -> None:
-        self._route = route
+    """Reads a chat request, and answers it or shows what it would give the model."""
+
+    def __init__(self, intake: Intake, chats: ChatReader, responder: Responder) -> None:
+        self._intake = intake
         self._chats = chats
+        self._responder = responder
 
     async def create(self, request: Request) -> Response:
         """Answer a conversation, streamed or as a whole."""
-        return await self._route.accept(request, self._prepare)
+        return await self._intake.accept(request, self._prepare)
 
     async def _prepare(self, request: Request) -> GenerationResponse:
-        body = await self._route.read(request)
-        asked = convert(body, ChatRequest)
-        self._route.check_common(asked)
-        chat = await self._chats.read(asked)
-        return self._route.respond(
-            request, body, asked, [chat.sequence], CHAT, chat_body, reading=chat.reading, unused=chat.unused
+        read = await self._intake.read_generation(request, ChatRequest)
+        chat = await self._chats.read(read.fields)
+        return self._responder.respond(
+            read, [chat.sequence], CHAT, chat_body, reading=chat.reading, unused=chat.unused
         )
 
     async def render(self, request: Request) -> Response:
         """What a chat completion with this body would give the model, as text and ids; nothing runs."""
-        body = await self._route.read(request)
-        asked = convert(body, ChatRequest)
-        self._route.check_common(asked)
-        text, sequence, unused = await self._chats.render(asked)
-        rendered = self._route.rendered(text, sequence.prompt_token_ids)
-        return json_response(
-            msgspec.json.encode(rendered), headers=warning_headers(unknown_fields(body, ChatRequest), unused)
-        )
+        read = await self._intake.read_generation(request, ChatRequest)
+        text, sequence, unused = await self._chats.render(read.fields)
+        rendered = self._responder.rendered(text, sequence.prompt_token_ids)
+        return json_response(msgspec.json.encode(rendered), headers=warning_headers(read.ignored, unused))
 
 
-def chat_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:
-    """A whole answer."""
-    readers = [answer.reader(index) for index in range(len(outcomes))]
+def chat_body(shape: AnswerShape, outcomes: list[TextDelta], usage: Usage) -> bytes:
+    """Return the body of a whole reply."""
+    readers = [shape.reader(index) for index in range(len(outcomes))]
     for reader, outcome in zip(readers, outcomes, strict=True):
         reader.note_tokens(outcome.token_ids)
     choices = [
-        _choice(answer, index, outcome, reader)
+        _choice(shape, index, outcome, reader)
         for index, (outcome, reader) in enumerate(zip(outcomes, readers, strict=True))
     ]
     prompt = choices[0].prompt_token_ids
     response = ChatResponse(
-        id=answer.form.response_id,
+        id=shape.form.response_id,
         object="chat.completion",
-        created=answer.form.created,
-        model=answer.form.model,
+        created=shape.form.created,
+        model=shape.form.model,
         choices=choices,
         usage=with_reasoning_tokens(usage, [reader.reasoning_tokens for reader in readers]),
         prompt_token_ids=prompt,
-        prompt_logprobs=answer.prompt_logprobs(0, outcomes[0]),
+        prompt_logprobs=shape.prompt_logprobs(0, outcomes[0]),
     )
     return msgspec.json.encode(response)
 
 
-def _choice(answer: Answer, index: int, outcome: TextDelta, reader: MessageReader) -> ChatChoice:
+def _choice(shape: AnswerShape, index: int, outcome: TextDelta, reader: MessageReader) -> ChatChoice:
     return ChatChoice(
         index=index,
         message=whole_message(reader, outcome.text),
-        logprobs=_logprobs(answer, outcome),
+        logprobs=_logprobs(shape, outcome),
         finish_reason=reader.finish_reason(outcome.finish_reason or "stop"),
         stop_reason=outcome.stop_reason,
-        **answer.shown_ids(index, outcome),
+        **shape.shown_ids(index, outcome),
     )
 
 
-def _logprobs(answer: Answer, outcome: TextDelta) -> ChatLogprobs | None:
+def _logprobs(shape: AnswerShape, outcome: TextDelta) -> ChatLogprobs | None:
     if outcome.logprobs is None:
         return None
-    return chat_logprobs(outcome.token_ids, outcome.logprobs, answer.form.token_bytes)
+    return chat_logprobs(outcome.token_ids, outcome.logprobs, shape.form.token_bytes)

@@ -19,14 +19,17 @@ from penstock.server.openai.openai_types import ChatRequest
 from penstock.server.openai.sampling import chat_sampling, check_choices, fit_to_context, output_field
 from penstock.server.openai.structured import behind_reasoning, in_place_of_calls, structured_field
 from penstock.server.openai.tools import ToolUse, bound_schemas, grammar_of, tool_use
-from penstock.server.routes.generation_route import GenerationRoute
+from penstock.server.routes.grammar_checks import GrammarChecks
+from penstock.server.routes.intake import Intake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadChat:
-    """Attributes:
-    reading: how the answers are read; None: all of their text is content.
-    unused: fields that have no effect on this model.
+    """What a chat request comes to.
+
+    Attributes:
+        reading: how the answers are read; None: all of their text is content.
+        unused: fields that have no effect on this model.
     """
 
     sequence: Sequence
@@ -35,41 +38,45 @@ class ReadChat:
 
 
 class ChatReader:
-    """One for the server."""
+    """Reads conversations, and has their grammars checked; one for the server."""
 
-    def __init__(self, route: GenerationRoute) -> None:
-        self._route = route
+    def __init__(self, intake: Intake, grammars: GrammarChecks) -> None:
+        self._intake = intake
+        self._grammars = grammars
 
     async def read(self, asked: ChatRequest) -> ReadChat:
-        """What the request comes to, its grammar proved. Raises errors that name the field at fault."""
-        route = self._route
-        model = route.model
-        sampling = chat_sampling(asked, model, route.limits)
-        check_choices(sampling, 1, route.limits)
+        """Return what the request comes to, its grammar checked. An error names the field at fault."""
+        intake, grammars = self._intake, self._grammars
+        model = intake.model
+        sampling = chat_sampling(asked, model, intake.limits)
+        check_choices(sampling, 1, intake.limits)
         use, options, unused = self._beside_messages(asked)
-        prompt = await route.prompts.chat(asked.messages, use, options)
+        prompt = await intake.prompts.chat(asked.messages, use, options)
         is_open = opens_reasoning(asked, prompt, model)
         reading = reading_of(asked, use, model.syntax, is_open=is_open)
         asked_by = structured_field(asked)
         text = in_place_of_calls(sampling, use, model.syntax, asked_by)
         if use.choice in ("none", "auto"):  # else there are only calls
-            await route.prove(sampling, asked_by)
+            await grammars.check_sampling(sampling, asked_by)
         grammar = grammar_of(use, model.syntax, is_open=is_open, text=text)
         if grammar is None:
             grammar = behind_reasoning(sampling, model.syntax, asked_by, is_open=is_open)
         else:
             asked_by = "tools"
         for param, schema in bound_schemas(use).items():
-            route.check_schema(schema, param)
+            grammars.check_schema(schema, param)
         sampling = _for_reading(sampling, reading, model, grammar)
         if grammar is not None:
-            await route.prove_made(grammar, asked_by)
+            await grammars.check_made(grammar, asked_by)
         return ReadChat(sequence=self._sequence(asked, prompt, sampling), reading=reading, unused=unused)
 
     async def render(self, asked: ChatRequest) -> tuple[str, Sequence, list[str]]:
-        """The text that the template makes, its sequence, and fields without effect; nothing is proved."""
-        prompts = self._route.prompts
-        sampling = chat_sampling(asked, self._route.model, self._route.limits)
+        """Return the text that the template makes, its sequence, and fields without effect.
+
+        No grammar is checked.
+        """
+        prompts = self._intake.prompts
+        sampling = chat_sampling(asked, self._intake.model, self._intake.limits)
         use, options, unused = self._beside_messages(asked)
         prompt = await prompts.chat(asked.messages, use, options)
         sequence = self._sequence(asked, prompt, sampling)
@@ -77,14 +84,14 @@ class ChatReader:
 
     def _beside_messages(self, asked: ChatRequest) -> tuple[ToolUse, dict[str, Any], list[str]]:
         """Tools and options for the chat template, and the fields that have no effect on it."""
-        syntax, limits = self._route.model.syntax, self._route.limits
+        syntax, limits = self._intake.model.syntax, self._intake.limits
         return tool_use(asked, syntax, limits), *template_options(asked, syntax, limits)
 
     def _sequence(self, asked: ChatRequest, prompt: list[int], sampling: SamplingParams) -> Sequence:
         fitted = fit_to_context(
             sampling,
             len(prompt),
-            self._route.max_model_len,
+            self._intake.max_model_len,
             default=None,
             prompt_field="messages",
             output_field=output_field(asked),
@@ -95,7 +102,7 @@ class ChatReader:
 def _for_reading(
     sampling: SamplingParams, reading: Reading | None, model: ServedModel, grammar: str | None
 ) -> SamplingParams:
-    """The sampling of an answer that can be read so, and that follows the grammar."""
+    """Return the sampling of an answer that can be read so, and that follows the grammar."""
     changes: dict[str, Any] = {}
     if markers := shown_markers(reading, model.syntax):
         changes["shown_special_tokens"] = markers

@@ -11,7 +11,7 @@ from penstock.server.answers.echo import Echo
 from penstock.server.answers.generation import GenerationResponse, Sequence
 from penstock.server.answers.sse import TEXT
 from penstock.server.http.errors import json_response
-from penstock.server.openai.fields import convert, unknown_fields, warning_headers
+from penstock.server.openai.fields import warning_headers
 from penstock.server.openai.openai_types import (
     CompletionChoice,
     CompletionLogprobs,
@@ -27,47 +27,46 @@ from penstock.server.openai.sampling import (
     fit_to_context,
 )
 from penstock.server.openai.structured import structured_field
-from penstock.server.routes.generation_route import Answer, GenerationRoute
+from penstock.server.routes.grammar_checks import GrammarChecks
+from penstock.server.routes.intake import Intake
+from penstock.server.routes.responder import AnswerShape, Responder
 
 
 class CompletionsRoute:
-    def __init__(self, route: GenerationRoute) -> None:
-        self._route = route
+    """Reads a completions request, and answers it or shows what it would give the model."""
+
+    def __init__(self, intake: Intake, grammars: GrammarChecks, responder: Responder) -> None:
+        self._intake = intake
+        self._grammars = grammars
+        self._responder = responder
 
     async def create(self, request: Request) -> Response:
         """Continue each prompt, streamed or as a whole; choice i belongs to prompt i // n."""
-        return await self._route.accept(request, self._prepare)
+        return await self._intake.accept(request, self._prepare)
 
     async def _prepare(self, request: Request) -> GenerationResponse:
-        route = self._route
-        body = await route.read(request)
-        asked = convert(body, CompletionRequest)
-        route.check_common(asked)
-        sequences = await self._sequences(asked)
-        await route.prove(sequences[0].sampling, structured_field(asked))
-        return route.respond(request, body, asked, sequences, TEXT, completion_body)
+        read = await self._intake.read_generation(request, CompletionRequest)
+        sequences = await self._sequences(read.fields)
+        await self._grammars.check_sampling(sequences[0].sampling, structured_field(read.fields))
+        return self._responder.respond(read, sequences, TEXT, completion_body)
 
     async def render(self, request: Request) -> Response:
         """What a completion with this body would give the model, for each of its prompts; nothing runs."""
-        body = await self._route.read(request)
-        asked = convert(body, CompletionRequest)
-        self._route.check_common(asked)
-        sequences = await self._sequences(asked)
+        read = await self._intake.read_generation(request, CompletionRequest)
+        sequences = await self._sequences(read.fields)
         rendered = [
-            self._route.rendered(prompt if isinstance(prompt, str) else None, sequence.prompt_token_ids)
-            for prompt, sequence in zip(prompt_list(asked.prompt), sequences, strict=True)
+            self._responder.rendered(prompt if isinstance(prompt, str) else None, sequence.prompt_token_ids)
+            for prompt, sequence in zip(prompt_list(read.fields.prompt), sequences, strict=True)
         ]
-        return json_response(
-            msgspec.json.encode(rendered), headers=warning_headers(unknown_fields(body, CompletionRequest))
-        )
+        return json_response(msgspec.json.encode(rendered), headers=warning_headers(read.ignored))
 
     async def _sequences(self, asked: CompletionRequest) -> list[Sequence]:
-        """One for each prompt."""
-        route = self._route
-        sampling = completion_sampling(asked, route.model, route.limits)
-        limit, codec = route.max_model_len, route.model.codec
-        all_ids = await route.prompts.completions(asked.prompt)
-        check_choices(sampling, len(all_ids), route.limits)
+        """Return one for each prompt."""
+        intake = self._intake
+        sampling = completion_sampling(asked, intake.model, intake.limits)
+        limit, codec = intake.max_model_len, intake.model.codec
+        all_ids = await intake.prompts.completions(asked.prompt)
+        check_choices(sampling, len(all_ids), intake.limits)
         return [
             Sequence(
                 prompt_token_ids=token_ids,
@@ -78,36 +77,36 @@ class CompletionsRoute:
         ]
 
 
-def completion_body(answer: Answer, outcomes: list[TextDelta], usage: Usage) -> bytes:
-    """A whole answer."""
+def completion_body(shape: AnswerShape, outcomes: list[TextDelta], usage: Usage) -> bytes:
+    """Return the body of a whole reply."""
     response = CompletionResponse(
-        id=answer.form.response_id,
+        id=shape.form.response_id,
         object="text_completion",
-        created=answer.form.created,
-        model=answer.form.model,
-        choices=[_choice(answer, index, outcome) for index, outcome in enumerate(outcomes)],
+        created=shape.form.created,
+        model=shape.form.model,
+        choices=[_choice(shape, index, outcome) for index, outcome in enumerate(outcomes)],
         usage=usage,
     )
     return msgspec.json.encode(response)
 
 
-def _choice(answer: Answer, index: int, outcome: TextDelta) -> CompletionChoice:
-    echo = answer.choices[index].echo
+def _choice(shape: AnswerShape, index: int, outcome: TextDelta) -> CompletionChoice:
+    echo = shape.choices[index].echo
     return CompletionChoice(
         index=index,
         text=outcome.text if echo is None else echo.text + outcome.text,
-        logprobs=_logprobs(answer, index, outcome),
+        logprobs=_logprobs(shape, index, outcome),
         finish_reason=outcome.finish_reason or "stop",
         stop_reason=outcome.stop_reason,
-        prompt_logprobs=answer.prompt_logprobs(index, outcome),
-        **answer.shown_ids(index, outcome),
+        prompt_logprobs=shape.prompt_logprobs(index, outcome),
+        **shape.shown_ids(index, outcome),
     )
 
 
-def _logprobs(answer: Answer, index: int, outcome: TextDelta) -> CompletionLogprobs | None:
+def _logprobs(shape: AnswerShape, index: int, outcome: TextDelta) -> CompletionLogprobs | None:
     if outcome.logprobs is None:
         return None
-    choice = answer.choices[index]
-    echo, writer = choice.echo, answer.form.completion_logprobs(choice.prompt_token_ids, choice.echo)
+    choice = shape.choices[index]
+    echo, writer = choice.echo, shape.form.completion_logprobs(choice.prompt_token_ids, choice.echo)
     logprobs = writer.write(outcome.token_ids, outcome.logprobs)
     return logprobs if echo is None else echo.before(logprobs, outcome.prompt_logprobs)

@@ -36,7 +36,7 @@ from penstock.server.openai.openai_types import (
     EmbeddingUsage,
     Usage,
 )
-from penstock.server.routes.generation_route import GenerationRoute
+from penstock.server.routes.intake import Intake
 
 AT_ONCE = 64  # inputs of one request in the engine
 _BYTES_PER_NUMBER = 20  # of JSON, about
@@ -44,7 +44,7 @@ _BYTES_PER_NUMBER = 20  # of JSON, about
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingJob(GenerationJob):
-    """What one request asks for; its sequences' sampling says nothing."""
+    """What one embeddings request asks for; the sampling of its sequences has no meaning."""
 
     params: PoolingParams
 
@@ -79,21 +79,23 @@ class EmbeddingsResponse(GenerationResponse):
 
 
 class EmbeddingsRoute:
-    def __init__(self, route: GenerationRoute, context: GenerationContext, workers: TextWorkers) -> None:
-        self._route = route
+    """Reads an embeddings request and has its inputs pooled."""
+
+    def __init__(self, intake: Intake, context: GenerationContext, workers: TextWorkers) -> None:
+        self._intake = intake
         self._context = context
         self._workers = workers
 
     async def create(self, request: Request) -> Response:
         """A vector for each input, in order."""
-        return await self._route.accept(request, self._prepare)
+        return await self._intake.accept(request, self._prepare)
 
     async def _prepare(self, request: Request) -> GenerationResponse:
-        body = await self._route.read(request)
+        body = await self._intake.read(request)
         asked = convert(body, EmbeddingRequest)
-        self._route.check_model(asked.model)
+        self._intake.check_model(asked.model)
         params = self._params(asked)
-        prompts = await self._route.prompts.embeddings(asked.input)
+        prompts = await self._intake.prompts.embeddings(asked.input)
         self._refuse_long(prompts)
         write = vector_in_base64 if asked.encoding_format == "base64" else vector_as_numbers
         job = EmbeddingJob(
@@ -101,14 +103,14 @@ class EmbeddingsRoute:
             record=record_of(request.scope),
             headers=warning_headers(unknown_fields(body, EmbeddingRequest)),
             make_body=lambda vectors, usage: self._workers.answer(
-                _num_bytes(vectors), embedding_body, self._route.model.name, write, vectors, usage
+                _num_bytes(vectors), embedding_body, self._intake.model.name, write, vectors, usage
             ),
             params=params,
         )
         return EmbeddingsResponse(job, self._context)
 
     def _params(self, asked: EmbeddingRequest) -> PoolingParams:
-        self._route.model.vector.check(asked.dimensions)
+        self._intake.model.vector.check(asked.dimensions)
         return PoolingParams(
             pooling=asked.pooling,
             normalize=asked.normalize is not False,
@@ -116,7 +118,7 @@ class EmbeddingsRoute:
         )
 
     def _refuse_long(self, prompts: list[list[int]]) -> None:
-        limit = self._route.max_model_len
+        limit = self._intake.max_model_len
         for index, prompt in enumerate(prompts):
             if len(prompt) > limit:
                 raise InvalidRequestError(
@@ -128,14 +130,14 @@ class EmbeddingsRoute:
 
 
 def _num_bytes(outcomes: list[TextDelta]) -> int:
-    """Of an answer with these vectors, about."""
+    """Return about how many bytes an answer with these vectors has."""
     return sum(len(outcome.vector) for outcome in outcomes) // 4 * _BYTES_PER_NUMBER
 
 
 def embedding_body(
     model: str, write: Callable[[bytes], list[float] | str], outcomes: list[TextDelta], usage: Usage
 ) -> bytes:
-    """A whole answer; `write` gives vectors, float32, their form."""
+    """Return the body of a whole answer; `write` gives vectors, float32, their form."""
     response = EmbeddingResponse(
         data=[
             Embedding(index=index, embedding=write(outcome.vector)) for index, outcome in enumerate(outcomes)

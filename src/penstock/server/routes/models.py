@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.errors import NotFoundError
@@ -20,8 +21,9 @@ class ModelsRoute:
         """The models that this server has: one."""
         return json_response(msgspec.json.encode(ModelList(data=[self._card()])))
 
-    async def get(self, model_id: str) -> Response:
+    async def get(self, request: Request) -> Response:
         """One model by its exact name; the name has no meaning as a path."""
+        model_id: str = request.path_params["model_id"]
         if model_id != self._model.name:
             raise NotFoundError(
                 f"The model {model_id[:128]!r} does not exist here; this server has {self._model.name!r}.",
@@ -31,11 +33,10 @@ class ModelsRoute:
         return json_response(msgspec.json.encode(self._card()))
 
     def _card(self) -> ModelCard:
-        """Made anew each time: the engine knows what its KV pool holds only when it has loaded."""
         model = self._model
         return ModelCard(
             id=model.name,
             created=model.created,
-            max_model_len=min(model.max_model_len, self._engine.max_model_len),
+            max_model_len=model.context_length(self._engine),
             vocab_size=model.vocab_size,
         )

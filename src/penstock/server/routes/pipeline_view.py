@@ -116,10 +116,12 @@ class PipelineView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineRoute:
-    """Args:
-    max_streams: feeds that may be open at once; one more is answered 429.
-    clock, wall_clock: monotonic seconds, Unix time.
-    sleep: as `asyncio.sleep`; tests give their own.
+    """Shows the pipeline as it is now, once or as a feed.
+
+    Args:
+        max_streams: feeds that may be open at once; one more is answered 429.
+        clock, wall_clock: monotonic seconds, Unix time.
+        sleep: as `asyncio.sleep`; tests give their own.
     """
 
     def __init__(

@@ -20,10 +20,12 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class ProfileFolder:
-    """Args:
-    path: of the directory; None: there is none, and profiles are refused.
-    max_files: profiles that may lie there.
-    now: the date, for names.
+    """The directory that keeps profiles.
+
+    Args:
+        path: of the directory; None: there is none, and profiles are refused.
+        max_files: profiles that may lie there.
+        now: the date, for names.
     """
 
     def __init__(

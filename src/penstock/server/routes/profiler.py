@@ -74,10 +74,12 @@ class _Running:
 
 
 class Profiler:
-    """Args:
-    num_stages: of each replica.
-    clock: monotonic seconds.
-    sleep: as `asyncio.sleep`; tests give their own.
+    """Starts and ends profiles, one at a time, and writes them.
+
+    Args:
+        num_stages: of each replica.
+        clock: monotonic seconds.
+        sleep: as `asyncio.sleep`; tests give their own.
     """
 
     def __init__(

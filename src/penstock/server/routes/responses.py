@@ -31,33 +31,37 @@ from penstock.server.openai.responses_types import (
     TextOptions,
 )
 from penstock.server.routes.chat_reader import ChatReader
-from penstock.server.routes.generation_route import GenerationRoute
+from penstock.server.routes.intake import Intake
+from penstock.server.routes.responder import Responder
 
 
 class ResponsesRoute:
-    def __init__(self, route: GenerationRoute, chats: ChatReader) -> None:
-        self._route = route
+    """Reads a response request as a chat, and answers it with items."""
+
+    def __init__(self, intake: Intake, chats: ChatReader, responder: Responder) -> None:
+        self._intake = intake
         self._chats = chats
+        self._responder = responder
 
     async def create(self, request: Request) -> Response:
         """Answer a conversation with items, streamed or as a whole."""
-        return await self._route.accept(request, self._prepare)
+        return await self._intake.accept(request, self._prepare)
 
     async def _prepare(self, request: Request) -> GenerationResponse:
-        route = self._route
-        body = await route.read(request)
+        intake = self._intake
+        body = await intake.read(request)
         refuse_fields_of_chats(body)
         asked = convert(body, ResponsesRequest)
-        route.check_model(asked.model)
-        chat = ChatOfResponse(asked, route.limits)
+        intake.check_model(asked.model)
+        chat = ChatOfResponse(asked, intake.limits)
         try:
             read = await self._chats.read(chat.request)
         except RequestError as error:
             raise chat.renamed(error) from None
         check_logprobs(chat.request, read.reading)
         unique = record_of(request.scope).unique_id
-        response = _begun(asked, f"resp_{unique}", route.model.name, read.sequence.sampling)
-        token_bytes = route.model.codec.token_bytes if chat.request.logprobs else None
+        response = _begun(asked, f"resp_{unique}", intake.model.name, read.sequence.sampling)
+        token_bytes = intake.model.codec.token_bytes if chat.request.logprobs else None
         output = Output(unique, (read.reading or Reading()).reader(response.id, 0), token_bytes)
 
         def make_body(outcomes: list[TextDelta], usage: Usage) -> bytes:
@@ -68,7 +72,7 @@ class ResponsesRoute:
         unused = chat.unused + [chat.own_names(name) for name in read.unused]
         headers = warning_headers(unknown_here(body), unused)
         text = ResponseText(response, output) if asked.stream else None
-        return route.start(request, [read.sequence], headers, make_body, text)
+        return self._responder.start(request, [read.sequence], headers, make_body, text)
 
 
 def _begun(asked: ResponsesRequest, id_: str, model: str, sampling: SamplingParams) -> ResponseObject:

@@ -17,11 +17,13 @@ from penstock.server.http.errors import json_response
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """Attributes:
-    max_model_len: as of now: the model's, or less where the KV pool holds less.
-    stages: of each replica.
-    settings: by the names that a settings file has for them; empty for a server that was not started by the
-        command line.
+    """What this server runs with.
+
+    Attributes:
+        max_model_len: as of now: the model's, or less where the KV pool holds less.
+        stages: of each replica.
+        settings: by the names that a settings file has for them; empty for a server that the command line has
+            not started.
     """
 
     version: str
@@ -34,8 +36,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerInfoRoute:
-    """Args:
-    settings: to show; without secrets.
+    """Shows what this server runs with.
+
+    Args:
+        settings: to show; without secrets.
     """
 
     def __init__(self, model: ServedModel, engine: EngineLike, settings: dict[str, Any]) -> None:
@@ -49,7 +53,7 @@ class ServerInfoRoute:
         info = ServerInfo(
             version=__version__,
             model=model.name,
-            max_model_len=min(model.max_model_len, self._engine.max_model_len),
+            max_model_len=model.context_length(self._engine),
             vocab_size=model.vocab_size,
             num_replicas=len(self._engine.statuses()),
             stages=list(model.stages),

@@ -15,7 +15,7 @@ from penstock.errors import InvalidRequestError
 from penstock.server.http.errors import json_response
 from penstock.server.openai.fields import convert, unknown_fields, warning_headers
 from penstock.server.openai.openai_types import ChatMessage
-from penstock.server.routes.generation_route import GenerationRoute
+from penstock.server.routes.intake import Intake
 
 
 class TokenizeTextRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,50 +52,52 @@ class DetokenizeResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRoute:
-    """Args:
-    route: reads bodies and prompts as the generating routes do.
+    """Turns texts and messages into token ids, and token ids into text.
+
+    Args:
+        intake: reads bodies and prompts as the generating routes do.
     """
 
-    def __init__(self, route: GenerationRoute) -> None:
-        self._route = route
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, or of what the chat template makes of messages."""
-        body = await self._route.read(request)
+        body = await self._intake.read(request)
         if body.get("messages") is None:
             asked = convert(body, TokenizeTextRequest)
-            self._route.check_model(asked.model)
+            self._intake.check_model(asked.model)
             special = asked.add_special_tokens is not False
-            tokens = await self._route.prompts.text(asked.prompt, add_special_tokens=special)
+            tokens = await self._intake.prompts.text(asked.prompt, add_special_tokens=special)
             return await self._tokenized(body, asked, tokens)
         _refuse(body.get("prompt") is not None, "prompt", "without messages")
         chat = convert(body, TokenizeChatRequest)
-        self._route.check_model(chat.model)
+        self._intake.check_model(chat.model)
         _refuse(chat.add_special_tokens is True, "add_special_tokens", "with a prompt")
         options = {"add_generation_prompt": chat.add_generation_prompt is not False}
-        tokens = await self._route.prompts.chat(chat.messages, options=options)
+        tokens = await self._intake.prompts.chat(chat.messages, options=options)
         return await self._tokenized(body, chat, tokens)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, special ones by their names."""
-        body = await self._route.read(request)
+        body = await self._intake.read(request)
         asked = convert(body, DetokenizeRequest)
-        self._route.check_model(asked.model)
-        text = await self._route.prompts.detokenized(asked.tokens)
+        self._intake.check_model(asked.model)
+        text = await self._intake.prompts.detokenized(asked.tokens)
         return _respond(DetokenizeResponse(prompt=text), body, DetokenizeRequest)
 
     async def _tokenized(
         self, body: dict[str, Any], asked: TokenizeTextRequest | TokenizeChatRequest, tokens: list[int]
     ) -> Response:
-        names = await self._route.prompts.token_names(tokens) if asked.return_token_strs else None
+        names = await self._intake.prompts.token_names(tokens) if asked.return_token_strs else None
         answer = TokenizeResponse(
-            tokens=tokens, count=len(tokens), max_model_len=self._route.max_model_len, token_strs=names
+            tokens=tokens, count=len(tokens), max_model_len=self._intake.max_model_len, token_strs=names
         )
         return _respond(answer, body, type(asked))
 
 
 def _respond(answer: msgspec.Struct, body: dict[str, Any], kind: type[msgspec.Struct]) -> Response:
-    """With the header that names what was ignored in the body."""
+    """Return the answer with the header that names what was ignored in the body."""
     return json_response(msgspec.json.encode(answer), headers=warning_headers(unknown_fields(body, kind)))
 
 

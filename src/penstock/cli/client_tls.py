@@ -1,0 +1,64 @@
+"""HTTPS for the commands that talk to a running server: whom they trust, and what they say when they do not.
+
+Trusted are the authorities of the system, or of `SSL_CERT_FILE` and `SSL_CERT_DIR` in the environment, and
+those of `--ca-file`. A server's name is always checked.
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+
+from penstock.errors import LinkClosedError, UsageError
+
+CA_FILE_HELP = "certificates to trust beside the system's, PEM"
+_NAME_MISMATCH = frozenset(
+    {62, 64}
+)  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
+
+
+def client_context(ca_file: Path | None) -> ssl.SSLContext:
+    """Return the context of an HTTPS client.
+
+    Args:
+        ca_file: certificates to trust too: of authorities, or a server's own.
+
+    Raises:
+        UsageError: the file cannot be read, or holds no certificate.
+    """
+    context = ssl.create_default_context()
+    if ca_file is None:
+        return context
+    try:
+        context.load_verify_locations(ca_file)
+    except OSError as error:  # `ssl.SSLError` too
+        is_ssl = isinstance(error, ssl.SSLError)
+        reason = "it holds no certificate in PEM form" if is_ssl else error.strerror
+        raise UsageError(
+            f"--ca-file {ca_file} cannot be used: {reason}.",
+            remedy="Give the file of --ssl-certfile of the server, or of the authority that signed it.",
+            param="ca_file",
+        ) from error
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own certificate is enough
+    return context
+
+
+def connection_error(url: str, error: Exception) -> LinkClosedError:
+    """Return the error of a server that cannot be reached, or whose certificate is not trusted."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        remedy = "If it is your server, name its certificate or authority by --ca-file or SSL_CERT_FILE."
+        if error.verify_code in _NAME_MISMATCH:
+            remedy = "Use a host name that is in the certificate, or have one made for this name."
+        return LinkClosedError(
+            f"the certificate of {url} is not trusted: {error.verify_message}.",
+            remedy=remedy,
+            code="certificate_not_trusted",
+        )
+    if isinstance(error, ssl.SSLError):
+        reason = (error.reason or str(error)).replace("_", " ").lower()
+        return LinkClosedError(
+            f"{url} does not speak TLS as this program does: {reason}.",
+            remedy="Use http:// if it speaks plain HTTP.",
+        )
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return LinkClosedError(f"no server at {url}: {reason}.", remedy="Start one with `penstock serve MODEL`.")

@@ -1,0 +1,96 @@
+"""Connections of an HTTPS server until their TLS handshake is over.
+
+The event loop's own way calls a protocol only after the handshake, so that nothing would count the
+connections that never finish it. Here they count from the first moment:
+
+| bound | what happens |
+| --- | --- |
+| `max_connections`, handshakes among them | a further one is closed, without a handshake |
+| `header_timeout_s` for a handshake, as for a head | close |
+| 2 s in which a client confirms the end of its connection | close |
+
+After the handshake `http_protocol` has the connection, with all of its bounds. What waits
+for a client is counted before its encryption: a client that takes less than 64 KiB in `write_timeout_s`,
+while more than 512 KiB wait, counts as one that takes nothing. Used by `api_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+
+from penstock.config.limits import ConnectionLimits
+from penstock.process.listening import BACKLOG
+
+_GOODBYE_S = 2.0  # in which a client confirms that its connection ends
+_PAUSE_S = 0.1  # after the system could not give a connection
+
+
+class TlsListener:
+    """Accepts connections and hands those whose handshake succeeds to a protocol.
+
+    Args:
+        listener: bound; it begins to listen when this opens.
+        num_connections: that have their protocol.
+        make_protocol: for one connection.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        context: ssl.SSLContext,
+        limits: ConnectionLimits,
+        num_connections: Callable[[], int],
+        make_protocol: Callable[[], asyncio.Protocol],
+    ) -> None:
+        self._listener = listener
+        self._context = context
+        self._limits = limits
+        self._num_connections = num_connections
+        self._make_protocol = make_protocol
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None]
+
+    @property
+    def num_handshakes(self) -> int:
+        return len(self._handshakes)
+
+    def open(self) -> None:
+        """Accept connections from now on."""
+        self._listener.setblocking(False)
+        self._listener.listen(BACKLOG)
+        self._accepting = asyncio.get_running_loop().create_task(self._accept())
+
+    def close(self) -> None:
+        """Accept nothing more, and end the connections in their handshake."""
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError:  # it was reset while it waited, or there are no descriptors
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            if self.num_handshakes + self._num_connections() >= self._limits.max_connections:
+                connection.close()
+                continue
+            task = loop.create_task(self._shake_hands(connection))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                self._make_protocol,
+                connection,
+                ssl=self._context,
+                ssl_handshake_timeout=self._limits.header_timeout_s,
+                ssl_shutdown_timeout=_GOODBYE_S,
+            )
+        except OSError:  # not TLS, no common version, too slow, or gone: no client waits for an answer
+            connection.close()

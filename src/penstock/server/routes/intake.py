@@ -1,0 +1,128 @@
+"""The first steps of a request for text: it is accepted, its body is read, and its common fields are checked.
+
+Used by every route with a body. What a request meets next is `chat_reader` or a route's own reading, then
+`grammar_checks`, then `responder`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from starlette.requests import Request
+
+from penstock.config.limits import Limits
+from penstock.errors import InvalidRequestError, NotFoundError
+from penstock.server.answers.generation import GenerationContext, GenerationResponse, require_ready
+from penstock.server.engine_port import ServedModel
+from penstock.server.http.lifecycle import Interruptible
+from penstock.server.http.limits import ByteLimits, read_json
+from penstock.server.http.text_workers import TextWorkers
+from penstock.server.openai.fields import convert, unknown_fields
+from penstock.server.openai.openai_types import GenerateRequest
+from penstock.server.openai.prompts import PromptReader
+
+G = TypeVar("G", bound=GenerateRequest)
+G_co = TypeVar("G_co", bound=GenerateRequest, covariant=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRequest(Generic[G_co]):
+    """A generating request whose body was read and checked.
+
+    Attributes:
+        http: the request itself.
+        fields: of its body.
+        ignored: names in its body that mean nothing.
+    """
+
+    http: Request
+    fields: G_co
+    ignored: list[str]
+
+
+class Intake:
+    """Accepts requests, reads their bodies and checks what all of them have; one for the server.
+
+    Attributes:
+        prompts: reads the prompts in a body.
+    """
+
+    def __init__(
+        self, model: ServedModel, context: GenerationContext, limits: Limits, workers: TextWorkers
+    ) -> None:
+        self.model = model
+        self.limits = limits
+        self._bytes = ByteLimits.resolve(limits, model.max_model_len)
+        self.prompts = PromptReader(model, limits, self._bytes.max_prompt, workers)
+        self._context = context
+        self._workers = workers
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its output at most, as of now."""
+        return self.model.context_length(self._context.engine)
+
+    async def accept(
+        self, request: Request, prepare: Callable[[Request], Coroutine[Any, Any, GenerationResponse]]
+    ) -> GenerationResponse:
+        """Return what `prepare` makes of the request, if this server takes work now.
+
+        The request counts as running from here, through body, template and tokenizing, to the end of its
+        response: a drain waits for it.
+        """
+        require_ready(self._context)
+        lifecycle = self._context.lifecycle
+        preparation = Interruptible()
+        lifecycle.enter(preparation)
+        try:
+            response = await preparation.run(prepare(request))
+            lifecycle.enter(response)
+            return response
+        finally:
+            lifecycle.leave(preparation)
+
+    async def read(self, request: Request) -> dict[str, Any]:
+        """Return the body as a JSON object. Raises errors of `http.limits.read_json`."""
+        return await read_json(request, self._bytes.max_body, self.limits.max_json_depth, self._workers)
+
+    async def read_generation(self, request: Request, kind: type[G]) -> ReadRequest[G]:
+        """Return the body as a generating request, its common fields checked.
+
+        Raises:
+            NotFoundError: the model is not served here; found before any work on the prompt.
+            InvalidRequestError: a field has a wrong type, or fields do not go together.
+        """
+        body = await self.read(request)
+        fields = convert(body, kind)
+        self._check_common(fields)
+        return ReadRequest(http=request, fields=fields, ignored=unknown_fields(body, kind))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise `NotFoundError` for a name that is not the served model's; no name is right."""
+        if name and name != self.model.name:
+            raise NotFoundError(
+                f"The model {name[:128]!r} does not exist here; this server has {self.model.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _check_common(self, asked: GenerateRequest) -> None:
+        self.check_model(asked.model)
+        if asked.stream_options is not None and not asked.stream:
+            raise InvalidRequestError(
+                "stream_options may only be set together with stream: true.", param="stream_options"
+            )
+        if asked.counts_tokens and not asked.include_usage:
+            raise InvalidRequestError(
+                "stream_options.continuous_usage_stats may only be set together with include_usage: true.",
+                remedy="Set both, or leave it out.",
+                param="stream_options.continuous_usage_stats",
+            )
+        if asked.prompt_logprobs is not None and asked.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs are not told in a stream.",
+                remedy="Leave out stream; a completion streams them with echo and logprobs.",
+                param="prompt_logprobs",
+            )
