@@ -23,8 +23,10 @@ from typing import Any
 from penstock.config.engine import EngineConfig, Pooling
 from penstock.config.limits import GrammarLimits
 from penstock.config.refused_settings import require_backend
-from penstock.engine.client.async_engine import AsyncEngine, EngineInfo, EngineStatus, RequestStream
+from penstock.engine.client.async_engine import AsyncEngine
+from penstock.engine.client.core_health import EngineInfo, EngineStatus
 from penstock.engine.client.outputs import RequestOutput, TextDelta, merge_deltas, request_output
+from penstock.engine.client.streams import RequestStream
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
     PoolingOutput,

@@ -16,17 +16,17 @@ from collections.abc import Callable, Collection
 import msgspec
 
 from penstock.batch import StageSpans
-from penstock.config.engine import Pooling
 from penstock.engine.client.asked_operations import AskedOperations
+from penstock.engine.client.core_health import CORE_AWAY, CoreHealth, EngineInfo, EngineStatus
 from penstock.engine.client.live_requests import LiveRequests
-from penstock.engine.client.outputs import Assembler, TextDelta, merge_deltas, output_assembler
+from penstock.engine.client.outputs import Assembler, output_assembler
 from penstock.engine.client.request_check import RequestLimits
 from penstock.engine.client.routing import DECODE_TOKENS
 from penstock.engine.client.seeds import Seeds
 from penstock.engine.client.siblings import with_siblings
+from penstock.engine.client.streams import RequestStream
 from penstock.engine.client.vectors import VectorAssembler
 from penstock.engine.ipc import (
-    AWAY_S,
     HEARTBEAT_S,
     SILENCE_S,
     AbortRequests,
@@ -41,163 +41,23 @@ from penstock.engine.ipc import (
     StepUpdates,
     Trace,
     Welcome,
-    silence_limit_s,
 )
-from penstock.engine.stats import CoreStats
 from penstock.errors import (
-    AbortedError,
     ErrorInfo,
     InvalidRequestError,
     OverloadedError,
     PenstockError,
-    UnavailableError,
     WaitTimeoutError,
     error_from_info,
 )
 from penstock.operations import Operation, OperationDone
-from penstock.process.config import ApiProcessConfig
 from penstock.request import (
     GenerationRequest,
     PoolingParams,
     RequestUpdate,
     SamplingParams,
-    VectorShape,
 )
 from penstock.tokenizer.tokenizer import Tokenizer
-
-
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What this front must know of the engine beforehand.
-
-    Attributes:
-        vector: what vectors the model gives.
-        pooling: of what, where a request does not say.
-        max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
-        stale_after_s: without a word from the core for this long (heartbeats included) it is not ready.
-        silence_limit_s: after it, its streams end.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    vector: VectorShape = VectorShape(size=0)
-    pooling: Pooling = "last"
-    max_num_seqs: int = 64
-    max_waiting_requests: int = 1024
-    stale_after_s: float = 5.0
-    silence_limit_s: float = SILENCE_S
-
-    @classmethod
-    def from_config(cls, config: ApiProcessConfig, vector: VectorShape) -> EngineInfo:
-        return cls(
-            max_model_len=config.max_model_len,
-            vocab_size=config.vocab_size,
-            vector=vector,
-            pooling=config.pooling,
-            max_num_seqs=config.max_num_seqs,
-            max_waiting_requests=config.max_waiting_requests,
-            silence_limit_s=silence_limit_s(config.heartbeat_limit_s),
-        )
-
-
-class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether tokens come through the pipe.
-
-    Attributes:
-        stage: the stage at fault, when one is known.
-        reason: why it is not ready; "" when it is.
-        since: Unix time of the last change of `ready`.
-        stats: the core's numbers as of its last message; None before the first.
-        is_full: as many requests wait as may: one more would be refused.
-    """
-
-    ready: bool
-    stage: int | None
-    reason: str
-    since: float
-    stats: CoreStats | None
-    is_full: bool = False
-
-
-class RequestStream:
-    """One sequence, or one vector, in the engine. Made by `AsyncEngine.add_all` or `embed`; one reader at a
-    time.
-
-    Attributes:
-        prompt_tokens: of its prompt; 0 where the prompt is that of a sequence before, and is counted there.
-        cached_tokens: of these, that were found in a cache.
-    """
-
-    def __init__(
-        self, request_id: str, prompt_tokens: int, assembler: Assembler, abort: Callable[[str], None]
-    ) -> None:
-        self.request_id = request_id
-        self.prompt_tokens = prompt_tokens
-        self.cached_tokens = 0
-        self.queue_seconds: float | None = None
-        self._assembler = assembler
-        self._abort = abort
-        self._deltas: list[TextDelta] = []
-        self._error: PenstockError | None = None
-        self._closed = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def completion_tokens(self) -> int:
-        """Tokens generated so far, up to the stop."""
-        return self._assembler.num_tokens
-
-    async def next(self) -> TextDelta:
-        """Wait for news: everything that came since the last call, as one delta.
-
-        Raises:
-            PenstockError: the request failed, or was cancelled. Deltas that came before are given first.
-        """
-        while not self._deltas:
-            if self._error is not None:
-                raise self._error
-            if self._closed:
-                raise AbortedError(f"request {self.request_id} has ended.")
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        deltas, self._deltas = self._deltas, []
-        return merge_deltas(deltas)
-
-    def cancel(self) -> None:
-        """Abort in the core at once. Harmless after the end and when called twice."""
-        if not self._closed:
-            self._closed = True
-            self._abort(self.request_id)
-            self._wake()
-
-    def receive(self, update: RequestUpdate) -> bool:
-        """Take an update from the core; whether the request has ended. For `AsyncEngine`."""
-        if update.error is not None:
-            self.fail(error_from_info(update.error))
-            return True
-        if update.queue_seconds is not None:
-            self.queue_seconds = update.queue_seconds
-            self.cached_tokens = min(update.num_cached_tokens, self.prompt_tokens)
-        delta = self._assembler.append(update)
-        self._deltas.append(delta)
-        if delta.finish_reason is not None:
-            self._closed = True
-            if update.finish_reason is None:  # a stop string: the core does not know
-                self._abort(self.request_id)
-        self._wake()
-        return self._closed
-
-    def fail(self, error: PenstockError) -> None:
-        """End the stream with this error. For `AsyncEngine`."""
-        self._error = error
-        self._closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
 
 
 class AsyncEngine:
@@ -228,7 +88,7 @@ class AsyncEngine:
         self._live = LiveRequests()
         self._seeds: Seeds | None = None  # from the first welcome on
         self._socket = ClientSocket(client_address)
-        self._health = _Health(info, clock, wall_clock)
+        self._health = CoreHealth(info, clock, wall_clock)
         self._welcome: asyncio.Future[Welcome] | None = None
         self._traces: deque[asyncio.Future[list[StageSpans]]] = deque()  # asked for, oldest first
         self._operations = AskedOperations()
@@ -465,7 +325,7 @@ class AsyncEngine:
     def _core_gone(self) -> None:
         self._health.core_gone()
         self._deliver(self._live.core_lost())
-        self._fail_traces(_CORE_AWAY.info())
+        self._fail_traces(CORE_AWAY.info())
         loop = asyncio.get_running_loop()
         self._unwatch(loop)
         self._socket.reconnect()
@@ -483,93 +343,3 @@ class AsyncEngine:
         for answer in traces:
             if not answer.done():
                 answer.set_exception(error_from_info(error))
-
-
-_CORE_AWAY = UnavailableError(
-    "the engine core went away; another one starts.", remedy="Try again in a second."
-)
-
-
-class _Health:
-    """Readiness from what the core says and from how long it has said nothing.
-
-    The core says how long its stages have owed it a result, and how long is too long for what they compute.
-    It probes every stage once a second when idle, so a stage that does not answer shows at once.
-    """
-
-    def __init__(self, info: EngineInfo, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
-        self._info = info
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._heard_at: float | None = None
-        self._gone_at: float | None = None  # when the core went; None while it is there, and before the first
-        self._stats: CoreStats | None = None
-        self._was_ready = False
-        self._since = wall_clock()
-
-    def heard_from_core(self) -> None:
-        self._heard_at, self._gone_at = self._clock(), None
-
-    def beat(self, stats: CoreStats) -> None:
-        self._heard_at = self._clock()
-        self._stats = stats
-
-    def core_gone(self) -> None:
-        if self._gone_at is None and self._heard_at is not None:
-            self._gone_at, self._stats = self._clock(), None
-
-    @property
-    def has_core(self) -> bool:
-        """A core has welcomed this client, and has not gone since."""
-        return self._heard_at is not None and self._gone_at is None
-
-    def silence_s(self) -> float:
-        """Seconds since the core was last heard; 0 before the first word."""
-        return 0.0 if self._heard_at is None else self._clock() - self._heard_at
-
-    def gave_up(self) -> PenstockError | None:
-        """Why nobody should go on waiting for the core, if so."""
-        if self._gone_at is not None:
-            away_s = self._clock() - self._gone_at
-            if away_s < AWAY_S:
-                return None
-            return UnavailableError(f"the engine core has been away for {away_s:.0f} s.")
-        if self.silence_s() < self._info.silence_limit_s:
-            return None
-        return WaitTimeoutError(f"the engine core has said nothing for {self.silence_s():.0f} s.")
-
-    def require_core(self) -> None:
-        """Raise the error that a new request must get, if any."""
-        if self._gone_at is not None:
-            raise error_from_info(_CORE_AWAY.info())
-        if self._heard_at is None:
-            raise UnavailableError("the engine is still loading.", remedy="Try again in some seconds.")
-
-    def status(self) -> EngineStatus:
-        reason = self._reason()
-        ready = not reason
-        if ready != self._was_ready:
-            self._was_ready, self._since = ready, self._wall_clock()
-        stats = self._stats
-        cause = stats.loss if stats is not None else None
-        return EngineStatus(
-            ready=ready,
-            stage=cause.stage if cause is not None else None,
-            reason=reason,
-            since=self._since,
-            stats=stats,
-            is_full=stats is not None and stats.scheduler.num_waiting >= self._info.max_waiting_requests,
-        )
-
-    def _reason(self) -> str:
-        if self._gone_at is not None:
-            return _CORE_AWAY.message
-        if self._heard_at is None:
-            return "the engine is loading"
-        if self.silence_s() > self._info.stale_after_s:
-            return f"the engine core has been silent for {self.silence_s():.1f} s"
-        if self._stats is not None and self._stats.loss is not None:
-            return self._stats.loss.message
-        if self._stats is not None and self._stats.stalled_s > self._stats.stall_limit_s:
-            return f"no result has crossed the stages for {self._stats.stalled_s:.1f} s"
-        return ""

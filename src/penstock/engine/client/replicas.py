@@ -13,8 +13,10 @@ from typing import TypeVar
 import msgspec
 
 from penstock.batch import StageSpans, StageTimes
-from penstock.engine.client.async_engine import AsyncEngine, EngineStatus, RequestStream
+from penstock.engine.client.async_engine import AsyncEngine
+from penstock.engine.client.core_health import EngineStatus
 from penstock.engine.client.routing import Router
+from penstock.engine.client.streams import RequestStream
 from penstock.engine.stats import CoreStats, summed, with_totals_of, without_requests
 from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
 from penstock.kvcache.sessions import unknown_session

@@ -13,7 +13,9 @@ import pytest
 from core_numbers import core_stats
 from fakes import FakeClock
 from penstock.batch import StageSpans
-from penstock.engine.client.async_engine import AsyncEngine, EngineInfo, RequestStream
+from penstock.engine.client.async_engine import AsyncEngine
+from penstock.engine.client.core_health import EngineInfo
+from penstock.engine.client.streams import RequestStream
 from penstock.engine.ipc import (
     AWAY_S,
     AbortRequests,
