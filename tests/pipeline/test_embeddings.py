@@ -17,7 +17,7 @@ from families import FAMILIES
 from pairwise import pairwise
 from penstock import LLM, PoolingParams, SamplingParams
 from penstock.config.engine import Pooling
-from penstock.llm.pending import Pending, run_all
+from penstock.llm.engine_client import OfflineRequest
 from penstock.llm.progress import ProgressDisplay
 from penstock.llm.prompt_preparer import PreparedPrompt
 
@@ -153,12 +153,13 @@ def mixed(llm: LLM, *, with_vectors: bool) -> tuple[list[list[int]], list[bytes]
     prompts = [PreparedPrompt(text=None, token_ids=ids) for ids in PROMPTS]
     tokens = [llm._request(prompt, sampling) for prompt in prompts]
     pooled = [llm._vector_request(prompt, PoolingParams(pooling="mean")) for prompt in prompts]
-    requests: list[Pending] = tokens
+    requests: list[OfflineRequest] = tokens
     if with_vectors:
         requests = [one for pair in zip(tokens, pooled, strict=True) for one in pair]
-    run_all(llm._client, requests, ProgressDisplay())
-    found = [one.whole().vector for one in pooled] if with_vectors else []
-    return [one.whole().token_ids for one in tokens], found
+    results = [result.whole for result in llm._client.run(requests, ProgressDisplay())]
+    if not with_vectors:
+        return [result.token_ids for result in results], []
+    return [result.token_ids for result in results[::2]], [result.vector for result in results[1::2]]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -186,11 +187,11 @@ def test_d10_vectors_are_whole_after_preemption(
         old = [llm._request(PreparedPrompt(text=None, token_ids=PROMPTS[1]), greedy) for _ in range(3)]
         raw = PoolingParams(pooling="mean", normalize=False)
         young = llm._vector_request(PreparedPrompt(text=None, token_ids=PROMPTS[3]), raw)
-        run_all(llm._client, [*old, young], ProgressDisplay())
+        *_, last = llm._client.run([*old, young], ProgressDisplay())
         stats = llm.stats()
         assert stats is not None
         assert stats.scheduler.num_preemptions > 0
-        found = np.frombuffer(young.whole().vector, dtype=np.float32)
+        found = np.frombuffer(last.whole.vector, dtype=np.float32)
         np.testing.assert_allclose(found, expected["mean"][3], rtol=0, atol=TOLERANCE)
 
 

@@ -19,14 +19,14 @@ CORE_AWAY = UnavailableError(
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What this front must know of the engine beforehand.
+    """What a client must know of the engine before the core says anything.
 
     Attributes:
         vector: what vectors the model gives.
-        pooling: of what, where a request does not say.
+        pooling: token states that a vector is made of, where a request does not say.
         max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
         stale_after_s: without a word from the core for this long (heartbeats included) it is not ready.
-        silence_limit_s: after it, its streams end.
+        silence_limit_s: after so long without a word its streams end.
     """
 
     max_model_len: int
@@ -40,6 +40,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_config(cls, config: ApiProcessConfig, vector: VectorShape) -> EngineInfo:
+        """Return what an API process knows by its configuration."""
         return cls(
             max_model_len=config.max_model_len,
             vocab_size=config.vocab_size,
@@ -71,44 +72,54 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CoreHealth:
-    """Readiness from what the core says and from how long it has said nothing.
+    """Whether the core is ready, from what it says and from how long it has said nothing.
 
     The core says how long its stages have owed it a result, and how long is too long for what they compute.
     It probes every stage once a second when idle, so a stage that does not answer shows at once.
+
+    Attributes:
+        stats: the core's numbers as of its last message; None while there is no core.
     """
 
     def __init__(self, info: EngineInfo, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
         self._info = info
         self._clock = clock
         self._wall_clock = wall_clock
+        self._checked_at = clock()
         self._heard_at: float | None = None
         self._gone_at: float | None = None  # when the core went; None while it is there, and before the first
-        self._stats: CoreStats | None = None
+        self.stats: CoreStats | None = None
         self._was_ready = False
         self._since = wall_clock()
 
     def heard_from_core(self) -> None:
+        """Note that a core has welcomed this client."""
         self._heard_at, self._gone_at = self._clock(), None
 
     def beat(self, stats: CoreStats) -> None:
+        """Note that the core has said how it is."""
         self._heard_at = self._clock()
-        self._stats = stats
+        self.stats = stats
 
     def core_gone(self) -> None:
+        """Note that the core has gone; another one may come."""
         if self._gone_at is None and self._heard_at is not None:
-            self._gone_at, self._stats = self._clock(), None
+            self._gone_at, self.stats = self._clock(), None
 
     @property
     def has_core(self) -> bool:
-        """A core has welcomed this client, and has not gone since."""
+        """Whether a core has welcomed this client, and has not gone since."""
         return self._heard_at is not None and self._gone_at is None
 
     def silence_s(self) -> float:
-        """Seconds since the core was last heard; 0 before the first word."""
+        """Return the seconds since the core was last heard; 0 before its first message."""
         return 0.0 if self._heard_at is None else self._clock() - self._heard_at
 
     def gave_up(self) -> PenstockError | None:
-        """Why nobody should go on waiting for the core, if so."""
+        """Return why nobody should go on waiting for the core, if so. Asked once a second."""
+        unchecked_s, self._checked_at = self._clock() - self._checked_at, self._clock()
+        if unchecked_s >= SILENCE_S:
+            return None  # this process was stopped: what the core said meanwhile may still be in the kernel
         if self._gone_at is not None:
             away_s = self._clock() - self._gone_at
             if away_s < AWAY_S:
@@ -126,11 +137,12 @@ class CoreHealth:
             raise UnavailableError("the engine is still loading.", remedy="Try again in some seconds.")
 
     def status(self) -> EngineStatus:
+        """Return whether tokens come through the pipe, and the core's numbers."""
         reason = self._reason()
         ready = not reason
         if ready != self._was_ready:
             self._was_ready, self._since = ready, self._wall_clock()
-        stats = self._stats
+        stats = self.stats
         cause = stats.loss if stats is not None else None
         return EngineStatus(
             ready=ready,
@@ -148,8 +160,8 @@ class CoreHealth:
             return "the engine is loading"
         if self.silence_s() > self._info.stale_after_s:
             return f"the engine core has been silent for {self.silence_s():.1f} s"
-        if self._stats is not None and self._stats.loss is not None:
-            return self._stats.loss.message
-        if self._stats is not None and self._stats.stalled_s > self._stats.stall_limit_s:
-            return f"no result has crossed the stages for {self._stats.stalled_s:.1f} s"
+        if self.stats is not None and self.stats.loss is not None:
+            return self.stats.loss.message
+        if self.stats is not None and self.stats.stalled_s > self.stats.stall_limit_s:
+            return f"no result has crossed the stages for {self.stats.stalled_s:.1f} s"
         return ""

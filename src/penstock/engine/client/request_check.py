@@ -1,4 +1,7 @@
-"""What a request must satisfy before it is sent to the core. Called by `async_engine` and `llm`."""
+"""What a request must satisfy before it is sent to the core.
+
+Called by `engine.client.async_engine` and `llm.llm`.
+"""
 
 from __future__ import annotations
 

@@ -161,6 +161,10 @@ class Rig:
     async def welcome(self) -> None:
         """Another core comes, and is ready."""
         await self.greeted()
+        await self.answered()
+
+    async def answered(self) -> None:
+        """The core that was greeted is ready."""
         self.core.socket.send(
             self.core.client, Welcome(num_blocks=8, block_size=4, max_model_len=64, stages=[])
         )
