@@ -151,8 +151,8 @@ def mixed(llm: LLM, *, with_vectors: bool) -> tuple[list[list[int]], list[bytes]
     """Tokens of some requests, and vectors that were made beside them."""
     sampling = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
     prompts = [PreparedPrompt(text=None, token_ids=ids) for ids in PROMPTS]
-    tokens = [llm._request(prompt, sampling) for prompt in prompts]
-    pooled = [llm._vector_request(prompt, PoolingParams(pooling="mean")) for prompt in prompts]
+    tokens = [llm._requests.for_text(prompt, sampling) for prompt in prompts]
+    pooled = [llm._requests.for_vector(prompt, PoolingParams(pooling="mean")) for prompt in prompts]
     requests: list[OfflineRequest] = tokens
     if with_vectors:
         requests = [one for pair in zip(tokens, pooled, strict=True) for one in pair]
@@ -184,9 +184,11 @@ def test_d10_vectors_are_whole_after_preemption(
     small = {"num_blocks": 33, "block_size": 2, "prefill_chunk": 2, "max_num_batched_tokens": 16}
     with engine(directory, pipeline_parallel_size=num_stages, max_num_seqs=8, **small) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
-        old = [llm._request(PreparedPrompt(text=None, token_ids=PROMPTS[1]), greedy) for _ in range(3)]
+        old = [
+            llm._requests.for_text(PreparedPrompt(text=None, token_ids=PROMPTS[1]), greedy) for _ in range(3)
+        ]
         raw = PoolingParams(pooling="mean", normalize=False)
-        young = llm._vector_request(PreparedPrompt(text=None, token_ids=PROMPTS[3]), raw)
+        young = llm._requests.for_vector(PreparedPrompt(text=None, token_ids=PROMPTS[3]), raw)
         *_, last = llm._client.run([*old, young], ProgressDisplay())
         stats = llm.stats()
         assert stats is not None

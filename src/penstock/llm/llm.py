@@ -13,7 +13,6 @@ with an event loop.
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +33,11 @@ from penstock.config.engine import (
 )
 from penstock.config.limits import GrammarLimits
 from penstock.config.refused_settings import require_backend
-from penstock.engine.client.outputs import CompletionOutput, RequestOutput, output_assembler, request_output
-from penstock.engine.client.siblings import with_siblings
+from penstock.engine.client.outputs import CompletionOutput, RequestOutput, request_output
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
-    VectorAssembler,
     embedding_output,
     pooling_output,
 )
@@ -52,6 +49,7 @@ from penstock.executor.base import Executor
 from penstock.grammar.proving import GrammarProver
 from penstock.llm.arguments import NO_INTER_TOKEN_TARGET_MS, engine_config, refuse_unknown, settled
 from penstock.llm.engine_client import EngineClient, InprocessClient, OfflineRequest, RequestResult
+from penstock.llm.offline_requests import OfflineRequests
 from penstock.llm.process_client import ProcessClient
 from penstock.llm.progress import progress_of
 from penstock.llm.prompt_preparer import (
@@ -184,8 +182,7 @@ class LLM:
         config, plan = settled(engine_config(given, backend, topology))
         self._text = PromptPreparer.of(plan, config.model.pooling)
         self._client = _make_client(config, plan, self._text, make_executor)
-        self._limits = self._text.limits(self._client.max_model_len)
-        self._numbers = itertools.count()
+        self._requests = OfflineRequests(self._text, self._text.limits(self._client.max_model_len))
         self._grammars = GrammarProver(self._text.grammar_model, GrammarLimits())
         self._finalizer = weakref.finalize(self, _close, self._client, self._grammars)  # at exit too
 
@@ -324,7 +321,7 @@ class LLM:
         requests = []
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             with at_place(f"prompts[{index}]"):
-                requests.append(self._request(prompt, params))
+                requests.append(self._requests.for_text(prompt, params))
         for index, request in enumerate(requests):
             structured = request.request.sampling.structured_outputs
             if structured is not None:
@@ -335,16 +332,6 @@ class LLM:
             _text_output(one.request, prompt, result, tokenizer)
             for one, prompt, result in zip(requests, prompts, results, strict=True)
         ]
-
-    def _request(self, prompt: PreparedPrompt, given: SamplingParams | None) -> OfflineRequest:
-        sampling = self._text.sampling_for(given, self._limits, len(prompt.token_ids))
-        self._limits.check(prompt.token_ids, sampling)
-        self._limits.check_length(prompt.token_ids, sampling)
-        request = with_siblings(str(next(self._numbers)), prompt.token_ids, sampling)
-        tokenizer = self._text.tokenizer
-        return OfflineRequest(
-            request, lambda one: output_assembler(tokenizer, prompt.token_ids, one.sampling)
-        )
 
     def _pooled(
         self,
@@ -358,18 +345,9 @@ class LLM:
         each = _for_each(pooling_params, len(prepared), "pooling_params")
         for index, (prompt, params) in enumerate(zip(prepared, each, strict=True)):
             with at_place(f"prompts[{index}]"):
-                requests.append(self._vector_request(prompt, normalised_pooling(params)))
+                requests.append(self._requests.for_vector(prompt, normalised_pooling(params)))
         results = self._run(requests, use_tqdm)
         return [(one.request, result.whole.vector) for one, result in zip(requests, results, strict=True)]
-
-    def _vector_request(self, prompt: PreparedPrompt, params: PoolingParams) -> OfflineRequest:
-        self._limits.check_pooled(prompt.token_ids, params)
-        request = GenerationRequest(
-            request_id=str(next(self._numbers)),
-            prompt_token_ids=prompt.token_ids,
-            pooling=params.pooling or self._text.pooling,
-        )
-        return OfflineRequest(request, lambda _: VectorAssembler(params))
 
     def _run(self, requests: Sequence[OfflineRequest], use_tqdm: bool | None) -> list[RequestResult]:
         with progress_of(len(requests), use_tqdm) as progress:
