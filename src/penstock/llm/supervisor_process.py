@@ -25,7 +25,7 @@ _events: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
 
 class SupervisorProcess:
-    """The supervisor that this process has started. It ends when the config pipe, its lifeline, is closed."""
+    """A supervisor that this process has started. It ends when the config pipe, its lifeline, is closed."""
 
     def __init__(self, config: EngineConfig, reporter: Reporter) -> None:
         self._reporter = reporter
@@ -51,7 +51,7 @@ class SupervisorProcess:
         self.has_ended = False  # it will say nothing more
 
     def wait_until_ready(self) -> str:
-        """Address of the core. Raises the first cause when the engine cannot be started."""
+        """Return the address of the core. Raises the first cause when the engine cannot be started."""
         while not self.has_ended:
             for event in self._hear(time.monotonic() + START_TIMEOUT_S):
                 if isinstance(event, EngineFailed):
@@ -62,17 +62,17 @@ class SupervisorProcess:
         raise StageLostError(f"the supervisor ended with code {code} before the engine was ready.")
 
     def fileno(self) -> int:
-        """Readable when it has something to say, or has ended."""
+        """Return the descriptor that is readable when the supervisor has something to say, or has ended."""
         return self._status_fd
 
     def pass_on_news(self) -> None:
-        """Report what it has said since it was ready, without waiting."""
+        """Report what the supervisor has said since it was ready, without waiting."""
         with contextlib.suppress(WaitTimeoutError):
             while not self.has_ended:
                 self._hear(time.monotonic())
 
     def first_cause(self, error: PenstockError, timeout_s: float = CAUSE_TIMEOUT_S) -> PenstockError:
-        """What the supervisor gives as the cause of a loss, or `error` if it does not say in this time."""
+        """Return the cause of a loss as the supervisor gives it, or `error` if it gives none in this time."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(WaitTimeoutError):
             while self._failed is None and not self.has_ended:
@@ -80,7 +80,7 @@ class SupervisorProcess:
         return error if self._failed is None else _error_of(self._failed)
 
     def _hear(self, deadline: float) -> list[Event]:
-        """Report the next events; none means that it has ended. Raises `WaitTimeoutError` at the deadline."""
+        """Report and return the next events; none means the end. Raises as `_read_events` does."""
         events = self._read_events(deadline)
         self.has_ended = not events
         for event in events:
@@ -90,7 +90,7 @@ class SupervisorProcess:
         return events
 
     def end(self) -> None:
-        """Cut the lifeline and wait for the end. May be called twice."""
+        """Cut the lifeline and wait for the end of the process. May be called twice."""
         if self._lifeline < 0:
             return
         os.close(self._lifeline)
@@ -103,7 +103,7 @@ class SupervisorProcess:
             self._process.wait()
 
     def _read_events(self, deadline: float) -> list[Event]:
-        """At least one event, unless the pipe has ended. Raises `WaitTimeoutError` at the deadline."""
+        """Return at least one event, unless the pipe has ended. Raises `WaitTimeoutError` at the deadline."""
         events: list[Event] = []
         poller = select.poll()
         poller.register(self._status_fd, select.POLLIN)
@@ -120,7 +120,7 @@ class SupervisorProcess:
 
 
 def _error_of(event: EngineFailed) -> PenstockError:
-    """The error, with the trace of the process where it happened as a note."""
+    """Return the error, with the trace of the process where it happened as a note."""
     error = error_from_info(event.error)
     if event.trace:
         error.add_note(event.trace)
