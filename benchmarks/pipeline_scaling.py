@@ -37,17 +37,17 @@ from functools import partial
 from pathlib import Path
 
 from cpu_peers import commit, machine, progress
+from observed import run_observed
 from peers.report import format_samples, markdown
 
 from penstock import LLM, SamplingParams
-from penstock.request import GenerationRequest
+from penstock.request import GenerationRequest, RequestUpdate
 
 COMPILE = ("g++", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 PROTOTYPE_S = 300.0
 SCALING_BAR, THREADS_BAR = 0.97, 0.92
 THREADS_BATCH = 64
 PROMPT_IDS = range(1000, 90000)
-POLL_S = 1.0
 
 Rates = Mapping[str, Sequence[float]]  # tokens/s by case
 
@@ -165,26 +165,30 @@ def decode_rate(llm: LLM, batch: int, context: int, output: int) -> float:
 
     The clock runs from the first token of the last sequence that starts to the first end of a sequence.
     """
-    client = llm._client  # `generate` does not tell when a token came
     sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True, detokenize=False)
-    for index in range(batch):
-        prompt = random.choices(PROMPT_IDS, k=context - output // 2)
-        client.add(GenerationRequest(request_id=str(index), prompt_token_ids=prompt, sampling=sampling))
+    requests = [
+        GenerationRequest(
+            request_id=str(index),
+            prompt_token_ids=random.choices(PROMPT_IDS, k=context - output // 2),
+            sampling=sampling,
+        )
+        for index in range(batch)
+    ]
     lengths = dict.fromkeys(map(str, range(batch)), 0)
     began, counted, rate = 0.0, 0, math.nan
-    while min(lengths.values()) < output:
-        updates = client.poll(POLL_S)
+
+    def observe(update: RequestUpdate) -> None:
+        nonlocal began, counted, rate
         now = time.perf_counter()
-        for update in updates:
-            if update.error is not None:
-                raise SystemExit(update.error.message)
-            lengths[update.request_id] += len(update.token_ids)
-        if not began and min(lengths.values()):
-            began = now
-        elif began and math.isnan(rate):
-            counted += len(updates)
-            if max(lengths.values()) == output:
+        lengths[update.request_id] += len(update.token_ids)
+        if began and math.isnan(rate):
+            counted += 1
+            if lengths[update.request_id] == output:
                 rate = counted / (now - began)
+        elif not began and min(lengths.values()):
+            began = now
+
+    run_observed(llm, requests, observe)
     return rate
 
 

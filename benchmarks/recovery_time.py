@@ -18,14 +18,14 @@ import time
 from collections.abc import Iterator
 
 import psutil
+from observed import run_observed
 from peers.report import format_samples, markdown
 
 from penstock import LLM, SamplingParams
-from penstock.request import GenerationRequest
+from penstock.request import GenerationRequest, RequestUpdate
 
 BAR_S = 3.0
 OUTPUT, KILL_AFTER = 192, 32  # tokens of a request
-POLL_S = 0.05
 
 Ids = dict[str, list[int]]
 
@@ -58,22 +58,25 @@ def main() -> int:
 
 def decode(llm: LLM, num_requests: int, victim: str | None) -> tuple[Ids, float]:
     """Ids of all requests, and the longest time without one after the kill, in seconds."""
-    client = llm._client  # `generate` does not tell when a token came
     sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True, detokenize=False)
     ids: Ids = {str(number): [] for number in range(num_requests)}
-    for number, name in enumerate(ids):
-        client.add(GenerationRequest(request_id=name, prompt_token_ids=[5 + number] * 16, sampling=sampling))
+    requests = [
+        GenerationRequest(request_id=name, prompt_token_ids=[5 + number] * 16, sampling=sampling)
+        for number, name in enumerate(ids)
+    ]
     pause_s, before, is_killed = 0.0, 0.0, False
-    while min(map(len, ids.values())) < OUTPUT:
-        updates = client.poll(POLL_S)
-        for update in updates:
-            ids[update.request_id] += update.token_ids
+
+    def observe(update: RequestUpdate) -> None:
+        nonlocal pause_s, before, is_killed
+        ids[update.request_id] += update.token_ids
         now = time.perf_counter()
-        if is_killed and updates:
+        if is_killed:
             pause_s, before = max(pause_s, now - before), now
-        elif victim is not None and not is_killed and min(map(len, ids.values())) >= KILL_AFTER:
+        elif victim is not None and min(map(len, ids.values())) >= KILL_AFTER:
             named(victim).kill()
             is_killed, before = True, now
+
+    run_observed(llm, requests, observe)
     return ids, pause_s
 
 

@@ -18,8 +18,11 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from observed import run_observed
+
 from penstock import LLM, SamplingParams
 from penstock.engine.client.siblings import with_siblings
+from penstock.request import RequestUpdate
 
 BAR = 1.1
 
@@ -39,7 +42,7 @@ class Asker:
     """Asks an engine for choices and watches it."""
 
     def __init__(self, llm: LLM, options: argparse.Namespace) -> None:
-        self._client, self._options = llm._client, options
+        self._llm, self._options = llm, options
         self._numbers, self._ids = random.Random(1), 0
 
     def ask(self, n: int) -> Times:
@@ -48,23 +51,20 @@ class Asker:
         sampling = SamplingParams(n=n, temperature=1.0, seed=7, max_tokens=options.output, ignore_eos=True)
         self._ids += 1
         request = with_siblings(f"r{self._ids}", prompt, sampling)
-        waiting = {one.request_id for one in request.alone()}
         found: dict[str, tuple[float, float]] = {}
         num_blocks = num_cached = 0
         began, began_cpu = time.perf_counter(), time.process_time()
-        self._client.add(request)
-        while waiting:
-            for update in self._client.poll(1.0):
-                if update.error is not None:
-                    raise RuntimeError(update.error.message)
-                if update.token_ids and update.request_id not in found:
-                    now = time.perf_counter() - began, time.process_time() - began_cpu
-                    found[update.request_id] = now
-                    num_cached += update.num_cached_tokens
-                if update.finish_reason is not None:
-                    waiting.discard(update.request_id)
-            stats = self._client.stats()
+
+        def observe(update: RequestUpdate) -> None:
+            nonlocal num_blocks, num_cached
+            if update.token_ids and update.request_id not in found:
+                now = time.perf_counter() - began, time.process_time() - began_cpu
+                found[update.request_id] = now
+                num_cached += update.num_cached_tokens
+            stats = self._llm.stats()
             num_blocks = max(num_blocks, stats.cache.num_blocks - stats.cache.free_blocks if stats else 0)
+
+        run_observed(self._llm, [request], observe)
         first, last = found[request.request_id], max(found.values())
         return Times(first[0], last[0], first[1], last[1], num_blocks, n * len(prompt) - num_cached)
 

@@ -16,6 +16,7 @@ PROGRAM = REPOSITORY / "tests" / "support" / "benchmark_help.py"
 PARTS = {  # of others, without a command line
     "generated_vocabulary.py",
     "measured_rank.py",
+    "observed.py",
     "prefix_trace.py",
     "sleeping_rank.py",
     "stand_in.py",

@@ -17,7 +17,7 @@ from families import FAMILIES
 from pairwise import pairwise
 from penstock import LLM, PoolingParams, SamplingParams
 from penstock.config.engine import Pooling
-from penstock.llm.pending import Pending, run_all
+from penstock.llm.engine_client import OfflineRequest
 from penstock.llm.progress import ProgressDisplay
 from penstock.llm.prompt_preparer import PreparedPrompt
 
@@ -151,14 +151,15 @@ def mixed(llm: LLM, *, with_vectors: bool) -> tuple[list[list[int]], list[bytes]
     """Tokens of some requests, and vectors that were made beside them."""
     sampling = SamplingParams(temperature=0.9, seed=3, max_tokens=12, ignore_eos=True)
     prompts = [PreparedPrompt(text=None, token_ids=ids) for ids in PROMPTS]
-    tokens = [llm._request(prompt, sampling) for prompt in prompts]
-    pooled = [llm._vector_request(prompt, PoolingParams(pooling="mean")) for prompt in prompts]
-    requests: list[Pending] = tokens
+    tokens = [llm._requests.for_text(prompt, sampling) for prompt in prompts]
+    pooled = [llm._requests.for_vector(prompt, PoolingParams(pooling="mean")) for prompt in prompts]
+    requests: list[OfflineRequest] = tokens
     if with_vectors:
         requests = [one for pair in zip(tokens, pooled, strict=True) for one in pair]
-    run_all(llm._client, requests, ProgressDisplay())
-    found = [one.whole().vector for one in pooled] if with_vectors else []
-    return [one.whole().token_ids for one in tokens], found
+    results = [result.whole for result in llm._client.run(requests, ProgressDisplay())]
+    if not with_vectors:
+        return [result.token_ids for result in results], []
+    return [result.token_ids for result in results[::2]], [result.vector for result in results[1::2]]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -183,14 +184,16 @@ def test_d10_vectors_are_whole_after_preemption(
     small = {"num_blocks": 33, "block_size": 2, "prefill_chunk": 2, "max_num_batched_tokens": 16}
     with engine(directory, pipeline_parallel_size=num_stages, max_num_seqs=8, **small) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
-        old = [llm._request(PreparedPrompt(text=None, token_ids=PROMPTS[1]), greedy) for _ in range(3)]
+        old = [
+            llm._requests.for_text(PreparedPrompt(text=None, token_ids=PROMPTS[1]), greedy) for _ in range(3)
+        ]
         raw = PoolingParams(pooling="mean", normalize=False)
-        young = llm._vector_request(PreparedPrompt(text=None, token_ids=PROMPTS[3]), raw)
-        run_all(llm._client, [*old, young], ProgressDisplay())
+        young = llm._requests.for_vector(PreparedPrompt(text=None, token_ids=PROMPTS[3]), raw)
+        *_, last = llm._client.run([*old, young], ProgressDisplay())
         stats = llm.stats()
         assert stats is not None
         assert stats.scheduler.num_preemptions > 0
-        found = np.frombuffer(young.whole().vector, dtype=np.float32)
+        found = np.frombuffer(last.whole.vector, dtype=np.float32)
         np.testing.assert_allclose(found, expected["mean"][3], rtol=0, atol=TOLERANCE)
 
 

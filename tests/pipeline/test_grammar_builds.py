@@ -103,7 +103,7 @@ def test_dr5_others_go_on_while_a_grammar_is_built(
         told.add("again", OTHER)  # which is there: the only thread that builds is not needed
         told.await_end("free", "again")
         assert told.updates["bound"] == []
-        told.client.abort(["gone"])
+        told.client.abort("gone")
         builder.let_go.set()
         told.await_end("bound")
         assert told.updates["gone"] == []

@@ -32,7 +32,7 @@ _PARTS = {
 def engine_config(
     given: Mapping[str, Any], backend: str, topology: str | os.PathLike[str] | None = None
 ) -> EngineConfig:
-    """The configuration of the arguments that are fields of it, types and ranges checked."""
+    """Return the configuration of the arguments that are fields of it, types and ranges checked."""
     given = {**given, **_NO_BOUNDS, "model": str(given["model"]), "backend": backend}
     values: dict[str, Any] = {
         part: {name: given[name] for name in fields.__struct_fields__ if name in given}
@@ -51,14 +51,14 @@ def engine_config(
 
 
 def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:
-    """The configuration without `auto`s that have to be measured, and what becomes of it on this host."""
+    """Return the configuration with measured `auto` values, and the plan that it gives on this host."""
     host = HostResources.detect()
     config = settle_partition(config, host, LogReporter())
     return config, resolve(config, host)
 
 
 def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise `UsageError` for an argument that is none of those known; says which one is near."""
+    """Raise `UsageError` for an argument that is not known; it names the nearest one."""
     if not unknown:
         return
     name = next(iter(unknown))

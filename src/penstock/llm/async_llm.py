@@ -4,9 +4,8 @@
         async for output in llm.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-It starts the same supervisor as `LLM` and is a client of the core by the API process's own
-`engine.client.async_engine`: streams, aborts, checks and what becomes of them when a core is lost are the
-server's. Prompts become ids as for `LLM` (`llm.prompt_preparer`).
+It starts the same supervisor as `LLM`. Its client of the core is `engine.client.async_engine`, as
+for `LLM` and the server. Prompts become ids as for `LLM` (`llm.prompt_preparer`).
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from typing import Any
 from penstock.config.engine import EngineConfig, Pooling
 from penstock.config.limits import GrammarLimits
 from penstock.config.refused_settings import require_backend
-from penstock.engine.client.async_engine import AsyncEngine, EngineInfo, EngineStatus, RequestStream
+from penstock.engine.client.core_health import EngineStatus
 from penstock.engine.client.outputs import RequestOutput, TextDelta, merge_deltas, request_output
+from penstock.engine.client.streams import RequestStream
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
     PoolingOutput,
@@ -32,12 +32,10 @@ from penstock.engine.client.vectors import (
     embedding_output,
     pooling_output,
 )
-from penstock.engine.ipc import silence_limit_s
 from penstock.engine.supervisor.reports import LogReporter
-from penstock.errors import PenstockError, StageLostError, UnavailableError, UsageError
+from penstock.errors import UnavailableError, UsageError
 from penstock.grammar.proving import GrammarProver
 from penstock.llm.arguments import engine_config, refuse_unknown, settled
-from penstock.llm.engine_client import START_TIMEOUT_S, SupervisorProcess
 from penstock.llm.llm import LLM
 from penstock.llm.prompt_preparer import (
     Conversation,
@@ -48,6 +46,8 @@ from penstock.llm.prompt_preparer import (
     normalised_pooling,
     raw_pooling,
 )
+from penstock.llm.supervised_engine import SupervisedEngine, engine_info
+from penstock.llm.supervisor_process import SupervisorProcess
 from penstock.request import PoolingParams, SamplingParams
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.tokenizer import Tokenizer
@@ -133,7 +133,7 @@ class AsyncLLM:
         pooling_params: PoolingParams | None = None,
         request_id: str | None = None,
     ) -> EmbeddingRequestOutput:
-        """A vector of length 1; as `LLM.embed` for one prompt. Cancelling the task aborts the request."""
+        """Return a vector of length 1, as `LLM.embed`. Cancelling the task aborts the request."""
         name, ids, delta = await self._pooled(prompt, pooling_params or PoolingParams(), request_id)
         return embedding_output(name, ids, delta.vector)
 
@@ -145,30 +145,30 @@ class AsyncLLM:
         *,
         pooling: Pooling | None = None,
     ) -> PoolingRequestOutput[PoolingOutput]:
-        """The pooled hidden states; as `LLM.encode` for one prompt."""
+        """Return the pooled hidden states, as `LLM.encode` for one prompt."""
         params = raw_pooling(pooling_params, pooling)
         name, ids, delta = await self._pooled(prompt, params, request_id)
         return pooling_output(name, ids, delta.vector)
 
     def abort(self, request_id: str) -> None:
-        """End a request: whoever reads it gets an `AbortedError`. Harmless where there is none."""
+        """End a request: its reader gets an `AbortedError`. Harmless where there is no such request."""
         for stream in self._streams.get(request_id, ()):
             stream.cancel()
 
     async def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of this model."""
+        """Return the tokenizer of this model."""
         return (await self._running()).text.tokenizer
 
     async def get_chat_template(self) -> ChatTemplate:
-        """The chat template of this model."""
+        """Return the chat template of this model."""
         return (await self._running()).text.chat_template
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling that the checkpoint's `generation_config.json` asks for."""
+        """Return the sampling that the checkpoint's `generation_config.json` asks for."""
         return (await self._running()).text.default_sampling
 
     async def status(self) -> EngineStatus:
-        """Whether tokens come through the pipe, and the core's numbers."""
+        """Return whether tokens come through the pipe, and the core's numbers."""
         return (await self._running()).engine.status()
 
     async def close(self) -> None:
@@ -197,7 +197,7 @@ class AsyncLLM:
         await self.close()
 
     async def _running(self) -> _Running:
-        """The engine, started once however many ask for it."""
+        """Return the engine, which is started once however many callers wait for it."""
         if self._is_closed:
             raise UsageError("this AsyncLLM has been closed.", remedy="Make a new one.")
         if self._starting is None or (self._starting.done() and self._starting.cancelled()):
@@ -246,7 +246,7 @@ class AsyncLLM:
     async def _pooled(
         self, prompt: Prompt, params: PoolingParams, request_id: str | None
     ) -> tuple[str, list[int], TextDelta]:
-        """The request's id, the prompt's ids, and the delta with the vector."""
+        """Return the request's id, the prompt's ids, and the delta with the vector."""
         running = await self._running()
         prepared = await _off_the_loop(prompt, running.text.prompt, prompt)
         name = self._name(request_id)
@@ -258,7 +258,7 @@ class AsyncLLM:
             self._release(name, streams)
 
     def _release(self, name: str, streams: list[RequestStream]) -> None:
-        """Its reader has left; the core may still be at it."""
+        """Abort what still runs of a request whose reader has left."""
         for stream in streams:
             stream.cancel()
         if self._streams.get(name) is streams:
@@ -269,84 +269,53 @@ class AsyncLLM:
 
 
 class _Running:
-    """An engine that runs: its supervisor, its client and its text side.
+    """An engine that runs, and what prepares and checks its requests."""
 
-    Args:
-        max_model_len: longest prompt and output that it serves.
-    """
-
-    def __init__(self, supervisor: SupervisorProcess, engine: AsyncEngine, text: PromptPreparer) -> None:
-        self.engine = engine
+    def __init__(
+        self, supervisor: SupervisorProcess, supervised: SupervisedEngine, text: PromptPreparer
+    ) -> None:
+        self.engine = supervised.client
         self.text = text
-        self._supervisor = supervisor
-        self._limits = text.limits(engine.max_model_len)
+        self._supervisor, self._supervised = supervisor, supervised
+        self._limits = text.limits(self.engine.max_model_len)
         self._grammars = GrammarProver(text.grammar_model, GrammarLimits())
-        self._failure: PenstockError | None = None
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(supervisor.fileno(), self._hear)
 
     def sampling_for(self, prompt: PreparedPrompt, sampling: SamplingParams | None) -> SamplingParams:
-        """The caller's, or the model's defaults as far as they fit."""
+        """Return the caller's sampling, or the model's defaults as far as they fit."""
         return self.text.sampling_for(sampling, self._limits, len(prompt.token_ids))
 
     async def prove(self, sampling: SamplingParams) -> None:
-        """Return if its structured output can be had. Raises what `GrammarProver.prove` does."""
+        """Return if the structured output can be had. Raises what `GrammarProver.prove` does."""
         if sampling.structured_outputs is not None:
             await self._grammars.prove(sampling.structured_outputs)
 
     def require_alive(self) -> None:
         """Raise the first cause once the engine is lost for good."""
-        if self._failure is not None:
-            raise self._failure.with_traceback(None)
+        self._supervised.require_alive()
 
     async def end(self) -> None:
-        """Wait until nothing is left."""
-        if self._failure is None:
-            self._loop.remove_reader(self._supervisor.fileno())
-        self.engine.close()
+        """End the engine, and return when nothing of it is left."""
+        self._supervised.leave()
         self._grammars.close()
         await asyncio.to_thread(self._supervisor.end)
 
-    def _hear(self) -> None:
-        """The supervisor has said something, or has ended: then nobody starts another core."""
-        self._supervisor.pass_on_news()
-        if self._supervisor.has_ended:
-            self._loop.remove_reader(self._supervisor.fileno())
-            lost = StageLostError("the supervisor of the engine has ended.")
-            self._failure = self._supervisor.first_cause(lost)
-            self.engine.lose(self._failure)
-
 
 async def _start(config: EngineConfig) -> _Running:
-    """Start processes and wait for them, off the loop; whatever goes wrong, none of them stays."""
+    """Start processes and wait for them, off the loop. After an error none of them is left."""
     config, plan = await asyncio.to_thread(settled, config)
     text = await asyncio.to_thread(PromptPreparer.of, plan, config.model.pooling)
     supervisor = SupervisorProcess(config, LogReporter())
     try:
         address = await asyncio.to_thread(supervisor.wait_until_ready)
-        info = EngineInfo(
-            max_model_len=plan.core.max_model_len,
-            vocab_size=plan.core.vocab_size,
-            vector=text.vector,
-            pooling=text.pooling,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_waiting_requests=config.scheduler.max_waiting_requests,
-            silence_limit_s=silence_limit_s(config.parallel.heartbeat_limit_s),
-        )
-        engine = AsyncEngine(address, text.tokenizer, info)
-        try:
-            await engine.start(START_TIMEOUT_S)
-            return _Running(supervisor, engine, text)
-        except BaseException:
-            engine.close()
-            raise
+        info = engine_info(config, plan, text)
+        return _Running(supervisor, await SupervisedEngine.open(supervisor, address, text, info), text)
     except BaseException:
         await asyncio.shield(asyncio.to_thread(supervisor.end))
         raise
 
 
 async def _news(streams: Sequence[RequestStream]) -> AsyncGenerator[dict[int, TextDelta], None]:
-    """What comes of these, by their places, until all have ended. The first error of one ends it."""
+    """Yield what comes of the streams, by their indices, until all have ended or one has failed."""
     if len(streams) == 1:
         while True:
             delta = await streams[0].next()
@@ -371,7 +340,7 @@ _INLINE_CHARACTERS = 16 << 10
 
 
 async def _off_the_loop(text: object, prepare: Any, *arguments: Any) -> PreparedPrompt:
-    """The prepared prompt; long texts and conversations are worked on in a thread."""
+    """Return the prepared prompt; long texts and conversations are worked on in a thread."""
     if isinstance(text, Mapping):
         text = text.get("prompt")
     if len(str(text)) <= _INLINE_CHARACTERS:
@@ -381,7 +350,7 @@ async def _off_the_loop(text: object, prepare: Any, *arguments: Any) -> Prepared
 
 
 def _config_of(model: str, settings: Mapping[str, Any]) -> EngineConfig:
-    """By the signature of `LLM`, which has the names and the defaults."""
+    """Return the configuration of these settings, whose names and defaults are those of `LLM`'s signature."""
     parameters = inspect.signature(LLM.__init__).parameters
     known = {
         name: parameter.default

@@ -1,19 +1,18 @@
-"""`LLM`: the synchronous, offline face of the engine. Shapes of arguments and results are vLLM's.
+"""`LLM`: the engine for scripts, offline and without an event loop. Arguments and results have vLLM's shapes.
 
     with LLM("path/to/model", pipeline_parallel_size=2) as llm:
         for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
             print(output.outputs[0].text)
 
-The stages are processes of their own (`mp`) or threads of this one (`inprocess`). Tokenising is
-`llm.prompt_preparer`'s, text and stop strings are `engine.client.outputs`', waiting is `llm.pending`'s;
-everything else is the engine's (`llm.engine_client`). What is decided and done at start is logged at INFO by
-the logger `penstock`. The same for programs with an event loop is `llm.async_llm`.
+The stages are processes of their own (`mp`, `llm.process_client`) or threads of this one (`inprocess`,
+`llm.engine_client`). Prompts become ids in `llm.prompt_preparer`, ids become text in `engine.client.outputs`.
+The logger `penstock` says at INFO what is decided and done at start. `llm.async_llm` is the same for programs
+with an event loop.
 """
 
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,13 +33,11 @@ from penstock.config.engine import (
 )
 from penstock.config.limits import GrammarLimits
 from penstock.config.refused_settings import require_backend
-from penstock.engine.client.outputs import CompletionOutput, RequestOutput, output_assembler
-from penstock.engine.client.siblings import with_siblings
+from penstock.engine.client.outputs import CompletionOutput, RequestOutput, request_output
 from penstock.engine.client.vectors import (
     EmbeddingRequestOutput,
     PoolingOutput,
     PoolingRequestOutput,
-    VectorAssembler,
     embedding_output,
     pooling_output,
 )
@@ -51,8 +48,9 @@ from penstock.errors import InvalidRequestError, UsageError
 from penstock.executor.base import Executor
 from penstock.grammar.proving import GrammarProver
 from penstock.llm.arguments import NO_INTER_TOKEN_TARGET_MS, engine_config, refuse_unknown, settled
-from penstock.llm.engine_client import EngineClient, InprocessClient, ProcessClient
-from penstock.llm.pending import Pending, run_all
+from penstock.llm.engine_client import EngineClient, InprocessClient, OfflineRequest, RequestResult
+from penstock.llm.offline_requests import OfflineRequests
+from penstock.llm.process_client import ProcessClient
 from penstock.llm.progress import progress_of
 from penstock.llm.prompt_preparer import (
     Conversation,
@@ -183,9 +181,8 @@ class LLM:
         backend, make_executor = _executor_backend(distributed_executor_backend)
         config, plan = settled(engine_config(given, backend, topology))
         self._text = PromptPreparer.of(plan, config.model.pooling)
-        self._client = _make_client(config, plan, make_executor)
-        self._limits = self._text.limits(self._client.max_model_len)
-        self._numbers = itertools.count()
+        self._client = _make_client(config, plan, self._text, make_executor)
+        self._requests = OfflineRequests(self._text, self._text.limits(self._client.max_model_len))
         self._grammars = GrammarProver(self._text.grammar_model, GrammarLimits())
         self._finalizer = weakref.finalize(self, _close, self._client, self._grammars)  # at exit too
 
@@ -196,7 +193,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Continue each prompt; results are in the order of the prompts.
+        """Continue each prompt, and return the results in the order of the prompts.
 
         Args:
             prompts: text, `{"prompt": text}` or `{"prompt_token_ids": [...]}`, one or several. Special tokens
@@ -246,7 +243,7 @@ class LLM:
         *,
         use_tqdm: bool | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector of length 1 for each prompt; results are in the order of the prompts.
+        """Return a vector of length 1 for each prompt, in the order of the prompts.
 
         Args:
             prompts: as for `generate`.
@@ -254,10 +251,9 @@ class LLM:
 
         Raises what `generate` does.
         """
-        requests = self._pooled(prompts, pooling_params or PoolingParams(), use_tqdm)
         return [
-            embedding_output(one.request.request_id, one.prompt.token_ids, one.whole().vector)
-            for one in requests
+            embedding_output(request.request_id, request.prompt_token_ids, vector)
+            for request, vector in self._pooled(prompts, pooling_params or PoolingParams(), use_tqdm)
         ]
 
     def encode(
@@ -268,34 +264,33 @@ class LLM:
         pooling: Pooling | None = None,
         use_tqdm: bool | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
-        """The pooled hidden states of each prompt as a numpy array, without a change of their length unless
-        `pooling_params` ask for it.
+        """Return the pooled hidden states of each prompt as a numpy array. Their length is left as it is,
+        unless `pooling_params` ask for another.
 
         Args:
             pooling: in place of `pooling_params`.
 
         Raises what `generate` does.
         """
-        requests = self._pooled(prompts, raw_pooling(pooling_params, pooling), use_tqdm)
         return [
-            pooling_output(one.request.request_id, one.prompt.token_ids, one.whole().vector)
-            for one in requests
+            pooling_output(request.request_id, request.prompt_token_ids, vector)
+            for request, vector in self._pooled(prompts, raw_pooling(pooling_params, pooling), use_tqdm)
         ]
 
     def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer of this model."""
+        """Return the tokenizer of this model."""
         return self._text.tokenizer
 
     def get_chat_template(self) -> ChatTemplate:
-        """The chat template of this model."""
+        """Return the chat template of this model."""
         return self._text.chat_template
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Sampling that the checkpoint's `generation_config.json` asks for."""
+        """Return the sampling that the checkpoint's `generation_config.json` asks for."""
         return self._text.default_sampling
 
     def stats(self) -> CoreStats | None:
-        """Numbers of the engine core, as of its last message."""
+        """Return the numbers of the engine core, as of its last message; None while there is no core."""
         return self._client.stats()
 
     def shutdown(self) -> None:
@@ -326,57 +321,61 @@ class LLM:
         requests = []
         for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
             with at_place(f"prompts[{index}]"):
-                requests.append(self._request(prompt, params))
+                requests.append(self._requests.for_text(prompt, params))
         for index, request in enumerate(requests):
             structured = request.request.sampling.structured_outputs
             if structured is not None:
                 with at_place(f"prompts[{index}]"):
                     self._grammars.prove_now(structured)
-        run_all(self._client, requests, progress_of(len(requests), use_tqdm))
-        return [request.output(self._text.tokenizer) for request in requests]
-
-    def _request(self, prompt: PreparedPrompt, given: SamplingParams | None) -> Pending:
-        sampling = self._text.sampling_for(given, self._limits, len(prompt.token_ids))
-        self._limits.check(prompt.token_ids, sampling)
-        self._limits.check_length(prompt.token_ids, sampling)
-        request = with_siblings(str(next(self._numbers)), prompt.token_ids, sampling)
-        tokenizer = self._text.tokenizer
-        return Pending(
-            request, prompt, lambda one: output_assembler(tokenizer, prompt.token_ids, one.sampling)
-        )
+        results, tokenizer = self._run(requests, use_tqdm), self._text.tokenizer
+        return [
+            _text_output(one.request, prompt, result, tokenizer)
+            for one, prompt, result in zip(requests, prompts, results, strict=True)
+        ]
 
     def _pooled(
         self,
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams],
         use_tqdm: bool | None,
-    ) -> list[Pending]:
+    ) -> list[tuple[GenerationRequest, bytes]]:
+        """Return the request and the vector of each prompt."""
         self._require_open()
         prepared, requests = self._text.prompts(prompts), []
         each = _for_each(pooling_params, len(prepared), "pooling_params")
         for index, (prompt, params) in enumerate(zip(prepared, each, strict=True)):
             with at_place(f"prompts[{index}]"):
-                requests.append(self._vector_request(prompt, normalised_pooling(params)))
-        run_all(self._client, requests, progress_of(len(requests), use_tqdm))
-        return requests
+                requests.append(self._requests.for_vector(prompt, normalised_pooling(params)))
+        results = self._run(requests, use_tqdm)
+        return [(one.request, result.whole.vector) for one, result in zip(requests, results, strict=True)]
 
-    def _vector_request(self, prompt: PreparedPrompt, params: PoolingParams) -> Pending:
-        self._limits.check_pooled(prompt.token_ids, params)
-        request = GenerationRequest(
-            request_id=str(next(self._numbers)),
-            prompt_token_ids=prompt.token_ids,
-            pooling=params.pooling or self._text.pooling,
-        )
-        return Pending(request, prompt, lambda _: VectorAssembler(params))
+    def _run(self, requests: Sequence[OfflineRequest], use_tqdm: bool | None) -> list[RequestResult]:
+        with progress_of(len(requests), use_tqdm) as progress:
+            return self._client.run(requests, progress)
 
 
 def _for_each(given: Params | Sequence[Params], count: int, name: str) -> Sequence[Params]:
-    """One for all prompts, or one per prompt."""
+    """Return the parameters of each prompt, which were given once for all, or for each."""
     if isinstance(given, SamplingParams | PoolingParams):
         return [given] * count
     if len(given) != count:
         raise InvalidRequestError(f"{len(given)} {name} were given for {count} prompts.", param=name)
     return given
+
+
+def _text_output(
+    request: GenerationRequest, prompt: PreparedPrompt, result: RequestResult, tokenizer: Tokenizer
+) -> RequestOutput:
+    """Return what the caller gets of a request for text."""
+    return request_output(
+        request.request_id,
+        prompt.text,
+        prompt.token_ids,
+        result.sequences,
+        tokenizer,
+        scored=request.sampling.prompt_logprobs is not None,
+        num_cached_tokens=result.num_cached_tokens,
+    )
 
 
 def _close(client: EngineClient, grammars: GrammarProver) -> None:
@@ -385,19 +384,21 @@ def _close(client: EngineClient, grammars: GrammarProver) -> None:
 
 
 def _executor_backend(given: str | MakeExecutor) -> tuple[str, MakeExecutor | None]:
-    """Where ranks run, and what makes the executor if it is the caller's own."""
+    """Return where ranks run, and what makes the executor if it is the caller's own."""
     if callable(given):
         return "inprocess", given
     require_backend(given, ("mp", "inprocess"))
     return given, None
 
 
-def _make_client(config: EngineConfig, plan: LaunchPlan, make_executor: MakeExecutor | None) -> EngineClient:
-    """Start the engine."""
+def _make_client(
+    config: EngineConfig, plan: LaunchPlan, text: PromptPreparer, make_executor: MakeExecutor | None
+) -> EngineClient:
+    """Start the engine, and return its client."""
     if make_executor is not None:
         return InprocessClient(plan, make_executor(plan))
     if config.parallel.backend == "mp":
-        return ProcessClient(config, LogReporter())
+        return ProcessClient(config, plan, text, LogReporter())
     # Here and not above: this imports torch, which the processes of the other backend do for themselves.
     from penstock.executor.inprocess import InprocessExecutor
 

@@ -1,4 +1,4 @@
-"""ProgressDisplay of many prompts, on standard error: a bar on a terminal, else a line for each tenth."""
+"""The progress of many prompts on standard error: a bar on a terminal, else a line for each tenth."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 class ProgressDisplay:
-    """Shows nothing; those that show something are subclasses."""
+    """A display that shows nothing; its subclasses show something. Any thread may advance it."""
 
     def __enter__(self) -> ProgressDisplay:
         return self
@@ -19,11 +19,11 @@ class ProgressDisplay:
         pass
 
     def advance(self) -> None:
-        """One more prompt is done."""
+        """Note that one more prompt is done."""
 
 
 class ProgressLines(ProgressDisplay):
-    """A line whenever another tenth of the prompts is done."""
+    """A display that prints a line whenever another tenth of the prompts is done."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         self._total, self._stream, self._num_done = total, stream, 0
@@ -36,7 +36,7 @@ class ProgressLines(ProgressDisplay):
 
 
 class ProgressBar(ProgressDisplay):
-    """A bar that stays when it is full."""
+    """A display that draws a bar, which stays when it is full."""
 
     def __init__(self, total: int, stream: TextIO) -> None:
         from rich.console import Console
@@ -59,8 +59,10 @@ class ProgressBar(ProgressDisplay):
 
 
 def progress_of(total: int, wanted: bool | None) -> ProgressDisplay:
-    """Args:
-    wanted: None: only on a terminal, and of several prompts.
+    """Return the display of so many prompts.
+
+    Args:
+        wanted: whether progress is shown; None: only on a terminal, and of several prompts.
     """
     stream = sys.stderr
     on_terminal = stream is not None and stream.isatty()

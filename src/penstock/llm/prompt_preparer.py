@@ -1,6 +1,6 @@
-"""What the front of an engine knows of its model's text: prompts and conversations to token ids, defaults.
+"""What `LLM` and `AsyncLLM` know of their model's text: prompts and conversations as token ids, defaults.
 
-`llm` and `llm.async_llm` make one from the `LaunchPlan`; no engine has to run for it. Prompts come from the
+Both make a `PromptPreparer` from the `LaunchPlan`; no engine has to run for it. Prompts come from the
 program's author: special tokens in them mean themselves, except in messages, where only those that the
 template writes do.
 """
@@ -50,8 +50,10 @@ _OF_THE_PROMPT = (None, "prompt", "prompts", "prompt_token_ids", "messages")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPrompt:
-    """Attributes:
-    text: None where the prompt was given as ids alone.
+    """A prompt as token ids.
+
+    Attributes:
+        text: None where the prompt was given as ids alone.
     """
 
     text: str | None
@@ -60,11 +62,13 @@ class PreparedPrompt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptPreparer:
-    """Attributes:
-    default_sampling: what the checkpoint asks for.
-    vector: what vectors it gives.
-    pooling: of what, where nothing else is said.
-    grammar_model: for who proves grammars (`grammar.proving`).
+    """Makes token ids of prompts and conversations, and knows the model's defaults.
+
+    Attributes:
+        default_sampling: the sampling that the checkpoint asks for.
+        vector: what vectors the model gives.
+        pooling: token states that a vector is made of, where a request does not say.
+        grammar_model: the vocabulary by which grammars are proved (`grammar.proving`).
     """
 
     tokenizer: Tokenizer
@@ -78,7 +82,7 @@ class PromptPreparer:
     def sampling_for(
         self, given: SamplingParams | None, limits: RequestLimits, num_prompt_tokens: int
     ) -> SamplingParams:
-        """The caller's, bad words as ids, or the model's defaults as far as they fit behind the prompt.
+        """Return the caller's sampling, bad words as ids, or the model's defaults as far as they fit.
 
         Raises `InvalidRequestError` naming a field of the caller's that is out of range.
         """
@@ -90,7 +94,7 @@ class PromptPreparer:
 
     @classmethod
     def of(cls, plan: LaunchPlan, pooling: Pooling) -> PromptPreparer:
-        """Raises `ModelConfigError` when a file of the model is bad."""
+        """Return the preparer of this model. Raises `ModelConfigError` when one of its files is bad."""
         directory = Path(plan.model_path)
         tokenizer = load_tokenizer(directory)
         return cls(
@@ -104,11 +108,11 @@ class PromptPreparer:
         )
 
     def limits(self, max_model_len: int) -> RequestLimits:
-        """What requests must satisfy, given the length that the engine serves."""
+        """Return what requests must satisfy, given the length that the engine serves."""
         return RequestLimits(max_model_len=max_model_len, vocab_size=self.vocab_size, vector=self.vector)
 
     def prompt(self, prompt: Prompt) -> PreparedPrompt:
-        """Raises `InvalidRequestError` for what is none."""
+        """Return the prompt as token ids. Raises `InvalidRequestError` for a value that is not a prompt."""
         if isinstance(prompt, str):
             return PreparedPrompt(text=prompt, token_ids=self.tokenizer.encode_trusted(prompt))
         given: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
@@ -125,13 +129,13 @@ class PromptPreparer:
         )
 
     def prompts(self, given: Prompt | Sequence[Prompt]) -> list[PreparedPrompt]:
-        """One prompt, or several; an error names the one at fault."""
+        """Return one prompt, or several, as token ids; an error names the prompt at fault."""
         if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
             return [self.prompt(given)]
         return [self._placed("prompts", index, self.prompt, one) for index, one in enumerate(given)]
 
     def conversation(self, messages: Conversation, options: Mapping[str, Any]) -> PreparedPrompt:
-        """A list of messages by the model's chat template.
+        """Return a list of messages as token ids, by the model's chat template.
 
         Args:
             options: `add_generation_prompt`, `continue_final_message`, and variables of the template, `tools`
@@ -142,7 +146,7 @@ class PromptPreparer:
         if options.get("tools") and "tools" not in self.chat_template.reads:
             raise InvalidRequestError(
                 "the chat template of this model knows no tools.",
-                remedy="Say in a message of yours what the model may call.",
+                remedy="Describe the tools in a message instead.",
                 param="tools",
                 code="unsupported_parameter",
             )
@@ -152,7 +156,7 @@ class PromptPreparer:
     def conversations(
         self, given: Conversation | Sequence[Conversation], options: Mapping[str, Any]
     ) -> list[PreparedPrompt]:
-        """One conversation, or several; an error names the one at fault."""
+        """Return one conversation, or several, as token ids; an error names the conversation at fault."""
         if given and isinstance(given[0], Mapping):
             return [self.conversation(given, options)]  # type: ignore[arg-type]
         return [
@@ -169,7 +173,7 @@ class PromptPreparer:
 
 @contextlib.contextmanager
 def at_place(place: str) -> Iterator[None]:
-    """Let a refusal say which of several requests it is about."""
+    """Have a refusal name the request that it is about, such as `prompts[3]`."""
     try:
         yield
     except InvalidRequestError as error:
@@ -185,7 +189,11 @@ def chat_options(
     tools: Sequence[Mapping[str, Any]] | None,
     kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """What a conversation is rendered with. Raises `InvalidRequestError` for what does not go together."""
+    """Return what a conversation is rendered with.
+
+    Raises:
+        InvalidRequestError: two options exclude each other.
+    """
     if add_generation_prompt and continue_final_message:
         raise InvalidRequestError(
             "continue_final_message goes on with the last message; add_generation_prompt begins another one.",
@@ -206,7 +214,7 @@ def _check_continued(messages: Conversation) -> None:
 
 
 def default_sampling(defaults: Mapping[str, float]) -> SamplingParams:
-    """`SamplingParams` with the values that a checkpoint asks for."""
+    """Return `SamplingParams` with the values that a checkpoint asks for."""
     values: dict[str, Any] = dict(defaults)
     if "top_k" in values:
         values["top_k"] = int(values["top_k"])
@@ -214,7 +222,7 @@ def default_sampling(defaults: Mapping[str, float]) -> SamplingParams:
 
 
 def normalised_sampling(sampling: SamplingParams) -> SamplingParams:
-    """The same values with the types that a wire would give them (a temperature of 0 becomes 0.0)."""
+    """Return the same values with the types that a wire would give them: a temperature of 0 becomes 0.0."""
     try:
         return msgspec.convert(msgspec.to_builtins(sampling), SamplingParams)
     except (msgspec.ValidationError, TypeError) as error:
@@ -222,7 +230,7 @@ def normalised_sampling(sampling: SamplingParams) -> SamplingParams:
 
 
 def raw_pooling(given: G | None, pooling: Pooling | None) -> G | PoolingParams:
-    """The parameters of `encode`: the caller's, or those of a vector whose length is not changed.
+    """Return the parameters of `encode`: the caller's, or those of a vector whose length is not changed.
 
     Args:
         pooling: in place of `given`.
@@ -237,7 +245,7 @@ def raw_pooling(given: G | None, pooling: Pooling | None) -> G | PoolingParams:
 
 
 def normalised_pooling(params: PoolingParams) -> PoolingParams:
-    """The same of `PoolingParams`."""
+    """Return the same values with the types that a wire would give them."""
     try:
         return msgspec.convert(msgspec.to_builtins(params), PoolingParams)
     except (msgspec.ValidationError, TypeError) as error:
@@ -245,7 +253,7 @@ def normalised_pooling(params: PoolingParams) -> PoolingParams:
 
 
 def token_id(value: Any) -> int:
-    """An integer of any library."""
+    """Return an integer of any library as Python's own."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     try:

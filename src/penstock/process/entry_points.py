@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-SUPERVISOR: Final = "penstock.engine.supervisor.supervisor"  # started by `llm.engine_client`
+SUPERVISOR: Final = "penstock.engine.supervisor.supervisor"  # started by `llm.supervisor_process`
 CORE: Final = "penstock.engine.core.core_process"  # by `engine.supervisor.pipeline_processes`
 RANK: Final = "penstock.rank.process"  # by `engine.supervisor.pipeline_processes`
 API_PROCESS: Final = "penstock.server.api_process"  # by `engine.supervisor.fronts`

@@ -24,7 +24,8 @@ import uvloop
 from msgspec import structs
 
 from penstock.config.limits import ConnectionLimits
-from penstock.engine.client.async_engine import AsyncEngine, EngineInfo
+from penstock.engine.client.async_engine import AsyncEngine
+from penstock.engine.client.core_health import EngineInfo
 from penstock.engine.client.replicas import Replicas
 from penstock.families.registry import load_generation_defaults, load_vector_shape
 from penstock.grammar.proving import GrammarModel

@@ -1,8 +1,8 @@
-"""What one front has asked the core for and not heard the end of: enough to ask the next core the same.
+"""The operations of one client that have not ended: enough to request them of the next core.
 
-A pause, a slower pace and open sessions outlive the core that was told of them: whatever core comes after
-begins with them.
-Kept by `engine.client.async_engine`, as `engine.client.live_requests` is for requests.
+A pause, a slower pace and open sessions outlive the core that was told of them: the next core begins with
+them.
+Kept by `engine.client.async_engine`, which keeps requests in `engine.client.live_requests`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from penstock.operations import CloseSession, OpenSession, Operation, OperationD
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An operation under way; whoever waits for the answer may give up.
+    """An operation under way. Its caller may give the answer up.
 
     Attributes:
-        num_requests: how many this front had asked for before (`LiveRequests.num_asked`).
+        num_requests: sequences that this client had sent before (`LiveRequests.num_asked`).
     """
 
     message: Operate
@@ -32,11 +32,11 @@ class Asked:
 
 
 class AskedOperations:
-    """In the order in which they were asked.
+    """The operations under way, in the order of their requests, and the state that outlives a core.
 
     Attributes:
-        sessions: that are open as far as the core has said, by id; those of one that is away too.
-        knows_sessions: whether any core has said.
+        sessions: by id, the sessions that are open as far as the core has said, also while it is away.
+        knows_sessions: whether any core has said which sessions are open.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class AskedOperations:
         self.knows_sessions = False
 
     def ask(self, operation: Operation, num_requests: int) -> Asked:
-        """It is to be sent to the core, if there is one. `num_requests`: see `Asked`."""
+        """Return an operation for the caller to send, if there is a core. `num_requests`: see `Asked`."""
         number = next(self._numbers)
         answer: asyncio.Future[OperationDone] = asyncio.get_running_loop().create_future()
         self._open[number] = asked = Asked(Operate(number, operation), answer, num_requests)
@@ -57,7 +57,7 @@ class AskedOperations:
 
     @property
     def sessions_asked(self) -> set[str]:
-        """Ids of those that are to be opened or closed, by what has no answer yet."""
+        """Ids of the sessions whose opening or closing has no answer yet."""
         return {
             asked.message.operation.session_id
             for asked in self._open.values()
@@ -65,8 +65,10 @@ class AskedOperations:
         }
 
     def note(self, stats: CoreStats) -> None:
-        """The core has said how it is; while it is asked to change that, it may not know of it yet. Which
-        sessions are open it has said before."""
+        """Note how the core is. A change that it has been asked for it may not know of yet.
+
+        It says which sessions are open before its first numbers.
+        """
         self.knows_sessions = True
         if not self._is_open(Pause, Resume):
             self._is_paused = stats.scheduler.paused
@@ -74,7 +76,7 @@ class AskedOperations:
             self._interval_ms = stats.plan_interval_ms
 
     def note_sessions(self, changed: SessionsChanged) -> None:
-        """The core has said which sessions are open."""
+        """Note which sessions the core has opened and closed."""
         asked_to_close = {
             asked.message.operation.session_id
             for asked in self._open.values()
@@ -87,7 +89,7 @@ class AskedOperations:
         self.sessions |= {asked.session_id: asked for asked in changed.opened}
 
     def close(self, message: Operated) -> None:
-        """The core has said that one is complete."""
+        """Note that an operation is complete, and resolve its answer."""
         asked = self._open.pop(message.number, None)
         if asked is None:
             return
@@ -102,9 +104,9 @@ class AskedOperations:
             asked.answer.set_result(message.done)
 
     def first(self) -> list[Operate]:
-        """What a new core is to be asked before it hears of any request: to begin as the last one was.
+        """Return what a new core is asked before any request is sent: to begin as the last core was.
 
-        A session that it will be asked again to close is open then.
+        A session that it will be asked again to close is opened first.
         """
         wanted: list[Operation] = [Pause("keep")] if self._is_paused else []
         if self._interval_ms:
@@ -113,8 +115,9 @@ class AskedOperations:
         return [Operate(next(self._numbers), operation) for operation in wanted]
 
     def again(self, requests: Iterable[tuple[int, AddRequest]]) -> list[Operate | AddRequest]:
-        """And what then: all that has no end yet, in the order in which it was asked. So an operation finds
-        the requests that were there when it was asked for, and ends none that came after.
+        """Return what a new core is asked then: all that has not ended, in the order of the requests.
+
+        So an operation finds the requests that preceded it, and ends none that came after.
 
         Args:
             requests: as `LiveRequests.again` gives them.

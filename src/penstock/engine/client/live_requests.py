@@ -1,7 +1,7 @@
-"""What one client has asked of the core and not seen the end of: enough to ask another core the same.
+"""The requests of one client that have not ended: enough to have another core go on with them.
 
-The core alone knows where a request is; what it needs to go on with one stands here too: the request, and the
-tokens and scores that have come. Kept by both faces of the engine (`async_engine`, `client`).
+The core alone knows where a request is. What another core needs to go on stands here too: the request, and
+the tokens and scores that have come. Kept by `engine.client.async_engine`.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class _Live:
 
     @property
     def progress(self) -> int:
-        """What has come of it."""
+        """Tokens and scores that have come."""
         return len(self.output_ids) + self.num_scores
 
 
 class LiveRequests:
-    """In the order in which they were asked, which is that of their numbers.
+    """Sequences by their ids, in the order in which they were sent, which is that of their numbers.
 
     Attributes:
-        num_asked: how many there were ever: the number of the next.
+        num_asked: sequences that were ever added; the number of the next one.
     """
 
     def __init__(self) -> None:
@@ -46,14 +46,14 @@ class LiveRequests:
     def ids(self) -> list[str]:
         return list(self._live)
 
-    def add(self, request: GenerationRequest, *, is_sent: bool = True) -> None:
-        """It has been sent to the core, or waits for another one, which is asked for each sequence alone."""
+    def add(self, request: GenerationRequest) -> None:
+        """Add a request that is sent to the core. Another core is sent each of its sequences alone."""
         for one in request.alone():
-            self._live[one.request_id] = _Live(self.num_asked, one, is_sent=is_sent)
+            self._live[one.request_id] = _Live(self.num_asked, one)
             self.num_asked += 1
 
     def note(self, update: RequestUpdate) -> None:
-        """Tokens or scores have come, or the end."""
+        """Note the tokens and scores of an update, or the end of its sequence."""
         live = self._live.get(update.request_id)
         if live is None:
             return
@@ -63,16 +63,20 @@ class LiveRequests:
             del self._live[update.request_id]
 
     def forget(self, request_id: str) -> bool:
-        """It was aborted; whether it was live."""
+        """Remove a sequence that was aborted. Returns whether it was live."""
         return self._live.pop(request_id, None) is not None
 
     def forget_all(self) -> None:
-        """They have ended."""
+        """Remove all sequences: they have ended."""
         self._live.clear()
 
     def core_lost(self) -> list[RequestUpdate]:
-        """The core is gone. Returns the end of those that another core was lost with before, and that have
-        gained nothing between: they may be the reason."""
+        """Note that the core is gone.
+
+        Returns:
+            The ends of sequences that another core was lost with before, and that have gained nothing since:
+            they may be the reason.
+        """
         given_up = []
         for request_id, live in list(self._live.items()):
             if not live.is_sent:
@@ -89,7 +93,7 @@ class LiveRequests:
         return given_up
 
     def again(self) -> list[tuple[int, AddRequest]]:
-        """What the present core has not been asked, and is asked now; with its numbers."""
+        """Return requests that the present core has not been sent, with their numbers; they count as sent."""
         unsent = [live for live in self._live.values() if not live.is_sent]
         for live in unsent:
             live.is_sent = True

@@ -4,7 +4,7 @@ The core ends a request at stop ids and lengths. Stop *strings* need text and ar
 cuts the text at the stop string, counts only the tokens up to the one that completed it, and the caller then
 aborts the request in the core. Tokens that were already under way are dropped.
 
-Used by `engine.client.async_engine` (streams) and `llm` (whole results). Does no I/O.
+Used by `engine.client.streams` and by `llm` (whole results). Does no I/O.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TextDelta(msgspec.Struct, frozen=True, gc=False):
 
 
 def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
-    """Consecutive deltas of one request as one."""
+    """Return consecutive deltas of one request as one."""
     if len(deltas) == 1:
         return deltas[0]
     last = deltas[-1]
@@ -68,11 +68,11 @@ class Assembler(Protocol):
 
     @property
     def num_tokens(self) -> int:
-        """Generated, up to the stop."""
+        """Tokens generated, up to the stop."""
         ...
 
     def append(self, update: RequestUpdate) -> TextDelta:
-        """The delta of an update that is no error."""
+        """Return the delta of an update that is not an error."""
         ...
 
 
@@ -95,7 +95,7 @@ class OutputAssembler:
         self.num_tokens = 0  # generated, up to the stop
 
     def append(self, update: RequestUpdate) -> TextDelta:
-        """The delta of an update that is no error. When its `stop_reason` is a string, abort in the core."""
+        """Return the delta of an update that is not an error. The core does not know of a stop string."""
         if update.prompt_logprobs:
             return TextDelta("", [], prompt_logprobs=update.prompt_logprobs)
         shown = self._shown_ids(update)
@@ -111,13 +111,13 @@ class OutputAssembler:
         return TextDelta(text, update.token_ids, update.logprobs)
 
     def _shown_ids(self, update: RequestUpdate) -> list[int]:
-        """The ids that have text: an id that ended the request has none, unless asked for."""
+        """Return the ids that have text: an id that ended the request has none, unless it is wanted."""
         if update.stop_token_id is None or self._include_stop:
             return update.token_ids
         return update.token_ids[:-1]
 
     def _scan(self, token_ids: list[int]) -> tuple[str, str, int]:
-        """(text to show, stop string found or "", tokens read) of feeding ids one by one."""
+        """Feed ids one by one. Returns the text to show, the stop string found or "", and the tokens read."""
         shown = ""
         for index, token_id in enumerate(token_ids):
             text = self._detokenizer.feed((token_id,))
@@ -153,7 +153,7 @@ class OutputAssembler:
 def output_assembler(
     tokenizer: Tokenizer, prompt_token_ids: list[int], sampling: SamplingParams
 ) -> OutputAssembler:
-    """The assembler of a request that follows this prompt."""
+    """Return the assembler of a request that follows this prompt."""
     detokenizer: Detokenizer = NoText()
     if sampling.detokenize:
         detokenizer = tokenizer.detokenizer(
@@ -203,8 +203,8 @@ class RequestOutput:
     Attributes:
         prompt: its text; None when it was given as token ids.
         num_cached_tokens: prompt tokens whose KV was found in the cache.
-        prompt_logprobs: of each of its tokens, as of an output's, if asked for; None of the first, which
-            nothing stands before.
+        prompt_logprobs: of each token of the prompt, as of an output's, if requested; None for the first
+            token, which nothing precedes.
     """
 
     request_id: str
@@ -217,7 +217,7 @@ class RequestOutput:
 
 
 def completion_output(deltas: Sequence[TextDelta], tokenizer: Tokenizer, index: int = 0) -> CompletionOutput:
-    """The whole sequence of a finished request, which is choice `index` of its prompt."""
+    """Return the whole sequence of a finished request, which is choice `index` of its prompt."""
     whole = merge_deltas(deltas)
     logprobs, cumulative = None, None
     if whole.logprobs is not None:
@@ -245,11 +245,11 @@ def request_output(
     scored: bool,
     num_cached_tokens: int,
 ) -> RequestOutput:
-    """The result of a prompt, as far as it has come.
+    """Return the result of a prompt, as far as it has come.
 
     Args:
         sequences: all that has come of each of its choices.
-        scored: log-probabilities of the prompt were asked for; None as long as some are missing.
+        scored: whether log-probabilities of the prompt are wanted. They are None as long as some are missing.
     """
     scores = sequences[0].prompt_logprobs
     is_complete = len(scores) == len(prompt_token_ids) - 1
@@ -269,13 +269,13 @@ def request_output(
 def prompt_logprobs(
     prompt_token_ids: Sequence[int], entries: Sequence[TokenLogprobs], tokenizer: Tokenizer
 ) -> list[dict[int, Logprob] | None]:
-    """Of each token of a prompt; `entries` are those of all but the first."""
+    """Return the log-probabilities of each token of a prompt; `entries` has those of all but the first."""
     pairs = zip(prompt_token_ids[1:], entries, strict=True)
     return [None, *(position_logprobs(token_id, entry, tokenizer) for token_id, entry in pairs)]
 
 
 def position_logprobs(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
-    """The chosen token first, then the likeliest that are not it."""
+    """Return log-probabilities by token id: the chosen token first, then the likeliest others."""
     found = {token_id: _logprob(token_id, entry.logprob, entry.rank, tokenizer)}
     for index, (top_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True)):
         if top_id != token_id:

@@ -1,7 +1,6 @@
-"""Several pipelines behind one front: each request goes to one of them and stays there (row I4).
+"""Several pipelines that look like one engine: each request goes to one of them and stays there (row I4).
 
-`Replicas` looks like one engine to the server. It is ready as long as one pipeline is; its numbers are those
-of all together.
+The whole is ready as long as one pipeline is. Its numbers are those of all pipelines together.
 """
 
 from __future__ import annotations
@@ -13,8 +12,10 @@ from typing import TypeVar
 import msgspec
 
 from penstock.batch import StageSpans, StageTimes
-from penstock.engine.client.async_engine import AsyncEngine, EngineStatus, RequestStream
+from penstock.engine.client.async_engine import AsyncEngine
+from penstock.engine.client.core_health import EngineStatus
 from penstock.engine.client.routing import Router
+from penstock.engine.client.streams import RequestStream
 from penstock.engine.stats import CoreStats, summed, with_totals_of, without_requests
 from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
 from penstock.kvcache.sessions import unknown_session
@@ -26,9 +27,11 @@ Started = TypeVar("Started")
 
 
 class Replicas:
-    """Args:
-    engines: one per replica, at least one.
-    has_prefix_cache: whether each keeps what it has computed for prompts that begin the same.
+    """One engine of several replicas, in the place of a single `AsyncEngine`.
+
+    Args:
+        engines: the client of each replica, at least one.
+        has_prefix_cache: whether each replica keeps what it has computed for prompts that begin the same.
     """
 
     def __init__(self, engines: Sequence[AsyncEngine], *, has_prefix_cache: bool = False) -> None:
@@ -61,10 +64,11 @@ class Replicas:
     def add_all(
         self, request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
     ) -> list[RequestStream]:
-        """Start `sampling.n` sequences in the replica that will come to them first; where this front knows
-        that one to be full or away, in the next best. What a core refuses later is final: its queue has
-        filled meanwhile. Those of a session go to the replica that has it; another one takes them as any
-        others.
+        """Start `sampling.n` sequences in the replica that will come to them first, or in the next best one
+        where that replica is full or away.
+
+        A refusal by a core is final: its queue has filled meanwhile. Sequences of a session go to the replica
+        that has the session; another replica takes them like any others.
 
         Raises what `AsyncEngine.add_all` and `_home` do.
         """
@@ -87,8 +91,10 @@ class Replicas:
         start: Callable[[AsyncEngine], Started],
         home: int | None = None,
     ) -> Started:
-        """Args:
-        home: the replica to go to if it is there and has room.
+        """Start a request in the first replica that takes it.
+
+        Args:
+            home: the replica to go to if it is there and has room.
         """
         ahead = [engine.tokens_ahead for engine in self._engines]
         has_room = [status.ready and not status.is_full for status in self.statuses()]
@@ -107,7 +113,7 @@ class Replicas:
         raise refusals[0]
 
     def _home(self, session_id: str) -> int | None:
-        """The replica that has this session; None where there is no session.
+        """Return the replica that has this session; None where there is no session.
 
         Raises:
             NotFoundError: none has it.
@@ -127,7 +133,7 @@ class Replicas:
         raise unknown_session(session_id)
 
     def status(self) -> EngineStatus:
-        """Ready if any replica is, and full if all those are; the reason names those that are not ready."""
+        """Return one status: ready if any replica is, full if all those are. The reason names the others."""
         found = self.statuses()
         is_ready = any(status.ready for status in found)
         broken = [(index, status) for index, status in enumerate(found) if not status.ready]
@@ -143,11 +149,11 @@ class Replicas:
         )
 
     def statuses(self) -> list[EngineStatus]:
-        """Of each replica."""
+        """Return the status of each replica."""
         return [engine.status() for engine in self._engines]
 
     async def trace(self) -> list[StageSpans]:
-        """What each stage of each replica that is there did in the last seconds."""
+        """Return what each stage of each replica that is there did in the last seconds."""
         answers = await asyncio.gather(*(engine.trace() for engine in self._engines), return_exceptions=True)
         errors = [answer for answer in answers if isinstance(answer, BaseException)]
         if len(errors) == len(answers):
@@ -198,7 +204,7 @@ class Replicas:
         return min(range(len(counts)), key=lambda index: (not is_ready[index], counts[index]))
 
     def close(self) -> None:
-        """Leave all; streams that are open end with an error."""
+        """Leave all replicas; streams that are open end with an error."""
         for start in self._starts:
             start.cancel()
         for engine in self._engines:

@@ -1,4 +1,7 @@
-"""What a request must satisfy before it is sent to the core. Called by `async_engine` and `llm`."""
+"""What a request must satisfy before it is sent to the core.
+
+Called by `engine.client.async_engine` and `llm.llm`.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,19 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
     vector: VectorShape = VectorShape(size=0)
 
     def check(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """Raise `InvalidRequestError` naming the field, the value and the bound."""
+        """Raise `InvalidRequestError` for a value out of bounds, naming field, value and bound."""
         sampling.validate(self.vocab_size)
         self._check_ids(prompt_token_ids)
         self._check_prompt_length(len(prompt_token_ids), room=0 if sampling.max_tokens == 0 else 1)
 
     def check_pooled(self, prompt_token_ids: list[int], params: PoolingParams) -> None:
-        """The same for a prompt that is to become a vector: nothing needs to follow it."""
+        """Check a prompt that is to become a vector: nothing needs to follow it. Raises what `check` does."""
         self.vector.check(params.dimensions)
         self._check_ids(prompt_token_ids)
         self._check_prompt_length(len(prompt_token_ids), room=0)
 
     def check_length(self, prompt_token_ids: list[int], sampling: SamplingParams) -> None:
-        """Refuse what could not generate all of its `max_tokens`, or else all of its `min_tokens`."""
+        """Refuse a request that could not generate all of its `max_tokens`, or else of its `min_tokens`."""
         name, wanted = "max_tokens", sampling.max_tokens
         if wanted is None:
             name, wanted = "min_tokens", sampling.min_tokens
@@ -49,7 +52,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def shortened(self, sampling: SamplingParams, num_prompt_tokens: int) -> SamplingParams:
-        """A default `max_tokens`, which nobody has asked for, fits behind any prompt."""
+        """Return the default sampling with a `max_tokens` that fits behind the prompt."""
         room = self.max_model_len - num_prompt_tokens
         if sampling.max_tokens is None or sampling.max_tokens <= room:
             return sampling
@@ -68,9 +71,7 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def _check_prompt_length(self, num_tokens: int, *, room: int) -> None:
-        """Args:
-        room: tokens that must fit behind the prompt.
-        """
+        """Refuse a prompt that leaves less than `room` tokens behind it."""
         if num_tokens + room > self.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {num_tokens} tokens; the limit for prompt and output together is "

@@ -2,8 +2,8 @@
 
     tokens ahead of it in the replica  +  its own that the replica has not cached
 
-A replica is taken to have cached the beginnings of prompts that were sent to it, in whole chunks. Pure: the
-replicas' work is told by who asks (`engine.client.replicas`).
+A replica is taken to have cached the beginnings of prompts that were sent to it, in whole chunks. Does no
+I/O: `engine.client.replicas` says how much work each replica has.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ _MAX_REMEMBERED = 1 << 16
 
 
 class Router:
-    """Args:
-    num_replicas: at least 1.
-    has_cache: whether replicas keep the keys and values of prompts for later ones.
+    """Orders replicas for each request, and remembers where requests went.
+
+    Args:
+        num_replicas: at least 1.
+        has_cache: whether replicas keep the keys and values of prompts for later ones.
     """
 
     def __init__(self, num_replicas: int, *, has_cache: bool) -> None:
@@ -29,11 +31,11 @@ class Router:
         self._seen: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_replicas)]
 
     def order(self, prompt: Sequence[int], ahead: Sequence[int], has_room: Sequence[bool]) -> list[int]:
-        """Replicas to try, the best first.
+        """Return the replicas to try, the best first.
 
         Args:
             ahead: tokens that each has to compute before it comes to this request.
-            has_room: those that are away, or full, come last.
+            has_room: whether each takes requests; replicas that are away or full come last.
         """
         hashes = list(_beginnings(prompt)) if self._has_cache else []
         costs = [
@@ -43,7 +45,7 @@ class Router:
         return sorted(range(len(costs)), key=costs.__getitem__)
 
     def routed(self, prompt: Sequence[int], replica: int) -> None:
-        """The request went there."""
+        """Note that the request with this prompt went to the replica."""
         self._num_routed[replica] += 1
         if not self._has_cache:
             return
@@ -55,13 +57,13 @@ class Router:
             seen.popitem(last=False)
 
     def _num_cached(self, replica: int, hashes: Sequence[int]) -> int:
-        """Tokens of the longest beginning that was sent there."""
+        """Return the number of tokens of the longest beginning that was sent to the replica."""
         seen = self._seen[replica]
         return next((_CHUNK * count for count in range(len(hashes), 0, -1) if hashes[count - 1] in seen), 0)
 
 
 def _beginnings(prompt: Sequence[int]) -> Iterator[int]:
-    """A hash for each beginning of whole chunks, the shortest first."""
+    """Yield a hash for each beginning of whole chunks, the shortest first."""
     value = 0
     for end in range(_CHUNK, min(len(prompt), _CHUNK * _MAX_CHUNKS) + 1, _CHUNK):
         value = hash((value, *prompt[end - _CHUNK : end]))

@@ -1,9 +1,8 @@
-"""Seeds for sequences that bring none, drawn in the front: once, whatever becomes of the core.
+"""Seeds for sequences that bring none, drawn once by the client, whatever becomes of the core.
 
-Sequence k of an engine, in the order in which they are asked for, gets the k-th seed that follows from the
-engine's own (`scheduler.admission.derive_seed`). A core draws the same where nobody has, but another core
-would count from the beginning again. Used by both clients of a
-core's process.
+Sequence k of an engine, in the order in which sequences are sent, gets the k-th seed that follows from the
+engine's own (`scheduler.admission.derive_seed`). A core draws the same seeds for requests without one, but
+another core would count from the beginning again. Used by `engine.client.async_engine`.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from penstock.scheduler.admission import derive_seed
 
 
 class Seeds:
-    """Of one front.
+    """The seeds that one client draws.
 
     Args:
-        welcome: of the first core that it met, which other fronts may have used before.
+        welcome: of the first core that the client met. Other clients may have used that core before.
     """
 
     def __init__(self, welcome: Welcome) -> None:
@@ -27,7 +26,7 @@ class Seeds:
         self._num_drawn = welcome.num_sequences
 
     def given(self, request: GenerationRequest) -> GenerationRequest:
-        """The request with a seed for each of its sequences."""
+        """Return the request with a seed for each of its sequences."""
         first, self._num_drawn = self._num_drawn, self._num_drawn + 1 + len(request.followers)
         if request.sampling.seed is not None or request.pooling is not None:
             return request  # those of its followers follow from it

@@ -1,7 +1,7 @@
 """Several sequences of one prompt (`n`): one request to the core, in which others follow the first.
 
-Called by both faces of the engine. The core takes all of them or none, and lets the others wait until the
-first has computed the prompt, whose blocks they then find (`scheduler.prefix_reuse`).
+Called by `engine.client.async_engine` and `llm.offline_requests`. The core takes all sequences or none. The
+others wait until the first has computed the prompt, whose blocks they then find (`scheduler.prefix_reuse`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SIBLINGS = 0x5DEECE66D  # sets these seeds apart from those of requests that br
 
 
 def sibling_seed(seed: int | None, index: int) -> int | None:
-    """The seed of choice `index` of a request with this seed: of choice 0 the seed itself.
+    """Return the seed of choice `index` of a request with this seed: for choice 0 the seed itself.
 
     None stays None: each sequence then gets a seed of the engine's, by its place in the order of arrival.
     """
@@ -27,7 +27,7 @@ def sibling_seed(seed: int | None, index: int) -> int | None:
 def with_siblings(
     request_id: str, prompt_token_ids: list[int], sampling: SamplingParams
 ) -> GenerationRequest:
-    """The request for `sampling.n` sequences; choice i > 0 is named after the first, with `/i` behind."""
+    """Return the request for `sampling.n` sequences; choice i > 0 is named after the first, and `/i`."""
     assert not sampling.bad_words, "bad words are ids by now: the core has no tokenizer"
     return GenerationRequest(
         request_id=request_id,

@@ -20,9 +20,9 @@ Output = TypeVar("Output")
 
 
 def finished_vector(pooled: bytes, params: PoolingParams) -> Vector:
-    """What `params` make of `RequestUpdate.vector`: its first `dimensions`, of Euclidean length 1 if wanted.
+    """Return the first `dimensions` of `RequestUpdate.vector`, of Euclidean length 1 if wanted.
 
-    A vector of zeros has no direction and stays what it is.
+    A vector of zeros has no direction and stays as it is.
     """
     wide = np.frombuffer(pooled, dtype="<f4").astype(np.float64)[: params.dimensions]
     length = float(np.sqrt(wide @ wide))
@@ -40,7 +40,7 @@ class VectorAssembler:
         self._params = params
 
     def append(self, update: RequestUpdate) -> TextDelta:
-        """The only delta of a request that has not failed."""
+        """Return the only delta of a request that has not failed."""
         vector = finished_vector(update.vector, self._params)
         return TextDelta("", [], None, update.finish_reason, vector=vector.tobytes())
 
@@ -87,7 +87,7 @@ class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
 def pooling_output(
     request_id: str, prompt_token_ids: list[int], vector: bytes
 ) -> PoolingRequestOutput[PoolingOutput]:
-    """Of a finished vector (`TextDelta.vector`)."""
+    """Return the result of `encode`, given a finished vector (`TextDelta.vector`)."""
     data = np.frombuffer(vector, dtype=np.float32).copy()
     return PoolingRequestOutput(
         request_id=request_id, outputs=PoolingOutput(data=data), prompt_token_ids=prompt_token_ids
@@ -95,7 +95,7 @@ def pooling_output(
 
 
 def embedding_output(request_id: str, prompt_token_ids: list[int], vector: bytes) -> EmbeddingRequestOutput:
-    """Of a finished vector (`TextDelta.vector`)."""
+    """Return the result of `embed`, given a finished vector (`TextDelta.vector`)."""
     numbers = np.frombuffer(vector, dtype=np.float32).tolist()
     return EmbeddingRequestOutput(
         request_id=request_id, outputs=EmbeddingOutput(embedding=numbers), prompt_token_ids=prompt_token_ids

@@ -13,7 +13,9 @@ import pytest
 from core_numbers import core_stats
 from fakes import FakeClock
 from penstock.batch import StageSpans
-from penstock.engine.client.async_engine import AsyncEngine, EngineInfo, RequestStream
+from penstock.engine.client.async_engine import AsyncEngine
+from penstock.engine.client.core_health import EngineInfo
+from penstock.engine.client.streams import RequestStream
 from penstock.engine.ipc import (
     AWAY_S,
     AbortRequests,
@@ -159,6 +161,10 @@ class Rig:
     async def welcome(self) -> None:
         """Another core comes, and is ready."""
         await self.greeted()
+        await self.answered()
+
+    async def answered(self) -> None:
+        """The core that was greeted is ready."""
         self.core.socket.send(
             self.core.client, Welcome(num_blocks=8, block_size=4, max_model_len=64, stages=[])
         )

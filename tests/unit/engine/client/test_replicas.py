@@ -9,7 +9,7 @@ import pytest
 
 from core_numbers import core_stats
 from penstock.batch import StageSpans, StageTimes
-from penstock.engine.client.async_engine import EngineStatus
+from penstock.engine.client.core_health import EngineStatus
 from penstock.engine.client.replicas import Replicas, SteadyStats, merged_stats
 from penstock.errors import (
     InvalidRequestError,

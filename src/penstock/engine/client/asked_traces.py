@@ -1,0 +1,35 @@
+"""The traces that a client has asked its core for. Kept by `engine.client.async_engine`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from penstock.batch import StageSpans
+from penstock.errors import ErrorInfo, error_from_info
+
+
+class AskedTraces:
+    """Futures of traces that have not come yet, oldest first. The core answers in this order."""
+
+    def __init__(self) -> None:
+        self._answers: deque[asyncio.Future[list[StageSpans]]] = deque()
+
+    def ask(self) -> asyncio.Future[list[StageSpans]]:
+        """Return the future of one more trace. Its reader may give it up."""
+        answer: asyncio.Future[list[StageSpans]] = asyncio.get_running_loop().create_future()
+        self._answers.append(answer)
+        return answer
+
+    def answer(self, spans: list[StageSpans]) -> None:
+        """Resolve the oldest future; it may have failed or been given up meanwhile."""
+        answer = self._answers.popleft() if self._answers else None
+        if answer is not None and not answer.done():
+            answer.set_result(spans)
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """Fail all futures: the core that was asked has gone."""
+        answers, self._answers = self._answers, deque()
+        for answer in answers:
+            if not answer.done():
+                answer.set_exception(error_from_info(error))

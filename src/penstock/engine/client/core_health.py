@@ -1,0 +1,167 @@
+"""Whether the core of an engine is there and its stages work, from its messages and its silence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.config.engine import Pooling
+from penstock.engine.ipc import AWAY_S, SILENCE_S, silence_limit_s
+from penstock.engine.stats import CoreStats
+from penstock.errors import PenstockError, UnavailableError, WaitTimeoutError, error_from_info
+from penstock.process.config import ApiProcessConfig
+from penstock.request import VectorShape
+
+CORE_AWAY = UnavailableError(
+    "the engine core went away; another one starts.", remedy="Try again in a second."
+)
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a client must know of the engine before the core says anything.
+
+    Attributes:
+        vector: what vectors the model gives.
+        pooling: token states that a vector is made of, where a request does not say.
+        max_num_seqs, max_waiting_requests: together, how many requests may be alive at once.
+        stale_after_s: without a word from the core for this long (heartbeats included) it is not ready.
+        silence_limit_s: after so long without a word its streams end.
+    """
+
+    max_model_len: int
+    vocab_size: int
+    vector: VectorShape = VectorShape(size=0)
+    pooling: Pooling = "last"
+    max_num_seqs: int = 64
+    max_waiting_requests: int = 1024
+    stale_after_s: float = 5.0
+    silence_limit_s: float = SILENCE_S
+
+    @classmethod
+    def from_config(cls, config: ApiProcessConfig, vector: VectorShape) -> EngineInfo:
+        """Return what an API process knows by its configuration."""
+        return cls(
+            max_model_len=config.max_model_len,
+            vocab_size=config.vocab_size,
+            vector=vector,
+            pooling=config.pooling,
+            max_num_seqs=config.max_num_seqs,
+            max_waiting_requests=config.max_waiting_requests,
+            silence_limit_s=silence_limit_s(config.heartbeat_limit_s),
+        )
+
+
+class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether tokens come through the pipe.
+
+    Attributes:
+        stage: the stage at fault, when one is known.
+        reason: why it is not ready; "" when it is.
+        since: Unix time of the last change of `ready`.
+        stats: the core's numbers as of its last message; None before the first.
+        is_full: as many requests wait as may: one more would be refused.
+    """
+
+    ready: bool
+    stage: int | None
+    reason: str
+    since: float
+    stats: CoreStats | None
+    is_full: bool = False
+
+
+class CoreHealth:
+    """Whether the core is ready, from what it says and from how long it has said nothing.
+
+    The core says how long its stages have owed it a result, and how long is too long for what they compute.
+    It probes every stage once a second when idle, so a stage that does not answer shows at once.
+
+    Attributes:
+        stats: the core's numbers as of its last message; None while there is no core.
+    """
+
+    def __init__(self, info: EngineInfo, clock: Callable[[], float], wall_clock: Callable[[], float]) -> None:
+        self._info = info
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._checked_at = clock()
+        self._heard_at: float | None = None
+        self._gone_at: float | None = None  # when the core went; None while it is there, and before the first
+        self.stats: CoreStats | None = None
+        self._was_ready = False
+        self._since = wall_clock()
+
+    def heard_from_core(self) -> None:
+        """Note that a core has welcomed this client."""
+        self._heard_at, self._gone_at = self._clock(), None
+
+    def beat(self, stats: CoreStats) -> None:
+        """Note that the core has said how it is."""
+        self._heard_at = self._clock()
+        self.stats = stats
+
+    def core_gone(self) -> None:
+        """Note that the core has gone; another one may come."""
+        if self._gone_at is None and self._heard_at is not None:
+            self._gone_at, self.stats = self._clock(), None
+
+    @property
+    def has_core(self) -> bool:
+        """Whether a core has welcomed this client, and has not gone since."""
+        return self._heard_at is not None and self._gone_at is None
+
+    def silence_s(self) -> float:
+        """Return the seconds since the core was last heard; 0 before its first message."""
+        return 0.0 if self._heard_at is None else self._clock() - self._heard_at
+
+    def gave_up(self) -> PenstockError | None:
+        """Return why nobody should go on waiting for the core, if so. Asked once a second."""
+        unchecked_s, self._checked_at = self._clock() - self._checked_at, self._clock()
+        if unchecked_s >= SILENCE_S:
+            return None  # this process was stopped: what the core said meanwhile may still be in the kernel
+        if self._gone_at is not None:
+            away_s = self._clock() - self._gone_at
+            if away_s < AWAY_S:
+                return None
+            return UnavailableError(f"the engine core has been away for {away_s:.0f} s.")
+        if self.silence_s() < self._info.silence_limit_s:
+            return None
+        return WaitTimeoutError(f"the engine core has said nothing for {self.silence_s():.0f} s.")
+
+    def require_core(self) -> None:
+        """Raise the error that a new request must get, if any."""
+        if self._gone_at is not None:
+            raise error_from_info(CORE_AWAY.info())
+        if self._heard_at is None:
+            raise UnavailableError("the engine is still loading.", remedy="Try again in some seconds.")
+
+    def status(self) -> EngineStatus:
+        """Return whether tokens come through the pipe, and the core's numbers."""
+        reason = self._reason()
+        ready = not reason
+        if ready != self._was_ready:
+            self._was_ready, self._since = ready, self._wall_clock()
+        stats = self.stats
+        cause = stats.loss if stats is not None else None
+        return EngineStatus(
+            ready=ready,
+            stage=cause.stage if cause is not None else None,
+            reason=reason,
+            since=self._since,
+            stats=stats,
+            is_full=stats is not None and stats.scheduler.num_waiting >= self._info.max_waiting_requests,
+        )
+
+    def _reason(self) -> str:
+        if self._gone_at is not None:
+            return CORE_AWAY.message
+        if self._heard_at is None:
+            return "the engine is loading"
+        if self.silence_s() > self._info.stale_after_s:
+            return f"the engine core has been silent for {self.silence_s():.1f} s"
+        if self.stats is not None and self.stats.loss is not None:
+            return self.stats.loss.message
+        if self.stats is not None and self.stats.stalled_s > self.stats.stall_limit_s:
+            return f"no result has crossed the stages for {self.stats.stalled_s:.1f} s"
+        return ""

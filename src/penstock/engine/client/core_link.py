@@ -1,0 +1,61 @@
+"""The socket of a client to its core, read by an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.engine.ipc import ClientSocket, ClientToCore, CoreGone, CoreToClient, Hello
+
+
+class CoreLink:
+    """A `ClientSocket` whose messages are taken as soon as the event loop finds them.
+
+    Args:
+        address: where the core listens.
+        take: is called with each message, on the event loop.
+    """
+
+    def __init__(self, address: str, take: Callable[[CoreToClient | CoreGone], None]) -> None:
+        self._socket = ClientSocket(address)
+        self._take = take
+        self._loop: asyncio.AbstractEventLoop | None = None  # that reads the socket
+        self._is_read_due = False
+
+    def open(self) -> None:
+        """Read the socket on the running event loop from now on, and greet the core."""
+        self._loop = asyncio.get_running_loop()
+        for fd in self._socket.filenos():
+            self._loop.add_reader(fd, self.read)
+        self.send(Hello())
+
+    def reopen(self) -> None:
+        """Connect to the next core at the same address, and greet it."""
+        self._unwatch()
+        self._socket.reconnect()
+        self.open()
+
+    def send(self, message: ClientToCore) -> None:
+        """Send a message. It is lost when there is no core: a `CoreGone` follows."""
+        self._socket.send(message)
+        # The descriptor is edge-triggered and sending may use up the edge: look once more, once for a burst.
+        if not self._is_read_due:
+            self._is_read_due = True
+            asyncio.get_running_loop().call_soon(self.read)
+
+    def read(self) -> None:
+        """Take all messages that have come."""
+        self._is_read_due = False
+        for message in self._socket.drain():
+            self._take(message)
+
+    def close(self) -> None:
+        """Close the socket. May be called twice."""
+        self._unwatch()
+        self._socket.close()
+
+    def _unwatch(self) -> None:
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            for fd in self._socket.filenos():
+                loop.remove_reader(fd)

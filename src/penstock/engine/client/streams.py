@@ -1,0 +1,191 @@
+"""What comes of one sequence in the core: a stream of text, or one vector, for one reader.
+
+What came between two reads is merged, so a stream never holds more than the output of its own request.
+`OpenStreams` hands each update of the core to the stream that it belongs to, for every kind of client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from penstock.engine.client.outputs import Assembler, TextDelta, merge_deltas
+from penstock.engine.client.routing import DECODE_TOKENS
+from penstock.errors import AbortedError, ErrorInfo, PenstockError, error_from_info
+from penstock.request import GenerationRequest, RequestUpdate
+
+MakeAssembler = Callable[[GenerationRequest], Assembler]
+
+
+class RequestStream:
+    """The output of one sequence in the engine, or its vector. One reader at a time.
+
+    Args:
+        prompt_tokens: tokens of its prompt; 0 where the prompt is counted with an earlier sequence.
+        assembler: makes the text or the vector.
+        abort: ends the sequence in the core, by its id.
+
+    Attributes:
+        cached_tokens: those of `prompt_tokens` that were found in a cache.
+        queue_seconds: time that the request waited in the core; None before its first update.
+        error: what the sequence ended with, other than its output.
+        has_ended: no update will come any more.
+    """
+
+    def __init__(
+        self, request_id: str, prompt_tokens: int, assembler: Assembler, abort: Callable[[str], None]
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = 0
+        self.queue_seconds: float | None = None
+        self.error: PenstockError | None = None
+        self.has_ended = False
+        self._assembler = assembler
+        self._abort = abort
+        self._deltas: list[TextDelta] = []
+        self._news: asyncio.Future[None] | None = None  # the reader waits for any update
+        self._end: asyncio.Future[None] | None = None  # the reader waits for the last one
+
+    @property
+    def completion_tokens(self) -> int:
+        """Tokens generated so far, up to the stop."""
+        return self._assembler.num_tokens
+
+    async def next(self) -> TextDelta:
+        """Wait for news, and return everything that came since the last call as one delta.
+
+        Raises:
+            PenstockError: the request failed, or was cancelled. Deltas that came before are given first.
+        """
+        while not self._deltas and not self.has_ended:
+            self._news = asyncio.get_running_loop().create_future()
+            try:
+                await self._news
+            finally:
+                self._news = None
+        return self._unread()
+
+    async def whole(self) -> TextDelta:
+        """Wait for the end, without waking at each update before it, and return what `result` does."""
+        if not self.has_ended:
+            self._end = asyncio.get_running_loop().create_future()
+            await self._end
+        return self.result()
+
+    def result(self) -> TextDelta:
+        """Return everything that came to a sequence that has ended, as one delta.
+
+        Raises:
+            PenstockError: the sequence failed, or was cancelled.
+        """
+        if self.error is not None:
+            raise self.error
+        return self._unread()
+
+    def cancel(self) -> None:
+        """Abort in the core at once. Harmless after the end and when called twice."""
+        if not self.has_ended:
+            self._abort(self.request_id)
+            self.fail(AbortedError(f"request {self.request_id} has ended."))
+
+    def receive(self, update: RequestUpdate) -> bool:
+        """Take an update of the core; return whether the sequence has ended. For `OpenStreams`."""
+        if update.error is not None:
+            self.fail(error_from_info(update.error))
+            return True
+        if update.queue_seconds is not None:
+            self.queue_seconds = update.queue_seconds
+            self.cached_tokens = min(update.num_cached_tokens, self.prompt_tokens)
+        delta = self._assembler.append(update)
+        self._deltas.append(delta)
+        if delta.finish_reason is not None:
+            if update.finish_reason is None:  # a stop string, which the core does not know
+                self._abort(self.request_id)
+            self._finish()
+        else:
+            _wake(self._news)
+        return self.has_ended
+
+    def fail(self, error: PenstockError) -> None:
+        """End the stream with this error. For `OpenStreams`."""
+        self.error = error
+        self._finish()
+
+    def _finish(self) -> None:
+        self.has_ended = True
+        _wake(self._news)
+        _wake(self._end)
+
+    def _unread(self) -> TextDelta:
+        if not self._deltas:
+            raise self.error or AbortedError(f"request {self.request_id} has ended.")
+        deltas, self._deltas = self._deltas, []
+        return merge_deltas(deltas)
+
+
+class OpenStreams:
+    """The streams of one client whose sequences have not ended, by their ids.
+
+    Args:
+        abort: ends a sequence in the core, by its id.
+    """
+
+    def __init__(self, abort: Callable[[str], None]) -> None:
+        self._abort_in_core = abort
+        self._streams: dict[str, RequestStream] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Estimate the tokens that the core computes before a new request (`engine.client.routing`)."""
+        prompts = sum(
+            stream.prompt_tokens for stream in self._streams.values() if not stream.completion_tokens
+        )
+        return prompts + DECODE_TOKENS * len(self._streams)
+
+    def ids_in_use(self, request: GenerationRequest) -> set[str]:
+        """Return those ids of the request's sequences that open streams have."""
+        ids = {request.request_id, *(follower.request_id for follower in request.followers)}
+        return ids & self._streams.keys()
+
+    def open(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
+        """Return a new stream for each sequence of the request; the first counts the prompt's tokens."""
+        streams = []
+        for one in request.alone():
+            num_counted = 0 if one.follows else len(one.prompt_token_ids)
+            streams.append(RequestStream(one.request_id, num_counted, make(one), self._abort))
+        self._streams |= {stream.request_id: stream for stream in streams}
+        return streams
+
+    def deliver(self, updates: Iterable[RequestUpdate]) -> list[RequestStream]:
+        """Give each update to its stream. Returns the streams that have ended by it."""
+        ended = []
+        for update in updates:
+            stream = self._streams.get(update.request_id)
+            if stream is not None and stream.receive(update):
+                self._streams.pop(update.request_id, None)
+                ended.append(stream)
+        return ended
+
+    def fail_all(self, error: ErrorInfo) -> None:
+        """End all streams with this error."""
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(error_from_info(error))
+
+    def cancel_all(self) -> None:
+        """Abort all sequences in the core."""
+        for stream in list(self._streams.values()):
+            stream.cancel()
+
+    def _abort(self, request_id: str) -> None:
+        del self._streams[request_id]
+        self._abort_in_core(request_id)
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

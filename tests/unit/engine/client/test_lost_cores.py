@@ -1,0 +1,120 @@
+"""What becomes of requests when their core is lost, as far as the client decides it (row R4)."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_async_engine import Rig, read_all, update, with_rig
+
+from penstock.engine.ipc import AWAY_S, AddRequest, Hello
+from penstock.errors import QuarantinedError, StageLostError, WaitTimeoutError
+from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
+from penstock.scheduler.admission import derive_seed
+
+SAMPLING = SamplingParams(max_tokens=20)
+
+
+def seeds_of(messages: list[object]) -> list[int | None]:
+    return [message.request.sampling.seed for message in messages if isinstance(message, AddRequest)]
+
+
+def test_r4_a_request_without_a_seed_goes_on_by_the_one_that_it_had() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        first = rig.engine.add("a", [1, 2, 3], SAMPLING)
+        rig.engine.add("b", [1, 2, 3], SAMPLING)
+        assert seeds_of(rig.core.hear(2)) == [derive_seed(0, 0), derive_seed(0, 1)]
+        rig.core.tell(update("a", b"x", "stop"))
+        await read_all(first)
+        await rig.lose_core()
+        await rig.welcome()
+        assert seeds_of(rig.core.hear()) == [derive_seed(0, 1)]
+        rig.engine.add("c", [1, 2, 3], SAMPLING)
+        assert seeds_of(rig.core.hear()) == [derive_seed(0, 2)]
+
+    with_rig(body)
+
+
+def test_g8_r4_another_core_hears_of_the_scores_that_have_come_and_they_are_progress() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add(seed=8, prompt_logprobs=0)
+        score = TokenLogprobs(-1.0, 1, [], [])
+        for count, sum_of_counts in ((2, 2), (3, 5)):
+            rig.core.tell(RequestUpdate(request_id="r", prompt_logprobs=[score] * count))
+            assert len((await stream.next()).prompt_logprobs) == count
+            await rig.lose_core()
+            await rig.welcome()
+            (message,) = rig.core.hear()
+            assert isinstance(message, AddRequest)
+            assert (message.output_ids, message.num_scores) == ([], sum_of_counts)
+        await rig.lose_core()
+        with pytest.raises(QuarantinedError):
+            await stream.next()
+
+    with_rig(body)
+
+
+def test_r4_another_core_is_greeted_until_it_answers() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        await rig.lose_core()
+        await rig.greeted()
+        for _ in range(3):
+            rig.engine.check_core()
+            assert rig.core.hear() == [Hello()]
+        await rig.answered()
+        rig.engine.check_core()
+        stream = rig.add()  # the next that the core hears
+        rig.core.tell(update("r", b"x", "length"))
+        assert await read_all(stream) == ("x", "length")
+
+    with_rig(body)
+
+
+def test_r2_words_that_waited_while_this_process_was_stopped_count() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        stream = rig.add()
+        rig.clock.advance(100.0)
+        rig.engine.check_core()  # nothing has been read yet, as before the transport's thread has run
+        rig.core.tell(update("r", b"x"))
+        assert (await stream.next()).text == "x"
+        rig.clock.advance(9.9)
+        rig.engine.check_core()
+        rig.clock.advance(0.1)
+        rig.engine.check_core()
+        with pytest.raises(WaitTimeoutError, match="said nothing for 10 s"):
+            await stream.next()
+
+    with_rig(body)
+
+
+def test_r4_whoever_waits_for_a_core_goes_on_when_there_is_one() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        await rig.engine.wait_for_core()
+        await rig.lose_core()
+        waiting = [asyncio.ensure_future(rig.engine.wait_for_core(AWAY_S)) for _ in range(2)]
+        with pytest.raises(WaitTimeoutError, match=r"did not answer in 0\.01 s"):
+            await rig.engine.wait_for_core(0.01)
+        waiting[0].cancel()
+        await rig.welcome()
+        await waiting[1]
+        rig.add()
+
+    with_rig(body)
+
+
+def test_r1_whoever_waits_for_a_core_that_will_not_come_hears_the_cause() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        await rig.lose_core()
+        waiting = asyncio.ensure_future(rig.engine.wait_for_core())
+        await asyncio.sleep(0)
+        rig.engine.lose(StageLostError("stage 1 was killed by signal 9"))
+        with pytest.raises(StageLostError, match="stage 1 was killed"):
+            await waiting
+
+    with_rig(body)

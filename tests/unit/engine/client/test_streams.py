@@ -1,0 +1,106 @@
+"""A stream outside of an engine: what its reader waits for, and what it gets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from test_async_engine import ByteTokenizer, update
+
+from penstock.engine.client.outputs import output_assembler
+from penstock.engine.client.streams import OpenStreams, RequestStream
+from penstock.errors import AbortedError, ErrorInfo, NumericalError
+from penstock.request import Follower, GenerationRequest, RequestUpdate, SamplingParams
+
+FAILED = ErrorInfo(kind="NumericalError", message="NaN in the logits", code="numerical")
+
+
+class Rig:
+    """Open streams, and the ids that were aborted in the core."""
+
+    def __init__(self) -> None:
+        self.aborted: list[str] = []
+        self.open_streams = OpenStreams(self.aborted.append)
+
+    def open(self, name: str = "r", *followers: str, **sampling: object) -> list[RequestStream]:
+        request = GenerationRequest(
+            request_id=name,
+            prompt_token_ids=[1, 2, 3],
+            sampling=SamplingParams(**sampling),
+            followers=[Follower(follower, 0) for follower in followers],
+        )
+        return self.open_streams.open(
+            request, lambda one: output_assembler(ByteTokenizer(), [1, 2, 3], one.sampling)
+        )
+
+    def deliver(self, *updates: RequestUpdate) -> list[str]:
+        """Ids of the streams that have ended."""
+        return [stream.request_id for stream in self.open_streams.deliver(updates)]
+
+
+def test_whoever_waits_for_the_whole_is_woken_once_and_gets_all_of_it() -> None:
+    async def body() -> None:
+        rig = Rig()
+        (stream,) = rig.open()
+        whole = asyncio.ensure_future(stream.whole())
+        for text in (b"x", b"y"):
+            assert rig.deliver(update("r", text)) == []
+            await asyncio.sleep(0)
+            assert not whole.done()
+        assert rig.deliver(update("r", b"z", "length")) == ["r"]
+        delta = await whole
+        assert (delta.text, delta.token_ids, delta.finish_reason) == ("xyz", list(b"xyz"), "length")
+        assert len(rig.open_streams) == 0
+
+    asyncio.run(body())
+
+
+def test_the_whole_of_a_request_that_failed_is_its_error() -> None:
+    async def body() -> None:
+        rig = Rig()
+        (stream,) = rig.open()
+        whole = asyncio.ensure_future(stream.whole())
+        await asyncio.sleep(0)
+        rig.deliver(update("r", b"x"))
+        assert rig.deliver(update("r", b"", "error", error=FAILED)) == ["r"]
+        with pytest.raises(NumericalError, match="NaN"):
+            await whole
+
+    asyncio.run(body())
+
+
+def test_r13_all_that_are_cancelled_are_aborted_once_and_have_no_whole() -> None:
+    rig = Rig()
+    first, second, other = (*rig.open("r", "r/1"), *rig.open("s"))
+    rig.deliver(update("r", b"x"), update("s", b"y", "length"))
+    rig.open_streams.cancel_all()
+    rig.open_streams.cancel_all()
+    other.cancel()
+    assert rig.aborted == ["r", "r/1"]
+    for stream in (first, second):
+        with pytest.raises(AbortedError):
+            stream.result()
+    assert other.result().text == "y"
+
+
+def test_d11_a_stop_string_aborts_in_the_core_what_it_ends() -> None:
+    rig = Rig()
+    (stream,) = rig.open(stop=["END"])
+    assert rig.deliver(update("r", b"aEND..")) == ["r"]
+    assert rig.aborted == ["r"]
+    assert rig.deliver(update("r", b"late", "length")) == []
+    assert stream.result().text == "a"
+
+
+def test_the_prompt_counts_with_the_first_of_several_sequences() -> None:
+    rig = Rig()
+    first, second = rig.open("r", "r/1")
+    rig.deliver(
+        update("r", b"x", queue_seconds=0.5, num_cached_tokens=2),
+        update("r/1", b"x", queue_seconds=0.5, num_cached_tokens=3),
+    )
+    assert [(one.prompt_tokens, one.cached_tokens) for one in (first, second)] == [(3, 2), (0, 0)]
+    request = GenerationRequest(
+        request_id="r/1", prompt_token_ids=[1], followers=[Follower("s", 0), Follower("r", 0)]
+    )
+    assert rig.open_streams.ids_in_use(request) == {"r", "r/1"}
