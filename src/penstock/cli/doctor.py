@@ -26,11 +26,11 @@ from penstock.cli.terminal import Invocation, one_line, remedy_of
 from penstock.config.declared import ENGINE, configured_engine
 from penstock.config.engine import EngineConfig, ParallelConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import ITEM_SIZES, resolve_replicas
 from penstock.errors import PenstockError
 from penstock.families.registry import load_spec, resolve_model_directory
 from penstock.families.spec import ModelSpec
+from penstock.hosts.resources import HostResources
 from penstock.kernels.cpu.library import LoadedKernels, load
 from penstock.pipeline.partition import AUTO_POLICY
 from penstock.process.config import RankConfig
@@ -296,7 +296,7 @@ def _elements(shape: Sequence[int]) -> int:
 def check_stages(config: EngineConfig) -> list[Finding]:
     """What each stage would hold. Raises what `serve` would: the same is decided in the same way."""
     is_measured, host = config.parallel.partition == AUTO_POLICY, HostResources.detect()
-    replicas = resolve_replicas(config.with_partition("even") if is_measured else config, host)
+    replicas = resolve_replicas(config.with_partition("even") if is_measured else config, [host])
     missing = check_gpus([rank.device for plan in replicas for rank in plan.ranks], host.num_gpus)
     if is_measured:
         told = "cut by what is measured at start; `penstock plan` does it now"

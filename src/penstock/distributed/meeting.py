@@ -1,16 +1,17 @@
 """Where the ranks of a stage that are processes meet in one epoch: memory without a name, and a store.
 
-The supervisor makes a meeting and hands its descriptors to the ranks; nothing is left behind however they
+The host makes a meeting and hands its descriptors to the ranks; nothing is left behind however they
 end. `kernels.cpu.collective` sums in the memory, whose layout is in csrc/collective.cpp; `torch_group` finds
 the others by the store. Torch-free.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 from contextlib import ExitStack
 
-from penstock.process.config import MeetingHandle
+from penstock.process.endpoints import MeetingHandle
 
 BUFFER_BYTES = 1 << 20  # of what goes round at a time; larger tensors go in pieces
 _LINE, _PAGE = 64, 4096
@@ -32,6 +33,16 @@ def create_meeting(size: int) -> MeetingHandle:
         store_fd = os.memfd_create("penstock-store")
         undo.pop_all()
     return MeetingHandle(memory_fd=memory_fd, store_fd=store_fd)
+
+
+def map_memory(handle: MeetingHandle) -> mmap.mmap:
+    """Return the memory of a meeting, writable."""
+    return mmap.mmap(handle.memory_fd, 0)
+
+
+def store_path(handle: MeetingHandle) -> str:
+    """Return a path of the store, which holds in this process while the descriptor is open."""
+    return f"/proc/self/fd/{handle.store_fd}"
 
 
 def end_meeting(handle: MeetingHandle) -> None:

@@ -20,11 +20,11 @@ from families import FAMILIES, SIZES
 from foreign_families import FOREIGN
 from paths import REPOSITORY
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import resolve
 from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelError, UsageError
 from penstock.families import transformers_fields
 from penstock.families.registry import load_spec
+from penstock.hosts.resources import HostResources
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
 from penstock.models import transformers_survey
@@ -278,13 +278,13 @@ def test_settings_for_our_own_layers_are_refused(
         parallel=ParallelConfig(pipeline_parallel_size=2, **parallel),
     )
     with pytest.raises(UsageError, match="GPTNeoXForCausalLM") as caught:
-        resolve(config, HostResources.detect())
+        resolve(config, [HostResources.detect()])
     assert caught.value.param == param
 
 
 def test_a_plan_says_whose_layers_run(neox: Path) -> None:
     config = EngineConfig(model=ModelConfig(model=str(neox), model_impl="transformers"))
-    plan = resolve(config, HostResources.detect())
+    plan = resolve(config, [HostResources.detect()])
     assert {rank.model_impl for rank in plan.ranks} == {"transformers"}
     assert any("transformers' layers" in note for note in plan.notes)
 

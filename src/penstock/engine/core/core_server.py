@@ -33,8 +33,8 @@ from penstock.errors import ErrorInfo, PenstockError
 from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.executor.mp import MpExecutor
 from penstock.process.child import Abandoned, Ready, StatusEvent
-from penstock.process.config import NO_RESTARTS, CoreEndpoints
 from penstock.process.control import ControlMessage, ControlReader, EpochLost
+from penstock.process.endpoints import NO_RESTARTS, CoreEndpoints
 
 ABANDON_S = 2.0
 POLL_S = 0.1
@@ -102,7 +102,7 @@ class CoreServer:
     def _use(self, executor: Executor) -> None:
         """Talk to the ranks over this one; `NO_EXECUTOR` between two epochs."""
         self._executor = executor
-        self._sources = [*executor.wait_fds(), self._control.fileno()]
+        self._sources = [*executor.wait_sources(), self._control.fileno()]
 
     def _obey(self, message: ControlMessage) -> bool:
         """Whether to go on."""

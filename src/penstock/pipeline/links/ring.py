@@ -13,7 +13,7 @@ from penstock.kernels.views import KeptViews
 from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, check_packed, padded
 from penstock.pipeline.links.link import Carrier, check_shapes
 from penstock.pipeline.links.ring_memory import Ring
-from penstock.process.config import RingHandle
+from penstock.process.endpoints import RingHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 
@@ -31,7 +31,7 @@ class SharedMemoryLink(Carrier):
     """A link through a ring of frames that two processes map.
 
     Args:
-        handle: as inherited from the supervisor.
+        handle: as the host has handed it over.
         name: for messages, such as "stage 0 -> stage 1".
         timeout_s: deadline of every wait.
     """

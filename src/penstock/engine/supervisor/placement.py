@@ -1,4 +1,4 @@
-"""What this machine can give, and which of it each rank gets: device, threads, cores.
+"""Which host each rank runs on, and what it gets there: device, threads, cores.
 
 Asked by `engine.supervisor.launch`. Ranks come stage by stage, those of one stage side by side.
 """
@@ -6,52 +6,42 @@ Asked by `engine.supervisor.launch`. Ranks come stage by stage, those of one sta
 from __future__ import annotations
 
 import itertools
-import os
-import re
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from penstock.config.engine import ParallelConfig
 from penstock.errors import UsageError
+from penstock.hosts.resources import HostResources
+from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.config import RankConfig
-from penstock.process.host_memory import host_available_bytes
+
+Decided = TypeVar("Decided")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostResources:
-    """What this machine can give.
+def hosts_of_ranks(layout: RankLayout, hosts: Sequence[HostResources]) -> list[HostResources]:
+    """The host of each rank: the stages go to the hosts in order, to each about as many."""
+    num_stages = len(layout.tp_sizes)
+    return [hosts[place.stage * len(hosts) // num_stages] for place in layout.places]
 
-    Attributes:
-        cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
+
+def on_each_host(
+    of_ranks: Sequence[HostResources], decide: Callable[[HostResources, list[int]], Sequence[Decided]]
+) -> list[Decided]:
+    """Decide host by host, and return what was decided in the order of the ranks.
+
+    Args:
+        of_ranks: the host of each rank.
+        decide: (host, numbers of its ranks) -> of each of them.
     """
-
-    num_cpus: int
-    free_bytes: int
-    num_gpus: int
-    cpus: tuple[int, ...] = ()
-
-    @classmethod
-    def detect(cls) -> HostResources:
-        """Ask the kernel: CPUs we may run on, memory (the control group's limit counted), GPU devices."""
-        cpus = tuple(sorted(os.sched_getaffinity(0)))
-        return cls(
-            num_cpus=len(cpus),
-            free_bytes=host_available_bytes(),
-            num_gpus=_num_gpus(Path("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES")),
-            cpus=cpus,
-        )
-
-
-def _num_gpus(devices: Path, visible: str | None) -> int:
-    """NVIDIA devices that torch may see; `visible` is CUDA_VISIBLE_DEVICES."""
-    present = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
-    if visible is None:
-        return present
-    return min(present, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
+    decided: dict[int, Decided] = {}
+    for host in {host.name: host for host in of_ranks}.values():
+        own = [rank for rank, of_rank in enumerate(of_ranks) if of_rank.name == host.name]
+        decided |= zip(own, decide(host, own), strict=True)
+    return [decided[rank] for rank in range(len(of_ranks))]
 
 
 def devices_of_ranks(asked: list[str], host: HostResources) -> list[str]:
-    """`cpu` or `cuda:N` for each rank: those that leave it open take the GPUs in turn.
+    """`cpu` or `cuda:N` for each rank of a host: those that leave it open take the GPUs in turn.
 
     A GPU that is not there is for the rank to refuse, which knows why torch does not see it.
     """
@@ -62,7 +52,7 @@ def devices_of_ranks(asked: list[str], host: HostResources) -> list[str]:
 
 
 def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
-    """Threads of each rank: the cores go to the ranks on the CPU, but for one to drive each GPU."""
+    """Threads of each rank of a host: the cores go to the ranks on the CPU, but for one to drive each GPU."""
     num_on_cpu = devices.count("cpu")
     if not num_on_cpu:
         return [max(1, num_cpus // len(devices))] * len(devices)
@@ -73,7 +63,7 @@ def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
 def cpus_of_ranks(
     parallel: ParallelConfig, threads: list[int], devices: list[str], host: HostResources
 ) -> list[tuple[int, ...]]:
-    """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned.
+    """Cores of the threads of each rank of a host, in the order of the cores; all empty: not pinned.
 
     A rank on a GPU is never bound; but the cores that its threads need are left to it.
     """
@@ -95,16 +85,17 @@ def cpus_of_ranks(
     ]
 
 
-def cpus_of_core(ranks: list[RankConfig], host: HostResources) -> tuple[int, ...]:
+def cpus_of_core(ranks: list[RankConfig], head: HostResources) -> tuple[int, ...]:
     """Any but those that output ranks are bound to: a result wakes the core up where it was sent, and there
     it would push the sender aside, which has the next micro-batch to run. One stage has none.
 
     Args:
         ranks: of all replicas.
+        head: where the core runs.
     """
-    outputs = [rank for rank in ranks if rank.is_output]
+    outputs = [rank for rank in ranks if rank.is_output and rank.host == head.name]
     theirs = {cpu for rank in outputs for cpu in rank.cpus}
-    return tuple(cpu for cpu in host.cpus if cpu not in theirs) if theirs and not outputs[0].is_first else ()
+    return tuple(cpu for cpu in head.cpus if cpu not in theirs) if theirs and not outputs[0].is_first else ()
 
 
 def _why_not_pinned(

@@ -1,0 +1,49 @@
+"""What a host can give: cores, free memory, GPUs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import msgspec
+
+from penstock.process.config import THIS_HOST
+from penstock.process.host_memory import host_available_bytes
+
+
+class HostResources(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host can give.
+
+    Attributes:
+        name: as ranks name it (`RankConfig.host`).
+        cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
+    """
+
+    num_cpus: int
+    free_bytes: int
+    num_gpus: int
+    cpus: tuple[int, ...] = ()
+    name: str = THIS_HOST
+
+    @classmethod
+    def detect(cls) -> HostResources:
+        """Ask the kernel of this machine.
+
+        CPUs are those that we may run on; of memory, the control group's limit counts.
+        """
+        cpus = tuple(sorted(os.sched_getaffinity(0)))
+        return cls(
+            num_cpus=len(cpus),
+            free_bytes=host_available_bytes(),
+            num_gpus=_num_gpus(Path("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES")),
+            cpus=cpus,
+        )
+
+
+def _num_gpus(devices: Path, visible: str | None) -> int:
+    """NVIDIA devices that torch may see; `visible` is CUDA_VISIBLE_DEVICES."""
+    present = sum(re.fullmatch(r"nvidia\d+", path.name) is not None for path in devices.glob("nvidia*"))
+    if visible is None:
+        return present
+    return min(present, sum(name.strip() not in ("", "-1") for name in visible.split(",")))
