@@ -1,0 +1,73 @@
+"""One engine that decodes on demand, for `two_checkouts.py`: reads batch sizes, prints seconds and CPU time.
+
+    python benchmarks/decode_turns.py MODEL [--stages 2] [--tokens 128]
+
+Each line of its input is a number of sequences; the answer is a line of JSON: wall seconds of the decode, and
+CPU seconds of this process and of all that it has started. It uses `penstock.LLM` alone, so that it runs with
+any checkout of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import os
+import sys
+import time
+
+from penstock import LLM, SamplingParams
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    """Return the seconds that living threads of these processes have run (schedstat, field 1)."""
+    nanoseconds = 0
+    for path in (path for pid in pids for path in glob.glob(f"/proc/{pid}/task/*/schedstat")):
+        try:
+            with open(path, encoding="utf-8") as stat:
+                nanoseconds += int(stat.read().split()[0])
+        except OSError:
+            continue  # the thread has just ended
+    return nanoseconds * 1e-9
+
+
+def family() -> list[int]:
+    """Return this process and all that it has started, directly or not."""
+    parents: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            try:
+                with open(f"/proc/{name}/stat", encoding="utf-8") as stat:
+                    parent = int(stat.read().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            parents.setdefault(parent, []).append(int(name))
+    found = [os.getpid()]
+    for pid in found:
+        found.extend(parents.get(pid, []))
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model")
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=128)
+    options = parser.parse_args()
+    sampling = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
+    with LLM(options.model, pipeline_parallel_size=options.stages, threads_per_rank=1, async_depth=0) as llm:
+        pids = family()
+        print("ready", flush=True)
+        for line in sys.stdin:
+            prompts = [{"prompt_token_ids": [5 + number, 7, 9]} for number in range(int(line))]
+            cpu, began = cpu_seconds(pids), time.perf_counter()
+            llm.generate(prompts, sampling, use_tqdm=False)
+            seconds = time.perf_counter() - began
+            print(json.dumps({"seconds": seconds, "cpu_s": cpu_seconds(pids) - cpu}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
