@@ -35,7 +35,7 @@ from penstock.cli.bench.results import percentile
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import create_ring
-from penstock.process.config import RingHandle
+from penstock.process.endpoints import RingHandle
 from penstock.trace.phases import Phase, PhaseClock
 
 ROWS, WIDTH, NUM_TENSORS = 32, 896, 2

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.supervisor import children, pipeline_processes
+from penstock.engine.supervisor import pipeline_processes
+from penstock.hosts import children
 
 WORKER = "penstock.rank.process"
 

@@ -37,8 +37,9 @@ from penstock.process.child import (
     leave,
     run_child,
 )
-from penstock.process.config import RankConfig, RankEndpoints, RankProcessConfig
+from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.control import ControlReader
+from penstock.process.endpoints import RankEndpoints
 
 BLOCK_BYTES = 4096
 COUNTER_BYTES = 8

@@ -36,6 +36,7 @@ ROOMS = {
     "engine/supervisor": "the parent of all processes",
     "engine/core": "the core's process, around the scheduler",
     "engine/client": "the core's clients",
+    "hosts": "the machines that ranks run on",
     "planner": "`--partition auto`: which layers each stage should hold",
     "executor": "ranks, seen from the core",
     "scheduler": "who runs in which plan",

@@ -15,7 +15,8 @@ from live_server import LiveServer
 from penstock.batch import StageTimes
 from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
-from penstock.process.config import Restarts, StageShape
+from penstock.process.config import StageShape
+from penstock.process.endpoints import Restarts
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.routes.pipeline_view import FRAME_S, PipelineRoute
 from penstock.trace.phases import Phase

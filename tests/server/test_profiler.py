@@ -20,7 +20,7 @@ from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
 from penstock.errors import InvalidRequestError, PenstockError, UnavailableError, WaitTimeoutError
 from penstock.operations import Operation, OperationDone, StartProfile, StopProfile
-from penstock.process.config import Restarts
+from penstock.process.endpoints import Restarts
 from penstock.server.routes.profile_folder import ProfileFolder
 from penstock.server.routes.profiler import POLL_S, Profiler
 from penstock.trace.phases import Phase

@@ -25,10 +25,10 @@ from families import FAMILIES
 from penstock import LLM, SamplingParams
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Pooling
 from penstock.engine.client.outputs import RequestOutput
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.errors import PenstockError
 from penstock.families.registry import resolve_model_directory
+from penstock.hosts.resources import HostResources
 from penstock.request import StructuredOutputs
 from small_engines import findable, run, small_engine, wait_until_stored
 

@@ -52,7 +52,8 @@ from penstock.pipeline.links.plan_channel import QueueChannel
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
 from penstock.process.child import Abandoned, ChildFailed, StatusEvent
-from penstock.process.config import RankConfig, RingHandle
+from penstock.process.config import RankConfig
+from penstock.process.endpoints import RingHandle
 from penstock.rank.rank import RankConnections, run_rank
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
 from penstock.scheduler.scheduler import Scheduler

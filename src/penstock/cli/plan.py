@@ -14,9 +14,9 @@ from penstock.cli.flags import with_settings
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import ENGINE, configured_engine
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.reports import Event, event_line
 from penstock.errors import UsageError
+from penstock.hosts.resources import HostResources
 
 
 @with_settings(*ENGINE)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from penstock.distributed.meeting import BUFFER_BYTES, memory_bytes
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
-from penstock.process.config import MeetingHandle
+from penstock.process.endpoints import MeetingHandle
 
 
 class TensorGroup(Protocol):

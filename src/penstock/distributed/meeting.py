@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 
-from penstock.process.config import MeetingHandle
+from penstock.process.endpoints import MeetingHandle
 
 BUFFER_BYTES = 1 << 20  # of what goes round at a time; larger tensors go in pieces
 _LINE, _PAGE = 64, 4096

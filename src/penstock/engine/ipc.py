@@ -5,7 +5,7 @@ frame each; decoding checks their types. Nothing is dropped: high-water marks ar
 way is bounded by the requests that were admitted.
 
 A socket is bound either to a path (`ipc:///...`) or to an inherited listening descriptor (`fd:7`), which has
-no name that could be left behind (`engine.supervisor.endpoints`). Only this module and
+no name that could be left behind (`hosts.local_socket`). Only this module and
 `pipeline.links.plan_channel` use zmq.
 """
 

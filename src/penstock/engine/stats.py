@@ -10,7 +10,7 @@ import msgspec
 from penstock.batch import StageTimes
 from penstock.errors import ErrorInfo
 from penstock.kvcache.stats import CacheStats, SessionStats, StoreStats
-from penstock.process.config import Restarts
+from penstock.process.endpoints import Restarts
 from penstock.scheduler.stats import SchedulerStats
 
 Part = TypeVar("Part", bound=msgspec.Struct)

@@ -23,7 +23,8 @@ from penstock.executor.base import KVPlan, RankChannels
 from penstock.pipeline.links.plan_channel import ZmqChannel, bind_address
 from penstock.pipeline.links.ring_channel import RingChannel
 from penstock.pipeline.links.ring_memory import close_handle
-from penstock.process.config import CoreEndpoints, rank_names
+from penstock.process.config import rank_names
+from penstock.process.endpoints import CoreEndpoints
 
 
 class MpExecutor:

@@ -13,10 +13,10 @@ from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, Paral
 from penstock.config.refused_settings import refuse_if_known, refuse_replicas
 from penstock.config.topology import with_topology
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.reports import LogReporter
 from penstock.errors import UsageError
+from penstock.hosts.resources import HostResources
 
 NO_INTER_TOKEN_TARGET_MS = 1e9
 # Here the caller is the queue: it may hold any number, for any time.

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ErrorInfo
-from penstock.process.config import CoreEndpoints, RankEndpoints
+from penstock.process.endpoints import CoreEndpoints, RankEndpoints
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253

@@ -26,8 +26,9 @@ from penstock.process.child import (
     leave,
     run_child,
 )
-from penstock.process.config import RankConfig, RankEndpoints, RankProcessConfig, RingHandle
+from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.control import ControlReader, descriptors_of
+from penstock.process.endpoints import RankEndpoints, RingHandle
 
 if TYPE_CHECKING:
     from penstock.pipeline.links.link import Link

@@ -20,8 +20,8 @@ from penstock.engine.ipc import (
     StepUpdates,
     Welcome,
 )
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.errors import ErrorInfo, LinkClosedError, ProtocolError
+from penstock.hosts.local_socket import LocalSocket
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams, TokenLogprobs
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
@@ -75,7 +75,7 @@ MESSAGES = [
 
 @pytest.fixture
 def pair() -> Iterator[tuple[CoreSocket, ClientSocket]]:
-    endpoint = Endpoint()
+    endpoint = LocalSocket()
     core, client = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}"), ClientSocket(endpoint.connect_address)
     yield core, client
     client.close()
@@ -149,9 +149,9 @@ def test_r1_the_end_of_the_core_is_received_and_nothing_after_it(
     assert received[:-1] in ([], [MESSAGES[1]])
 
 
-def with_a_core_that_went() -> tuple[Endpoint, ClientSocket]:
+def with_a_core_that_went() -> tuple[LocalSocket, ClientSocket]:
     """Where cores listen, and a client of one that has heard it and has gone."""
-    endpoint = Endpoint()
+    endpoint = LocalSocket()
     core, client = CoreSocket(f"fd:{os.dup(endpoint.listen_fd)}"), ClientSocket(endpoint.connect_address)
     client.send(Hello())
     hear(core)

@@ -20,11 +20,11 @@ from families import FAMILIES, SIZES
 from foreign_families import FOREIGN
 from paths import REPOSITORY
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import resolve
 from penstock.errors import CheckpointError, ModelConfigError, UnsupportedModelError, UsageError
 from penstock.families import transformers_fields
 from penstock.families.registry import load_spec
+from penstock.hosts.resources import HostResources
 from penstock.kernels.cpu.ops import Sight
 from penstock.layers.compute import Compute
 from penstock.models import transformers_survey

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.errors import ErrorInfo
-from penstock.process.config import CoreEndpoints, RankEndpoints, RingHandle
 from penstock.process.control import (
     ControlMessage,
     ControlReader,
@@ -17,6 +16,7 @@ from penstock.process.control import (
     Stop,
     descriptors_of,
 )
+from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle
 
 ERROR = ErrorInfo(kind="StageLostError", message="x", stage=0)
 

@@ -15,11 +15,11 @@ import pytest
 from checkpoints import make_checkpoint
 from hand_core import HandCore, Wanted, make_plan
 from penstock.batch import AllocateKV
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.errors import StageLostError
 from penstock.executor.inprocess import InprocessExecutor
 from penstock.executor.mp import MpExecutor
 from penstock.families.registry import load_spec
+from penstock.hosts.local_socket import LocalSocket
 from penstock.pipeline.links.frame import frame_bytes
 from penstock.pipeline.links.ring_channel import create_channel_ring
 from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
@@ -34,8 +34,9 @@ from penstock.process.child import (
     decode_status,
     encode_config,
 )
-from penstock.process.config import CoreEndpoints, RankConfig, RankEndpoints, RankProcessConfig, RingHandle
+from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.control import ControlSocket
+from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle
 from rank_configs import make_rank_configs
 
 
@@ -61,7 +62,7 @@ class Fleet:
         tokens = [create_channel_ring(8, 16) for _ in links]
         results = create_channel_ring(8, 16)
         self.rings += [*links, *tokens, results]
-        endpoints = [Endpoint() for _ in self.configs]
+        endpoints = [LocalSocket() for _ in self.configs]
         for stage, control in enumerate(self.controls):
             is_last = stage == len(links)
             control.send(

@@ -20,7 +20,7 @@ from penstock.engine.stats import CoreStats, summed, with_totals_of, without_req
 from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
 from penstock.kvcache.sessions import unknown_session
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone
-from penstock.process.config import Restarts
+from penstock.process.endpoints import Restarts
 from penstock.request import PoolingParams, SamplingParams
 
 Started = TypeVar("Started")

@@ -21,7 +21,7 @@ from penstock.engine.core.steps_in_flight import StepsInFlight
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
-from penstock.process.config import NO_RESTARTS, Restarts
+from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 

@@ -20,7 +20,8 @@ from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier, StorageTier, TierPolicy
 from penstock.kvstore.opening import open_guarded
-from penstock.process.config import NO_RESTARTS, CoreConfig, Restarts
+from penstock.process.config import CoreConfig
+from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.scheduler.scheduler import Scheduler
 
 CATALOGUE_BYTES = 32 << 20  # a quarter of a kilobyte for each block

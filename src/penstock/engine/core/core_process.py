@@ -30,8 +30,9 @@ from penstock.process.child import (
     keep_saying_alive,
     run_child,
 )
-from penstock.process.config import CoreConfig, CoreEndpoints, CoreProcessConfig
+from penstock.process.config import CoreConfig, CoreProcessConfig
 from penstock.process.control import ControlReader, Stop
+from penstock.process.endpoints import CoreEndpoints
 
 LOAD_GRACE_S = 60.0  # for the supervisor to end, and name, the stage that does not load
 

@@ -33,8 +33,8 @@ from penstock.errors import ErrorInfo, PenstockError
 from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.executor.mp import MpExecutor
 from penstock.process.child import Abandoned, Ready, StatusEvent
-from penstock.process.config import NO_RESTARTS, CoreEndpoints
 from penstock.process.control import ControlMessage, ControlReader, EpochLost
+from penstock.process.endpoints import NO_RESTARTS, CoreEndpoints
 
 ABANDON_S = 2.0
 POLL_S = 0.1

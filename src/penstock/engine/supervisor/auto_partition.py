@@ -12,11 +12,11 @@ import os
 import msgspec
 
 from penstock.config.engine import EngineConfig
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve
 from penstock.engine.supervisor.measuring import measure
 from penstock.engine.supervisor.reports import Notice, PartitionChosen, Reporter
 from penstock.families.spec import ModelSpec
+from penstock.hosts.resources import HostResources
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
 from penstock.planner.mix import Mix

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.children import ChildProcesses, spawn
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.hosts.children import ChildProcesses, spawn
+from penstock.hosts.local_socket import LocalSocket
 from penstock.process import entry_points, listening
 from penstock.process.child import encode_config
 from penstock.process.config import ApiProcessConfig
@@ -31,11 +31,11 @@ class EngineUser(Protocol):
         """Claim what can be refused, before anything is loaded."""
         ...
 
-    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
         """Start its process, if any; the next one when it was lost."""
         ...
 
-    def address(self, client: Endpoint) -> str:
+    def address(self, client: LocalSocket) -> str:
         """Where users connect, once all is ready."""
         ...
 
@@ -71,7 +71,7 @@ class ApiProcessFront:
     def open(self) -> None:
         self._listener = listening.listen(self._server)
 
-    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
         assert self._listener is not None
         config = ApiProcessConfig(
             server=self._server,
@@ -98,7 +98,7 @@ class ApiProcessFront:
         encoded = encode_config(config)
         processes.add(spawn(entry_points.API_PROCESS, encoded, name="API process", inherit=inherit))
 
-    def address(self, client: Endpoint) -> str:
+    def address(self, client: LocalSocket) -> str:
         assert self._listener is not None
         return listening.url(self._listener, self._server.scheme)
 
@@ -134,10 +134,10 @@ class CallingProgram:
     def open(self) -> None:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
-    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[Endpoint]) -> None:
+    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
         """None: they are there already."""
 
-    def address(self, client: Endpoint) -> str:
+    def address(self, client: LocalSocket) -> str:
         return client.connect_address_from_outside()
 
     def close(self) -> None:

@@ -17,8 +17,7 @@ from typing import Literal
 import msgspec
 
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Quantization
-from penstock.engine.supervisor.host_resources import (
-    HostResources,
+from penstock.engine.supervisor.placement import (
     cpus_of_core,
     cpus_of_ranks,
     devices_of_ranks,
@@ -30,6 +29,7 @@ from penstock.families.sharding import require_shardable, require_whole_groups
 from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import implementation_notes, require_plain
 from penstock.faults import Fault
+from penstock.hosts.resources import HostResources
 from penstock.kernels.cpu.library import parse_kernels
 from penstock.kvstore.description import Description, encoded
 from penstock.kvstore.names import model_identity, namespace

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.distributed.meeting import close_meeting, create_meeting
-from penstock.engine.supervisor.children import Child, ChildProcesses, spawn
 from penstock.errors import WaitTimeoutError, error_from_info
+from penstock.hosts.children import Child, ChildProcesses, spawn
 from penstock.planner.stage_costs import StageCosts
 from penstock.process import entry_points
 from penstock.process.child import Measured, StatusEvent, encode_config
-from penstock.process.config import MeasureConfig, MeetingHandle
+from penstock.process.config import MeasureConfig
+from penstock.process.endpoints import MeetingHandle
 
 TIMEOUT_S = 900.0  # to load and to measure; a rank that dies is noticed at once
 

@@ -22,8 +22,6 @@ from typing import Any
 import msgspec
 
 from penstock.batch import RankLoaded
-from penstock.engine.supervisor.children import CAUSE_GRACE_S, Child, ChildProcesses, spawn
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.engine.supervisor.losses import CORE, Losses
 from penstock.engine.supervisor.reports import (
@@ -40,10 +38,13 @@ from penstock.engine.supervisor.reports import (
 from penstock.engine.supervisor.wiring import Wiring
 from penstock.errors import ErrorInfo, PeerError
 from penstock.executor.base import first_cause
+from penstock.hosts.children import CAUSE_GRACE_S, Child, ChildProcesses, spawn
+from penstock.hosts.local_socket import LocalSocket
 from penstock.process import child as child_process
 from penstock.process import entry_points
-from penstock.process.config import CoreProcessConfig, RankConfig, RankProcessConfig, Restarts
+from penstock.process.config import CoreProcessConfig, RankConfig, RankProcessConfig
 from penstock.process.control import ControlSocket, EpochLost, Stop
+from penstock.process.endpoints import Restarts
 from penstock.runner.kv_demand import stranded_bytes
 
 COMPANY_S = 0.05  # after a loss: what ends one member often ends others
@@ -63,7 +64,7 @@ class PipelineProcesses:
     def __init__(self, plan: LaunchPlan, processes: ChildProcesses, reporter: Reporter) -> None:
         self._plan = plan
         self._processes = processes
-        self.client = Endpoint()
+        self.client = LocalSocket()
         self._reporter = reporter
         self._wiring = Wiring(plan)
         self._children: dict[int, Child] = {}  # by member index, those that have not been buried

@@ -33,9 +33,7 @@ from penstock import faults
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.children import Child, ChildProcesses
 from penstock.engine.supervisor.fronts import ApiProcessFront, CallingProgram, EngineUser
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas, with_faults
 from penstock.engine.supervisor.losses import BackOff, Heartbeats
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
@@ -53,6 +51,8 @@ from penstock.engine.supervisor.reports import (
     SteadyReporter,
 )
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
+from penstock.hosts.children import Child, ChildProcesses
+from penstock.hosts.resources import HostResources
 from penstock.process.child import Ready, StatusEvent, show_threads_on_request
 
 FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error

@@ -13,11 +13,12 @@ ends and no others (`process.control`).
 from __future__ import annotations
 
 from penstock.distributed.meeting import close_meeting, create_meeting, end_meeting
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.hosts.local_socket import LocalSocket
 from penstock.pipeline.links.ring_channel import create_channel_ring
 from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
-from penstock.process.config import CoreEndpoints, MeetingHandle, RankConfig, RankEndpoints, RingHandle
+from penstock.process.config import RankConfig
+from penstock.process.endpoints import CoreEndpoints, MeetingHandle, RankEndpoints, RingHandle
 
 RankAddress = tuple[int, int]  # stage, rank in the stage
 
@@ -28,7 +29,7 @@ class Wiring:
     def __init__(self, plan: LaunchPlan, epoch: int = 0) -> None:
         self._ranks = {(rank.stage, rank.tp_rank): rank for rank in plan.ranks}
         self._epoch = epoch
-        self._plan_endpoints: dict[RankAddress, Endpoint] = {}
+        self._plan_endpoints: dict[RankAddress, LocalSocket] = {}
         self._links: dict[tuple[RankAddress, RankAddress], RingHandle] = {}
         self._tokens: dict[RankAddress, RingHandle] = {}
         self._results: list[RingHandle] = []
@@ -41,7 +42,7 @@ class Wiring:
 
     def _create(self, plan: LaunchPlan) -> None:
         for place, rank in self._ranks.items():
-            self._plan_endpoints[place] = Endpoint()
+            self._plan_endpoints[place] = LocalSocket()
             for receiver in _receivers(rank):
                 self._links[place, receiver] = create_ring(plan.frame_bytes, rank.link_frames)
             if rank.is_output:

@@ -13,7 +13,7 @@ from penstock.kernels.views import KeptViews
 from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, check_packed, padded
 from penstock.pipeline.links.link import Carrier, check_shapes
 from penstock.pipeline.links.ring_memory import Ring
-from penstock.process.config import RingHandle
+from penstock.process.endpoints import RingHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 

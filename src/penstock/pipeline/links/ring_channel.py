@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from penstock.pipeline.links.channel import SEND_TIMEOUT_S
 from penstock.pipeline.links.ring_memory import Ring, create_ring
-from penstock.process.config import RingHandle
+from penstock.process.endpoints import RingHandle
 
 FRAME_BYTES = 16 * 1024  # the samples of a thousand rows; log-probabilities take several
 _LEAST_FRAMES = 16

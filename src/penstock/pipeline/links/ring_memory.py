@@ -27,7 +27,7 @@ from contextlib import ExitStack
 
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.frame import padded
-from penstock.process.config import RingHandle
+from penstock.process.endpoints import RingHandle
 
 _MAGIC = 0x50454E53544F434B
 _WORDS_BYTES = 4096  # the words have a page of their own, so frames begin on a page

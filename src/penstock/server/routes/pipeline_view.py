@@ -20,7 +20,8 @@ from penstock import __version__
 from penstock.batch import StageTimes
 from penstock.engine.stats import CoreStats
 from penstock.errors import OverloadedError
-from penstock.process.config import Restarts, StageShape
+from penstock.process.config import StageShape
+from penstock.process.endpoints import Restarts
 from penstock.server.answers.generation import wait_for_disconnect
 from penstock.server.answers.sse import STREAM_HEADERS
 from penstock.server.engine_port import EngineLike, ServedModel, StatusLike

@@ -31,7 +31,6 @@ from penstock.engine.ipc import (
     Welcome,
 )
 from penstock.engine.stats import CoreStats
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.errors import (
     AbortedError,
     ErrorInfo,
@@ -42,6 +41,7 @@ from penstock.errors import (
     UnavailableError,
     WaitTimeoutError,
 )
+from penstock.hosts.local_socket import LocalSocket
 from penstock.operations import (
     Abort,
     CloseSession,
@@ -89,7 +89,7 @@ class FakeCore:
     """The core's end of the socket. Its waits block the event loop, but zmq sends on a thread of its own."""
 
     def __init__(self) -> None:
-        self.endpoint = Endpoint()
+        self.endpoint = LocalSocket()
         self.client = b""
         self.open()
 

@@ -19,7 +19,7 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone, Pause
-from penstock.process.config import Restarts
+from penstock.process.endpoints import Restarts
 from penstock.request import PoolingParams, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -31,13 +31,14 @@ from penstock.engine.ipc import (
     Welcome,
 )
 from penstock.engine.stats import CoreStats
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.errors import ErrorInfo, PenstockError, StageLostError
 from penstock.executor.base import KVPlan
+from penstock.hosts.local_socket import LocalSocket
 from penstock.operations import CloseSession, OpenSession, Pause, Resume
 from penstock.process.child import Abandoned, Ready, StatusEvent
-from penstock.process.config import CoreConfig, CoreEndpoints, Restarts, RingHandle
+from penstock.process.config import CoreConfig
 from penstock.process.control import ControlReader, ControlSocket, EpochLost, Stop
+from penstock.process.endpoints import CoreEndpoints, Restarts, RingHandle
 from penstock.request import Follower, GenerationRequest, RequestUpdate, SamplingParams
 
 WAIT_S = 10.0  # a bound for hangs, never waited for
@@ -49,7 +50,7 @@ class ServedCore:
     """A core on fakes, run by a `CoreServer` in a thread, and one client of it."""
 
     def __init__(self, *, lose_at: int | None = None, eviction: EvictionPolicy | None = None) -> None:
-        self.endpoint = Endpoint()
+        self.endpoint = LocalSocket()
         self.rig = CoreRig(num_stages=2, async_depth=1, recovers=True, eviction=eviction)
         self.rig.executor.lose_at = lose_at
         self.control = ControlSocket()

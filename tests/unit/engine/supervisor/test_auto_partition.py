@@ -22,8 +22,6 @@ from penstock.config.engine import (
 )
 from penstock.engine.supervisor import auto_partition, measuring
 from penstock.engine.supervisor.auto_partition import measure_configs, settle_partition
-from penstock.engine.supervisor.children import Child, spawn
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.measuring import measure
 from penstock.engine.supervisor.reports import Event, Notice, PartitionChosen, event_line
@@ -34,6 +32,8 @@ from penstock.errors import (
     UsageError,
     WaitTimeoutError,
 )
+from penstock.hosts.children import Child, spawn
+from penstock.hosts.resources import HostResources
 from penstock.planner.mix import Mix
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.process.config import MeasureConfig

@@ -19,8 +19,6 @@ from penstock.config.engine import (
     SchedulerConfig,
 )
 from penstock.distributed.group import open_meeting
-from penstock.engine.supervisor import host_resources as engine_host
-from penstock.engine.supervisor.host_resources import HostResources
 from penstock.engine.supervisor.launch import LaunchPlan, _widths, replica_seed, resolve, resolve_replicas
 from penstock.engine.supervisor.wiring import Wiring
 from penstock.errors import (
@@ -30,6 +28,8 @@ from penstock.errors import (
     PartitionError,
     UsageError,
 )
+from penstock.hosts import resources
+from penstock.hosts.resources import HostResources
 from penstock.pipeline.links.ring_memory import Ring
 from penstock.process.control import descriptors_of
 
@@ -160,7 +160,7 @@ def test_the_host_is_asked_for_what_is_there() -> None:
 def test_hidden_gpus_are_no_gpus(visible: str | None, number: int, tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert engine_host._num_gpus(tmp_path, visible) == number
+    assert resources._num_gpus(tmp_path, visible) == number
 
 
 # --- Devices -------------------------------------------------------------------------------------------

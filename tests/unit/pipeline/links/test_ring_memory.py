@@ -13,7 +13,7 @@ import pytest
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.ring_memory import Ring, close_handle, create_ring
-from penstock.process.config import RingHandle
+from penstock.process.endpoints import RingHandle
 
 LONG = 30.0
 
@@ -133,7 +133,7 @@ def test_memory_that_is_no_ring_is_refused(handle: RingHandle) -> None:
 
 ECHO = """
 import json, sys
-from penstock.process.config import RingHandle
+from penstock.process.endpoints import RingHandle
 from penstock.errors import LinkClosedError
 from penstock.pipeline.links.ring_memory import Ring
 assert "torch" not in sys.modules

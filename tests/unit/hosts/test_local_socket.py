@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.supervisor.endpoints import Endpoint
+from penstock.hosts.local_socket import LocalSocket
 
 
 @pytest.fixture
-def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+def endpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalSocket]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    made = Endpoint()
+    made = LocalSocket()
     yield made
     made.close()
 
@@ -27,7 +27,7 @@ def connect(address: str) -> socket.socket:
     return client
 
 
-def test_r7_no_name_is_left_in_the_file_system(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_r7_no_name_is_left_in_the_file_system(endpoint: LocalSocket, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
@@ -35,14 +35,14 @@ def test_a_long_temporary_directory_is_no_hindrance(tmp_path: Path, monkeypatch:
     deep = tmp_path / ("d" * 150)
     deep.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
-    made = Endpoint()
+    made = LocalSocket()
     connect(made.connect_address).close()
     made.close()
     assert list(deep.iterdir()) == []
 
 
 @pytest.mark.parametrize("outside", [False, True])
-def test_a_client_connects_through_the_handle(endpoint: Endpoint, outside: bool) -> None:
+def test_a_client_connects_through_the_handle(endpoint: LocalSocket, outside: bool) -> None:
     address = endpoint.connect_address_from_outside() if outside else endpoint.connect_address
     listener = socket.socket(fileno=os.dup(endpoint.listen_fd))
     with listener, connect(address) as client:
@@ -52,7 +52,7 @@ def test_a_client_connects_through_the_handle(endpoint: Endpoint, outside: bool)
             assert server.recv(1) == b"x"
 
 
-def test_without_a_listener_connecting_is_refused_and_does_not_hang(endpoint: Endpoint) -> None:
+def test_without_a_listener_connecting_is_refused_and_does_not_hang(endpoint: LocalSocket) -> None:
     endpoint.close_listener()
     client = socket.socket(socket.AF_UNIX)
     with client, pytest.raises(ConnectionRefusedError):
@@ -61,7 +61,7 @@ def test_without_a_listener_connecting_is_refused_and_does_not_hang(endpoint: En
 
 def test_closing_twice_is_harmless_and_frees_descriptors() -> None:
     before = len(os.listdir("/proc/self/fd"))
-    made = Endpoint()
+    made = LocalSocket()
     made.close()
     made.close()
     assert len(os.listdir("/proc/self/fd")) == before

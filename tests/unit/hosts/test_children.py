@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.supervisor.children import spawn
+from penstock.hosts.children import spawn
 
 
 def _descriptors() -> set[str]:

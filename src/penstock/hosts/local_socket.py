@@ -1,12 +1,12 @@
 """Local sockets without a name.
 
-A Unix socket needs a path only to be connected to. An `Endpoint` is bound in a fresh 0700 directory and
+A Unix socket needs a path only to be connected to. A `LocalSocket` is bound in a fresh 0700 directory and
 keeps two descriptors: the listening socket, and an `O_PATH` handle of the socket file. Path and directory are
 removed at once, before any child exists; connectors go through `/proc/.../fd/...`, which leads to the same
 inode and is open to the same user only. So there is nothing to clean up, whatever is killed and when, and
 connecting works in any order because the socket listens from the start.
 
-The supervisor makes endpoints and hands the descriptors to its children.
+The supervisor makes them and hands the descriptors to its children.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _passing_directory() -> Iterator[str]:
         os.rmdir(directory)
 
 
-class Endpoint:
+class LocalSocket:
     """A listening socket that has no path any more."""
 
     def __init__(self) -> None:
