@@ -26,8 +26,7 @@ from penstock.batch import (
     encode,
 )
 from penstock.pipeline.links.channel import MessageChannel
-from penstock.pipeline.links.plan_channel import ZmqChannel, connect_address
-from penstock.pipeline.links.ring_channel import RingChannel
+from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.process.child import (
     Ready,
     StatusWriter,
@@ -38,7 +37,7 @@ from penstock.process.child import (
     run_child,
 )
 from penstock.process.config import RankConfig, RankProcessConfig
-from penstock.process.control import ControlReader
+from penstock.process.control import CONTROL_OPTION, ControlReader
 from penstock.process.endpoints import RankEndpoints
 
 BLOCK_BYTES = 4096
@@ -128,12 +127,12 @@ def live(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
     enter_child("penstock stub stage 0", config.parent_pid)
     keep_saying_alive(status)
     status.write(WeightsLoaded(bytes_read=0, seconds=0.0))
-    ends = ControlReader(options.control_fd).receive()
+    ends = ControlReader.inherited(options).receive()
     if not isinstance(ends, RankEndpoints):  # it is over before it has begun
         return 0
     assert ends.results is not None
-    plans = ZmqChannel.connect(connect_address(ends.plan_fd))
-    results = RingChannel(ends.results, "results")
+    plans = open_channel(ends.plans, "core - stub stage 0")
+    results = open_channel(ends.results, "results")
     cadence = Cadence(float(os.environ.get("STUB_RANK_CADENCE_MS", "0")) / 1000)
     try:
         start(config.rank, plans, status)
@@ -145,4 +144,4 @@ def live(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
 
 
 if __name__ == "__main__":
-    leave(run_child("stub_rank", None, RankProcessConfig, live, more=["--control-fd"]))
+    leave(run_child("stub_rank", None, RankProcessConfig, live, more=[CONTROL_OPTION]))

@@ -409,7 +409,7 @@ class FakeExecutor:
     def spans(self) -> list[StageSpans]:
         return []
 
-    def wait_fds(self) -> list[int]:
+    def wait_sources(self) -> list[int]:
         """Nothing to wait for but `poll`."""
         return []
 

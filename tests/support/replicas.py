@@ -216,7 +216,7 @@ class ReplicaPipe:
     def spans(self) -> list[StageSpans]:
         return []
 
-    def wait_fds(self) -> list[int]:
+    def wait_sources(self) -> list[int]:
         return []
 
     def shutdown(self) -> None:

@@ -11,7 +11,6 @@ for GPUs, and for processes without our kernels. A rank that is alone has `SOLO`
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from penstock.distributed.meeting import BUFFER_BYTES, memory_bytes
+from penstock.distributed.meeting import BUFFER_BYTES, map_memory, memory_bytes, store_path
 from penstock.errors import LinkClosedError, PenstockError, WaitTimeoutError
 from penstock.process.endpoints import MeetingHandle
 
@@ -198,10 +197,9 @@ class Table:
             self._changed.notify_all()
 
 
-def open_meeting(handle: MeetingHandle) -> MeetingPlace:
+def open_shared_memory(handle: MeetingHandle) -> MeetingPlace:
     """For a rank in a process of its own, which keeps the descriptors as long as the epoch lasts."""
-    memory = mmap.mmap(handle.memory_fd, 0)
-    return MeetingPlace(memory=memory, store_path=f"/proc/self/fd/{handle.store_fd}")
+    return MeetingPlace(memory=map_memory(handle), store_path=store_path(handle))
 
 
 def memory_meeting(size: int, buffer_bytes: int = BUFFER_BYTES) -> MeetingPlace:

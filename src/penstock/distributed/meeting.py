@@ -7,6 +7,7 @@ the others by the store. Torch-free.
 
 from __future__ import annotations
 
+import mmap
 import os
 from contextlib import ExitStack
 
@@ -32,6 +33,16 @@ def create_meeting(size: int) -> MeetingHandle:
         store_fd = os.memfd_create("penstock-store")
         undo.pop_all()
     return MeetingHandle(memory_fd=memory_fd, store_fd=store_fd)
+
+
+def map_memory(handle: MeetingHandle) -> mmap.mmap:
+    """Return the memory of a meeting, writable."""
+    return mmap.mmap(handle.memory_fd, 0)
+
+
+def store_path(handle: MeetingHandle) -> str:
+    """Return a path of the store, which holds in this process while the descriptor is open."""
+    return f"/proc/self/fd/{handle.store_fd}"
 
 
 def end_meeting(handle: MeetingHandle) -> None:

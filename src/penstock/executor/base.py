@@ -126,7 +126,7 @@ class Executor(Protocol):
         """Grammars that all ranks of the last stage have told of since the last call, by number."""
         ...
 
-    def wait_fds(self) -> list[int]:
+    def wait_sources(self) -> list[int]:
         """Descriptors that become readable when `poll_results` may have something; empty if only that can
         wait.
 
@@ -173,7 +173,7 @@ class NoExecutor:
     def built_grammars(self) -> list[BuiltGrammar]:
         return []
 
-    def wait_fds(self) -> list[int]:
+    def wait_sources(self) -> list[int]:
         return []
 
 

@@ -87,7 +87,7 @@ class InprocessExecutor:
     def built_grammars(self) -> list[BuiltGrammar]:
         return self._ranks.reports.built_grammars()
 
-    def wait_fds(self) -> list[int]:
+    def wait_sources(self) -> list[int]:
         return []
 
     def abandon(self) -> None:

@@ -20,19 +20,19 @@ from penstock.batch import (
     StoreUse,
 )
 from penstock.executor.base import KVPlan, RankChannels
-from penstock.pipeline.links.plan_channel import ZmqChannel, bind_address
-from penstock.pipeline.links.ring_channel import RingChannel
-from penstock.pipeline.links.ring_memory import close_handle
+from penstock.pipeline.links.channel_carriers import open_channel
+from penstock.pipeline.links.plan_channel import wait_any
 from penstock.process.config import rank_names
+from penstock.process.control import close_descriptors
 from penstock.process.endpoints import CoreEndpoints
 
 
 class MpExecutor:
-    """Talks to rank processes over zmq, for one epoch.
+    """Talks to rank processes, for one epoch.
 
     Args:
-        ends: the sockets that the ranks connect to, and the ring that the output rank writes its results to.
-            The descriptors are closed once they are in use.
+        ends: where the ranks are met, and where the output rank's results come. Their descriptors are closed
+            once the channels are open.
         start: what the ranks are told once they have loaded, as for `RankChannels`.
         load_timeout_s: deadline of each half of the handshake, in `start`.
     """
@@ -42,11 +42,12 @@ class MpExecutor:
     ) -> None:
         self._load_timeout_s = load_timeout_s
         self._channels = [
-            ZmqChannel.bind(bind_address(fd), f"core - {name}")
-            for fd, name in zip(ends.plan_fds, rank_names(ends.stages), strict=True)
+            open_channel(endpoint, f"core - {name}")
+            for endpoint, name in zip(ends.plans, rank_names(ends.stages), strict=True)
         ]
-        self._results = RingChannel(ends.results, "results")
-        close_handle(ends.results)
+        self._results = open_channel(ends.results, "results")
+        self._all_channels = [self._results, *self._channels]
+        close_descriptors(ends)
         start = start or AllocateKV(num_blocks=0, epoch=ends.epoch)
         self._ranks = RankChannels(
             self._channels, self._wait, results=self._results, start=start, stages=ends.stages
@@ -79,8 +80,8 @@ class MpExecutor:
     def built_grammars(self) -> list[BuiltGrammar]:
         return self._ranks.reports.built_grammars()
 
-    def wait_fds(self) -> list[int]:
-        return [self._results.fileno(), *(fd for channel in self._channels for fd in channel.filenos())]
+    def wait_sources(self) -> list[int]:
+        return [source for channel in self._all_channels for source in channel.filenos()]
 
     def shutdown(self) -> None:
         self._ranks.shutdown()
@@ -89,4 +90,4 @@ class MpExecutor:
         self._ranks.close()
 
     def _wait(self, timeout_s: float | None) -> None:
-        ZmqChannel.wait_any(self._channels, timeout_s, besides=self._results.fileno())
+        wait_any(self._all_channels, timeout_s)

@@ -18,9 +18,9 @@ import torch
 
 from penstock.attention.metadata import AnyKV
 from penstock.batch import GREEDY, KNOWN, NewRow, ScheduledBatch
-from penstock.distributed.group import open_meeting
 from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.link_carriers import open_meeting
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import close_handle, create_ring
 from penstock.pipeline.ports import CARRIED
@@ -67,7 +67,7 @@ class TimedRank:
         """Time all cases, in turns. A rank whose steps are so long that it is late skips turns; those that
         share a stage, with which it goes in step, skip them too."""
         if self._config.meeting is not None:
-            self._loaded.group.join(open_meeting(self._config.meeting))
+            self._loaded.group.join(open_meeting(self._config.meeting, f"stage {self._config.rank.stage}"))
         config, model = self._config, self._loaded.model
         plans = [self._plan([config.context] * count, is_decode=True) for count in config.num_rows]
         plans.append(self._plan([config.prefill_tokens], is_decode=False))

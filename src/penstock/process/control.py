@@ -6,6 +6,7 @@ places among them. The end of the socket means that the supervisor is gone. Torc
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import select
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.errors import ErrorInfo
+from penstock.errors import ErrorInfo, ProtocolError
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
 
 _MAX_BYTES = 1 << 16
@@ -72,6 +73,9 @@ class ControlSocket:
         self._child.close()
 
 
+CONTROL_OPTION = "--control-fd"  # of a child that has one
+
+
 class ControlReader:
     """The child's end.
 
@@ -82,6 +86,11 @@ class ControlReader:
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
 
+    @classmethod
+    def inherited(cls, options: argparse.Namespace) -> ControlReader:
+        """That of this process, from the arguments that it was started with (`CONTROL_OPTION`)."""
+        return cls(options.control_fd)
+
     def fileno(self) -> int:
         """Readable when there is a message, or the supervisor is gone."""
         return self._socket.fileno()
@@ -91,15 +100,24 @@ class ControlReader:
         return bool(select.select([self._socket], [], [], 0)[0])
 
     def receive(self) -> ControlMessage:
-        """Wait for the next message; `Stop` when the supervisor is gone. The descriptors are the caller's."""
+        """Wait for the next message; `Stop` when the supervisor is gone. The descriptors are the caller's.
+
+        Raises:
+            ProtocolError: it is none that this build knows.
+        """
         packet, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not packet:
             return Stop()
         for fd in descriptors:
             os.set_inheritable(fd, False)
-        message: ControlMessage = msgspec.convert(
-            _with_descriptors(msgspec.json.decode(packet), descriptors.__getitem__), ControlMessage
-        )
+        fields = _with_descriptors(msgspec.json.decode(packet), descriptors.__getitem__)
+        try:
+            message: ControlMessage = msgspec.convert(fields, ControlMessage)
+        except msgspec.ValidationError as error:  # such as an endpoint of an unknown kind
+            raise ProtocolError(
+                f"the supervisor's message cannot be read: {error}.",
+                remedy="Run the same Penstock version in all processes and on all hosts.",
+            ) from error
         return message
 
     def close(self) -> None:
@@ -116,6 +134,12 @@ def descriptors_of(message: ControlMessage) -> list[int]:
 
     _with_descriptors(msgspec.to_builtins(message), note)
     return found
+
+
+def close_descriptors(message: ControlMessage) -> None:
+    """Close all descriptors that came with a message; what was opened of them goes on with its own."""
+    for fd in descriptors_of(message):
+        os.close(fd)
 
 
 def _with_descriptors(value: Any, renumber: Callable[[int], int]) -> Any:

@@ -1,20 +1,19 @@
 """A rank's process: `python -m penstock.rank.process --config-fd N --status-fd M --control-fd K`.
 
-Started by the supervisor, which passes the descriptors of links and sockets over the control socket, for each
-epoch anew. Sets up the process before torch is imported, opens the connections, and lets `rank.rank` do
-the rest. Exit code: 0 after a shutdown, else that of the error.
+Started by its host, which hands it the ends of its connections over the control socket, for each epoch anew.
+Sets up the process before torch is imported, opens the connections, each by the carrier of its kind, and lets
+`rank.rank` do the rest. Exit code: 0 after a shutdown, else that of the error.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from penstock.errors import LinkClosedError, error_from_info
-from penstock.pipeline.links.plan_channel import ZmqChannel, connect_address
+from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.process import entry_points
 from penstock.process.child import (
     Abandoned,
@@ -27,8 +26,8 @@ from penstock.process.child import (
     run_child,
 )
 from penstock.process.config import RankConfig, RankProcessConfig
-from penstock.process.control import ControlReader, descriptors_of
-from penstock.process.endpoints import RankEndpoints, RingHandle
+from penstock.process.control import CONTROL_OPTION, ControlReader, close_descriptors
+from penstock.process.endpoints import LinkEndpoint, RankEndpoints
 
 if TYPE_CHECKING:
     from penstock.pipeline.links.link import Link
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one rank; returns the exit code."""
-    return run_child(entry_points.RANK, arguments, RankProcessConfig, _run, more=["--control-fd"])
+    return run_child(entry_points.RANK, arguments, RankProcessConfig, _run, more=[CONTROL_OPTION])
 
 
 def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
@@ -49,7 +48,7 @@ def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Name
     # Here and not above: torch reads its environment when it is imported.
     from penstock.rank.rank import run_rank
 
-    control = ControlReader(options.control_fd)
+    control = ControlReader.inherited(options)
     epochs = _epochs(config.rank, control, status.write)
     failed = run_rank(config.rank, epochs, status.write, loads_first=True)
     return 0 if failed is None else error_from_info(failed.error).exit_code
@@ -63,39 +62,32 @@ def _epochs(
         if control.has_news():  # that epoch is over before it has begun here
             error = LinkClosedError(f"epoch {ends.epoch} was over before this stage came to it.")
             report(Abandoned(epoch=ends.epoch, error=error.info()))
-            _close(ends)
+            close_descriptors(ends)
             continue
         yield _connect(rank, ends, control.has_news)
-        _close(ends)
+        close_descriptors(ends)
         gc.collect()  # links and views of their frames hold each other, and the memory of the epoch
 
 
-def _close(ends: RankEndpoints) -> None:
-    for fd in descriptors_of(ends):
-        os.close(fd)
-
-
 def _connect(rank: RankConfig, ends: RankEndpoints, is_over: Callable[[], bool]) -> RankConnections:
-    from penstock.distributed.group import open_meeting
-    from penstock.pipeline.links.ring import SharedMemoryLink
-    from penstock.pipeline.links.ring_channel import RingChannel
+    from penstock.pipeline.links.link_carriers import open_link, open_meeting
     from penstock.rank.rank import RankConnections
 
-    def link(handle: RingHandle, sender: str, receiver: str) -> Link:
-        return SharedMemoryLink(handle, f"{sender} -> {receiver}", rank.wait_timeout_s)
+    def link(endpoint: LinkEndpoint, sender: str, receiver: str) -> Link:
+        return open_link(endpoint, f"{sender} -> {receiver}", rank.wait_timeout_s)
 
     last, after = f"stage {rank.num_stages - 1}", f"stage {rank.stage + 1}"
-    plans = ZmqChannel.connect(connect_address(ends.plan_fd), f"core - {rank.name}")
+    plans = open_channel(ends.plans, f"core - {rank.name}")
     samples = f"samples, {rank.name} -> earlier stages" if rank.is_last else f"samples, {last} -> {rank.name}"
     return RankConnections(
         epoch=ends.epoch,
         is_over=is_over,
         plans=plans,
-        results=plans if ends.results is None else RingChannel(ends.results, "results"),
-        tokens=[RingChannel(handle, samples) for handle in ends.tokens],
+        results=plans if ends.results is None else open_channel(ends.results, "results"),
+        tokens=[open_channel(endpoint, samples) for endpoint in ends.tokens],
         incoming=None if ends.incoming is None else link(ends.incoming, f"stage {rank.stage - 1}", rank.name),
-        outgoing=[link(handle, rank.name, after) for handle in ends.outgoing],
-        meeting=None if ends.meeting is None else open_meeting(ends.meeting),
+        outgoing=[link(endpoint, rank.name, after) for endpoint in ends.outgoing],
+        meeting=None if ends.meeting is None else open_meeting(ends.meeting, f"stage {rank.stage}"),
     )
 
 

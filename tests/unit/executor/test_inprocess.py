@@ -115,7 +115,7 @@ def test_shutdown_before_start_after_start_and_twice(tiny: Path) -> None:
     InprocessExecutor(make_rank_configs(tiny, 2)).shutdown()
     executor = InprocessExecutor(make_rank_configs(tiny, 2))
     executor.start()
-    assert executor.wait_fds() == []
+    assert executor.wait_sources() == []
     assert executor.poll_results(0.0) == []
     executor.shutdown()
     executor.shutdown()

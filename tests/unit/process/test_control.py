@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
-from penstock.errors import ErrorInfo
+from penstock.errors import ErrorInfo, ProtocolError
 from penstock.process.control import (
     ControlMessage,
     ControlReader,
@@ -16,7 +17,7 @@ from penstock.process.control import (
     Stop,
     descriptors_of,
 )
-from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle
+from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle, SocketHandle, SocketListener
 
 ERROR = ErrorInfo(kind="StageLostError", message="x", stage=0)
 
@@ -65,7 +66,8 @@ def test_descriptors_become_the_receivers_own(pair: Pair) -> None:
     fds = [fd for ends in pipes for fd in ends]
     results = RingHandle(memory_fd=fds[1], data_fd=fds[2], space_fd=fds[3], frame_bytes=64, num_frames=2)
     before = len(os.listdir("/proc/self/fd"))
-    pair.socket.send(CoreEndpoints(epoch=3, plan_fds=[fds[0]], stages=[0], results=results))
+    plans = [SocketListener(listen_fd=fds[0])]
+    pair.socket.send(CoreEndpoints(epoch=3, plans=plans, stages=[0], results=results))
     found = pair.reader.receive()
     assert isinstance(found, CoreEndpoints)
     own = descriptors_of(found)
@@ -78,6 +80,16 @@ def test_descriptors_become_the_receivers_own(pair: Pair) -> None:
         os.close(fd)
 
 
+def test_an_endpoint_of_an_unknown_kind_is_refused_with_a_remedy(pair: Pair) -> None:
+    unknown = {"type": "pigeon", "loft": 7}
+    ends = {"type": "rank_endpoints", "epoch": 1, "plans": unknown, "tokens": []}
+    pair.socket._own.send(msgspec.json.encode(ends))
+    with pytest.raises(ProtocolError, match=r"Invalid value 'pigeon' - at `\$\.plans\.type`") as caught:
+        pair.reader.receive()
+    assert "same Penstock version" in caught.value.remedy
+
+
 def test_all_descriptors_of_a_ranks_ends_are_known() -> None:
-    ends = RankEndpoints(epoch=1, plan_fd=3, tokens=[handle(4), handle(7)], incoming=handle(10))
+    tokens = [handle(4), handle(7)]
+    ends = RankEndpoints(epoch=1, plans=SocketHandle(handle_fd=3), tokens=tokens, incoming=handle(10))
     assert sorted(descriptors_of(ends)) == list(range(3, 13))

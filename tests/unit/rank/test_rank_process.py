@@ -36,7 +36,7 @@ from penstock.process.child import (
 )
 from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.control import ControlSocket
-from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle
+from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle, SocketHandle, SocketListener
 from rank_configs import make_rank_configs
 
 
@@ -68,21 +68,21 @@ class Fleet:
             control.send(
                 RankEndpoints(
                     epoch=epoch,
-                    plan_fd=endpoints[stage].handle_fd,
+                    plans=SocketHandle(handle_fd=endpoints[stage].handle_fd),
                     tokens=tokens if is_last else [tokens[stage]],
                     results=results if is_last else None,
                     incoming=links[stage - 1] if stage else None,
                     outgoing=[] if is_last else [links[stage]],
                 )
             )
-        fds = [os.dup(endpoint.listen_fd) for endpoint in endpoints]
+        plans = [SocketListener(listen_fd=os.dup(endpoint.listen_fd)) for endpoint in endpoints]
         for endpoint in endpoints:
             endpoint.close()
         own = msgspec.structs.replace(
             results,
             **{f"{name}_fd": os.dup(getattr(results, f"{name}_fd")) for name in ("memory", "data", "space")},
         )
-        ends = CoreEndpoints(epoch=epoch, plan_fds=fds, stages=list(range(len(fds))), results=own)
+        ends = CoreEndpoints(epoch=epoch, plans=plans, stages=list(range(len(plans))), results=own)
         self.executor = MpExecutor(ends, start, load_timeout_s=60.0)
         return self.executor
 

@@ -31,13 +31,15 @@ from penstock.process.child import (
     run_child,
 )
 from penstock.process.config import CoreConfig, CoreProcessConfig
-from penstock.process.control import ControlReader, Stop
+from penstock.process.control import CONTROL_OPTION, ControlReader, Stop
 from penstock.process.endpoints import CoreEndpoints
 
 LOAD_GRACE_S = 60.0  # for the supervisor to end, and name, the stage that does not load
 
 
-def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, closing: ExitStack) -> int:
+def _serve(
+    config: CoreProcessConfig, control: ControlReader, status: StatusWriter, closing: ExitStack
+) -> int:
     replica = config.core.replica
     enter_child("penstock core" if replica is None else f"penstock replica {replica} core", config.parent_pid)
     pulse = keep_saying_alive(status)
@@ -45,7 +47,6 @@ def _serve(config: CoreProcessConfig, control_fd: int, status: StatusWriter, clo
         os.sched_setaffinity(0, config.core.cpus)
     clients = CoreSocket(config.client_address)
     closing.callback(clients.close)
-    control = ControlReader(control_fd)
     stopping = closing.enter_context(ExitStack())
     joined = _join_first(config.core, control, status.write, stopping)
     if joined is None:
@@ -109,8 +110,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             entry_points.CORE,
             arguments,
             CoreProcessConfig,
-            lambda config, status, options: _serve(config, options.control_fd, status, closing),
-            more=["--control-fd"],
+            lambda config, status, options: _serve(config, ControlReader.inherited(options), status, closing),
+            more=[CONTROL_OPTION],
         )
 
 

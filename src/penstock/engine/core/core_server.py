@@ -102,7 +102,7 @@ class CoreServer:
     def _use(self, executor: Executor) -> None:
         """Talk to the ranks over this one; `NO_EXECUTOR` between two epochs."""
         self._executor = executor
-        self._sources = [*executor.wait_fds(), self._control.fileno()]
+        self._sources = [*executor.wait_sources(), self._control.fileno()]
 
     def _obey(self, message: ControlMessage) -> bool:
         """Whether to go on."""

@@ -18,7 +18,15 @@ from penstock.hosts.local_socket import LocalSocket
 from penstock.pipeline.links.ring_channel import create_channel_ring
 from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
 from penstock.process.config import RankConfig
-from penstock.process.endpoints import CoreEndpoints, MeetingHandle, RankEndpoints, RingHandle
+from penstock.process.endpoints import (
+    ChannelEndpoint,
+    CoreEndpoints,
+    MeetingHandle,
+    RankEndpoints,
+    RingHandle,
+    SocketHandle,
+    SocketListener,
+)
 
 RankAddress = tuple[int, int]  # stage, rank in the stage
 
@@ -58,20 +66,23 @@ class Wiring:
 
     def core(self) -> CoreEndpoints:
         """What the core is told."""
-        listeners = [endpoint.listen_fd for endpoint in self._plan_endpoints.values()]
+        listeners: list[ChannelEndpoint] = [
+            SocketListener(listen_fd=at.listen_fd) for at in self._plan_endpoints.values()
+        ]
         stages = [stage for stage, _ in self._ranks]
-        return CoreEndpoints(epoch=self._epoch, plan_fds=listeners, stages=stages, results=self._results[0])
+        return CoreEndpoints(epoch=self._epoch, plans=listeners, stages=stages, results=self._results[0])
 
     def rank(self, stage: int, tp_rank: int = 0) -> RankEndpoints:
         """What a rank is told."""
         place = stage, tp_rank
         rank = self._ranks[place]
-        own_tokens = [] if rank.is_last else [self._tokens[place]]
+        every_token: list[ChannelEndpoint] = list(self._tokens.values())
+        own_token: list[ChannelEndpoint] = [] if rank.is_last else [self._tokens[place]]
         incoming = [link for (_, receiver), link in self._links.items() if receiver == place]
         return RankEndpoints(
             epoch=self._epoch,
-            plan_fd=self._plan_endpoints[place].handle_fd,
-            tokens=list(self._tokens.values()) if rank.is_output else own_tokens,
+            plans=SocketHandle(handle_fd=self._plan_endpoints[place].handle_fd),
+            tokens=every_token if rank.is_output else own_token,
             results=self._results[0] if rank.is_output else None,
             incoming=incoming[0] if incoming else None,
             outgoing=[self._links[place, receiver] for receiver in _receivers(rank)],

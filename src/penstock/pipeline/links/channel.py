@@ -1,12 +1,13 @@
 """The seam over which whole messages travel: plans, results and token returns.
 
-`pipeline.links.plan_channel` implements it over zmq and in memory; `pipeline.token_return` and
-`pipeline.ports` are given one. It carries bytes (msgspec), never tensors.
+`pipeline.links.plan_channel` implements it over zmq and in memory, `pipeline.links.ring_channel` in one
+direction over a ring; `pipeline.token_return` and `pipeline.ports` are given one. It carries bytes (msgspec),
+never tensors.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.errors import LinkClosedError, WaitTimeoutError
 
@@ -41,6 +42,21 @@ class MessageChannel(Protocol):
 
     def close(self) -> None:
         """Let the other end know that nothing follows. Messages sent before are still delivered."""
+        ...
+
+
+class PolledChannel(MessageChannel, Protocol):
+    """A channel between processes: it can be waited for together with others."""
+
+    def pollables(self) -> list[Any]:
+        """Sockets of zmq, or descriptors: readable while there is a message, or once the other end is gone."""
+        ...
+
+    def filenos(self) -> list[int]:
+        """Descriptors, readable when something *may* have come.
+
+        Edge-triggered: look after each event and each send.
+        """
         ...
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Condition
+from weakref import WeakValueDictionary
 
 from torch import Tensor
 
 from penstock.errors import LinkClosedError, WaitTimeoutError
 from penstock.pipeline.links.frame import FrameHeader, check_header
 from penstock.pipeline.links.link import Carrier, check_shapes
+from penstock.process.endpoints import MemoryHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
+
+_numbers = itertools.count()
+_links: WeakValueDictionary[int, MemoryLink] = WeakValueDictionary()
 
 
 class MemoryLink(Carrier):
@@ -20,6 +26,9 @@ class MemoryLink(Carrier):
     Args:
         name, timeout_s: as for `SharedMemoryLink`.
         num_frames: frames that may be under way at once.
+
+    Attributes:
+        handle: what it is known by in this process, as long as somebody holds it.
     """
 
     def __init__(self, name: str, timeout_s: float, num_frames: int = 1) -> None:
@@ -29,6 +38,20 @@ class MemoryLink(Carrier):
         self._frames: deque[tuple[FrameHeader, list[Tensor]]] = deque()
         self._changed = Condition()
         self._closed = False
+        self.handle = MemoryHandle(number=next(_numbers))
+        _links[self.handle.number] = self
+
+    @classmethod
+    def known_by(cls, handle: MemoryHandle, name: str, timeout_s: float) -> MemoryLink:
+        """The link that a thread of this process has made: both ends are this one object.
+
+        Args:
+            name, timeout_s: as `open_link` gives them to every carrier; the link keeps its own.
+        """
+        link = _links.get(handle.number)
+        if link is None:
+            raise LinkClosedError(f"link {name}: its memory is gone, or another process has it.")
+        return link
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         check_shapes(header, tensors)

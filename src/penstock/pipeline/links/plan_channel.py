@@ -7,16 +7,19 @@ never a PUB socket, which drops. Carries bytes and does not look into them.
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import zmq
 
 from penstock.errors import LinkClosedError, PortInUseError, WaitTimeoutError
-from penstock.pipeline.links.channel import SEND_TIMEOUT_S
+from penstock.pipeline.links.channel import SEND_TIMEOUT_S, PolledChannel
 from penstock.pipeline.links.channel import MessageChannel as MessageChannel
+from penstock.process.endpoints import SocketHandle, SocketListener
 
 _QUEUE_LIMIT = 4096  # messages; far above any depth, so that a full queue means a peer that has stopped
 _LINGER_MS = 1_000  # last words (a shutdown, the cause of a failure) get this long to leave a closed socket
@@ -63,20 +66,23 @@ class ZmqChannel:
         channel._socket.connect(address)
         return channel
 
-    @staticmethod
-    def wait_any(channels: Sequence[ZmqChannel], timeout_s: float | None, besides: int | None = None) -> None:
-        """Return when a message or a farewell is there on any channel, when the descriptor `besides` is
-        readable, or after `timeout_s`."""
-        poller = zmq.Poller()
-        if besides is not None:
-            poller.register(besides, zmq.POLLIN)
-        for channel in channels:
-            poller.register(channel._socket, zmq.POLLIN)
-            poller.register(channel._monitor, zmq.POLLIN)
-        poller.poll(_milliseconds(timeout_s))
+    @classmethod
+    def listen_at(cls, endpoint: SocketListener, name: str = "") -> ZmqChannel:
+        """The binding end, at a listening socket that this process was given; zmq closes the copy that it
+        gets."""
+        return cls.bind(bind_address(os.dup(endpoint.listen_fd)), name)
+
+    @classmethod
+    def connect_to(cls, endpoint: SocketHandle, name: str = "") -> ZmqChannel:
+        """The connecting end, by the handle of a socket's file, which stays open as long as the channel."""
+        return cls.connect(connect_address(endpoint.handle_fd), name)
+
+    def pollables(self) -> list[Any]:
+        """See `PolledChannel`."""
+        return [self._socket, self._monitor]
 
     def filenos(self) -> list[int]:
-        """Readable when something *may* have come; edge-triggered: look after each event and each send."""
+        """See `PolledChannel`."""
         return [int(socket.getsockopt(zmq.FD)) for socket in (self._socket, self._monitor)]
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
@@ -129,6 +135,15 @@ class ZmqChannel:
             return None if self._socket.closed else self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
             return None
+
+
+def wait_any(channels: Iterable[PolledChannel], timeout_s: float | None) -> None:
+    """Return when a message or a farewell is there on any channel, or after `timeout_s`."""
+    poller = zmq.Poller()
+    for channel in channels:
+        for pollable in channel.pollables():
+            poller.register(pollable, zmq.POLLIN)
+    poller.poll(_milliseconds(timeout_s))
 
 
 class QueueChannel:

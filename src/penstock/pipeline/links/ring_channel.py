@@ -7,6 +7,8 @@ long one goes on in the frames behind. That the other end was killed is not noti
 
 from __future__ import annotations
 
+from typing import Any
+
 from penstock.pipeline.links.channel import SEND_TIMEOUT_S
 from penstock.pipeline.links.ring_memory import Ring, create_ring
 from penstock.process.endpoints import RingHandle
@@ -47,6 +49,14 @@ class RingChannel:
     def fileno(self) -> int:
         """Readable while there is a message to receive, or the writer has gone."""
         return self._ring.data_fd
+
+    def pollables(self) -> list[Any]:
+        """See `PolledChannel`."""
+        return [self.fileno()]
+
+    def filenos(self) -> list[int]:
+        """See `PolledChannel`."""
+        return [self.fileno()]
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """See `MessageChannel.send`."""

@@ -130,7 +130,7 @@ class SimulatedPipe:
     def built_grammars(self) -> list[BuiltGrammar]:
         return []
 
-    def wait_fds(self) -> list[int]:
+    def wait_sources(self) -> list[int]:
         return []
 
 

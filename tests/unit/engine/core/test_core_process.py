@@ -266,9 +266,7 @@ def test_a_stop_lets_the_steps_in_flight_come_back(served: ServedCore) -> None:
 def ends(epoch: int) -> CoreEndpoints:
     fds = [os.open("/dev/null", os.O_RDONLY) for _ in range(3)]
     ring = RingHandle(memory_fd=fds[0], data_fd=fds[1], space_fd=fds[2], frame_bytes=64, num_frames=1)
-    return CoreEndpoints(
-        epoch=epoch, plan_fds=[], stages=[], results=ring, restarts=Restarts(stages=[0, epoch])
-    )
+    return CoreEndpoints(epoch=epoch, plans=[], stages=[], results=ring, restarts=Restarts(stages=[0, epoch]))
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from penstock.config.engine import (
     ParallelConfig,
     SchedulerConfig,
 )
-from penstock.distributed.group import open_meeting
+from penstock.distributed.group import open_shared_memory
 from penstock.engine.supervisor.launch import LaunchPlan, _widths, replica_seed, resolve, resolve_replicas
 from penstock.engine.supervisor.wiring import Wiring
 from penstock.errors import (
@@ -399,7 +399,7 @@ def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None
     own = [set(descriptors_of(end)) for end in ends]
     assert own[0] & own[2] == set(ends[0].tokens[0].fds)
     assert len(descriptors_of(wiring.core())) == 6, "three plan channels, and the ring of results"
-    assert len({end.plan_fd for end in ends}) == 3
+    assert len({end.plans for end in ends}) == 3
     wiring.close()
 
 
@@ -479,7 +479,7 @@ def test_r3_who_waits_for_a_rank_of_an_epoch_that_is_over_is_let_go(ragged: Laun
     wiring = Wiring(ragged)
     handle = wiring.rank(0, 1).meeting
     assert handle is not None
-    memory = open_meeting(handle).memory
+    memory = open_shared_memory(handle).memory
     assert memory[0] == 0
     wiring.end()
     assert memory[0] == 1

@@ -15,7 +15,7 @@ import pytest
 from hand_core import Crew
 from penstock.errors import LinkClosedError, PortInUseError, WaitTimeoutError
 from penstock.pipeline.links.channel import MessageChannel
-from penstock.pipeline.links.plan_channel import QueueChannel, ZmqChannel
+from penstock.pipeline.links.plan_channel import QueueChannel, ZmqChannel, wait_any
 
 LONG = 30.0
 Pair = tuple[MessageChannel, MessageChannel]
@@ -145,10 +145,10 @@ def test_many_channels_can_be_waited_for_together(tmp_path: Path) -> None:
     addresses = [f"ipc://{tmp_path}/{i}" for i in range(3)]
     bound, connected = [ZmqChannel.bind(a) for a in addresses], [ZmqChannel.connect(a) for a in addresses]
     connected[2].send(b"x")
-    ZmqChannel.wait_any(bound, LONG)
+    wait_any(bound, LONG)
     assert [channel.recv(0) for channel in bound] == [None, None, b"x"]
     connected[0].close()
-    ZmqChannel.wait_any(bound, LONG)
+    wait_any(bound, LONG)
     with pytest.raises(LinkClosedError):
         bound[0].recv(0)
     assert len({fd for channel in bound for fd in channel.filenos()}) == 6

@@ -1,0 +1,54 @@
+"""Which carrier opens a link between stages, or the meeting of a stage, by the kind of the endpoint.
+
+Another carrier is another line of a table (docs/adding-a-carrier.md). Message channels, which need no torch,
+are in `pipeline.links.channel_carriers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from penstock.distributed.group import MeetingPlace, open_shared_memory
+from penstock.pipeline.links.link import Link
+from penstock.pipeline.links.memory import MemoryLink
+from penstock.pipeline.links.ring import SharedMemoryLink
+from penstock.process.endpoints import (
+    LinkEndpoint,
+    MeetingEndpoint,
+    MeetingHandle,
+    MemoryHandle,
+    RingHandle,
+    opener_of,
+)
+
+_LINK_OPENERS: Mapping[type, Callable[..., Link]] = {
+    RingHandle: SharedMemoryLink,
+    MemoryHandle: MemoryLink.known_by,
+}
+_MEETING_OPENERS: Mapping[type, Callable[..., MeetingPlace]] = {MeetingHandle: open_shared_memory}
+
+
+def open_link(endpoint: LinkEndpoint, name: str, timeout_s: float) -> Link:
+    """Return this process' end of a link.
+
+    Args:
+        endpoint: as its host has handed it over. Its descriptors stay the caller's.
+        name: for messages, such as "stage 0 -> stage 1".
+        timeout_s: deadline of every wait.
+
+    Raises:
+        ProtocolError: this build has no carrier for endpoints of this kind.
+    """
+    return opener_of(_LINK_OPENERS, endpoint, f"link {name}")(endpoint, name, timeout_s)
+
+
+def open_meeting(endpoint: MeetingEndpoint, name: str) -> MeetingPlace:
+    """Return where the ranks of a stage meet; the caller keeps the descriptors as long as the epoch lasts.
+
+    Args:
+        name: of the stage, for messages.
+
+    Raises:
+        ProtocolError: this build has no carrier for endpoints of this kind.
+    """
+    return opener_of(_MEETING_OPENERS, endpoint, f"the meeting of {name}")(endpoint)
