@@ -34,7 +34,8 @@ from served import is_alive, is_free, title_of
 PATIENCE_S = 60.0  # a bound for hangs, never waited for
 SUPERVISE = """
 import sys
-from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, ServerConfig
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.supervisor import Supervisor
 model, stages, host, port = sys.argv[1:]
 engine = EngineConfig(
