@@ -30,6 +30,7 @@ from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, Paral
 from penstock.engine.supervisor import supervisor
 from penstock.engine.supervisor.reports import EngineFailed, EngineReady, Event
 from penstock.families.registry import load_spec
+from penstock.hosts.member import Waitable
 from penstock.pipeline.partition import partition_layers
 
 READ_TOLERANCE = 0.01
@@ -83,7 +84,7 @@ def write_checkpoint(directory: Path, num_layers: int) -> None:
 class NoFront:
     """Nobody uses the engine; the benchmark ends it by a signal once it is ready."""
 
-    lifeline_fds: Sequence[int] = ()
+    lifelines: Sequence[Waitable] = ()
     drain_s = 0.0
 
     def open(self) -> None:

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.supervisor import pipeline_processes
-from penstock.hosts import children
+from penstock.hosts import local, local_process
 
 WORKER = "penstock.rank.process"
 
@@ -22,13 +21,13 @@ def use_rank(stand_in: str) -> None:
     """From now on supervisors of this process start the module `stand_in` in place of a rank."""
     directory = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join([directory, *filter(None, [os.environ.get("PYTHONPATH")])])
-    spawn = children.spawn
-    assert pipeline_processes.spawn is spawn  # type: ignore[attr-defined]  # what is replaced is what it calls
+    spawn = local_process.spawn
+    assert local.spawn is spawn  # type: ignore[attr-defined]  # what is replaced is what it calls
 
-    def spawn_stand_in(module: str, *arguments: Any, **named: Any) -> children.Child:
+    def spawn_stand_in(module: str, *arguments: Any, **named: Any) -> local_process.LocalMember:
         return spawn(stand_in if module == WORKER else module, *arguments, **named)
 
-    pipeline_processes.spawn = spawn_stand_in  # type: ignore[attr-defined]
+    local.spawn = spawn_stand_in  # type: ignore[attr-defined]
 
 
 if __name__ == "__main__":

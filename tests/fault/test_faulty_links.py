@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
 
+from carriers import LINKS, connect_link
 from faulty_links import (
     SENDING,
     Faults,
@@ -24,12 +26,9 @@ from faulty_links import (
 from hand_core import Part, make_plan, new_row
 from penstock.batch import SampledTokens, StepResult, decode_sampled_tokens, decode_to_core, encode
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
-from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.frame import FrameHeader, FrameKind
 from penstock.pipeline.links.link import Link
-from penstock.pipeline.links.memory import MemoryLink
 from penstock.pipeline.links.plan_channel import QueueChannel
-from penstock.pipeline.links.ring import SharedMemoryLink
-from penstock.pipeline.links.ring_memory import close_handle, create_ring
 from penstock.pipeline.stage import plans_from
 
 NAME, WIDTH = "stage 0 -> stage 1", 4
@@ -52,18 +51,10 @@ class OneFault(Faults):
         super().__init__(seed, 1.0, kinds=[kind], limit=1)
 
 
-@pytest.fixture(params=["memory", "shared memory"])
+@pytest.fixture(params=LINKS)
 def ends(request: pytest.FixtureRequest) -> Iterator[tuple[Link, Link]]:
-    if request.param == "memory":
-        link = MemoryLink(NAME, 0.01, 3)
-        opened: tuple[Link, Link] = (link, link)
-    else:
-        handle = create_ring(frame_bytes(max_num_tokens=8, width=WIDTH, itemsize=4), 3)
-        opened = (SharedMemoryLink(handle, NAME, 0.01), SharedMemoryLink(handle, NAME, 0.01))
-        close_handle(handle)
-    yield opened
-    for end in opened:
-        end.close()
+    with ExitStack() as closing:
+        yield connect_link(request.param, closing, NAME, 0.01, num_frames=3, width=WIDTH)
 
 
 def header(step_id: int) -> FrameHeader:

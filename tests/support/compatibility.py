@@ -164,7 +164,7 @@ def refusal(feature: Feature, model: Path, layout: Mapping[str, Any]) -> str:
         model=ModelConfig(model=str(model), **own), parallel=ParallelConfig(**parallel, **layout)
     )
     try:
-        resolve_replicas(config, HOST)
+        resolve_replicas(config, [HOST])
     except PenstockError as error:
         return str(error)
     return ""

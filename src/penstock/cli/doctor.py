@@ -296,7 +296,7 @@ def _elements(shape: Sequence[int]) -> int:
 def check_stages(config: EngineConfig) -> list[Finding]:
     """What each stage would hold. Raises what `serve` would: the same is decided in the same way."""
     is_measured, host = config.parallel.partition == AUTO_POLICY, HostResources.detect()
-    replicas = resolve_replicas(config.with_partition("even") if is_measured else config, host)
+    replicas = resolve_replicas(config.with_partition("even") if is_measured else config, [host])
     missing = check_gpus([rank.device for plan in replicas for rank in plan.ranks], host.num_gpus)
     if is_measured:
         told = "cut by what is measured at start; `penstock plan` does it now"

@@ -16,7 +16,8 @@ from penstock.config.declared import ENGINE, configured_engine
 from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.reports import Event, event_line
 from penstock.errors import UsageError
-from penstock.hosts.resources import HostResources
+from penstock.hosts.local import LocalHost
+from penstock.hosts.rank_host import Hosts
 
 
 @with_settings(*ENGINE)
@@ -39,7 +40,7 @@ def plan(
             remedy="Give the number of stages, such as --pp 2.",
             param="pipeline_parallel_size",
         )
-    settled = settle_partition(config, HostResources.detect(), _Speaker(invocation))
+    settled = settle_partition(config, Hosts(LocalHost()), _Speaker(invocation))
     invocation.say(_how_to_serve(settled.parallel.partition, given.get("topology")))
     return 0
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
+from penstock.process.config import THIS_HOST
 from penstock.process.host_memory import host_available_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostResources:
-    """What this machine can give.
+class HostResources(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host can give.
 
     Attributes:
+        name: as ranks name it (`RankConfig.host`).
         cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
     """
 
@@ -22,10 +24,14 @@ class HostResources:
     free_bytes: int
     num_gpus: int
     cpus: tuple[int, ...] = ()
+    name: str = THIS_HOST
 
     @classmethod
     def detect(cls) -> HostResources:
-        """Ask the kernel: CPUs we may run on, memory (the control group's limit counted), GPU devices."""
+        """Ask the kernel of this machine.
+
+        CPUs are those that we may run on; of memory, the control group's limit counts.
+        """
         cpus = tuple(sorted(os.sched_getaffinity(0)))
         return cls(
             num_cpus=len(cpus),

@@ -16,7 +16,8 @@ from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.reports import LogReporter
 from penstock.errors import UsageError
-from penstock.hosts.resources import HostResources
+from penstock.hosts.local import LocalHost
+from penstock.hosts.rank_host import Hosts
 
 NO_INTER_TOKEN_TARGET_MS = 1e9
 # Here the caller is the queue: it may hold any number, for any time.
@@ -52,9 +53,9 @@ def engine_config(
 
 def settled(config: EngineConfig) -> tuple[EngineConfig, LaunchPlan]:
     """Return the configuration with measured `auto` values, and the plan that it gives on this host."""
-    host = HostResources.detect()
-    config = settle_partition(config, host, LogReporter())
-    return config, resolve(config, host)
+    hosts = Hosts(LocalHost())
+    config = settle_partition(config, hosts, LogReporter())
+    return config, resolve(config, hosts.resources())
 
 
 def refuse_unknown(unknown: Mapping[str, Any], known: Collection[str]) -> None:

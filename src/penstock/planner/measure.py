@@ -1,14 +1,13 @@
-"""A rank's measuring process: `python -m penstock.planner.measure --config-fd N --status-fd M`.
+"""A rank's measuring process: `python -m penstock.planner.measure`, with the options of a rank's process.
 
-Started by `engine.supervisor.auto_partition`, one per rank and all at once, for in service they share memory
-and cores too. Loads some of the rank's layers, says that it is ready, waits until all others are, times its
-steps (`planner.step_timing`) and reports the costs. Sets up the process before torch is imported.
+Started by its host for `engine.supervisor.measuring`, one per rank and all at once, for in service they share
+memory and cores too. Loads some of the rank's layers, says that it is ready, waits until all others are,
+times its steps (`planner.step_timing`) and reports the costs. Sets up the process before torch is imported.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 
 import msgspec
@@ -23,24 +22,29 @@ from penstock.process.child import (
     leave,
     run_child,
 )
-from penstock.process.config import MeasureConfig
+from penstock.process.config import MeasureProcessConfig
+from penstock.process.control import CONTROL_OPTION, BeginMeasuring, ControlReader
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure one rank; returns the exit code."""
-    return run_child(entry_points.MEASURE, arguments, MeasureConfig, _measure)
+    return run_child(entry_points.MEASURE, arguments, MeasureProcessConfig, _measure, more=[CONTROL_OPTION])
 
 
-def _measure(config: MeasureConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    enter_child(f"penstock measures {config.rank.name}", config.parent_pid)
-    bound_thread_pools(config.rank.threads)
+def _measure(config: MeasureProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
+    rank = config.measure.rank
+    enter_child(f"penstock measures {rank.name}", config.parent_pid)
+    bound_thread_pools(rank.threads)
     # Here and not above: torch reads its environment when it is imported.
     from penstock.planner.step_timing import TimedRank
 
-    rank = TimedRank(config)
+    control = ControlReader.inherited(options)
+    timed = TimedRank(config.measure)
     status.write(Ready())
-    os.read(config.start_fd, 1)  # nothing comes; its end is the start
-    costs = rank.measure()
+    begin = control.receive()
+    if not isinstance(begin, BeginMeasuring):  # the others never came
+        return 0
+    costs = timed.measure(begin.meeting)
     status.write(Measured(costs=msgspec.Raw(msgspec.json.encode(costs))))
     return 0
 

@@ -26,6 +26,7 @@ from penstock.pipeline.links.ring_memory import close_handle, create_ring
 from penstock.pipeline.ports import CARRIED
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.process.config import MeasureConfig, RankConfig
+from penstock.process.endpoints import MeetingEndpoint
 from penstock.rank.loading import (
     available_bytes,
     build_runner,
@@ -63,11 +64,15 @@ class TimedRank:
         self._received = {name: torch.randn(shape).to(self._device, dtype_of(rank)) for name in CARRIED}
 
     @torch.inference_mode()
-    def measure(self) -> StageCosts:
+    def measure(self, meeting: MeetingEndpoint | None) -> StageCosts:
         """Time all cases, in turns. A rank whose steps are so long that it is late skips turns; those that
-        share a stage, with which it goes in step, skip them too."""
-        if self._config.meeting is not None:
-            self._loaded.group.join(open_meeting(self._config.meeting, f"stage {self._config.rank.stage}"))
+        share a stage, with which it goes in step, skip them too.
+
+        Args:
+            meeting: of the ranks of the stage, if there are several.
+        """
+        if meeting is not None:
+            self._loaded.group.join(open_meeting(meeting, f"stage {self._config.rank.stage}"))
         config, model = self._config, self._loaded.model
         plans = [self._plan([config.context] * count, is_decode=True) for count in config.num_rows]
         plans.append(self._plan([config.prefill_tokens], is_decode=False))

@@ -22,7 +22,8 @@ from penstock.config.engine import (
 )
 from penstock.config.server import ServerConfig
 from penstock.faults import Fault
-from penstock.process.endpoints import MeetingHandle
+
+THIS_HOST = "this host"  # the name of the supervisor's own machine
 
 
 def rank_name(stage: int, tp_rank: int, tp_size: int) -> str:
@@ -76,6 +77,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         replica: which pipeline it belongs to; None where there is one.
         model_impl: whose layers run, as in `ModelConfig`.
         store: where KV blocks are kept beyond the cache; None: nowhere.
+        host: name of the machine that it runs on.
     """
 
     model_path: str  # resolved directory
@@ -111,6 +113,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     model_impl: ModelImpl = "auto"
     store: StoreConfig | None = None
+    host: str = THIS_HOST
 
     @property
     def device_type(self) -> str:
@@ -173,12 +176,10 @@ class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process that measures a rank reads from its config pipe.
+    """What is to be measured of a rank.
 
     Attributes:
         rank: in service, but for its layers: only as many as are timed.
-        start_fd: a pipe that ends when all ranks are ready.
-        meeting: of the ranks of the stage, if there are several.
         num_rows: of the decode steps, rising.
         context: tokens of each row, the one that it decodes included.
         prefill_tokens: of the chunk of a prompt.
@@ -186,13 +187,17 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     rank: RankConfig
-    parent_pid: int
-    start_fd: int
     num_rows: list[int]
     context: int
     prefill_tokens: int
     case_s: float
-    meeting: MeetingHandle | None = None
+
+
+class MeasureProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process that measures a rank reads from its config pipe; when to begin comes later."""
+
+    measure: MeasureConfig
+    parent_pid: int
 
 
 class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

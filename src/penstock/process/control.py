@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ErrorInfo, ProtocolError
-from penstock.process.endpoints import CoreEndpoints, RankEndpoints
+from penstock.process.endpoints import CoreEndpoints, MeetingEndpoint, RankEndpoints
 
 _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
@@ -38,7 +38,17 @@ class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
     is_final: bool = False
 
 
-ControlMessage = Stop | EpochLost | RankEndpoints | CoreEndpoints
+class BeginMeasuring(msgspec.Struct, frozen=True, tag="begin_measuring"):
+    """All ranks that are measured are ready.
+
+    Attributes:
+        meeting: of the ranks of the stage, if there are several.
+    """
+
+    meeting: MeetingEndpoint | None = None
+
+
+ControlMessage = Stop | EpochLost | BeginMeasuring | RankEndpoints | CoreEndpoints
 
 
 class ControlSocket:

@@ -41,7 +41,7 @@ class Clock:
 ENGINE = EngineConfig(model=ModelConfig(model="demo"), parallel=ParallelConfig(pipeline_parallel_size=2))
 STAGE = StageReady(
     stage=1,
-    pid=42,
+    process="pid 42",
     parts="layers 3-5, norm, head",
     tensor_bytes=2_400_000,
     num_blocks=512,

@@ -278,13 +278,13 @@ def test_settings_for_our_own_layers_are_refused(
         parallel=ParallelConfig(pipeline_parallel_size=2, **parallel),
     )
     with pytest.raises(UsageError, match="GPTNeoXForCausalLM") as caught:
-        resolve(config, HostResources.detect())
+        resolve(config, [HostResources.detect()])
     assert caught.value.param == param
 
 
 def test_a_plan_says_whose_layers_run(neox: Path) -> None:
     config = EngineConfig(model=ModelConfig(model=str(neox), model_impl="transformers"))
-    plan = resolve(config, HostResources.detect())
+    plan = resolve(config, [HostResources.detect()])
     assert {rank.model_impl for rank in plan.ranks} == {"transformers"}
     assert any("transformers' layers" in note for note in plan.notes)
 

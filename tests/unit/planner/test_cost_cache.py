@@ -39,9 +39,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
 
 def configs(**changes: object) -> list[MeasureConfig]:
     return [
-        MeasureConfig(
-            rank=rank, parent_pid=0, start_fd=-1, num_rows=[1, 4], context=9, prefill_tokens=8, case_s=0.1
-        )
+        MeasureConfig(rank=rank, num_rows=[1, 4], context=9, prefill_tokens=8, case_s=0.1)
         for rank in make_rank_configs(DEMO, 2, **changes)
     ]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 
 import msgspec
 
@@ -16,6 +17,7 @@ from penstock.engine.supervisor.launch import ITEM_SIZES, LaunchPlan, resolve
 from penstock.engine.supervisor.measuring import measure
 from penstock.engine.supervisor.reports import Notice, PartitionChosen, Reporter
 from penstock.families.spec import ModelSpec
+from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
@@ -31,7 +33,7 @@ _LAYERS_BYTES = 256 << 20  # weights that are timed: more than caches hold
 _QUANTIZED_ITEM_SIZES = {"int8": 1.0, "int4": 0.5}
 
 
-def settle_partition(config: EngineConfig, host: HostResources, reporter: Reporter) -> EngineConfig:
+def settle_partition(config: EngineConfig, hosts: Hosts, reporter: Reporter) -> EngineConfig:
     """The configuration with layers per stage in place of `auto`; any other as it is.
 
     Raises:
@@ -43,23 +45,22 @@ def settle_partition(config: EngineConfig, host: HostResources, reporter: Report
     mix = Mix.parse(parallel.partition_mix)
     if parallel.partition != AUTO_POLICY or parallel.pipeline_parallel_size == 1:
         return config
-    choice = choose_partition(config, mix, host, reporter)
+    choice = choose_partition(config, mix, hosts, reporter)
     layers = choice.best.layers
     reporter.report(PartitionChosen(layers=list(layers), table=partition_lines(choice)))
     return config.with_partition(comma_separated(layers))
 
 
-def choose_partition(
-    config: EngineConfig, mix: Mix, host: HostResources, reporter: Reporter
-) -> PartitionChoice:
+def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Reporter) -> PartitionChoice:
     """Measure the ranks of a configuration with several stages, or recall what was measured; and choose."""
-    plan = _plan_of_any_split(config, host)
-    configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, host)
+    resources = hosts.resources()
+    plan = _plan_of_any_split(config, resources)
+    configs = measure_configs(plan, config.scheduler.prefill_chunk, mix, resources)
     cache, key = CostCache.open(os.environ), cost_key(configs, plan.spec, os.environ)
     costs = cache.find(key, plan.num_stages)
     if costs is None:
         reporter.report(Notice(text=f"measuring {plan.num_stages} stages to choose the partition."))
-        of_ranks = measure(configs)
+        of_ranks = measure(configs, hosts)
         firsts = [config.rank.tp_rank == 0 for config in configs]
         costs = list(itertools.compress(of_ranks, firsts))
         if are_to_keep(costs, os.environ):
@@ -69,40 +70,38 @@ def choose_partition(
     even = partition_layers(plan.spec.num_layers, plan.num_stages, "even")
     stages = [rank for rank in plan.ranks if rank.tp_rank == 0]
     return choose(
-        [_with_free_memory(own, rank, host) for own, rank in zip(costs, stages, strict=True)],
+        [_with_free_memory(own, rank, resources) for own, rank in zip(costs, stages, strict=True)],
         stages,
         mix,
         [end - start for start, end in even],
     )
 
 
-def _plan_of_any_split(config: EngineConfig, host: HostResources) -> LaunchPlan:
+def _plan_of_any_split(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
     """All but the layers of the ranks is what it will be."""
-    return resolve(config.with_partition("last"), host)
+    return resolve(config.with_partition("last"), hosts)
 
 
-def _with_free_memory(costs: StageCosts, rank: RankConfig, host: HostResources) -> StageCosts:
+def _with_free_memory(costs: StageCosts, rank: RankConfig, hosts: Sequence[HostResources]) -> StageCosts:
     """What is free on the host is another number at every start."""
     if rank.device != "cpu":
         return costs
-    return msgspec.structs.replace(costs, available_bytes=host.free_bytes)
+    return msgspec.structs.replace(costs, available_bytes=_free_bytes(rank, hosts))
 
 
 def measure_configs(
-    plan: LaunchPlan, prefill_chunk: int, mix: Mix, host: HostResources
+    plan: LaunchPlan, prefill_chunk: int, mix: Mix, hosts: Sequence[HostResources]
 ) -> list[MeasureConfig]:
-    """What each rank is to time; `parent_pid` and `start_fd` are set when it starts."""
+    """What each rank is to time."""
     first = plan.ranks[0]
     context = mix.mean_length(first.max_model_len)
     longest = min(prefill_chunk, first.max_num_batched_tokens, first.max_model_len, _MAX_PREFILL_TOKENS)
     prefill = max(1, min(mix.prompt, longest))
     num_rows = _numbers_of_rows(min(first.max_num_seqs // plan.num_stages, first.max_num_batched_tokens))
-    num_layers = _num_timed_layers(plan, host)
+    num_layers = min(_num_timed_layers(plan, rank, hosts) for rank in plan.ranks)
     return [
         MeasureConfig(
             rank=_with_layers(rank, num_layers, plan.spec.num_layers),
-            parent_pid=0,
-            start_fd=-1,
             num_rows=num_rows,
             context=context,
             prefill_tokens=prefill,
@@ -118,12 +117,18 @@ def _numbers_of_rows(most: int) -> list[int]:
     return sorted({1, *doubled, max(most, 1)})
 
 
-def _num_timed_layers(plan: LaunchPlan, host: HostResources) -> int:
-    """More than caches hold, if a stage can have so many and half of the free memory takes them."""
-    spec, rank = plan.spec, plan.ranks[0]
+def _free_bytes(rank: RankConfig, hosts: Sequence[HostResources]) -> int:
+    """Of the host that the rank runs on."""
+    return next(host.free_bytes for host in hosts if host.name == rank.host)
+
+
+def _num_timed_layers(plan: LaunchPlan, rank: RankConfig, hosts: Sequence[HostResources]) -> int:
+    """More than caches hold, if a stage can have so many and half of its host's free memory takes them."""
+    spec = plan.spec
+    num_neighbours = sum(other.host == rank.host for other in plan.ranks)
     layer_bytes = max(1, int(spec.layer_parameters() * _item_size(spec, rank)))
     most = spec.num_layers - plan.num_stages + 1
-    fitting = host.free_bytes // (2 * len(plan.ranks) * layer_bytes)
+    fitting = _free_bytes(rank, hosts) // (2 * num_neighbours * layer_bytes)
     return max(1, min(max(2, -(-_LAYERS_BYTES // layer_bytes)), most, fitting))
 
 

@@ -15,8 +15,10 @@ from typing import Protocol
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.launch import LaunchPlan
-from penstock.hosts.children import ChildProcesses, spawn
+from penstock.hosts.local_process import Descriptor, spawn
 from penstock.hosts.local_socket import LocalSocket
+from penstock.hosts.member import Waitable
+from penstock.hosts.member_watch import MemberWatch
 from penstock.process import entry_points, listening
 from penstock.process.child import encode_config
 from penstock.process.config import ApiProcessConfig
@@ -31,7 +33,7 @@ class EngineUser(Protocol):
         """Claim what can be refused, before anything is loaded."""
         ...
 
-    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
+    def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
         """Start its process, if any; the next one when it was lost."""
         ...
 
@@ -40,8 +42,8 @@ class EngineUser(Protocol):
         ...
 
     @property
-    def lifeline_fds(self) -> Sequence[int]:
-        """Descriptors that become readable when the user is gone."""
+    def lifelines(self) -> Sequence[Waitable]:
+        """What becomes readable when the user is gone."""
         ...
 
     @property
@@ -55,7 +57,7 @@ class EngineUser(Protocol):
 class ApiProcessFront:
     """The API process. Its listening socket is bound here and inherited, by the next one too."""
 
-    lifeline_fds: Sequence[int] = ()
+    lifelines: Sequence[Waitable] = ()
 
     def __init__(self, engine: EngineConfig, server: ServerConfig) -> None:
         self._engine = engine
@@ -71,7 +73,7 @@ class ApiProcessFront:
     def open(self) -> None:
         self._listener = listening.listen(self._server)
 
-    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
+    def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
         assert self._listener is not None
         config = ApiProcessConfig(
             server=self._server,
@@ -96,7 +98,7 @@ class ApiProcessFront:
         self._hold_s = max(HOLD_S, self._hold_s)
         inherit = [config.listen_fd, *(client.handle_fd for client in clients)]
         encoded = encode_config(config)
-        processes.add(spawn(entry_points.API_PROCESS, encoded, name="API process", inherit=inherit))
+        watch.add(spawn(entry_points.API_PROCESS, encoded, name="API process", inherit=inherit))
 
     def address(self, client: LocalSocket) -> str:
         assert self._listener is not None
@@ -128,13 +130,13 @@ class CallingProgram:
         self._caller_fd = -1
 
     @property
-    def lifeline_fds(self) -> Sequence[int]:
-        return [self._lifeline_fd, self._caller_fd]
+    def lifelines(self) -> Sequence[Waitable]:
+        return [Descriptor(self._lifeline_fd), Descriptor(self._caller_fd)]
 
     def open(self) -> None:
         self._caller_fd = os.pidfd_open(self._caller_pid)
 
-    def start(self, processes: ChildProcesses, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
+    def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
         """None: they are there already."""
 
     def address(self, client: LocalSocket) -> str:

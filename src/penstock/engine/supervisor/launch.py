@@ -9,6 +9,7 @@ Starts nothing and opens no socket.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from penstock.engine.supervisor.placement import (
     cpus_of_core,
     cpus_of_ranks,
     devices_of_ranks,
+    hosts_of_ranks,
+    on_each_host,
     shared_threads,
 )
 from penstock.errors import NotEnoughMemoryError, UsageError
@@ -96,34 +99,39 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
 
-def resolve(config: EngineConfig, host: HostResources) -> LaunchPlan:
+def resolve(config: EngineConfig, hosts: Sequence[HostResources]) -> LaunchPlan:
     """The plan of the only replica, or of the first; raises what `resolve_replicas` does."""
-    return resolve_replicas(config, host)[0]
+    return resolve_replicas(config, hosts)[0]
 
 
-def resolve_replicas(config: EngineConfig, host: HostResources) -> list[LaunchPlan]:
-    """Decide everything that does not need a tensor, for each replica; they share the host.
+def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> list[LaunchPlan]:
+    """Decide everything that does not need a tensor, for each replica; they share the hosts.
+
+    Args:
+        hosts: in the order in which stages are given to them; the first is the head, where the core runs.
 
     Raises:
         UsageError, PartitionError: a setting cannot be met by this model or machine.
         ModelError: the directory or its config.json is bad.
-        NotEnoughMemoryError: the weights do not fit into what is free on this host.
+        NotEnoughMemoryError: the weights do not fit into what is free on a host.
     """
     parallel = config.parallel
     parse_kernels(parallel.kernels)
     directory = resolve_model_directory(config.model.model)
     spec = load_spec(directory, config.model.model_impl)
     require_plain(spec, config.model.quantization, parallel)
-    form = _weight_form(config.model, parallel, spec, host)
+    layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
+    homes = hosts_of_ranks(layout, hosts)
+    form = _weight_form(config.model, parallel, spec, homes)
     _check_tensor_parallel(parallel, spec, form)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, parallel.partition)
-    _check_weights_fit(spec, ranges, parallel, form, host)
+    _check_weights_fit(spec, ranges, parallel, form, homes)
     wait_timeout_s = _step_timeout_s(config) * stages
-    ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, host)
+    ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
     core = _core_config(
-        config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, host)
+        config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, hosts[0])
     )
     kind = f"{spec.implementation}, {form.quantization} weights"
     if form.quantization != "none":
@@ -163,11 +171,11 @@ def _rank_configs(
     ranges: list[tuple[int, int]],
     max_model_len: int,
     wait_timeout_s: float,
-    host: HostResources,
+    homes: Sequence[HostResources],
 ) -> list[RankConfig]:
     parallel = config.parallel
-    threads = parallel.rank_threads or shared_threads(form.devices, host.num_cpus)
-    cpus = cpus_of_ranks(parallel, threads, form.devices, host)
+    threads, cpus = _threads_and_cpus(parallel, form.devices, homes)
+    memories = [(home.name, device) for home, device in zip(homes, form.devices, strict=True)]
     sizes, replicas = parallel.tp_sizes, parallel.data_parallel_size
     layout = RankLayout(tp_sizes=tuple(sizes), data_parallel_size=replicas)
     return [
@@ -180,7 +188,7 @@ def _rank_configs(
             start_layer=ranges[place.stage][0],
             end_layer=ranges[place.stage][1],
             device=form.devices[rank],
-            num_sharers=form.devices.count(form.devices[rank]),
+            num_sharers=memories.count(memories[rank]),
             threads=threads[rank],
             block_size=config.cache.block_size,
             num_blocks=config.cache.num_blocks,
@@ -200,9 +208,26 @@ def _rank_configs(
             next_tp_size=[*sizes, 1][place.stage + 1],
             replica=place.replica if replicas > 1 else None,
             model_impl=config.model.model_impl,
+            host=homes[rank].name,
         )
         for rank, place in enumerate(layout.places)
     ]
+
+
+def _threads_and_cpus(
+    parallel: ParallelConfig, devices: list[str], homes: Sequence[HostResources]
+) -> tuple[list[int], list[tuple[int, ...]]]:
+    """How many threads each rank has, and the cores that they are bound to."""
+    threads = parallel.rank_threads or on_each_host(
+        homes, lambda host, own: shared_threads([devices[rank] for rank in own], host.num_cpus)
+    )
+    cpus = on_each_host(
+        homes,
+        lambda host, own: cpus_of_ranks(
+            parallel, [threads[rank] for rank in own], [devices[rank] for rank in own], host
+        ),
+    )
+    return threads, cpus
 
 
 def with_faults(plan: LaunchPlan, faults: Sequence[Fault]) -> LaunchPlan:
@@ -296,7 +321,7 @@ def _step_timeout_s(config: EngineConfig) -> float:
 
 
 def _weight_form(
-    model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, host: HostResources
+    model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, homes: Sequence[HostResources]
 ) -> _WeightForm:
     """Device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
     quantization, asked = _quantization(model.quantization, spec), parallel.rank_devices
@@ -311,7 +336,9 @@ def _weight_form(
     if not is_quantized:
         dtype = _dtype(model.dtype, spec)
         return _WeightForm(
-            devices=devices_of_ranks(asked, host),
+            devices=on_each_host(
+                homes, lambda host, own: devices_of_ranks([asked[rank] for rank in own], host)
+            ),
             dtype=dtype,
             quantization="none",
             bits=ITEM_SIZES[dtype] * 8,
@@ -320,7 +347,7 @@ def _weight_form(
     if any(device.startswith("cuda") for device in asked):
         raise _no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
     notes = [_quantization_note(quantization, spec)]
-    if parallel.device == "auto" and host.num_gpus:
+    if parallel.device == "auto" and any(home.num_gpus for home in homes):
         notes.append("the stages run on the CPU, not on the GPU: quantised weights are for the CPU so far.")
     dtype = _dtype(model.dtype, spec)
     if dtype == "float16":
@@ -438,7 +465,7 @@ def _check_weights_fit(
     ranges: list[tuple[int, int]],
     parallel: ParallelConfig,
     form: _WeightForm,
-    host: HostResources,
+    homes: Sequence[HostResources],
 ) -> None:
     """Refuse at once what would fail after a long load; how much KV fits is for the ranks to measure."""
     of_replica = [
@@ -447,10 +474,15 @@ def _check_weights_fit(
         for _ in range(size)
     ]
     of_ranks = of_replica * parallel.data_parallel_size
-    on_cpu = [own for own, device in zip(of_ranks, form.devices, strict=True) if device == "cpu"]
-    weights = sum(on_cpu) * form.bits // 8
-    if weights > host.free_bytes:
+    on_host: Counter[str] = Counter()
+    for parameters, device, home in zip(of_ranks, form.devices, homes, strict=True):
+        on_host[home.name] += parameters if device == "cpu" else 0
+    for host in homes:
+        weights = on_host[host.name] * form.bits // 8
+        if weights <= host.free_bytes:
+            continue
         raise NotEnoughMemoryError(
-            f"the weights take {weights / 2**20:.0f} MiB; {host.free_bytes / 2**20:.0f} MiB are free.",
+            f"the weights take {weights / 2**20:.0f} MiB on {host.name}; "
+            f"{host.free_bytes / 2**20:.0f} MiB are free there.",
             remedy="Use a smaller model or dtype, --quantization int8 or int4, or free memory.",
         )

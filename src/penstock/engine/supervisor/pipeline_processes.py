@@ -6,14 +6,12 @@
 
 The loss of a member ends the epoch: connections are closed, and all get new ones. Only what was lost is
 started again; the other stages keep their weights, and a core that lives keeps its requests. Where that fails
-again and again it is tried with growing pauses, and running requests end. Of its end a child need not say
+again and again it is tried with growing pauses, and running requests end. Of its end a member need not say
 anything. Used by `engine.supervisor.supervisor`, in its thread.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,83 +36,87 @@ from penstock.engine.supervisor.reports import (
 from penstock.engine.supervisor.wiring import Wiring
 from penstock.errors import ErrorInfo, PeerError
 from penstock.executor.base import first_cause
-from penstock.hosts.children import CAUSE_GRACE_S, Child, ChildProcesses, spawn
 from penstock.hosts.local_socket import LocalSocket
+from penstock.hosts.member import Member
+from penstock.hosts.member_watch import CAUSE_GRACE_S, MemberWatch
+from penstock.hosts.rank_host import Hosts
 from penstock.process import child as child_process
-from penstock.process import entry_points
-from penstock.process.config import CoreProcessConfig, RankConfig, RankProcessConfig
-from penstock.process.control import ControlSocket, EpochLost, Stop
+from penstock.process.config import RankConfig
+from penstock.process.control import EpochLost, Stop
 from penstock.process.endpoints import Restarts
 from penstock.runner.kv_demand import stranded_bytes
 
 COMPANY_S = 0.05  # after a loss: what ends one member often ends others
-DUMP_S = 0.05  # for a child to print where its threads are
+DUMP_S = 0.05  # for a member to print where its threads are
 
 
 class PipelineProcesses:
     """The core and the stages of one replica.
 
     Args:
-        processes: gets them as children; its events about them come back by `take`.
+        hosts: where they run.
+        watch: gets them as members; its events about them come back by `take`.
 
     Attributes:
         client: where the core meets its clients.
     """
 
-    def __init__(self, plan: LaunchPlan, processes: ChildProcesses, reporter: Reporter) -> None:
+    def __init__(self, plan: LaunchPlan, hosts: Hosts, watch: MemberWatch, reporter: Reporter) -> None:
         self._plan = plan
-        self._processes = processes
+        self._hosts = hosts
+        self._watch = watch
         self.client = LocalSocket()
         self._reporter = reporter
-        self._wiring = Wiring(plan)
-        self._children: dict[int, Child] = {}  # by member index, those that have not been buried
-        self._control: dict[int, ControlSocket] = {}
+        self._wiring = Wiring(plan, hosts)
+        self._members: dict[int, Member] = {}  # by member index, those that have not been buried
         self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
         self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
 
     @property
-    def children(self) -> list[Child]:
+    def members(self) -> list[Member]:
         """Those that have not been buried."""
-        return list(self._children.values())
+        return list(self._members.values())
 
     @property
     def have_loaded(self) -> bool:
         """Whether all stages have."""
-        return all(child.has_loaded for member, child in self._children.items() if member != CORE)
+        return all(member.has_loaded for index, member in self._members.items() if index != CORE)
 
     def start(self) -> None:
         """Stages first: they take longest."""
-        for member in (*self._rank_indices, CORE):
-            self._fill(member)
+        for index in (*self._rank_indices, CORE):
+            self._fill(index)
 
     def begin(self) -> None:
         """The first epoch."""
-        self._tell_ends()
+        self._hand_endpoints()
 
-    def take(self, child: Child, event: child_process.StatusEvent) -> None:
+    def take(self, member: Member, event: child_process.StatusEvent) -> None:
         """Hear what one of them says."""
         if isinstance(event, child_process.Ready):
             if event.rank is not None:
-                self._ranks[child.member_index] = event.rank
+                self._ranks[member.member_index] = event.rank
             is_present = event.epoch == self._losses.epoch and self._losses.missing is None
-            if child.stage is None and is_present and event.epoch > 0:
+            if member.stage is None and is_present and event.epoch > 0:
                 seconds = self._losses.recovered(time.monotonic())
                 replica = self._plan.core.replica
                 self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds))
         elif isinstance(event, child_process.Abandoned):
-            self._losses.leave(event.epoch, event.error, child.member_index)
+            self._losses.leave(event.epoch, event.error, member.member_index)
         elif isinstance(event, child_process.LoadProgressed):
             told = LoadProgress(
-                **_named(self._plan.ranks[child.member_index]), done_bytes=event.done, total_bytes=event.total
+                **_named(self._plan.ranks[member.member_index]),
+                done_bytes=event.done,
+                total_bytes=event.total,
             )
             self._reporter.report(told)
         elif isinstance(event, child_process.WeightsLoaded):
             self._reporter.report(
                 StageLoaded(
-                    **_named(self._plan.ranks[child.member_index]),
-                    pid=child.pid,
+                    **_named(self._plan.ranks[member.member_index]),
+                    process=member.identity,
                     bytes_read=event.bytes_read,
                     seconds=event.seconds,
                 )
@@ -136,36 +138,34 @@ class PipelineProcesses:
 
     def kill_hung(self) -> None:
         """Kill stages that do not leave an epoch which is over: they are then lost as any other."""
-        ready = {member for member, child in self._children.items() if member != CORE and child.is_ready}
-        for member in self._losses.hung(ready, time.monotonic()):
-            self.kill(self._children[member], f"has not left epoch {self._losses.epoch - 1}")
+        ready = {index for index, member in self._members.items() if index != CORE and member.is_ready}
+        for index in self._losses.hung(ready, time.monotonic()):
+            self.kill(self._members[index], f"has not left epoch {self._losses.epoch - 1}")
 
     def kill_slow_loaders(self) -> None:
         """Kill stages that have not loaded for too long: a disk, or another machine's, may never answer."""
         limit_s, now = self._plan.core.parallel.load_timeout_s, time.monotonic()
-        for member, child in self._children.items():
-            if member != CORE and not child.has_loaded and now - child.started_at > limit_s:
-                self.kill(child, f"had not loaded after {limit_s:g} s")
+        for index, member in self._members.items():
+            if index != CORE and not member.has_loaded and now - member.started_at > limit_s:
+                self.kill(member, f"had not loaded after {limit_s:g} s")
 
-    def kill(self, child: Child, reason: str) -> None:
-        """End a child that cannot be asked to; before, it and all members print where their threads are."""
-        for each in {*self.children, child}:
-            if each.has_spoken:  # and so has set itself up for the signal
-                each.send_signal(signal.SIGUSR1)
+    def kill(self, member: Member, reason: str) -> None:
+        """End a member that cannot be asked to; before, it and all members print where their threads are."""
+        for each in {*self.members, member}:
+            if each.has_spoken:  # and so has set itself up to be asked
+                each.show_threads()
                 time.sleep(DUMP_S)  # one after the other, to be read
-        child.kill(reason)
+        member.kill(reason)
 
     def stop_all(self) -> None:
         """Tell all to leave."""
-        for member, child in self._children.items():
-            self._control[member].send(Stop())
-            if not child.is_ready:
-                child.send_signal(signal.SIGKILL)  # it loads, and looks at nothing until it has
+        for member in self._members.values():
+            member.hand(Stop())
+            if not member.is_ready:
+                member.kill_now()  # it loads, and looks at nothing until it has
 
     def close(self) -> None:
-        """Let go of all connections; the child processes belong to `ChildProcesses`."""
-        for control in self._control.values():
-            control.close()
+        """Let go of all connections; the members belong to `MemberWatch`."""
         self._wiring.close()
         self.client.close()
 
@@ -174,104 +174,81 @@ class PipelineProcesses:
         plan, ranks = self._plan, self._ranks
         kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
         texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
-        on_cpu = [rank.kernels for member, rank in ranks.items() if plan.ranks[member].device_type == "cpu"]
+        on_cpu = [rank.kernels for index, rank in ranks.items() if plan.ranks[index].device_type == "cpu"]
         if len({found.startswith("none") for found in on_cpu}) > 1:
             texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
         yield from (Notice(text=text) for text in texts)
         num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
-        for member, config in enumerate(plan.ranks):
-            rank = ranks[member]
+        for index, config in enumerate(plan.ranks):
+            rank = ranks[index]
             yield StageReady(
                 **_named(config),
-                pid=self._children[member].pid,
+                process=self._members[index].identity,
                 parts=rank_parts(config),
                 tensor_bytes=rank.tensor_bytes,
                 num_blocks=num_blocks,
                 stranded_bytes=stranded_bytes(rank.max_blocks, num_blocks, rank.block_bytes),
             )
 
-    def _fill(self, member: int) -> None:
+    def _fill(self, index: int) -> None:
         """Start the process of one member."""
-        if member == CORE:
-            core = CoreProcessConfig(
-                core=self._plan.core, parent_pid=os.getpid(), client_address=self.client.bind_address
-            )
-            name = of_replica(self._plan.core.replica, "core")
-            self._spawn(CORE, entry_points.CORE, core, name, [self.client.listen_fd])
-            return
-        rank = self._plan.ranks[member]
+        member = self._start_core() if index == CORE else self._start_rank(index)
+        self._members[index] = self._watch.add(member)
+
+    def _start_core(self) -> Member:
+        core = self._plan.core
+        return self._hosts.head.start_core(core, self.client, of_replica(core.replica, "core"), CORE)
+
+    def _start_rank(self, index: int) -> Member:
+        rank = self._plan.ranks[index]
         if self._losses.epoch > 0:
             rank = _replacement(rank, self._ranks.values())
-        config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
-        self._spawn(member, entry_points.RANK, config, of_replica(rank.replica, rank.name))
+        return self._hosts[rank.host].start_rank(rank, of_replica(rank.replica, rank.name), index)
 
-    def _spawn(
-        self, member: int, module: str, config: msgspec.Struct, name: str, inherit: Sequence[int] = ()
-    ) -> None:
-        control = ControlSocket()
-        try:
-            child = spawn(
-                module,
-                child_process.encode_config(config),
-                name=name,
-                stage=None if member == CORE else self._plan.ranks[member].stage,
-                member_index=member,
-                inherit=[*inherit, control.child_fd],
-                arguments=["--control-fd", str(control.child_fd)],
-            )
-        except BaseException:
-            control.close()
-            raise
-        self._children[member] = self._processes.add(child)
-        control.close_child_end()
-        self._control[member] = control
-
-    def _tell_ends(self) -> None:
+    def _hand_endpoints(self) -> None:
         """All learn where they meet in this epoch."""
         restarts = Restarts(stages=[0] * self._plan.num_stages, core=self._restarts[CORE])
-        for member, rank in enumerate(self._plan.ranks):
-            restarts.stages[rank.stage] += self._restarts[member]
-        self._control[CORE].send(msgspec.structs.replace(self._wiring.core(), restarts=restarts))
-        for member, rank in enumerate(self._plan.ranks):
-            self._control[member].send(self._wiring.rank(rank.stage, rank.tp_rank))
-        self._wiring.close_sockets()
+        for index, rank in enumerate(self._plan.ranks):
+            restarts.stages[rank.stage] += self._restarts[index]
+        self._members[CORE].hand(msgspec.structs.replace(self._wiring.core(), restarts=restarts))
+        for index, rank in enumerate(self._plan.ranks):
+            self._members[index].hand(self._wiring.rank(rank.stage, rank.tp_rank))
+        self._wiring.delivered()
 
     def _await_culprit(self) -> None:
         """A member has left the epoch because of another: that one may be about to end."""
 
         def has_ended() -> bool:
-            for child in self.children:
-                if child.failure is not None:  # it has said so, and is about to leave
-                    child.send_signal(signal.SIGKILL)
+            for member in self.members:
+                if member.failure is not None:  # it has said so, and is about to leave
+                    member.kill_now()
             return self._has_ended()
 
-        self._processes.hear_until(has_ended, CAUSE_GRACE_S)
+        self._watch.hear_until(has_ended, CAUSE_GRACE_S)
 
     def _end_epoch(self) -> None:
         """All leave it; those that have ended are to be started again, at once at first."""
         ended = self._ended()
         guilty = ended[max(ended)] if ended else None  # a rank before the core
-        cause = (
-            self._processes.first_cause(guilty, self.children) if guilty else first_cause(self._losses.causes)
-        )
+        cause = self._watch.first_cause(guilty, self.members) if guilty else first_cause(self._losses.causes)
         self._lose(cause, self._ended())  # finding the cause may have taken a while
 
     def _has_ended(self) -> bool:
         """Whether any member has."""
-        return any(child.exit_code is not None for child in self.children)
+        return any(member.exit_code is not None for member in self.members)
 
-    def _ended(self) -> dict[int, Child]:
+    def _ended(self) -> dict[int, Member]:
         """Return the members that have ended, by member index; all that they said has been heard."""
-        ended = {member: child for member, child in self._children.items() if child.exit_code is not None}
-        for child in ended.values():
-            self._processes.hear(child)
+        ended = {index: member for index, member in self._members.items() if member.exit_code is not None}
+        for member in ended.values():
+            self._watch.hear(member)
         return ended
 
-    def _lose(self, cause: ErrorInfo, ended: Mapping[int, Child]) -> None:
+    def _lose(self, cause: ErrorInfo, ended: Mapping[int, Member]) -> None:
         losses, epoch = self._losses, self._losses.epoch
         places = {CORE, *self._rank_indices}
-        lost = (places - set(self._children)) | set(ended)
-        failures = [(child.end(), child.trace) for child in ended.values()]
+        lost = (places - set(self._members)) | set(ended)
+        failures = [(member.end(), member.trace) for member in ended.values()]
         pause_s = losses.end(lost, time.monotonic())
         self._reporter.report(
             StageLost(
@@ -280,28 +257,27 @@ class PipelineProcesses:
                 trace="".join(trace for failure, trace in failures if failure.code == "internal_error"),
                 replica=self._plan.core.replica,
                 epoch=epoch,
-                restarts=[self._plan.ranks[member].name for member in sorted(lost - {CORE})],
+                restarts=[self._plan.ranks[index].name for index in sorted(lost - {CORE})],
                 restarts_core=CORE in lost,
                 retry_s=pause_s,
             )
         )
         if CORE not in lost:
-            self._control[CORE].send(EpochLost(cause, is_final=losses.is_repeated))
+            self._members[CORE].hand(EpochLost(cause, is_final=losses.is_repeated))
         self._wiring.end()
-        for member in ended:
-            self._bury(member)
+        for index in ended:
+            self._bury(index)
 
     def _begin_epoch(self) -> None:
         """Start the members that are missing, and connect all members anew."""
-        for member in self._losses.begin():
-            self._fill(member)
-            self._restarts[member] += 1
-        self._wiring = Wiring(self._plan, self._losses.epoch)
-        self._tell_ends()
+        for index in self._losses.begin():
+            self._fill(index)
+            self._restarts[index] += 1
+        self._wiring = Wiring(self._plan, self._hosts, self._losses.epoch)
+        self._hand_endpoints()
 
-    def _bury(self, member: int) -> None:
-        self._control.pop(member).close()
-        self._processes.reap(self._children.pop(member))
+    def _bury(self, index: int) -> None:
+        self._watch.reap(self._members.pop(index))
 
 
 def begin_together(replicas: Sequence[PipelineProcesses]) -> bool:

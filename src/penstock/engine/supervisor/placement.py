@@ -1,4 +1,4 @@
-"""What each rank gets of its host: device, threads, cores.
+"""Which host each rank runs on, and what it gets there: device, threads, cores.
 
 Asked by `engine.supervisor.launch`. Ranks come stage by stage, those of one stage side by side.
 """
@@ -6,15 +6,42 @@ Asked by `engine.supervisor.launch`. Ranks come stage by stage, those of one sta
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from penstock.config.engine import ParallelConfig
 from penstock.errors import UsageError
 from penstock.hosts.resources import HostResources
+from penstock.pipeline.rank_layout import RankLayout
 from penstock.process.config import RankConfig
+
+Decided = TypeVar("Decided")
+
+
+def hosts_of_ranks(layout: RankLayout, hosts: Sequence[HostResources]) -> list[HostResources]:
+    """The host of each rank: the stages go to the hosts in order, to each about as many."""
+    num_stages = len(layout.tp_sizes)
+    return [hosts[place.stage * len(hosts) // num_stages] for place in layout.places]
+
+
+def on_each_host(
+    of_ranks: Sequence[HostResources], decide: Callable[[HostResources, list[int]], Sequence[Decided]]
+) -> list[Decided]:
+    """Decide host by host, and return what was decided in the order of the ranks.
+
+    Args:
+        of_ranks: the host of each rank.
+        decide: (host, numbers of its ranks) -> of each of them.
+    """
+    decided: dict[int, Decided] = {}
+    for host in {host.name: host for host in of_ranks}.values():
+        own = [rank for rank, of_rank in enumerate(of_ranks) if of_rank.name == host.name]
+        decided |= zip(own, decide(host, own), strict=True)
+    return [decided[rank] for rank in range(len(of_ranks))]
 
 
 def devices_of_ranks(asked: list[str], host: HostResources) -> list[str]:
-    """`cpu` or `cuda:N` for each rank: those that leave it open take the GPUs in turn.
+    """`cpu` or `cuda:N` for each rank of a host: those that leave it open take the GPUs in turn.
 
     A GPU that is not there is for the rank to refuse, which knows why torch does not see it.
     """
@@ -25,7 +52,7 @@ def devices_of_ranks(asked: list[str], host: HostResources) -> list[str]:
 
 
 def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
-    """Threads of each rank: the cores go to the ranks on the CPU, but for one to drive each GPU."""
+    """Threads of each rank of a host: the cores go to the ranks on the CPU, but for one to drive each GPU."""
     num_on_cpu = devices.count("cpu")
     if not num_on_cpu:
         return [max(1, num_cpus // len(devices))] * len(devices)
@@ -36,7 +63,7 @@ def shared_threads(devices: list[str], num_cpus: int) -> list[int]:
 def cpus_of_ranks(
     parallel: ParallelConfig, threads: list[int], devices: list[str], host: HostResources
 ) -> list[tuple[int, ...]]:
-    """Cores of each rank's threads, rank by rank in the order of the cores; all empty: not pinned.
+    """Cores of the threads of each rank of a host, in the order of the cores; all empty: not pinned.
 
     A rank on a GPU is never bound; but the cores that its threads need are left to it.
     """
@@ -58,16 +85,17 @@ def cpus_of_ranks(
     ]
 
 
-def cpus_of_core(ranks: list[RankConfig], host: HostResources) -> tuple[int, ...]:
+def cpus_of_core(ranks: list[RankConfig], head: HostResources) -> tuple[int, ...]:
     """Any but those that output ranks are bound to: a result wakes the core up where it was sent, and there
     it would push the sender aside, which has the next micro-batch to run. One stage has none.
 
     Args:
         ranks: of all replicas.
+        head: where the core runs.
     """
-    outputs = [rank for rank in ranks if rank.is_output]
+    outputs = [rank for rank in ranks if rank.is_output and rank.host == head.name]
     theirs = {cpu for rank in outputs for cpu in rank.cpus}
-    return tuple(cpu for cpu in host.cpus if cpu not in theirs) if theirs and not outputs[0].is_first else ()
+    return tuple(cpu for cpu in head.cpus if cpu not in theirs) if theirs and not outputs[0].is_first else ()
 
 
 def _why_not_pinned(

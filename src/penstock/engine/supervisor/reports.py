@@ -51,7 +51,7 @@ class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="p
 class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
     """A rank has its weights."""
 
-    pid: int
+    process: str  # how people find it, such as "pid 4711"
     bytes_read: int
     seconds: float
 
@@ -82,7 +82,7 @@ class StageReady(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="sta
         stranded_bytes: KV memory that it could have had, were the smallest rank not the measure.
     """
 
-    pid: int
+    process: str  # how people find it, such as "pid 4711"
     parts: str
     tensor_bytes: int
     num_blocks: int
@@ -236,7 +236,7 @@ def event_line(event: Event) -> str:
             return "\n".join(event.table)
         case StageReady():
             return (
-                f"{event.name}  pid {event.pid}  {event.parts}  {megabytes(event.tensor_bytes)}  "
+                f"{event.name}  {event.process}  {event.parts}  {megabytes(event.tensor_bytes)}  "
                 f"{event.num_blocks} KV blocks{_stranded(event.stranded_bytes)}"
             )
         case EngineReady():

@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
-import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -51,9 +49,12 @@ from penstock.engine.supervisor.reports import (
     SteadyReporter,
 )
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
-from penstock.hosts.children import Child, ChildProcesses
-from penstock.hosts.resources import HostResources
+from penstock.hosts.local import LocalHost
+from penstock.hosts.member import Member, Waitable
+from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Ready, StatusEvent, show_threads_on_request
+from penstock.process.signals import SignalSource, signals_of_the_end
 
 FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error
 STOP_GRACE_S = 5.0  # for core and stages to leave after the front
@@ -67,7 +68,7 @@ class _Stop(Exception):
 class _ChildEnded(Exception):
     """A child ended before all were ready."""
 
-    def __init__(self, child: Child) -> None:
+    def __init__(self, child: Member) -> None:
         super().__init__(child.name)
         self.child = child
 
@@ -95,13 +96,14 @@ class Supervisor:
         """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
         started = time.monotonic()
         try:
-            host = HostResources.detect()
+            hosts = Hosts(LocalHost())
             self._front.open()
-            plans = resolve_replicas(settle_partition(self._engine, host, self._reporter), host)
+            settled = settle_partition(self._engine, hosts, self._reporter)
+            plans = resolve_replicas(settled, hosts.resources())
             wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
             plans = [with_faults(plan, wanted) for plan in plans]
-            with _signals() as signal_fd:
-                engine = _RunningEngine(plans, self._front, self._reporter, signal_fd, started)
+            with signals_of_the_end() as signals:
+                engine = _RunningEngine(plans, hosts, self._front, self._reporter, signals, started)
                 try:
                     return engine.run()
                 finally:
@@ -125,37 +127,38 @@ class _RunningEngine:
     def __init__(
         self,
         plans: Sequence[LaunchPlan],
+        hosts: Hosts,
         front: EngineUser,
         reporter: Reporter,
-        signal_fd: int,
+        signals: SignalSource,
         started: float,
     ) -> None:
         self._plan = plans[0]
         self._front = front
         self._reporter = reporter
-        self._signal_fd = signal_fd
+        self._signals = signals
         self._started = started
         self._has_begun = False
         self._is_serving = False
-        self._processes = ChildProcesses(self._take)
-        self._replicas = [PipelineProcesses(plan, self._processes, reporter) for plan in plans]
+        self._watch = MemberWatch(self._take)
+        self._replicas = [PipelineProcesses(plan, hosts, self._watch, reporter) for plan in plans]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
 
     @property
-    def _fronts(self) -> set[Child]:
-        return set(self._processes.children) - set(self._members)
+    def _fronts(self) -> set[Member]:
+        return set(self._watch.members) - set(self._members)
 
     @property
-    def _members(self) -> list[Child]:
+    def _members(self) -> list[Member]:
         """Of all replicas."""
-        return [child for replica in self._replicas for child in replica.children]
+        return [child for replica in self._replicas for child in replica.members]
 
     def run(self) -> int:
         try:
             self._start()
-            while not all(child.is_ready for child in self._processes.children):
-                self._raise_if_any(self._watch(TICK_S))
+            while not all(child.is_ready for child in self._watch.members):
+                self._raise_if_any(self._hear(TICK_S))
                 self._has_begun = self._has_begun or begin_together(self._replicas)
                 self._end_the_lifeless()
             self._announce()
@@ -164,10 +167,10 @@ class _RunningEngine:
         except _Stop:
             return self._drain()
         except _ChildEnded as ended:
-            return self._fail(self._processes.first_cause(ended.child, self._processes.children))
+            return self._fail(self._watch.first_cause(ended.child, self._watch.members))
 
     def close(self) -> None:
-        self._processes.close()
+        self._watch.close()
         for replica in self._replicas:
             replica.close()
 
@@ -175,28 +178,28 @@ class _RunningEngine:
         for replica in self._replicas:
             replica.start()
         self._start_front()
-        for fd in (self._signal_fd, *self._front.lifeline_fds):
-            self._processes.watch(fd)
+        for source in (self._signals, *self._front.lifelines):
+            self._watch.watch(source)
 
     def _start_front(self) -> None:
         self._front_losses.begin()
-        self._front.start(self._processes, self._plan, [replica.client for replica in self._replicas])
+        self._front.start(self._watch, self._plan, [replica.client for replica in self._replicas])
 
-    def _serve_on(self, leaving: Set[Child] = frozenset()) -> Set[Child]:
+    def _serve_on(self, leaving: Set[Member] = frozenset()) -> Set[Member]:
         """Wait for what comes next, and recover what is broken; who of `leaving` has ended."""
-        ended = self._watch(TICK_S)
+        ended = self._hear(TICK_S)
         self._end_the_lifeless()
         self._mend_front((ended & self._fronts) - leaving)
         for replica in self._replicas:
             replica.recover()
         return ended & leaving
 
-    def _mend_front(self, ended: Set[Child]) -> None:
+    def _mend_front(self, ended: Set[Member]) -> None:
         now = time.monotonic()
         for child in ended:
             pause_s = self._front_losses.lose(now)
             self._reporter.report(FrontLost(error=child.end(), retry_s=pause_s))
-            self._processes.reap(child)
+            self._watch.reap(child)
         if self._front_losses.is_due(now):
             try:
                 self._start_front()
@@ -205,7 +208,7 @@ class _RunningEngine:
 
     def _end_the_lifeless(self) -> None:
         """Kill children that were stopped, or hang: they are then lost as any other."""
-        living = [child for child in self._processes.children if child.exit_code is None]
+        living = [child for child in self._watch.members if child.exit_code is None]
         loading = {child for child in living if not child.is_ready}
         heard_at = {child: child.heard_at for child in living}
         for child, silence_s in self._heartbeats.silent(heard_at, time.monotonic(), loading).items():
@@ -214,35 +217,35 @@ class _RunningEngine:
             replica.kill_hung()
             replica.kill_slow_loaders()
 
-    def _replica_of(self, child: Child) -> PipelineProcesses:
+    def _replica_of(self, child: Member) -> PipelineProcesses:
         """Where it is a member; the first one's for a child that is none."""
-        return next((replica for replica in self._replicas if child in replica.children), self._replicas[0])
+        return next((replica for replica in self._replicas if child in replica.members), self._replicas[0])
 
-    def _watch(self, timeout_s: float) -> set[Child]:
+    def _hear(self, timeout_s: float) -> set[Member]:
         """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
-        children, descriptors = self._processes.wait(timeout_s)
-        if descriptors:
-            self._consume(descriptors)
+        children, sources = self._watch.wait(timeout_s)
+        if sources:
+            self._consume(sources)
             raise _Stop
         for child in children:
-            self._processes.hear(child)
+            self._watch.hear(child)
         return {child for child in children if child.exit_code is not None}
 
-    def _take(self, child: Child, event: StatusEvent) -> None:
+    def _take(self, child: Member, event: StatusEvent) -> None:
         if child in self._members:
             self._replica_of(child).take(child, event)
         elif isinstance(event, Ready) and self._front_losses.is_pending:
             self._reporter.report(FrontRecovered(seconds=self._front_losses.succeed(time.monotonic())))
 
-    def _consume(self, descriptors: set[int]) -> None:
+    def _consume(self, sources: Set[Waitable]) -> None:
         """A signal is taken; a lifeline that was cut stays cut and is not watched any more."""
-        for fd in descriptors:
-            if fd == self._signal_fd:
-                os.read(fd, 64)
+        for source in sources:
+            if source is self._signals:
+                self._signals.clear()
             else:
-                self._processes.unwatch(fd)
+                self._watch.unwatch(source)
 
-    def _raise_if_any(self, ended: set[Child]) -> None:
+    def _raise_if_any(self, ended: set[Member]) -> None:
         if ended:
             raise _ChildEnded(min(ended, key=lambda child: child.stage is None))
 
@@ -263,12 +266,12 @@ class _RunningEngine:
             self._reporter.report(Draining(seconds=self._front.drain_s))
             fronts = self._fronts
             for child in fronts:
-                child.send_signal(signal.SIGTERM)
+                child.ask_to_leave()
             deadline = time.monotonic() + self._front.drain_s + FRONT_GRACE_S
             while fronts and time.monotonic() < deadline:
                 for child in self._serve_on(fronts):
                     fronts.discard(child)
-                    self._processes.reap(child)
+                    self._watch.reap(child)
             for replica in self._replicas:
                 replica.stop_all()
             self._await_end(self._members, STOP_GRACE_S)
@@ -276,21 +279,21 @@ class _RunningEngine:
             pass  # a second signal: at once
         return 0
 
-    def _await_end(self, children: Sequence[Child], timeout_s: float) -> None:
+    def _await_end(self, children: Sequence[Member], timeout_s: float) -> None:
         """Let children end that were asked to; those that have not after this long are killed later."""
         deadline = time.monotonic() + timeout_s
         leaving = set(children)
         while leaving and (remaining := deadline - time.monotonic()) > 0:
-            ended = self._watch(remaining) & leaving
+            ended = self._hear(remaining) & leaving
             leaving -= ended
             for child in ended:
-                self._processes.reap(child)
+                self._watch.reap(child)
 
     def _fail(self, cause: ErrorInfo) -> int:
         """It cannot be started: say why, end all."""
-        traces = [child.trace for child in self._processes.children if child.failure is cause]
+        traces = [child.trace for child in self._watch.members if child.failure is cause]
         self._reporter.report(EngineFailed(error=cause, trace="".join(traces)))
-        self._processes.kill()
+        self._watch.kill()
         return error_from_info(cause).exit_code
 
 
@@ -303,25 +306,6 @@ def _once(events: Iterable[Notice | StageReady]) -> Iterator[Notice | StageReady
         elif event.text not in said:
             said.add(event.text)
             yield event
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[int]:
-    """A descriptor that becomes readable when SIGTERM, SIGINT or SIGHUP comes, in place of their actions."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    reader, writer = socket.socketpair()
-    reader.setblocking(False)
-    writer.setblocking(False)
-    former = {number: signal.signal(number, lambda *_: None) for number in numbers}
-    former_fd = signal.set_wakeup_fd(writer.fileno())
-    try:
-        yield reader.fileno()
-    finally:
-        signal.set_wakeup_fd(former_fd)
-        for number, action in former.items():
-            signal.signal(number, action)
-        reader.close()
-        writer.close()
 
 
 class StatusReporter:

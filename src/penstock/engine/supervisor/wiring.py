@@ -1,47 +1,43 @@
-"""Who is connected to whom: rings between ranks, sockets between ranks and core, memory that a stage shares.
+"""Who is connected to whom in one epoch: links, channels of messages, and the meetings of stages.
 
-All of it is made by the supervisor, for one epoch, and has no name; a child gets the descriptors of its own
-ends and no others (`process.control`).
+What a connection is made of is up to the hosts of its ends (`hosts.connections`). A process gets the
+endpoints of its own ends and no others.
 
     core ══plan══ every rank                       rank ──link──▶ each of its receivers in the next stage
              output rank ──results──▶ core         output rank ──tokens──▶ every rank of earlier stages
     ranks of one stage share a meeting
 
-`══` is a socket, `──▶` a ring.
+`══` goes both ways, `──▶` one way. Who receives accepts, and of a plan channel the core.
 """
 
 from __future__ import annotations
 
-from penstock.distributed.meeting import close_meeting, create_meeting, end_meeting
+from collections.abc import Iterator
+
 from penstock.engine.supervisor.launch import LaunchPlan
-from penstock.hosts.local_socket import LocalSocket
-from penstock.pipeline.links.ring_channel import create_channel_ring
-from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
+from penstock.hosts.connections import Connection, connect
+from penstock.hosts.rank_host import ChannelNeed, Hosts, LinkNeed, MeetingNeed, PlanNeed
 from penstock.process.config import RankConfig
-from penstock.process.endpoints import (
-    ChannelEndpoint,
-    CoreEndpoints,
-    MeetingHandle,
-    RankEndpoints,
-    RingHandle,
-    SocketHandle,
-    SocketListener,
-)
+from penstock.process.endpoints import ChannelEndpoint, CoreEndpoints, MeetingEndpoint, RankEndpoints
 
 RankAddress = tuple[int, int]  # stage, rank in the stage
 
 
 class Wiring:
-    """The connections of one pipeline in one epoch."""
+    """The connections of one pipeline in one epoch.
 
-    def __init__(self, plan: LaunchPlan, epoch: int = 0) -> None:
+    Raises what `hosts.connections.connect` does; then nothing is left of it.
+    """
+
+    def __init__(self, plan: LaunchPlan, hosts: Hosts, epoch: int = 0) -> None:
         self._ranks = {(rank.stage, rank.tp_rank): rank for rank in plan.ranks}
+        self._hosts = hosts
         self._epoch = epoch
-        self._plan_endpoints: dict[RankAddress, LocalSocket] = {}
-        self._links: dict[tuple[RankAddress, RankAddress], RingHandle] = {}
-        self._tokens: dict[RankAddress, RingHandle] = {}
-        self._results: list[RingHandle] = []
-        self._meetings: dict[int, MeetingHandle] = {}
+        self._plans: dict[RankAddress, Connection] = {}
+        self._links: dict[tuple[RankAddress, RankAddress], Connection] = {}  # by sender and receiver
+        self._tokens: dict[RankAddress, Connection] = {}  # by receiver
+        self._results: list[Connection] = []
+        self._meetings: dict[int, Connection] = {}
         try:
             self._create(plan)
         except BaseException:  # no more descriptors: those made so far are for whoever tries again
@@ -49,75 +45,97 @@ class Wiring:
             raise
 
     def _create(self, plan: LaunchPlan) -> None:
+        head, output = self._hosts.head, self._hosts[self._output.host]
+        link_bytes = plan.frame_bytes
         for place, rank in self._ranks.items():
-            self._plan_endpoints[place] = LocalSocket()
+            own = self._hosts[rank.host]
+            self._plans[place] = connect(PlanNeed(), head, own)
             for receiver in _receivers(rank):
-                self._links[place, receiver] = create_ring(plan.frame_bytes, rank.link_frames)
+                need = LinkNeed(frame_bytes=link_bytes, num_frames=rank.link_frames)
+                self._links[place, receiver] = connect(need, self._hosts[self._ranks[receiver].host], own)
             if rank.is_output:
-                self._results.append(_samples_ring(rank))
+                self._results.append(connect(_samples(rank), head, own))
             if not rank.is_last:
-                self._tokens[place] = _samples_ring(rank)
-            if rank.tp_size > 1 and rank.stage not in self._meetings:
-                self._meetings[rank.stage] = create_meeting(rank.tp_size)
+                self._tokens[place] = connect(_samples(rank), own, output)
+            if rank.tp_size > 1 and rank.tp_rank == 0:
+                others = [self._hosts[other.host] for other in self._ranks_of(rank.stage)[1:]]
+                self._meetings[rank.stage] = connect(MeetingNeed(num_ranks=rank.tp_size), own, *others)
 
     @property
-    def _rings(self) -> list[RingHandle]:
-        return [*self._links.values(), *self._tokens.values(), *self._results]
+    def _output(self) -> RankConfig:
+        return next(rank for rank in self._ranks.values() if rank.is_output)
+
+    def _ranks_of(self, stage: int) -> list[RankConfig]:
+        return [rank for rank in self._ranks.values() if rank.stage == stage]
+
+    @property
+    def _connections(self) -> Iterator[Connection]:
+        for some in (self._plans, self._links, self._tokens, self._meetings):
+            yield from some.values()
+        yield from self._results
 
     def core(self) -> CoreEndpoints:
         """What the core is told."""
-        listeners: list[ChannelEndpoint] = [
-            SocketListener(listen_fd=at.listen_fd) for at in self._plan_endpoints.values()
-        ]
-        stages = [stage for stage, _ in self._ranks]
-        return CoreEndpoints(epoch=self._epoch, plans=listeners, stages=stages, results=self._results[0])
+        return CoreEndpoints(
+            epoch=self._epoch,
+            plans=[connection.accepting for connection in self._plans.values()],
+            stages=[stage for stage, _ in self._ranks],
+            results=self._results[0].accepting,
+        )
 
     def rank(self, stage: int, tp_rank: int = 0) -> RankEndpoints:
         """What a rank is told."""
         place = stage, tp_rank
         rank = self._ranks[place]
-        every_token: list[ChannelEndpoint] = list(self._tokens.values())
-        own_token: list[ChannelEndpoint] = [] if rank.is_last else [self._tokens[place]]
-        incoming = [link for (_, receiver), link in self._links.items() if receiver == place]
+        incoming = [link.accepting for (_, receiver), link in self._links.items() if receiver == place]
         return RankEndpoints(
             epoch=self._epoch,
-            plans=SocketHandle(handle_fd=self._plan_endpoints[place].handle_fd),
-            tokens=every_token if rank.is_output else own_token,
-            results=self._results[0] if rank.is_output else None,
+            plans=self._plans[place].joining[0],
+            tokens=self._token_endpoints(rank),
+            results=self._results[0].joining[0] if rank.is_output else None,
             incoming=incoming[0] if incoming else None,
-            outgoing=[self._links[place, receiver] for receiver in _receivers(rank)],
-            meeting=self._meetings.get(stage),
+            outgoing=[self._links[place, receiver].joining[0] for receiver in _receivers(rank)],
+            meeting=self._meeting(rank),
         )
 
-    def close_sockets(self) -> None:
-        """Once all children have been told: a dead binder must refuse connections, not queue them."""
-        for endpoint in self._plan_endpoints.values():
-            endpoint.close()
+    def _token_endpoints(self, rank: RankConfig) -> list[ChannelEndpoint]:
+        if rank.is_output:
+            return [connection.joining[0] for connection in self._tokens.values()]
+        return [] if rank.is_last else [self._tokens[rank.stage, rank.tp_rank].accepting]
+
+    def _meeting(self, rank: RankConfig) -> MeetingEndpoint | None:
+        if rank.tp_size == 1:
+            return None
+        meeting = self._meetings[rank.stage]
+        endpoint: MeetingEndpoint = [meeting.accepting, *meeting.joining][rank.tp_rank]
+        return endpoint
+
+    def delivered(self) -> None:
+        """All processes have been told where they meet."""
+        for connection in self._connections:
+            connection.delivered()
 
     def end(self) -> None:
-        """The epoch is over: whoever waits at a ring or a meeting stops."""
-        for ring in self._rings:
-            end_ring(ring)
-        for meeting in self._meetings.values():
-            end_meeting(meeting)
-        self.close()
+        """The epoch is over: whoever waits at a connection stops."""
+        for connection in self._connections:
+            connection.end()
+        self._forget()
 
     def close(self) -> None:
-        """Let go of everything; what children have goes on. May be called twice."""
-        self.close_sockets()
-        rings, meetings = self._rings, list(self._meetings.values())
-        for kept in (self._links, self._tokens, self._results, self._meetings):
+        """Let go of everything; what processes have goes on. May be called twice."""
+        for connection in self._connections:
+            connection.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        for kept in (self._plans, self._links, self._tokens, self._results, self._meetings):
             kept.clear()
-        for ring in rings:
-            close_handle(ring)
-        for meeting in meetings:
-            close_meeting(meeting)
 
 
 def _receivers(rank: RankConfig) -> list[RankAddress]:
     return [(rank.stage + 1, receiver) for receiver in rank.receivers]
 
 
-def _samples_ring(rank: RankConfig) -> RingHandle:
+def _samples(rank: RankConfig) -> ChannelNeed:
     """For what all steps in flight sample, and those of the trip before, which no plan has consumed."""
-    return create_channel_ring(2 * rank.depth, rank.max_num_seqs)
+    return ChannelNeed(num_messages=2 * rank.depth, num_rows=rank.max_num_seqs)

@@ -49,7 +49,7 @@ class PolledChannel(MessageChannel, Protocol):
     """A channel between processes: it can be waited for together with others."""
 
     def pollables(self) -> list[Any]:
-        """Sockets of zmq, or descriptors: readable while there is a message, or once the other end is gone."""
+        """Sockets of zmq, or descriptors: readable while a message is there or the other end has gone."""
         ...
 
     def filenos(self) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,17 @@ from penstock.errors import (
     UsageError,
     WaitTimeoutError,
 )
-from penstock.hosts.children import Child, spawn
+from penstock.hosts import local
+from penstock.hosts.local import LocalHost
+from penstock.hosts.local_process import LocalMember, spawn
+from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.planner.mix import Mix
 from penstock.planner.stage_costs import StageCosts, StepCosts
 from penstock.process.config import MeasureConfig
 
 HOST = HostResources(num_cpus=2, free_bytes=8 << 30, num_gpus=0, cpus=(0, 1))
+HOSTS = Hosts(LocalHost(lambda: HOST))
 
 
 class Events:
@@ -57,7 +60,7 @@ class FakeMeasuring:
     def __init__(self) -> None:
         self.calls: list[Sequence[MeasureConfig]] = []
 
-    def __call__(self, configs: Sequence[MeasureConfig]) -> list[StageCosts]:
+    def __call__(self, configs: Sequence[MeasureConfig], hosts: Hosts) -> list[StageCosts]:
         self.calls.append(configs)
         return [_costs(3.0 if config.rank.is_first else 1.0) for config in configs]
 
@@ -95,9 +98,9 @@ def engine(model: str = "demo", **parallel: object) -> EngineConfig:
 
 def test_d5_numbers_stand_in_place_of_auto(fake: FakeMeasuring) -> None:
     events = Events()
-    settled = settle_partition(engine(), HOST, events)
+    settled = settle_partition(engine(), HOSTS, events)
     assert settled.parallel.partition == "1,5"
-    assert [(rank.start_layer, rank.end_layer) for rank in resolve(settled, HOST).ranks] == [(0, 1), (1, 6)]
+    assert [(rank.start_layer, rank.end_layer) for rank in resolve(settled, [HOST]).ranks] == [(0, 1), (1, 6)]
     chosen = events.all[-1]
     assert isinstance(chosen, PartitionChosen)
     assert chosen.layers == [1, 5]
@@ -107,8 +110,8 @@ def test_d5_numbers_stand_in_place_of_auto(fake: FakeMeasuring) -> None:
 
 def test_costs_are_measured_once_and_kept(fake: FakeMeasuring, tmp_path: Path) -> None:
     first, second = Events(), Events()
-    settle_partition(engine(), HOST, first)
-    settle_partition(engine(), HOST, second)
+    settle_partition(engine(), HOSTS, first)
+    settle_partition(engine(), HOSTS, second)
     assert len(fake.calls) == 1
     texts = [event.text for event in first.all if isinstance(event, Notice)]
     assert texts[0] == "measuring 2 stages to choose the partition."
@@ -116,8 +119,8 @@ def test_costs_are_measured_once_and_kept(fake: FakeMeasuring, tmp_path: Path) -
     assert [event.text for event in second.all if isinstance(event, Notice)] == texts[1:]
     for path in (tmp_path / "cache" / "partition").iterdir():
         path.unlink()
-    settle_partition(engine(), HOST, Events())
-    settle_partition(engine(threads_per_rank="2,1"), HOST, Events())
+    settle_partition(engine(), HOSTS, Events())
+    settle_partition(engine(threads_per_rank="2,1"), HOSTS, Events())
     assert len(fake.calls) == 3
 
 
@@ -128,34 +131,35 @@ def test_other_policies_and_one_stage_measure_nothing(
     fake: FakeMeasuring, parallel: dict[str, object]
 ) -> None:
     config, events = engine(**parallel), Events()
-    assert settle_partition(config, HOST, events) is config
+    assert settle_partition(config, HOSTS, events) is config
     assert (fake.calls, events.all) == ([], [])
-    resolve(config, HOST)
+    resolve(config, [HOST])
 
 
 def test_e2_the_variable_overrides_the_default_policy_only(
     fake: FakeMeasuring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PARTITION_VARIABLE, "5,1")
-    assert settle_partition(engine(), HOST, Events()).parallel.partition == "1,5"
+    assert settle_partition(engine(), HOSTS, Events()).parallel.partition == "1,5"
     config = engine(partition="even").with_partition_of(os.environ)
-    assert resolve(config, HOST).ranks[0].end_layer == 5
+    assert resolve(config, [HOST]).ranks[0].end_layer == 5
 
 
 def test_a_bad_mix_is_refused_whatever_the_policy(fake: FakeMeasuring) -> None:
     with pytest.raises(UsageError, match="partition_mix is"):
-        settle_partition(engine(partition="even", partition_mix="much"), HOST, Events())
+        settle_partition(engine(partition="even", partition_mix="much"), HOSTS, Events())
 
 
 def test_more_stages_than_layers_are_refused_before_anything_is_measured(fake: FakeMeasuring) -> None:
     with pytest.raises(UsageError, match="more than the model's 6 layers"):
-        settle_partition(engine(pipeline_parallel_size=7), HOST, Events())
+        settle_partition(engine(pipeline_parallel_size=7), HOSTS, Events())
     assert fake.calls == []
 
 
 def test_d16_the_memory_of_the_host_counts_as_it_is_now(fake: FakeMeasuring) -> None:
+    tight = HostResources(num_cpus=2, free_bytes=7 << 20, num_gpus=0)
     with pytest.raises(NotEnoughMemoryError, match="no split of 6 layers over 2 stages"):
-        settle_partition(engine(), HostResources(num_cpus=2, free_bytes=7 << 20, num_gpus=0), Events())
+        settle_partition(engine(), Hosts(LocalHost(lambda: tight)), Events())
 
 
 # --- What is measured --------------------------------------------------------------------------------------
@@ -169,7 +173,7 @@ def configs(
         parallel=ParallelConfig(pipeline_parallel_size=num_stages, tied_head="transfer", async_depth=1),
         scheduler=SchedulerConfig(**scheduler),
     )
-    return measure_configs(resolve(config, host), config.scheduler.prefill_chunk, Mix.parse(mix), host)
+    return measure_configs(resolve(config, [host]), config.scheduler.prefill_chunk, Mix.parse(mix), [host])
 
 
 def test_every_rank_times_its_own_end_of_the_model() -> None:
@@ -200,7 +204,7 @@ def test_the_cases_are_those_that_the_search_will_ask_for() -> None:
 def quick(model: str = "demo") -> list[MeasureConfig]:
     """Two ranks in plain torch, timed as briefly as can be."""
     config = engine(model, partition="even", threads_per_rank=1, kernels="off", pin_threads="off")
-    made = measure_configs(resolve(config, HOST), 16, Mix(8, 4), HOST)
+    made = measure_configs(resolve(config, [HOST]), 16, Mix(8, 4), [HOST])
     return [msgspec.structs.replace(config, case_s=0.0, num_rows=[1, 4]) for config in made]
 
 
@@ -215,7 +219,7 @@ def nothing_is_left() -> Iterator[None]:
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_d5_the_ranks_are_measured_on_their_own_device() -> None:
-    first, last = measure(quick())
+    first, last = measure(quick(), HOSTS)
     for own in (first, last):
         assert [step.num_tokens for step in own.decode] == [1, 4]
         assert own.prefill.num_tokens == 8
@@ -234,20 +238,20 @@ def test_a_rank_that_cannot_load_says_why(tmp_path: Path) -> None:
     model = make_checkpoint(tmp_path, layers=4)
     (model / "model.safetensors").write_bytes(b"not one")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
-        measure(quick(str(model)))
+        measure(quick(str(model)), HOSTS)
 
 
 @pytest.mark.usefixtures("nothing_is_left")
 def test_a_rank_that_dies_without_a_word_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def spawn_and_kill(*arguments: Any, **options: Any) -> Child:
+    def spawn_and_kill(*arguments: Any, **options: Any) -> LocalMember:
         child = spawn(*arguments, **options)
         if child.stage == 1:
-            child.send_signal(signal.SIGKILL)
+            child.kill_now()
         return child
 
-    monkeypatch.setattr(measuring, "spawn", spawn_and_kill)
+    monkeypatch.setattr(local, "spawn", spawn_and_kill)
     with pytest.raises(StageLostError, match=r"the measuring of stage 1 .* was killed by signal 9") as caught:
-        measure(quick())
+        measure(quick(), HOSTS)
     assert caught.value.stage == 1
 
 
@@ -255,4 +259,4 @@ def test_a_rank_that_dies_without_a_word_is_named(monkeypatch: pytest.MonkeyPatc
 def test_measuring_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "TIMEOUT_S", 0.0)
     with pytest.raises(WaitTimeoutError, match="could not be measured in 0 s"):
-        measure(quick())
+        measure(quick(), HOSTS)

@@ -29,10 +29,13 @@ from penstock.errors import (
     UsageError,
 )
 from penstock.hosts import resources
+from penstock.hosts.local import LocalHost
+from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.pipeline.links.ring_memory import Ring
 from penstock.process.control import descriptors_of
 
+HOSTS = Hosts(LocalHost())
 HOST = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=0)
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],
@@ -66,7 +69,7 @@ def plan_for(
     **parts: object,
 ):
     settings = ModelConfig(model=model, dtype=dtype, max_model_len=length, quantization=quantization)
-    return resolve(EngineConfig(model=settings, **parts), host)
+    return resolve(EngineConfig(model=settings, **parts), [host])
 
 
 def test_ranks_tile_the_layers_and_know_their_place(model: str) -> None:
@@ -383,7 +386,7 @@ def three_stages(model: str) -> LaunchPlan:
 
 
 def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None:
-    wiring = Wiring(three_stages)
+    wiring = Wiring(three_stages, HOSTS)
     ends = [wiring.rank(stage) for stage in range(3)]
     links = [{end.memory_fd for end in (e.incoming, *e.outgoing) if end} for e in ends]
     assert links[0] & links[1]
@@ -404,7 +407,7 @@ def test_each_child_inherits_its_own_ends_only(three_stages: LaunchPlan) -> None
 
 
 def test_the_ring_between_two_stages_is_one(three_stages: LaunchPlan) -> None:
-    wiring = Wiring(three_stages)
+    wiring = Wiring(three_stages, HOSTS)
     (sender,), receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
     assert receiver is not None
     writer, reader = Ring(sender, "a"), Ring(receiver, "b")
@@ -416,7 +419,7 @@ def test_the_ring_between_two_stages_is_one(three_stages: LaunchPlan) -> None:
 
 
 def test_who_waits_at_a_ring_of_an_epoch_that_is_over_stops(three_stages: LaunchPlan) -> None:
-    wiring = Wiring(three_stages, epoch=4)
+    wiring = Wiring(three_stages, HOSTS, epoch=4)
     assert {wiring.core().epoch, *(wiring.rank(stage).epoch for stage in range(3))} == {4}
     (sender,), receiver = wiring.rank(0).outgoing, wiring.rank(1).incoming
     assert receiver is not None
@@ -432,8 +435,8 @@ def test_who_waits_at_a_ring_of_an_epoch_that_is_over_stops(three_stages: Launch
 
 def test_r6_no_descriptor_is_left_after_close(three_stages: LaunchPlan) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    wiring = Wiring(three_stages)
-    wiring.close_sockets()
+    wiring = Wiring(three_stages, HOSTS)
+    wiring.delivered()
     assert len(os.listdir("/proc/self/fd")) == before + 15, "five rings, of which the supervisor can end each"
     wiring.close()
     wiring.close()
@@ -461,7 +464,7 @@ def test_d13_ranks_of_a_ragged_pipeline(ragged: LaunchPlan) -> None:
 
 
 def test_c5_d13_who_meets_whom_in_a_ragged_pipeline(ragged: LaunchPlan) -> None:
-    wiring = Wiring(ragged)
+    wiring = Wiring(ragged, HOSTS)
     ends = [wiring.rank(rank.stage, rank.tp_rank) for rank in ragged.ranks]
     assert [len(end.outgoing) for end in ends] == [1, 0, 2, 0, 0], "each rank of stage 2 gets its share"
     assert [end.incoming for end in ends] == [None, None, ends[0].outgoing[0], *ends[2].outgoing]
@@ -476,7 +479,7 @@ def test_c5_d13_who_meets_whom_in_a_ragged_pipeline(ragged: LaunchPlan) -> None:
 
 def test_r3_who_waits_for_a_rank_of_an_epoch_that_is_over_is_let_go(ragged: LaunchPlan) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    wiring = Wiring(ragged)
+    wiring = Wiring(ragged, HOSTS)
     handle = wiring.rank(0, 1).meeting
     assert handle is not None
     memory = open_shared_memory(handle).memory
@@ -540,7 +543,7 @@ def test_i13_one_setting_for_all_one_a_stage_or_one_a_rank() -> None:
 def test_i1_i4_replicas_share_the_host(model: str) -> None:
     parallel = ParallelConfig(data_parallel_size=2, pipeline_parallel_size=2, tensor_parallel_size="1,2")
     host = HostResources(num_cpus=6, free_bytes=1 << 30, num_gpus=0, cpus=(0, 1, 2, 3, 4, 5))
-    plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel, seed=5), host)
+    plans = resolve_replicas(EngineConfig(model=ModelConfig(model=model), parallel=parallel, seed=5), [host])
     assert [[(rank.replica, rank.stage, rank.tp_rank) for rank in plan.ranks] for plan in plans] == [
         [(0, 0, 0), (0, 1, 0), (0, 1, 1)],
         [(1, 0, 0), (1, 1, 0), (1, 1, 1)],
@@ -558,6 +561,40 @@ def test_weights_of_all_replicas_must_fit(model: str) -> None:
     with pytest.raises(NotEnoughMemoryError):
         plan_for(model, room, parallel=ParallelConfig(data_parallel_size=2))
     plan_for(model, room, parallel=ParallelConfig(tensor_parallel_size=2))
+
+
+def named(name: str, **changes: object) -> HostResources:
+    return msgspec.structs.replace(HOST, name=name, **changes)
+
+
+def test_stages_go_to_the_hosts_in_order_and_their_ranks_together(model: str) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=3, tensor_parallel_size="2,1,1", data_parallel_size=2)
+    config = EngineConfig(model=ModelConfig(model=model), parallel=parallel)
+    plans = resolve_replicas(config, [named("attic"), named("cellar")])
+    for plan in plans:
+        assert [rank.host for rank in plan.ranks] == ["attic", "attic", "attic", "cellar"]
+    assert {rank.host for rank in resolve(config, [HOST]).ranks} == {"this host"}
+
+
+def test_each_host_shares_out_its_own_cores_and_gpus(model: str) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=3, device="auto")
+    config = EngineConfig(model=ModelConfig(model=model), parallel=parallel)
+    attic = named("attic", num_cpus=4, cpus=(0, 1, 2, 3))
+    cellar = named("cellar", num_cpus=2, num_gpus=1, cpus=(0, 1))
+    ranks = resolve(config, [attic, cellar]).ranks
+    assert [rank.host for rank in ranks] == ["attic", "attic", "cellar"]
+    assert [rank.device for rank in ranks] == ["cpu", "cpu", "cuda:0"]
+    assert [rank.threads for rank in ranks] == [2, 2, 2]
+    assert [rank.cpus for rank in ranks] == [(0, 1), (2, 3), ()]
+    assert [rank.num_sharers for rank in ranks] == [2, 2, 1]
+
+
+def test_weights_must_fit_on_each_host_and_the_error_names_it(model: str) -> None:
+    config = EngineConfig(model=ModelConfig(model=model), parallel=ParallelConfig(pipeline_parallel_size=2))
+    weights = 2 * plan_for(model).spec.stage_parameters(0, 5)
+    resolve(config, [named("attic", free_bytes=weights), named("cellar", free_bytes=weights)])
+    with pytest.raises(NotEnoughMemoryError, match=r"MiB on cellar; 0 MiB are free there"):
+        resolve(config, [named("attic", free_bytes=weights), named("cellar", free_bytes=1000)])
 
 
 @pytest.mark.parametrize(

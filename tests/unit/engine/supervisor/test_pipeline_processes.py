@@ -1,11 +1,24 @@
-"""When the members of several replicas meet. What happens to them later: tests/fault."""
+"""When the members of several replicas meet, and what is asked of hosts. With processes: tests/fault."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.supervisor.pipeline_processes import begin_together
+import pytest
+
+from penstock.batch import RankLoaded
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from penstock.engine.supervisor.launch import resolve
+from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
+from penstock.engine.supervisor.reports import Event, StageLoaded, StageLost
+from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.rank_host import Hosts
+from penstock.process.child import Ready, WeightsLoaded
+from penstock.process.control import EpochLost, Stop
+from penstock.process.endpoints import CoreEndpoints, RankEndpoints
+from stand_in_hosts import StandInHost
 
 
 @dataclass
@@ -28,3 +41,110 @@ def test_i4_no_replica_begins_before_the_weights_of_all_are_in_memory() -> None:
     second.have_loaded = True
     assert begin_together(replicas)
     assert (first.num_begun, second.num_begun) == (1, 1)
+
+
+# --- over hosts that a test plays ------------------------------------------------------------------
+
+
+class Replica:
+    """Core and first stage at one host, the second stage at another; neither has a process."""
+
+    def __init__(self) -> None:
+        self.head, self.other = StandInHost("attic", "tcp"), StandInHost("cellar", "pigeon", "tcp")
+        hosts = Hosts(self.head, self.other)
+        parallel = ParallelConfig(pipeline_parallel_size=2)
+        config = EngineConfig(model=ModelConfig(model="demo"), parallel=parallel)
+        self.events: list[Event] = []
+        self.watch = MemberWatch(lambda member, event: self.processes.take(member, event))
+        self.processes = PipelineProcesses(resolve(config, hosts.resources()), hosts, self.watch, self)
+        self.processes.start()
+
+    def report(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def started(self) -> list[str]:
+        return [f"{host.name}: {member.name}" for host in (self.head, self.other) for member in host.members]
+
+    def hear(self) -> None:
+        for member in self.watch.members:
+            self.watch.hear(member)
+
+    def close(self) -> None:
+        self.watch.close()
+        self.processes.close()
+        self.head.close()
+        self.other.close()
+
+
+@pytest.fixture
+def replica() -> Iterator[Replica]:
+    made = Replica()
+    yield made
+    made.close()
+
+
+LOADED = RankLoaded(
+    stage=1,
+    max_blocks=7,
+    block_bytes=1,
+    tensor_bytes=2,
+    bytes_read=2,
+    load_seconds=0.1,
+    kernels="all",
+    is_invariant=True,
+)
+
+
+def test_each_rank_is_started_and_connected_by_its_host(replica: Replica) -> None:
+    assert replica.started == ["attic: stage 0", "attic: core", "cellar: stage 1"]
+    replica.processes.begin()
+    stage_0, core = replica.head.members
+    (stage_1,) = replica.other.members
+    (to_core,), (to_first,), (to_last,) = core.handed, stage_0.handed, stage_1.handed
+    assert isinstance(to_core, CoreEndpoints)
+    assert isinstance(to_first, RankEndpoints)
+    assert isinstance(to_last, RankEndpoints)
+    assert to_core.plans == [to_first.plans, to_last.plans]
+    assert to_core.results == to_last.results
+    assert to_first.outgoing == [to_last.incoming]
+    assert to_first.tokens == to_last.tokens
+    assert {kind for host in (replica.head, replica.other) for kind, _ in host.made} == {"tcp"}
+    ends = [end for host in (replica.head, replica.other) for _, end in host.made]
+    assert {tuple(end.happened) for end in ends} == {("delivered",)}
+
+
+def test_r3_a_rank_that_is_lost_elsewhere_is_started_there_again(replica: Replica) -> None:
+    replica.processes.begin()
+    core, lost = replica.head.members[1], replica.other.members[0]
+    for member in (replica.head.members[0], lost):
+        member.say(WeightsLoaded(bytes_read=2, seconds=0.1))
+        member.say(Ready(rank=LOADED))
+    replica.hear()
+    assert isinstance(replica.events[1], StageLoaded)
+    assert {event.process for event in replica.events if isinstance(event, StageLoaded)} == {
+        "attic #0",
+        "cellar #1",
+    }
+    ends = [end for host in (replica.head, replica.other) for _, end in host.made]
+    lost.leave(-9)
+    replica.processes.recover()
+    told = next(event for event in replica.events if isinstance(event, StageLost))
+    assert told.error.message == "stage 1 (cellar #1) was killed by signal 9 (SIGKILL)."
+    assert told.restarts == ["stage 1"]
+    assert {tuple(end.happened) for end in ends} == {("delivered", "end")}
+    assert lost.done == ["close"]
+    assert replica.started == ["attic: stage 0", "attic: core", "cellar: stage 1", "cellar: stage 1"]
+    assert [type(message) for message in core.handed] == [CoreEndpoints, EpochLost, CoreEndpoints]
+    (fresh,) = replica.other.members[1].handed
+    assert isinstance(fresh, RankEndpoints)
+    assert fresh.epoch == 1
+
+
+def test_all_are_told_to_leave_and_who_still_loads_is_ended(replica: Replica) -> None:
+    replica.head.members[0].say(Ready(rank=LOADED))
+    replica.hear()
+    replica.processes.stop_all()
+    assert [member.handed for member in (*replica.head.members, *replica.other.members)] == [[Stop()]] * 3
+    assert replica.head.members[0].done == []
+    assert replica.other.members[0].done == ["kill_now"]

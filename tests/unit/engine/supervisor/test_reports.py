@@ -26,11 +26,16 @@ from penstock.families.registry import resolve_model_directory
 from rank_configs import make_rank_configs
 
 READY = StageReady(
-    stage=0, pid=4711, parts="embed, layers 0-3", tensor_bytes=2_600_000, num_blocks=512, stranded_bytes=0
+    stage=0,
+    process="pid 4711",
+    parts="embed, layers 0-3",
+    tensor_bytes=2_600_000,
+    num_blocks=512,
+    stranded_bytes=0,
 )
 EVENTS: list[Event] = [
     LoadProgress(stage=1, done_bytes=1, total_bytes=4),
-    StageLoaded(stage=0, pid=1, bytes_read=2, seconds=0.5),
+    StageLoaded(stage=0, process="pid 1", bytes_read=2, seconds=0.5),
     READY,
     EngineReady(address="http://127.0.0.1:8000", seconds=2.06),
     Draining(seconds=30.0),

@@ -1,45 +1,39 @@
-"""Both carriers keep the same promises: C3, C4, C6, C8, DR1, DR2, DR9."""
+"""All links (`tests/support/carriers.py`) keep the same promises: C3, C4, C6, C8, DR1, DR2, DR9."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
+from carriers import LINKS, MAX_TOKENS, WIDTH, connect_link
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
 from penstock.pipeline.links.link import AsyncIntermediateTensors, Link, RecvHandle
-from penstock.pipeline.links.memory import MemoryLink
+from penstock.pipeline.links.link_carriers import open_link
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import Ring, close_handle, create_ring
+from penstock.process.endpoints import MemoryHandle
 
-NAME, WIDTH, MAX_TOKENS = "stage 0 -> stage 1", 6, 8
+NAME = "stage 0 -> stage 1"
 Ends = tuple[Link, Link]
 Connect = Callable[..., Ends]
 
 
-@pytest.fixture(params=["memory", "shared memory"])
+@pytest.fixture(params=LINKS)
 def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
     """Makes the sending and the receiving end of a link."""
-    opened = []
+    with ExitStack() as closing:
 
-    def make(timeout_s: float = 30.0, num_frames: int = 1) -> Ends:
-        if request.param == "memory":
-            link = MemoryLink(NAME, timeout_s, num_frames)
-            ends: Ends = (link, link)
-        else:
-            handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4), num_frames)
-            ends = (SharedMemoryLink(handle, NAME, timeout_s), SharedMemoryLink(handle, NAME, timeout_s))
-            close_handle(handle)
-        opened.extend(ends)
-        return ends
+        def make(timeout_s: float = 30.0, num_frames: int = 1) -> Ends:
+            return connect_link(request.param, closing, NAME, timeout_s, num_frames=num_frames)
 
-    yield make
-    for end in opened:
-        end.close()
+        yield make
 
 
 def header(step_id: int = 0, num_tokens: int = 3, dtype: str = "float32", **changes: object) -> FrameHeader:
@@ -205,6 +199,20 @@ def test_dr2_a_frame_that_does_not_fit_is_refused_by_its_sender() -> None:
         link.send_frame(header(num_tokens=5), tensors(0, 5))
     link.close()
     close_handle(handle)
+
+
+def test_an_endpoint_that_no_carrier_opens_is_refused_with_a_remedy() -> None:
+    class Pigeon(msgspec.Struct, tag="pigeon"):
+        loft: int
+
+    with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1 .* kind pigeon.* memory, ring") as caught:
+        open_link(Pigeon(7), NAME, 1.0)  # type: ignore[arg-type]
+    assert "same Penstock version" in caught.value.remedy
+
+
+def test_a_link_in_memory_that_nobody_holds_is_closed() -> None:
+    with pytest.raises(LinkClosedError, match="stage 0 -> stage 1: its memory is gone"):
+        open_link(MemoryHandle(number=-1), NAME, 1.0)
 
 
 def test_waits_end_with_a_typed_error(connect: Connect) -> None:

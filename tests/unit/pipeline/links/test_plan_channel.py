@@ -1,4 +1,4 @@
-"""Message channels over zmq and in memory keep the same promises."""
+"""All two-way channels of messages (`tests/support/carriers.py`) keep the same promises; and zmq's own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from carriers import TWO_WAY_CHANNELS, connect_channel
 from hand_core import Crew
 from penstock.errors import LinkClosedError, PortInUseError, WaitTimeoutError
 from penstock.pipeline.links.channel import MessageChannel
@@ -21,23 +23,16 @@ LONG = 30.0
 Pair = tuple[MessageChannel, MessageChannel]
 
 
-@pytest.fixture(params=["zmq", "memory"])
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Pair]]:
-    opened: list[MessageChannel] = []
+@pytest.fixture(params=TWO_WAY_CHANNELS)
+def connect(request: pytest.FixtureRequest) -> Iterator[Callable[[], Pair]]:
+    """Makes the core's end of a channel, and that of a rank."""
+    with ExitStack() as closing:
 
-    def make() -> Pair:
-        if request.param == "memory":
-            pair: Pair = QueueChannel.pair("core - stage 7")
-        else:
-            address = f"ipc://{tmp_path}/{len(opened)}"
-            name = "core - stage 7"
-            pair = (ZmqChannel.bind(address, name), ZmqChannel.connect(address, name))
-        opened.extend(pair)
-        return pair
+        def make() -> Pair:
+            rank, core = connect_channel(TWO_WAY_CHANNELS, request.param, closing, "core - stage 7")
+            return core, rank
 
-    yield make
-    for channel in opened:
-        channel.close()
+        yield make
 
 
 def test_messages_go_both_ways_in_order(connect: Callable[[], Pair]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.hosts.children import spawn
+from penstock.hosts.local_process import spawn
 
 
 def _descriptors() -> set[str]:

@@ -1,0 +1,76 @@
+"""Joins processes by a kind of connection that the hosts of all its ends offer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.errors import PeerError
+from penstock.hosts.rank_host import HostEnd, Need, RankHost
+
+
+class Connection:
+    """What joins processes for one epoch: an end that was accepted, and those that have joined it."""
+
+    def __init__(self, accepted: HostEnd, joined: Sequence[HostEnd]) -> None:
+        self._accepted = accepted
+        self._joined = joined
+
+    @property
+    def accepting(self) -> Any:
+        """The endpoint of the process whose host has accepted."""
+        return self._accepted.endpoint
+
+    @property
+    def joining(self) -> list[Any]:
+        """The endpoints of the others, in the order of their hosts."""
+        return [end.endpoint for end in self._joined]
+
+    def delivered(self) -> None:
+        """All processes have been given their endpoints."""
+        for end in (self._accepted, *self._joined):
+            end.delivered()
+
+    def end(self) -> None:
+        """The epoch is over: whoever waits at it stops; then as `close`."""
+        for end in (*self._joined, self._accepted):
+            end.end()
+
+    def close(self) -> None:
+        """Let go of it; a process that has its endpoint goes on."""
+        for end in (*self._joined, self._accepted):
+            end.close()
+
+
+def connect(need: Need, accepting: RankHost, *joining: RankHost) -> Connection:
+    """Make a connection between a process at the host `accepting` and one at each of the others.
+
+    Raises:
+        PeerError: the hosts offer no kind in common.
+        OSError: no descriptors or no memory, perhaps for now; nothing is left of it.
+    """
+    kind = _common_kind(need, accepting, joining)
+    accepted = accepting.accept(kind, need)
+    joined: list[HostEnd] = []
+    try:
+        joined.extend(host.join(kind, need, accepted.invitation) for host in joining)
+    except BaseException:
+        Connection(accepted, joined).close()
+        raise
+    return Connection(accepted, joined)
+
+
+def _common_kind(need: Need, accepting: RankHost, joining: Sequence[RankHost]) -> str:
+    """The one that the accepting host likes best."""
+    offers = [(accepting, accepting.offers(need, host.name)) for host in joining]
+    offers += [(host, host.offers(need, accepting.name)) for host in joining]
+    first, *others = (kinds for _, kinds in offers)
+    kind = next((kind for kind in first if all(kind in kinds for kinds in others)), None)
+    if kind is None:
+        said = "; ".join(f"{host.name} offers {', '.join(kinds) or 'none'}" for host, kinds in offers)
+        raise PeerError(
+            f"there is no connection for a {type(need).__name__} between {accepting.name} and "
+            f"{', '.join(host.name for host in joining)}: {said}.",
+            remedy="Keep the ranks of a stage on one host, and run the same Penstock version on all hosts.",
+        )
+    return kind

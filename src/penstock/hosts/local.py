@@ -1,0 +1,97 @@
+"""The supervisor's own machine as a host: ranks are its child processes, and connections have no names.
+
+Children die with the thread that has started them (`process.child.die_with_parent`), and nothing that is made
+here is in the file system, so that a `kill -9` of the supervisor leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.hosts.local_connections import KINDS, JoinedEnd
+from penstock.hosts.local_process import LocalMember, spawn
+from penstock.hosts.local_socket import LocalSocket
+from penstock.hosts.rank_host import HostEnd, Need
+from penstock.hosts.resources import HostResources
+from penstock.process import entry_points
+from penstock.process.child import encode_config
+from penstock.process.config import (
+    THIS_HOST,
+    CoreConfig,
+    CoreProcessConfig,
+    MeasureConfig,
+    MeasureProcessConfig,
+    RankConfig,
+    RankProcessConfig,
+)
+from penstock.process.control import CONTROL_OPTION, ControlSocket
+
+
+class LocalHost:
+    """The machine on which the supervisor runs. Implements `HeadHost`.
+
+    Args:
+        detect: asks the machine what it can give.
+    """
+
+    def __init__(self, detect: Callable[[], HostResources] = HostResources.detect) -> None:
+        self._detect = detect
+        self.name = THIS_HOST
+
+    def resources(self) -> HostResources:
+        return self._detect()
+
+    def start_rank(self, rank: RankConfig, name: str, member_index: int) -> LocalMember:
+        config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
+        return _start(entry_points.RANK, config, name=name, stage=rank.stage, member_index=member_index)
+
+    def start_measuring(self, config: MeasureConfig, name: str) -> LocalMember:
+        process = MeasureProcessConfig(measure=config, parent_pid=os.getpid())
+        return _start(entry_points.MEASURE, process, name=name, stage=config.rank.stage)
+
+    def start_core(self, core: CoreConfig, clients: LocalSocket, name: str, member_index: int) -> LocalMember:
+        config = CoreProcessConfig(core=core, parent_pid=os.getpid(), client_address=clients.bind_address)
+        inherit = [clients.listen_fd]
+        return _start(entry_points.CORE, config, inherit, name=name, member_index=member_index)
+
+    def offers(self, need: Need, peer: str) -> Sequence[str]:
+        return list(KINDS[type(need)]) if peer == self.name else []
+
+    def accept(self, kind: str, need: Need) -> HostEnd:
+        return KINDS[type(need)][kind](need)
+
+    def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
+        return JoinedEnd(invitation)
+
+
+def _start(
+    module: str,
+    config: msgspec.Struct,
+    inherit: Sequence[int] = (),
+    *,
+    name: str,
+    stage: int | None = None,
+    member_index: int = 0,
+) -> LocalMember:
+    """Start a child that gets messages over a control socket."""
+    control = ControlSocket()
+    try:
+        member = spawn(
+            module,
+            encode_config(config),
+            name=name,
+            stage=stage,
+            member_index=member_index,
+            inherit=[*inherit, control.child_fd],
+            arguments=[CONTROL_OPTION, str(control.child_fd)],
+            control=control,
+        )
+    except BaseException:
+        control.close()
+        raise
+    control.close_child_end()
+    return member

@@ -1,0 +1,102 @@
+"""The ends of connections between processes of one machine: rings, sockets and memory, nothing with a name.
+
+The end that accepts owns what both use; one that joins gets the same descriptors, or the other side of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from penstock.distributed.meeting import close_meeting, create_meeting, end_meeting
+from penstock.hosts.local_socket import LocalSocket
+from penstock.hosts.rank_host import ChannelNeed, HostEnd, LinkNeed, MeetingNeed, Need, PlanNeed
+from penstock.pipeline.links.ring_channel import create_channel_ring
+from penstock.pipeline.links.ring_memory import close_handle, create_ring, end_ring
+from penstock.process.endpoints import RingHandle, SocketHandle, SocketListener
+
+
+class RingEnd:
+    """A ring, kept open so that it can be ended from outside."""
+
+    def __init__(self, ring: RingHandle) -> None:
+        self.endpoint = self.invitation = ring
+
+    def delivered(self) -> None:
+        """It is kept."""
+
+    def end(self) -> None:
+        end_ring(self.endpoint)
+        self.close()
+
+    def close(self) -> None:
+        close_handle(self.endpoint)
+
+
+class MeetingEnd:
+    """Shared memory in which the ranks of a stage meet, kept open so that it can be ended from outside."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.endpoint = self.invitation = create_meeting(num_ranks)
+
+    def delivered(self) -> None:
+        """It is kept."""
+
+    def end(self) -> None:
+        end_meeting(self.endpoint)
+        self.close()
+
+    def close(self) -> None:
+        close_meeting(self.endpoint)
+
+
+class SocketEnd:
+    """A listening socket without a path, for one process to listen at and others to connect to."""
+
+    def __init__(self) -> None:
+        self._socket = LocalSocket()
+        self.endpoint = SocketListener(listen_fd=self._socket.listen_fd)
+        self.invitation = SocketHandle(handle_fd=self._socket.handle_fd)
+
+    def delivered(self) -> None:
+        self.close()  # a dead binder must refuse connections, not queue them
+
+    def end(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class JoinedEnd:
+    """An end whose descriptors belong to the end that it has joined."""
+
+    def __init__(self, invitation: msgspec.Struct) -> None:
+        self.endpoint = self.invitation = invitation
+
+    def delivered(self) -> None:
+        """The other end does what there is to do."""
+
+    def end(self) -> None:
+        """The other end does what there is to do."""
+
+    def close(self) -> None:
+        """The other end does what there is to do."""
+
+
+def _link(need: LinkNeed) -> RingEnd:
+    return RingEnd(create_ring(need.frame_bytes, need.num_frames))
+
+
+def _channel(need: ChannelNeed) -> RingEnd:
+    return RingEnd(create_channel_ring(need.num_messages, need.num_rows))
+
+
+# Of each need, the kinds of connections within a machine, best first, and what makes the accepting end.
+KINDS: Mapping[type[Need], Mapping[str, Callable[..., HostEnd]]] = {
+    LinkNeed: {"ring": _link},
+    ChannelNeed: {"ring": _channel},
+    PlanNeed: {"socket": lambda need: SocketEnd()},
+    MeetingNeed: {"shared memory": lambda need: MeetingEnd(need.num_ranks)},
+}

@@ -1,0 +1,189 @@
+"""Processes of this machine: start, hear, end.
+
+A child is `python -m penstock...` with its config on an inherited pipe and a status pipe that it writes JSON
+lines to; what it is told later comes over a control socket. Its end is seen on a pidfd, so nothing depends on
+what a dying process says. Children are in process groups of their own: a terminal's Ctrl-C reaches the
+supervisor alone, which then ends them in order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple, Protocol
+
+from penstock.hosts.member import Member, Waitable
+from penstock.process.child import StatusEvent, decode_status
+from penstock.process.control import ControlMessage
+
+
+class Control(Protocol):
+    """The supervisor's end of what a child is told while it lives (`process.control.ControlSocket`)."""
+
+    def send(self, message: ControlMessage) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class NoControl:
+    """For a child that is told nothing after its start."""
+
+    def send(self, message: ControlMessage) -> None:
+        raise AssertionError(f"nobody to hand {message} to")
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+class Descriptor(NamedTuple):
+    """A file descriptor as something to wait for."""
+
+    number: int
+
+    def fileno(self) -> int:
+        return self.number
+
+
+class LocalMember(Member):
+    """A child process of the supervisor. Made by `spawn`.
+
+    Args:
+        status_fd: the end of its status pipe that is read here.
+        control: closed with the member.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        status_fd: int,
+        control: Control,
+        *,
+        name: str,
+        stage: int | None,
+        member_index: int,
+    ) -> None:
+        super().__init__(name, stage, member_index)
+        self._process = process
+        self._end = Descriptor(os.pidfd_open(process.pid))
+        self._status = Descriptor(status_fd)
+        self._control = control
+        self._sources: tuple[Waitable, ...] = (self._end, self._status)
+        self._partial = b""
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def identity(self) -> str:
+        return f"pid {self.pid}"
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.poll()
+
+    @property
+    def sources(self) -> Collection[Waitable]:
+        return self._sources
+
+    def hand(self, message: ControlMessage) -> None:
+        self._control.send(message)
+
+    def show_threads(self) -> None:
+        self.send_signal(signal.SIGUSR1)
+
+    def ask_to_leave(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill_now(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        """Signal it, if it is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._end.number, number)
+
+    def await_end(self) -> int:
+        return self._process.wait()
+
+    def close(self) -> None:
+        self._process.wait()
+        self._control.close()
+        for source in (self._end, self._status):
+            os.close(source.number)
+
+    def _receive(self) -> list[StatusEvent]:
+        lines = (self._partial + self._read_pipe()).split(b"\n")
+        self._partial = lines.pop()
+        return [decode_status(line) for line in lines if line]
+
+    def _read_pipe(self) -> bytes:
+        chunks = []
+        with contextlib.suppress(BlockingIOError):
+            while chunk := os.read(self._status.number, 65536):
+                chunks.append(chunk)
+            self._sources = (self._end,)  # the status pipe has reached its end, and is readable for ever
+        return b"".join(chunks)
+
+
+def spawn(
+    module: str,
+    config: bytes,
+    *,
+    name: str,
+    stage: int | None = None,
+    member_index: int = 0,
+    inherit: Sequence[int] = (),
+    arguments: Sequence[str] = (),
+    control: Control | None = None,
+) -> LocalMember:
+    """Start `python -m module` as a child of the calling thread.
+
+    Args:
+        config: what it reads from its config pipe, to the end.
+        inherit: further descriptors that it keeps, under the same numbers.
+        arguments: beside `--config-fd` and `--status-fd`.
+        control: how it is told what comes later; by default nothing does.
+    """
+    with ExitStack() as theirs, ExitStack() as ours:  # where descriptors run out, none of them is left
+        config_read, config_write = _pipe(theirs, ours)
+        status_read, status_write = _pipe(ours, theirs)
+        os.set_blocking(status_read, False)
+        command = [sys.executable, "-P", "-m", module, "--config-fd", str(config_read)]
+        command += ["--status-fd", str(status_write), *arguments]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[config_read, status_write, *inherit],
+            process_group=0,
+        )
+        try:
+            child = LocalMember(
+                process,
+                status_read,
+                control or NoControl(),
+                name=name,
+                stage=stage,
+                member_index=member_index,
+            )
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        ours.pop_all()
+    with os.fdopen(config_write, "wb") as pipe, contextlib.suppress(BrokenPipeError):
+        pipe.write(config)
+    return child
+
+
+def _pipe(reading: ExitStack, writing: ExitStack) -> tuple[int, int]:
+    """A pipe, each end of which is closed with its stack."""
+    reader, writer = os.pipe()
+    reading.callback(os.close, reader)
+    writing.callback(os.close, writer)
+    return reader, writer

@@ -1,0 +1,112 @@
+"""All members of an engine, on whatever hosts, and one place to wait for anything that happens to them."""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from penstock.errors import ErrorInfo
+from penstock.executor.base import first_cause
+from penstock.hosts.member import Member, Waitable
+from penstock.process.child import StatusEvent
+
+CAUSE_GRACE_S = 0.5  # for the stage behind another one's end to say why
+POLL_S = 0.01
+
+
+class MemberWatch:
+    """Waits for members and for other sources of news, hears members and ends them.
+
+    Args:
+        take: is given each event of a member, when it is heard.
+    """
+
+    def __init__(self, take: Callable[[Member, StatusEvent], None]) -> None:
+        self._take = take
+        self._selector = selectors.DefaultSelector()
+        self._sources: dict[Member, set[Waitable]] = {}  # of each member that has not been reaped
+        self._watched: set[Waitable] = set()
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that have not been reaped."""
+        return list(self._sources)
+
+    def add(self, member: Member) -> Member:
+        self._sources[member] = set()
+        self._listen(member, member.sources)
+        return member
+
+    def watch(self, source: Waitable) -> None:
+        """Let `wait` return too when this one is readable."""
+        self._watched.add(source)
+        self._selector.register(source, selectors.EVENT_READ)
+
+    def unwatch(self, source: Waitable) -> None:
+        self._watched.discard(source)
+        self._selector.unregister(source)
+
+    def wait(self, timeout_s: float | None) -> tuple[set[Member], set[Waitable]]:
+        """Members with news, and watched sources that are readable, after at most this time."""
+        readable = {key.fileobj for key, _ in self._selector.select(timeout_s)}
+        members = {member for member, sources in self._sources.items() if not readable.isdisjoint(sources)}
+        return members, {source for source in self._watched if source in readable}
+
+    def hear(self, member: Member) -> None:
+        """Take what it has said."""
+        events = member.read_status()
+        self._listen(member, member.sources)
+        for event in events:
+            self._take(member, event)
+
+    def hear_until(self, condition: Callable[[], object], timeout_s: float) -> None:
+        """Hear everybody until the condition holds; for this long at most."""
+        deadline = time.monotonic() + timeout_s
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+            for member in self.members:
+                self.hear(member)
+
+    def first_cause(self, ended: Member, suspects: Sequence[Member]) -> ErrorInfo:
+        """What explains the end of this member: its own words, or those of a stage that brought it down.
+
+        Args:
+            suspects: those that can have, itself among them.
+        """
+        if not ended.is_cause or (ended.stage is None and ended.failure is not None):
+            stages = [member for member in suspects if member.stage is not None]
+            self.hear_until(lambda: any(stage.is_cause for stage in stages), CAUSE_GRACE_S)
+        guilty = [member for member in suspects if member.has_failed]
+        guilty = [member for member in guilty if member is ended or member.stage is not None]
+        return first_cause([member.end() for member in guilty or [ended]])
+
+    def reap(self, member: Member) -> None:
+        """Take out a member that has ended."""
+        self._listen(member, ())
+        member.close()
+        del self._sources[member]
+
+    def kill(self) -> None:
+        """End everybody at once and reap them."""
+        for member in self.members:
+            member.kill_now()
+        for member in self.members:
+            member.read_status()
+            self.reap(member)
+
+    def close(self) -> None:
+        self.kill()
+        self._selector.close()
+
+    def _listen(self, member: Member, sources: Collection[Waitable]) -> None:
+        """Wait at these sources of a member, and at no others of it; members may share a source."""
+        before, now = self._sources[member], set(sources)
+        if before == now:
+            return
+        others = set().union(*(own for other, own in self._sources.items() if other is not member))
+        self._sources[member] = now
+        for source in before - now - others:
+            self._selector.unregister(source)
+        for source in now - before - others:
+            self._selector.register(source, selectors.EVENT_READ)

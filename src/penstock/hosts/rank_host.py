@@ -1,0 +1,166 @@
+"""The seam between the supervisor and the machines that ranks run on.
+
+The supervisor decides which rank runs on which host, who is connected to whom and what follows a loss. A host
+carries it out: it starts processes and reports their words and their end (`hosts.member`), makes its ends of
+connections, and knows what it can give. Descriptors, process numbers and addresses stay behind this seam;
+above it an endpoint is a value to be handed on.
+
+    host.start_rank(...) ──▶ member       member.hand(endpoints)   .read_status()   .kill_now()   .await_end()
+    host.accept(...)     ──▶ end          end.endpoint             .end()           .close()
+
+`hosts.local.LocalHost` is the supervisor's own host, and so far the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from penstock.hosts.local_socket import LocalSocket
+from penstock.hosts.member import Member
+from penstock.hosts.resources import HostResources
+from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
+
+
+class LinkNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """A link that carries hidden states from the joining end to the accepting one."""
+
+    frame_bytes: int
+    num_frames: int  # under way at once
+
+
+class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """A one-way channel of messages, from the joining end to the accepting one.
+
+    Attributes:
+        num_messages: that may be under way while nobody reads.
+        num_rows: sampled rows of a message.
+    """
+
+    num_messages: int
+    num_rows: int
+
+
+class PlanNeed(msgspec.Struct, frozen=True):
+    """A two-way channel of messages between the core, which accepts, and a rank."""
+
+
+class MeetingNeed(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the ranks of one stage meet; the first of them accepts."""
+
+    num_ranks: int
+
+
+Need = LinkNeed | ChannelNeed | PlanNeed | MeetingNeed
+
+
+class HostEnd(Protocol):
+    """One end of a connection at a host, for as long as an epoch lasts."""
+
+    @property
+    def endpoint(self) -> Any:
+        """What the process at this end is given (`process.endpoints`)."""
+        ...
+
+    @property
+    def invitation(self) -> Any:
+        """Of an end that accepts: what the host of a joining end needs to know; opaque to all others."""
+        ...
+
+    def delivered(self) -> None:
+        """All processes have been given their endpoints."""
+        ...
+
+    def end(self) -> None:
+        """The epoch is over: whoever waits at it stops; then as `close`."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it; a process that has its endpoint goes on."""
+        ...
+
+
+class RankHost(Protocol):
+    """A machine that ranks run on. All calls come from one thread, which must outlive the members."""
+
+    @property
+    def name(self) -> str:
+        """As `HostResources.name` and `RankConfig.host` have it."""
+        ...
+
+    def resources(self) -> HostResources:
+        """What it can give now."""
+        ...
+
+    def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
+        """Start the process of a rank.
+
+        Args:
+            name: for messages, such as "replica 1 stage 0".
+            member_index: as in `Member`.
+
+        Raises OSError where the host cannot, perhaps for now.
+        """
+        ...
+
+    def start_measuring(self, config: MeasureConfig, name: str) -> Member:
+        """Start a process that times the steps of a rank, as `start_rank`."""
+        ...
+
+    def offers(self, need: Need, peer: str) -> Sequence[str]:
+        """Kinds of connections for this need between a process here and one at the host `peer`.
+
+        The best comes first.
+        """
+        ...
+
+    def accept(self, kind: str, need: Need) -> HostEnd:
+        """Make the end that others join.
+
+        Args:
+            kind: one that it has offered.
+        """
+        ...
+
+    def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
+        """Make an end that joins one that was accepted, here or at another host."""
+        ...
+
+
+class HeadHost(RankHost, Protocol):
+    """The host of the supervisor, where the core runs too."""
+
+    def start_core(self, core: CoreConfig, clients: LocalSocket, name: str, member_index: int) -> Member:
+        """Start the process of the core, as `start_rank`.
+
+        Args:
+            clients: where the core meets them.
+        """
+        ...
+
+
+class Hosts(Mapping[str, RankHost]):
+    """All hosts of an engine, by name, in the order in which stages are given to them.
+
+    Args:
+        head: the first one.
+    """
+
+    def __init__(self, head: HeadHost, *others: RankHost) -> None:
+        self.head = head
+        self._by_name = {host.name: host for host in (head, *others)}
+
+    def __getitem__(self, name: str) -> RankHost:
+        return self._by_name[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._by_name)
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def resources(self) -> list[HostResources]:
+        """What each of them can give now."""
+        return [host.resources() for host in self._by_name.values()]

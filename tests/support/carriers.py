@@ -1,0 +1,102 @@
+"""The carriers that the contract tests run over: a new carrier is a new line of a table here.
+
+`tests/unit/pipeline/links/test_link.py` and `tests/fault/test_faulty_links.py` hold every carrier of links to
+what a `Link` promises, `test_channel.py` and `test_plan_channel.py` every carrier of messages. A carrier is
+opened as a rank opens it: by its endpoints, which its host has made (docs/adding-a-carrier.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from penstock.hosts.local import LocalHost
+from penstock.hosts.rank_host import ChannelNeed, LinkNeed, Need, PlanNeed
+from penstock.pipeline.links.channel import MessageChannel
+from penstock.pipeline.links.channel_carriers import open_channel
+from penstock.pipeline.links.frame import frame_bytes
+from penstock.pipeline.links.link import Link
+from penstock.pipeline.links.link_carriers import open_link
+from penstock.pipeline.links.memory import MemoryLink
+from penstock.pipeline.links.plan_channel import QueueChannel
+
+Endpoints = tuple[Any, Any]  # of the sender, or the joining end; of the receiver, or the accepting end
+Channels = tuple[MessageChannel, MessageChannel]
+MAX_TOKENS, WIDTH, ITEM_BYTES = 8, 6, 4  # of the frames of links
+
+
+def local(kind: str) -> Callable[[Need, ExitStack], Endpoints]:
+    """Endpoints of a kind that `LocalHost` makes."""
+
+    def make(need: Need, closing: ExitStack) -> Endpoints:
+        host = LocalHost()
+        accepted = host.accept(kind, need)
+        closing.callback(accepted.close)
+        joined = host.join(kind, need, accepted.invitation)
+        closing.callback(joined.close)
+        return joined.endpoint, accepted.endpoint
+
+    return make
+
+
+def _link_in_memory(need: LinkNeed, closing: ExitStack, name: str, timeout_s: float) -> Endpoints:
+    link = MemoryLink(name, timeout_s, need.num_frames)
+    closing.callback(link.close)  # and so it lives until then
+    return link.handle, link.handle
+
+
+def _link(kind: str) -> Callable[[LinkNeed, ExitStack, str, float], Endpoints]:
+    return lambda need, closing, name, timeout_s: local(kind)(need, closing)
+
+
+def _channel(kind: str, need: Need) -> Callable[[ExitStack, str], Channels]:
+    def make(closing: ExitStack, name: str) -> Channels:
+        joining, accepting = local(kind)(need, closing)
+        return open_channel(joining, name), open_channel(accepting, name)
+
+    return make
+
+
+LINKS: Mapping[str, Callable[[LinkNeed, ExitStack, str, float], Endpoints]] = {
+    "memory": _link_in_memory,
+    "shared memory": _link("ring"),
+}
+TWO_WAY_CHANNELS: Mapping[str, Callable[[ExitStack, str], Channels]] = {
+    "zmq": _channel("socket", PlanNeed()),
+    "memory": lambda closing, name: QueueChannel.pair(name),
+}
+ONE_WAY_CHANNELS: Mapping[str, Callable[[ExitStack, str], Channels]] = {
+    "ring": _channel("ring", ChannelNeed(num_messages=16, num_rows=64)),
+    **TWO_WAY_CHANNELS,
+}
+
+
+def connect_link(
+    carrier: str,
+    closing: ExitStack,
+    name: str,
+    timeout_s: float,
+    *,
+    num_frames: int = 1,
+    max_num_tokens: int = MAX_TOKENS,
+    width: int = WIDTH,
+) -> tuple[Link, Link]:
+    """The sending and the receiving end of a link, both closed with `closing`."""
+    size = frame_bytes(max_num_tokens=max_num_tokens, width=width, itemsize=ITEM_BYTES)
+    need = LinkNeed(frame_bytes=size, num_frames=num_frames)
+    sending, receiving = LINKS[carrier](need, closing, name, timeout_s)
+    ends = open_link(sending, name, timeout_s), open_link(receiving, name, timeout_s)
+    for end in ends:
+        closing.callback(end.close)
+    return ends
+
+
+def connect_channel(
+    carriers: Mapping[str, Callable[[ExitStack, str], Channels]], carrier: str, closing: ExitStack, name: str
+) -> Channels:
+    """The joining and the accepting end of a channel, closed with `closing`; one-way: the first sends."""
+    ends = carriers[carrier](closing, name)
+    for end in ends:
+        closing.callback(end.close)
+    return ends
