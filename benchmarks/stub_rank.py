@@ -124,7 +124,7 @@ def serve(plans: MessageChannel, results: MessageChannel, cadence: Cadence, coun
 def live(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     """From the first word to the end of the only epoch, as `penstock.rank.process` does it."""
     assert config.rank.num_stages == 1
-    enter_child("penstock stub stage 0", config.parent_pid)
+    enter_child("penstock stub stage 0", config)
     keep_saying_alive(status)
     status.write(WeightsLoaded(bytes_read=0, seconds=0.0))
     ends = ControlReader.inherited(options).receive()

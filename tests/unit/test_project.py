@@ -24,6 +24,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "docs/adding-a-carrier.md",
     "docs/adding-a-model.md",
     "docs/architecture.md",
     "docs/embeddings.md",
@@ -144,6 +145,55 @@ def test_torch_free_modules_load_without_torch() -> None:
     )
     result = run_script(sys.executable, "-c", program)
     assert result.returncode == 0, result.stderr
+
+
+# What of one machine a name may stand for: descriptors, process numbers, and how they are made and passed on.
+OF_ONE_MACHINE = re.compile(
+    r"(^|_)(fds|pid|pidfd)$|_fd$|^(memfd_create|eventfd(_\w+)?|pidfd_\w+|send_fds|recv_fds|SCM_RIGHTS|pipe2?)$"
+)
+OF_FOLDERS = {"dir_fd", "src_dir_fd", "dst_dir_fd"}  # arguments of `os`, for paths below an open folder
+KNOW_THIS_MACHINE = {
+    "hosts/local*.py",  # the host of the supervisor
+    "process/*.py",  # what every process does first with what it was started with
+    "pipeline/links/ring*.py",  # the carriers between processes of one machine
+    "pipeline/links/plan_channel.py",
+    "distributed/meeting.py",
+    "engine/supervisor/fronts.py",  # the API process and the program that calls are always here
+    "engine/supervisor/supervisor.py",  # its `main`, which such a program starts
+    "llm/engine_client.py",  # such a program
+    "server/api_process.py",  # inherits the HTTP socket
+    "cli/doctor.py",  # asks whether this kernel has them
+    "kernels/cpu/compiler_jobs.py",  # compilers are no ranks
+    "trace/chrome.py",  # a column of Chrome's format
+}
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """All names that a module uses or gives, but for those in texts."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.arg | ast.keyword):
+            yield node.arg or ""
+        elif isinstance(node, ast.alias | ast.FunctionDef | ast.ClassDef):
+            yield node.name
+
+
+def test_only_the_local_host_and_its_carriers_know_descriptors_and_process_numbers() -> None:
+    """Whatever else names one could not stay as it is when a rank runs on another machine."""
+    package = SOURCE / "penstock"
+    allowed = {path for pattern in KNOW_THIS_MACHINE for path in package.glob(pattern)}
+    naming = {
+        path: {name for name in names_in(tree_of(path)) if OF_ONE_MACHINE.search(name)} - OF_FOLDERS
+        for path in MODULES
+    }
+    assert {shown(path): names for path, names in naming.items() if names and path not in allowed} == {}
+    needless = [
+        pattern for pattern in KNOW_THIS_MACHINE if not any(naming[path] for path in package.glob(pattern))
+    ]
+    assert needless == []
 
 
 def test_package_files_import_nothing() -> None:
@@ -272,9 +322,20 @@ def test_every_core_dependency_is_used_by_the_source() -> None:
 def test_strict_types_cover_every_torch_free_package() -> None:
     strict = next(o["module"] for o in PYPROJECT["tool"]["mypy"]["overrides"] if o.get("strict"))
     covered = {pattern.removesuffix(".*") for pattern in strict}
-    packages = ("scheduler", "kvcache", "kvstore", "engine", "server", "tokenizer", "cli", "llm", "process")
+    packages = (
+        "scheduler",
+        "kvcache",
+        "kvstore",
+        "engine",
+        "server",
+        "tokenizer",
+        "cli",
+        "llm",
+        "process",
+        "hosts",
+    )
     leaves = ("batch", "request", "config", "errors")
-    assert {f"penstock.{name}" for name in (*packages, *leaves)} <= covered
+    assert {f"penstock.{name}" for name in (*packages, "process", *leaves)} <= covered
 
 
 # --- ./run and the documents ----------------------------------------------------------------------

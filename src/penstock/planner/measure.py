@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _measure(config: MeasureProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     rank = config.measure.rank
-    enter_child(f"penstock measures {rank.name}", config.parent_pid)
+    enter_child(f"penstock measures {rank.name}", config)
     bound_thread_pools(rank.threads)
     # Here and not above: torch reads its environment when it is imported.
     from penstock.planner.step_timing import TimedRank

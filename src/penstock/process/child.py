@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn, Protocol, TypeVar
 
 import msgspec
 import setproctitle
@@ -34,6 +34,13 @@ _PIPE_ATOMIC_BYTES = 4096  # PIPE_BUF: a line this short is written whole or not
 _MAX_TEXT = 1500  # so that message and trace of a failure fit a line
 
 Config = TypeVar("Config")
+
+
+class StartedByParent(Protocol):
+    """The config of a process that dies with the one that has started it."""
+
+    @property
+    def parent_pid(self) -> int: ...
 
 
 class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
@@ -203,9 +210,13 @@ def run_child(
         return error.exit_code if isinstance(error, PenstockError) else PenstockError.exit_code
 
 
-def enter_child(title: str, parent_pid: int) -> None:
-    """Name the process, make it die with its parent, and let signals print where every thread is."""
-    die_with_parent(parent_pid)
+def enter_child(title: str, config: StartedByParent) -> None:
+    """Name the process, make it die with its parent, and let signals print where every thread is.
+
+    Args:
+        config: of the process; names the parent.
+    """
+    die_with_parent(config.parent_pid)
     setproctitle.setproctitle(title)
     show_threads_on_request()
 

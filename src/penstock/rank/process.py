@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
     rank = config.rank
     replica = "" if rank.replica is None else f"replica {rank.replica} "
-    enter_child(f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}", config.parent_pid)
+    enter_child(f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}", config)
     bound_thread_pools(config.rank.threads)
     keep_saying_alive(status)
     # Here and not above: torch reads its environment when it is imported.

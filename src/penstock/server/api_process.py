@@ -239,7 +239,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run(config: ApiProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    enter_child("penstock api", config.parent_pid)
+    enter_child("penstock api", config)
     pulse = keep_saying_alive(status)
     uvloop.run(serve(config, status, pulse))
     return 0

@@ -143,7 +143,8 @@ PARENT = """
 import os, subprocess, sys
 program = (
     "import os, sys; from penstock.process.child import enter_child\\n"
-    "enter_child('penstock stage 7 tp 0', int(sys.argv[1]))\\n"
+    "from types import SimpleNamespace\\n"
+    "enter_child('penstock stage 7 tp 0', SimpleNamespace(parent_pid=int(sys.argv[1])))\\n"
     "title = open('/proc/self/cmdline').read().rstrip(chr(0))\\n"
     "print(os.getpid(), title, 'torch' in sys.modules, flush=True)\\n"
     "sys.stdin.read()"

@@ -41,7 +41,7 @@ def _serve(
     config: CoreProcessConfig, control: ControlReader, status: StatusWriter, closing: ExitStack
 ) -> int:
     replica = config.core.replica
-    enter_child("penstock core" if replica is None else f"penstock replica {replica} core", config.parent_pid)
+    enter_child("penstock core" if replica is None else f"penstock replica {replica} core", config)
     pulse = keep_saying_alive(status)
     if config.core.cpus:
         os.sched_setaffinity(0, config.core.cpus)
