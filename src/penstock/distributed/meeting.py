@@ -1,6 +1,6 @@
 """Where the ranks of a stage that are processes meet in one epoch: memory without a name, and a store.
 
-The supervisor makes a meeting and hands its descriptors to the ranks; nothing is left behind however they
+The host makes a meeting and hands its descriptors to the ranks; nothing is left behind however they
 end. `kernels.cpu.collective` sums in the memory, whose layout is in csrc/collective.cpp; `torch_group` finds
 the others by the store. Torch-free.
 """

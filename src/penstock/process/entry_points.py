@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Final
 
 SUPERVISOR: Final = "penstock.engine.supervisor.supervisor"  # started by `llm.supervisor_process`
-CORE: Final = "penstock.engine.core.core_process"  # by `engine.supervisor.pipeline_processes`
-RANK: Final = "penstock.rank.process"  # by `engine.supervisor.pipeline_processes`
+CORE: Final = "penstock.engine.core.core_process"  # by `hosts.local`
+RANK: Final = "penstock.rank.process"  # by its host, so far `hosts.local`
 API_PROCESS: Final = "penstock.server.api_process"  # by `engine.supervisor.fronts`
-MEASURE: Final = "penstock.planner.measure"  # by `engine.supervisor.measuring`
+MEASURE: Final = "penstock.planner.measure"  # by its host, so far `hosts.local`
 GRAMMAR_PROVING: Final = "penstock.grammar.proving_process"  # by `grammar.proving`
 
 ALL: Final = (SUPERVISOR, CORE, RANK, API_PROCESS, MEASURE, GRAMMAR_PROVING)

@@ -31,7 +31,7 @@ class SharedMemoryLink(Carrier):
     """A link through a ring of frames that two processes map.
 
     Args:
-        handle: as inherited from the supervisor.
+        handle: as the host has handed it over.
         name: for messages, such as "stage 0 -> stage 1".
         timeout_s: deadline of every wait.
     """

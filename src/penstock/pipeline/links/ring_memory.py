@@ -1,8 +1,8 @@
 """A ring of frames in memory that two processes share, and the two semaphores that say which frames are full.
 
 Owns bytes and waiting; what a frame holds is the business of `pipeline.links.link` and
-`pipeline.links.ring_channel`. The supervisor makes a ring with `create_ring` and hands its file descriptors
-to two children; nothing of it has a name, so nothing is left behind however the processes end. One writer,
+`pipeline.links.ring_channel`. The host makes a ring with `create_ring` and hands its file descriptors to two
+processes; nothing of it has a name, so nothing is left behind however the processes end. One writer,
 one reader, no torch.
 
     word 0: magic   word 1: frames written so far   word 2: closed      then the frames
