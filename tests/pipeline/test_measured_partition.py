@@ -36,9 +36,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     measure: Callable[..., Any] = auto_partition.measure
 
-    def counted(configs: Sequence[Any]) -> Any:
+    def counted(configs: Sequence[Any], hosts: Any) -> Any:
         counts.append(len(configs))
-        return measure(configs)
+        return measure(configs, hosts)
 
     monkeypatch.setattr(auto_partition, "measure", counted)
     return counts
@@ -75,7 +75,7 @@ def test_i13_stages_may_differ_in_threads(measured: list[int]) -> None:
 
 def test_d16_plan_prints_the_table_and_serves_nothing() -> None:
     program = (
-        "import sys; from penstock.engine import auto_partition; auto_partition.MEASURE_S = 0.05\n"
+        "import sys; from penstock.engine.supervisor import auto_partition; auto_partition.MEASURE_S = 0.05\n"
         "from penstock.cli.program import main; sys.exit(main())"
     )
     command = [sys.executable, "-c", program, "plan", "demo", "--pp", "2", "--threads-per-rank", "1"]
