@@ -160,7 +160,7 @@ KNOW_THIS_MACHINE = {
     "distributed/meeting.py",
     "engine/supervisor/fronts.py",  # the API process and the program that calls are always here
     "engine/supervisor/supervisor.py",  # its `main`, which such a program starts
-    "llm/engine_client.py",  # such a program
+    "llm/supervisor_process.py",  # such a program
     "server/api_process.py",  # inherits the HTTP socket
     "cli/doctor.py",  # asks whether this kernel has them
     "kernels/cpu/compiler_jobs.py",  # compilers are no ranks

@@ -16,9 +16,9 @@ from penstock.config.engine import EngineConfig, ModelConfig
 from penstock.engine.client.outputs import output_assembler
 from penstock.engine.client.siblings import with_siblings
 from penstock.engine.ipc import AbortRequests, AddRequest, CoreSocket, Hello, StepUpdates, Welcome
-from penstock.engine.supervisor.endpoints import Endpoint
 from penstock.engine.supervisor.reports import LogReporter
 from penstock.errors import ErrorInfo, NumericalError, PenstockError, StageLostError, WaitTimeoutError
+from penstock.hosts.local_socket import LocalSocket
 from penstock.llm import process_client, supervised_engine
 from penstock.llm.engine_client import OfflineRequest, RequestResult
 from penstock.llm.process_client import ProcessClient
@@ -38,7 +38,7 @@ class HandCore:
     """The core's end of the socket, in a thread that follows a script of the test."""
 
     def __init__(self) -> None:
-        self.endpoint = Endpoint()
+        self.endpoint = LocalSocket()
         self.client = b""
         self.errors: list[BaseException] = []
         self._thread = threading.Thread(target=lambda: None)
