@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -12,6 +13,12 @@ from hypothesis import settings
 
 settings.register_profile("penstock", derandomize=True, deadline=None, database=None)
 settings.load_profile("penstock")
+
+
+def pytest_configure() -> None:
+    """Let interrupts reach tests and their children; the workers of pytest-xdist ignore them."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
