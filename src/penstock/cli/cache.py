@@ -34,13 +34,13 @@ _SHOWN_DIGITS = 12
 
 
 def cache_ls(store: StoreAddress = None, *, invocation: Annotated[Invocation, Parameter(parse=False)]) -> int:
-    """The command. Returns 0."""
+    """List the store's namespaces, the largest first. Returns 0."""
     with closing(open_to_read(_address(store))) as opened:
-        found = survey(opened)
-    if not found:
+        namespaces = survey(opened)
+    if not namespaces:
         invocation.say("the store is empty")
         return 0
-    rows = [("namespace", "blocks", "records", "size", "opened", "model"), *map(_row, found)]
+    rows = [("namespace", "blocks", "records", "size", "opened", "model"), *map(_row, namespaces)]
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         cells = [text.ljust(width) for text, width in zip(row, widths, strict=False)]
@@ -54,12 +54,12 @@ def cache_stat(
     verify: Annotated[bool, flag("look at every record, not at some", "--verify", group="cache")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns 1 if a record is not what it should be, else 0."""
+    """Show the store's totals and verify its records. Returns 1 if a record is bad, else 0."""
     address = _address(store)
     with closing(open_to_read(address)) as opened:
-        found = survey(opened)
+        namespaces = survey(opened)
         verified = verify_all(opened) if verify else verify_sample(opened)
-    for name, text in _totals(address, found, verified):
+    for name, text in _totals(address, namespaces, verified):
         invocation.say(f"{name:<10} {text}")
     if verified.num_bad:
         invocation.warn(
@@ -76,11 +76,11 @@ def cache_clear(
     yes: Annotated[bool, flag("do not ask", "--yes", "-y", group="cache")] = False,
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns 0 when the records are gone, 1 when the answer was no."""
+    """Remove one namespace or all. Returns 0 when the records are gone, 1 when the user declined."""
     address = _address(store)
     with closing(open_to_read(address)) as opened:
-        found = survey(opened)
-    chosen = _chosen(found, namespace, everything=everything)
+        namespaces = survey(opened)
+    chosen = _chosen(namespaces, namespace, everything=everything)
     if not chosen:
         invocation.say("the store is empty")
         return 0
@@ -88,7 +88,7 @@ def cache_clear(
         invocation.say("nothing was removed")
         return 1
     with closing(open_to_clear(address)) as to_clear:
-        count = sum(clear_records(to_clear, one.name, time.monotonic, math.inf) for one in chosen)
+        count = sum(clear_records(to_clear, target.name, time.monotonic, math.inf) for target in chosen)
     invocation.say(f"removed {_counted(count, 'record')}")
     return 0
 
@@ -103,17 +103,17 @@ def _address(store: str | None) -> str:
     return store
 
 
-def _chosen(found: Sequence[Namespace], digits: str, *, everything: bool) -> list[Namespace]:
+def _chosen(namespaces: Sequence[Namespace], digits: str, *, everything: bool) -> list[Namespace]:
     if everything == bool(digits):
         raise UsageError(
             "either one namespace is removed or all are.",
             remedy="Give --namespace with its first digits (`penstock cache ls` shows them), or --all.",
             param="namespace",
         )
-    fitting = [one for one in found if one.name.hex().startswith(digits.lower())]
+    fitting = [namespace for namespace in namespaces if namespace.name.hex().startswith(digits.lower())]
     if digits and len(fitting) != 1:
         raise UsageError(
-            f"--namespace {digits} fits {len(fitting)} of {_counted(len(found), 'namespace')}.",
+            f"--namespace {digits} fits {len(fitting)} of {_counted(len(namespaces), 'namespace')}.",
             remedy="`penstock cache ls` shows them.",
             param="namespace",
         )
@@ -121,29 +121,33 @@ def _chosen(found: Sequence[Namespace], digits: str, *, everything: bool) -> lis
 
 
 def _agreed(chosen: Sequence[Namespace], invocation: Invocation) -> bool:
-    for one in chosen:
-        invocation.say("  ".join(_row(one)))
+    for namespace in chosen:
+        invocation.say("  ".join(_row(namespace)))
     invocation.stdout.write("Remove this from the store? [y/N] ")
     invocation.stdout.flush()
     return invocation.stdin.readline().strip().lower() in ("y", "yes")
 
 
-def _row(one: Namespace) -> tuple[str, ...]:
-    about = one.description
+def _row(namespace: Namespace) -> tuple[str, ...]:
+    about = namespace.description
     opened, model = "-", "unknown"
     if about is not None:
         opened = datetime.fromtimestamp(about.opened_at, UTC).strftime("%Y-%m-%d %H:%M UTC")
         model = f"{about.model} ({about.dtype}, {about.kind}, blocks of {about.block_size})"
-    digits, size = one.name.hex()[:_SHOWN_DIGITS], _size(one.num_bytes)
-    return digits, f"{one.num_blocks:,}", f"{one.num_records:,}", size, opened, one_line(model)
+    digits, size = namespace.name.hex()[:_SHOWN_DIGITS], _size(namespace.num_bytes)
+    return digits, f"{namespace.num_blocks:,}", f"{namespace.num_records:,}", size, opened, one_line(model)
 
 
-def _totals(address: str, found: Sequence[Namespace], verified: Verified) -> Iterator[tuple[str, str]]:
-    yield "namespaces", f"{len(found):,}"
-    yield "blocks", f"{sum(one.num_blocks for one in found):,}"
-    yield "records", f"{sum(one.num_records for one in found):,}"
-    yield "size", _size(sum(one.num_bytes for one in found))
-    quotas = [about.quota_bytes for one in found if (about := one.description) and about.quota_bytes]
+def _totals(address: str, namespaces: Sequence[Namespace], verified: Verified) -> Iterator[tuple[str, str]]:
+    yield "namespaces", f"{len(namespaces):,}"
+    yield "blocks", f"{sum(namespace.num_blocks for namespace in namespaces):,}"
+    yield "records", f"{sum(namespace.num_records for namespace in namespaces):,}"
+    yield "size", _size(sum(namespace.num_bytes for namespace in namespaces))
+    quotas = [
+        about.quota_bytes
+        for namespace in namespaces
+        if (about := namespace.description) and about.quota_bytes
+    ]
     if quotas:
         yield "quota", f"{_size(min(quotas))}, as a server has set it"
     elif directory_of(address) is None:

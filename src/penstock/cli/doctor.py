@@ -130,9 +130,9 @@ def installed_version(package: str) -> str | None:
         return None
 
 
-def check_python(found: tuple[int, ...]) -> Finding:
-    text = ".".join(map(str, found))
-    if tuple(found[:2]) >= OLDEST_PYTHON:
+def check_python(version_info: tuple[int, ...]) -> Finding:
+    text = ".".join(map(str, version_info))
+    if tuple(version_info[:2]) >= OLDEST_PYTHON:
         return Finding("ok", "python", text)
     return Finding("fail", "python", f"{text} is too old", "Install Python 3.11 or newer.")
 
@@ -151,19 +151,19 @@ def check_memory(free_bytes: int) -> Finding:
     return Finding("warn", "memory", text, "Close other programs, or use a small model.")
 
 
-def check_torch(found: str | None) -> Finding:
-    if found is None:
+def check_torch(torch_version: str | None) -> Finding:
+    if torch_version is None:
         return Finding("fail", "torch", "not installed", f"pip install torch=={TESTED_TORCH}")
-    numbers = tuple(int(part) for part in found.split("+")[0].split(".")[:2] if part.isdigit())
+    numbers = tuple(int(part) for part in torch_version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers >= OLDEST_TORCH:
-        return Finding("ok", "torch", found)
-    return Finding("fail", "torch", f"{found} is too old", f"pip install torch=={TESTED_TORCH}")
+        return Finding("ok", "torch", torch_version)
+    return Finding("fail", "torch", f"{torch_version} is too old", f"pip install torch=={TESTED_TORCH}")
 
 
-def check_packages(found: dict[str, str | None]) -> Finding:
-    missing = [name for name, found_version in found.items() if found_version is None]
+def check_packages(versions: dict[str, str | None]) -> Finding:
+    missing = [name for name, found_version in versions.items() if found_version is None]
     if not missing:
-        return Finding("ok", "packages", f"{len(found)} of {len(found)}")
+        return Finding("ok", "packages", f"{len(versions)} of {len(versions)}")
     return Finding("fail", "packages", f"not installed: {', '.join(missing)}", "pip install penstock")
 
 
@@ -294,13 +294,13 @@ def _elements(shape: Sequence[int]) -> int:
 
 
 def check_stages(config: EngineConfig) -> list[Finding]:
-    """What each stage would hold. Raises what `serve` would: the same is decided in the same way."""
+    """Describe what each stage would hold, decided as `serve` decides it. Raises what `serve` would raise."""
     is_measured, host = config.parallel.partition == AUTO_POLICY, HostResources.detect()
     replicas = resolve_replicas(config.with_partition("even") if is_measured else config, [host])
     missing = check_gpus([rank.device for plan in replicas for rank in plan.ranks], host.num_gpus)
     if is_measured:
-        told = "cut by what is measured at start; `penstock plan` does it now"
-        return [Finding("ok", "stages", told), *missing]
+        text = "cut by what is measured at start; `penstock plan` does it now"
+        return [Finding("ok", "stages", text), *missing]
     plan = replicas[0]
     of_stages = [[rank for rank in plan.ranks if rank.stage == stage] for stage in range(plan.num_stages)]
     stages = [

@@ -116,18 +116,18 @@ def _count(value: object) -> int | None:
 
 
 def get_json(target: Target, path: str, timeout_s: float) -> dict[str, Any]:
-    """The JSON object at `path`. Raises `PenstockError` kinds."""
+    """Return the JSON object at `path`. Raises `PenstockError` kinds."""
     connection = _connect(target, timeout_s)
     try:
         answer = _exchange(connection, target, "GET", path, None)
-        found = json.loads(answer.read())
+        body = json.loads(answer.read())
     except ValueError as error:
         raise ProtocolError(f"{target.url}{path} is no JSON.", remedy="Is it another server?") from error
     finally:
         connection.close()
-    if not isinstance(found, dict):
+    if not isinstance(body, dict):
         raise ProtocolError(f"{target.url}{path} is no JSON object.", remedy="Is it another server?")
-    return found
+    return body
 
 
 def stream_json(
@@ -199,7 +199,9 @@ def _refusal(status: int, body: bytes) -> PenstockError:
 
 
 def _as_error(error: Any, status: int) -> PenstockError:
-    told = error if isinstance(error, dict) else {"message": str(error)}
+    details = error if isinstance(error, dict) else {"message": str(error)}
     kind = _KINDS.get(status, PeerError)
     remedy = _REMEDIES.get(status, "")
-    return kind(str(told.get("message")), remedy=remedy, param=told.get("param"), code=told.get("code"))
+    return kind(
+        str(details.get("message")), remedy=remedy, param=details.get("param"), code=details.get("code")
+    )

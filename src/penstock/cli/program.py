@@ -117,9 +117,9 @@ def _dispatch(words: list[str], invocation: Invocation) -> int:
     if words[0] in ("--version", "-V"):
         invocation.say(f"penstock {__version__}")
         return 0
-    asked = next((place for place, word in enumerate(words) if word in _HELP_FLAGS), None)
-    if asked is not None or (len(words) == 1 and words[0] in GROUPS):
-        return _show_help(command, words, asked, invocation)
+    help_index = next((index for index, word in enumerate(words) if word in _HELP_FLAGS), None)
+    if help_index is not None or (len(words) == 1 and words[0] in GROUPS):
+        return _show_help(command, words, help_index, invocation)
     if command not in COMMANDS:
         raise _unknown_command(" ".join(command))
     for word in words:
@@ -136,13 +136,15 @@ def _command_of(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words[: 2 if words and words[0] in GROUPS else 1])
 
 
-def _show_help(command: tuple[str, ...], words: list[str], asked: int | None, invocation: Invocation) -> int:
+def _show_help(
+    command: tuple[str, ...], words: list[str], help_index: int | None, invocation: Invocation
+) -> int:
     if command[0] in GROUPS and command not in COMMANDS:
         invocation.say(GROUPS[command[0]])
         return 0
     if command not in COMMANDS:
         raise _unknown_command(" ".join(command))
-    following = words[asked + 1 :] if asked is not None else []
+    following = words[help_index + 1 :] if help_index is not None else []
     topic = following[0] if following and not following[0].startswith("-") else ""
     app = build_app(invocation)
     for name in command:

@@ -32,13 +32,13 @@ def trace(
     out: Annotated[str, flag("file to write", "--out", "-o", group="trace")] = "penstock-trace.json",
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
-    """The command. Returns 0 once the trace is written."""
-    found = get_json(Target.parse(url, first_key(api_key), ca_file), "/debug/trace", TIMEOUT_S)
-    events, other = found.get("traceEvents"), found.get("otherData")
+    """Write the trace of a running server to a file. Returns 0 once it is written."""
+    body = get_json(Target.parse(url, first_key(api_key), ca_file), "/debug/trace", TIMEOUT_S)
+    events, other = body.get("traceEvents"), body.get("otherData")
     if not isinstance(events, list) or not isinstance(other, dict):
         raise ProtocolError(f"{url}/debug/trace is no trace.", remedy="Is it another server?")
     try:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(body))
     except OSError as error:
         raise UsageError(
             f"cannot write {out!r}: {error.strerror}.", remedy="Name another file with --out.", param="out"

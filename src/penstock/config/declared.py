@@ -59,7 +59,7 @@ class Declared:
 @functools.cache
 def declared_by(config: Config) -> tuple[Declared, ...]:
     """Return the settings that one config declares."""
-    found = []
+    settings = []
     defaults = {field.name: _default(field) for field in msgspec.structs.fields(config)}
     for name, hint in get_type_hints(config, include_extras=True).items():
         if get_origin(hint) is ClassVar:
@@ -69,8 +69,8 @@ def declared_by(config: Config) -> tuple[Declared, ...]:
             if isinstance(setting, Setting):
                 default = defaults[name] if name in defaults else getattr(config, name)
                 text_type = kind if setting.text_type is None else setting.text_type
-                found.append(Declared(name=name, text_type=text_type, default=default, setting=setting))
-    return tuple(found)
+                settings.append(Declared(name=name, text_type=text_type, default=default, setting=setting))
+    return tuple(settings)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> Any:

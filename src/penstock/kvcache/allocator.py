@@ -52,18 +52,18 @@ class BlockAllocator:
         """Cached blocks of the longest beginning of a chain (`kvcache.block_hash`)."""
         return self.pool.cache.find(hashes)
 
-    def has_room(self, num_tokens: int, found: Sequence[int], num_spare: int) -> bool:
-        """Whether a new owner could hold so many tokens, the first of them in the blocks that were found, and
-        leave `num_spare` blocks."""
-        missing = self.blocks_for(num_tokens) - len(found)
-        return missing + num_spare <= self.pool.num_free - self.pool.num_idle_of(found)
+    def has_room(self, num_tokens: int, matched_blocks: Sequence[int], num_spare: int) -> bool:
+        """Return whether a new owner could hold `num_tokens` tokens, the first of them in `matched_blocks`,
+        and leave `num_spare` blocks."""
+        missing = self.blocks_for(num_tokens) - len(matched_blocks)
+        return missing + num_spare <= self.pool.num_free - self.pool.num_idle_of(matched_blocks)
 
-    def attach(self, owner: int, found: Sequence[int], priority: int = 0) -> None:
-        """Begin the owner's table, which is empty, with blocks that were found just now."""
+    def attach(self, owner: int, matched_blocks: Sequence[int], priority: int = 0) -> None:
+        """Start the table of an owner that has none, with blocks just found in the cache."""
         assert owner not in self._tables
-        if found:
-            self.pool.share(found, priority)
-            self._tables[owner] = list(found)
+        if matched_blocks:
+            self.pool.share(matched_blocks, priority)
+            self._tables[owner] = list(matched_blocks)
 
     def attach_reserved(self, owner: int, blocks: Sequence[int]) -> None:
         """Go on with blocks that are reserved, and are being filled by others; the owner holds them too."""

@@ -88,9 +88,9 @@ class StoreCatalogue:
     def _count(self, names: Sequence[bytes]) -> int:
         for first in range(0, len(names), AT_ONCE):
             # Got, and not only asked for: an entry that is used must not be the oldest one in the store.
-            found = self._store.get([self._key(name) for name in names[first : first + AT_ONCE]])
-            if None in found:
-                return first + found.index(None)
+            entries = self._store.get([self._key(name) for name in names[first : first + AT_ONCE]])
+            if None in entries:
+                return first + entries.index(None)
         return len(names)
 
     def _enter(self, names: Sequence[bytes]) -> None:

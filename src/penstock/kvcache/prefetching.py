@@ -39,22 +39,22 @@ class Prefetch:
     names: list[bytes]
     give_up_at: float
     blocks: list[int] = field(default_factory=list)
-    open_orders: dict[int, int] = field(default_factory=dict)  # order: place in `blocks`
+    open_orders: dict[int, int] = field(default_factory=dict)  # order: index in `blocks`
     is_flushed: bool = False  # what comes is not to be found any more
     good: set[int] = field(default_factory=set)
     held: list[int] = field(default_factory=list)
     ordered_at: float = -math.inf
 
     def num_come(self) -> int:
-        """Blocks from the first on that were loaded, up to one that was not, or not yet."""
-        return next((place for place in range(len(self.blocks)) if place not in self.good), len(self.blocks))
+        """Return the number of leading blocks that were loaded, up to the first that failed or is open."""
+        return next((index for index in range(len(self.blocks)) if index not in self.good), len(self.blocks))
 
     def take_first(self, count: int) -> list[int]:
-        """The first blocks, which are among those `before` from now on."""
+        """Remove and return the first `count` blocks; their names move to `before`."""
         taken, self.blocks = self.blocks[:count], self.blocks[count:]
         self.before, self.names = [*self.before, *self.names[:count]], self.names[count:]
-        self.good = {place - count for place in self.good if place >= count}
-        self.open_orders = {order: place - count for order, place in self.open_orders.items()}
+        self.good = {index - count for index in self.good if index >= count}
+        self.open_orders = {order: index - count for order, index in self.open_orders.items()}
         return taken
 
 
@@ -119,10 +119,10 @@ class Prefetching:
         return order in self._loads
 
     def next_look(self) -> float:
-        """Clock time at which `take_answers` or `must_wait` may find something new though no rank has
-        answered."""
+        """Return the clock time at which `take_answers` or `must_wait` may find something new though no rank
+        has answered."""
         now = self._clock()
-        prefetches = [found for found in self._prefetches.values() if not found.is_flushed]
+        prefetches = [prefetch for prefetch in self._prefetches.values() if not prefetch.is_flushed]
         waiting = [prefetch for prefetch in prefetches if now < prefetch.give_up_at]
         if any(not prefetch.open_orders for prefetch in waiting):
             return now + LOOK_S
@@ -173,7 +173,7 @@ class Prefetching:
             del self._prefetches[arrival]
 
     def take_answers(self, num_spare: int) -> None:
-        """Take the catalogue's answers, and begin to load.
+        """Take the catalogue's answers and order the loads.
 
         Args:
             num_spare: blocks that must stay for others.
@@ -188,9 +188,9 @@ class Prefetching:
             self._reserve(prefetch, count, num_spare)
             self._stored.learn(prefetch.names[:count], gone=prefetch.names[count:])
             prefetch.ordered_at = self._clock()
-            for place, block in enumerate(prefetch.blocks):
-                order = self._orders.order_copy(True, block, prefetch.names[place])
-                prefetch.open_orders[order] = place
+            for index, block in enumerate(prefetch.blocks):
+                order = self._orders.order_copy(True, block, prefetch.names[index])
+                prefetch.open_orders[order] = index
                 self._loads[order] = arrival
             if not prefetch.blocks:
                 self._release(self._prefetches.pop(arrival), 0)
@@ -209,14 +209,15 @@ class Prefetching:
         self._allocator.unpin(prefetch.held)
 
     def settle_order(self, order: int, status: OrderStatus) -> list[LoadedBlocks]:
-        """All ranks have answered this order; returns what has become of the load that is over with it."""
+        """Settle an order that all ranks have answered; return the load's result once all its orders are
+        settled."""
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
-        place = prefetch.open_orders.pop(order)
+        index = prefetch.open_orders.pop(order)
         if status == "done":
-            prefetch.good.add(place)
+            prefetch.good.add(index)
         elif status == "failed":
-            self._stored.distrust([prefetch.names[place]])
+            self._stored.distrust([prefetch.names[index]])
         if prefetch.open_orders:
             return []
         del self._prefetches[arrival]
@@ -236,7 +237,9 @@ class Prefetching:
         self._loads.clear()
 
     def flush_orders(self) -> None:
-        """What is on its way becomes findable for nobody."""
-        self._prefetches = {found: one for found, one in self._prefetches.items() if one.open_orders}
+        """Make sure that no request finds blocks that are still being loaded."""
+        self._prefetches = {
+            arrival: prefetch for arrival, prefetch in self._prefetches.items() if prefetch.open_orders
+        }
         for prefetch in self._prefetches.values():
             prefetch.is_flushed = True

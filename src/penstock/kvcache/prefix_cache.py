@@ -112,14 +112,14 @@ class PrefixCache:
         return len(self._order)
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Blocks of the longest beginning of a chain that is here."""
-        found, blocks = [], self._blocks
+        """Return the blocks of the longest cached beginning of a chain."""
+        matched_blocks, blocks = [], self._blocks
         for name in hashes:
             block = blocks.get(name)
             if block is None:
                 break
-            found.append(block)
-        return found
+            matched_blocks.append(block)
+        return matched_blocks
 
     def is_idle(self, block: int) -> bool:
         return block in self._order

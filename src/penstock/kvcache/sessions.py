@@ -99,10 +99,10 @@ class Sessions:
         return [session.asked for session in self._open.values()]
 
     def take_changes(self) -> tuple[list[OpenSession], list[str]]:
-        """Those opened, or opened again, and those closed since the last call."""
+        """Return the sessions opened or reopened, and the ids of those closed, since the last call."""
         changed, self._changed = self._changed, {}
-        opened = [asked for asked in changed.values() if asked is not None]
-        return opened, [session_id for session_id, asked in changed.items() if asked is None]
+        opened = [operation for operation in changed.values() if operation is not None]
+        return opened, [session_id for session_id, operation in changed.items() if operation is None]
 
     # --- what administrators ask ----------------------------------------------------------------
 
@@ -113,12 +113,12 @@ class Sessions:
         else:
             self.close(operation.session_id)
 
-    def open(self, asked: OpenSession) -> None:
-        """Open it, or give one that is open other bounds, which counts as a use.
+    def open(self, operation: OpenSession) -> None:
+        """Open the session, or give an open session new bounds, which counts as a use.
 
         Raises:
             InvalidRequestError: there is no prefix cache.
-            OverloadedError: as many are open as may.
+            OverloadedError: the limit of open sessions is reached.
         """
         if not self._cache.is_on:
             raise InvalidRequestError(
@@ -126,7 +126,7 @@ class Sessions:
                 remedy="Start it without --no-enable-prefix-caching.",
                 code="no_prefix_cache",
             )
-        session = self._open.get(asked.session_id)
+        session = self._open.get(operation.session_id)
         if session is None and len(self._open) >= self._max_sessions:
             raise OverloadedError(
                 f"{len(self._open)} sessions are open, which is the limit.",
@@ -134,16 +134,16 @@ class Sessions:
                 code="too_many_sessions",
             )
         now, max_blocks = self._clock(), self._max_blocks
-        if asked.capacity_tokens is not None:
-            max_blocks = min(max_blocks, asked.capacity_tokens // self._block_size)
+        if operation.capacity_tokens is not None:
+            max_blocks = min(max_blocks, operation.capacity_tokens // self._block_size)
         if session is None:
-            self._open[asked.session_id] = session = _Session(asked, max_blocks, now)
+            self._open[operation.session_id] = session = _Session(operation, max_blocks, now)
         else:
-            session.asked, session.max_blocks = asked, max_blocks
+            session.asked, session.max_blocks = operation, max_blocks
         self._use(session, now)
         self._shorten(session)
         self._look_at = min(self._look_at, session.idle_until(now))
-        self._changed[asked.session_id] = asked
+        self._changed[operation.session_id] = operation
 
     def close(self, session_id: str) -> None:
         """What it kept is as any other's; its requests go on. Raises `NotFoundError` if it is not open."""
@@ -181,14 +181,14 @@ class Sessions:
         self._share()
 
     def expire(self) -> None:
-        """Close those that have been idle for too long."""
+        """Close the sessions that have been idle for too long."""
         now = self._clock()
         if now < self._look_at:
             return
-        for session_id in [name for name, one in self._open.items() if one.idle_until(now) <= now]:
+        for session_id in [name for name, session in self._open.items() if session.idle_until(now) <= now]:
             self.close(session_id)
             self.num_reaped += 1
-        self._look_at = min((one.idle_until(now) for one in self._open.values()), default=math.inf)
+        self._look_at = min((session.idle_until(now) for session in self._open.values()), default=math.inf)
 
     def forget(self) -> None:
         """There is nothing left to keep; the sessions stay open."""

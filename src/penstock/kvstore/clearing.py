@@ -9,16 +9,16 @@ from penstock.kvstore.store import KVStore
 
 
 def clear_records(store: KVStore, prefix: bytes, clock: Callable[[], float], deadline: float) -> int:
-    """Delete what `store.scan(prefix)` finds, a few records at a time, so that others can go on meanwhile.
+    """Delete every record that `store.scan(prefix)` yields, page by page, so that other work can go on.
 
     Args:
-        deadline: of the clock; looked at between two of these times.
+        deadline: clock time, checked before each page is deleted.
 
     Returns:
-        How many records are gone.
+        The number of deleted records.
 
     Raises:
-        StoreError: the store fails, or it is too late. What was deleted by then is gone.
+        StoreError: the store fails, or the deadline has passed. Records deleted by then stay deleted.
     """
     count = 0
     for some in store.scan(prefix):
@@ -27,6 +27,6 @@ def clear_records(store: KVStore, prefix: bytes, clock: Callable[[], float], dea
                 f"not all records could be deleted in time; {count:,} are gone.",
                 remedy="Ask for it once more: it goes on with the others.",
             )
-        store.delete([found.key for found in some])
+        store.delete([record.key for record in some])
         count += len(some)
     return count

@@ -19,17 +19,17 @@ _CODE = re.compile(r"<Code>(\w{1,64})</Code>")  # in the answers of S3, Google a
 
 
 @contextmanager
-def reported(place: str, remedy: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Errors of these kinds leave as `StoreError`.
+def reported(address: str, remedy: str, kinds: tuple[type[Exception], ...]) -> Iterator[None]:
+    """Raise errors of these kinds as `StoreError`.
 
     Args:
-        place: which store, without passwords.
+        address: of the store, without passwords.
         remedy: what the operator can do, as a sentence.
     """
     try:
         yield
     except kinds as error:
-        raise StoreError(f"KV store {place}: {cause_of(error)}.", remedy=remedy) from error
+        raise StoreError(f"KV store {address}: {cause_of(error)}.", remedy=remedy) from error
 
 
 def place_of(url: str) -> str:
@@ -53,5 +53,5 @@ def cause_of(error: Exception) -> str:
 
 def code_of(error: Exception) -> str:
     """Return the code that an object store gives for an error, or "" where there is none."""
-    found = _CODE.search(str(error))
-    return found[1] if found else ""
+    match = _CODE.search(str(error))
+    return match[1] if match else ""

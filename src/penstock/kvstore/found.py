@@ -22,15 +22,15 @@ class Found:
 
 
 def in_pages(page: Callable[[bytes], list[Found]]) -> Iterator[list[Found]]:
-    """All pages, in order of keys. Nothing is held open between two of them.
+    """Yield all pages, in order of keys. Nothing is held open between two pages.
 
     Args:
-        page: gives the next records behind this key; none at the end.
+        page: returns the next records behind a key; an empty list at the end.
     """
     after = b""
-    while found := page(after):
-        yield found
-        after = found[-1].key
+    while records := page(after):
+        yield records
+        after = records[-1].key
 
 
 def some_at_a_time(items: Sequence[_T], count: int) -> Iterator[Sequence[_T]]:

@@ -141,7 +141,7 @@ class GuardedStore:
         )
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
-        """The payload of each key, None where there is none or not one that can be believed."""
+        """Return the payload of each key, or None where no valid record is stored."""
         records = self._ask(lambda: _one_each(self._store.get(keys), keys)) or [None] * len(keys)
         payloads = [_verified(key, record) for key, record in zip(keys, records, strict=True)]
         bad = [
@@ -149,11 +149,11 @@ class GuardedStore:
             for key, record, payload in zip(keys, records, payloads, strict=True)
             if record is not None and payload is None
         ]
-        found = [payload for payload in payloads if payload is not None]
+        hits = [payload for payload in payloads if payload is not None]
         with self._lock:
-            self._counts.num_hits += len(found)
-            self._counts.num_misses += len(keys) - len(found)
-            self._counts.num_bytes_read += sum(map(len, found))
+            self._counts.num_hits += len(hits)
+            self._counts.num_misses += len(keys) - len(hits)
+            self._counts.num_bytes_read += sum(map(len, hits))
             self._counts.num_verify_failures += len(bad)
         if bad:
             self.delete(bad)

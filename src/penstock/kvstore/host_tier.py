@@ -86,15 +86,15 @@ class HostTier(GuardedStore):
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         with self._memory_lock:
-            found = {key: self._payloads[key] for key in keys if key in self._payloads}
-            self._num_bytes_hit += sum(map(len, found.values()))
-            self._num_hits += len(found)
-            self._touch(found)
-        missing = [key for key in keys if key not in found]
+            hits = {key: self._payloads[key] for key in keys if key in self._payloads}
+            self._num_bytes_hit += sum(map(len, hits.values()))
+            self._num_hits += len(hits)
+            self._touch(hits)
+        missing = [key for key in keys if key not in hits]
         fetched = zip(missing, super().get(missing), strict=True) if missing else ()
         got = {key: payload for key, payload in fetched if payload is not None}
         self._write(self._keep(got, are_written=True))
-        return [found.get(key, got.get(key)) for key in keys]
+        return [hits.get(key, got.get(key)) for key in keys]
 
     def used(self, keys: Sequence[bytes]) -> None:
         with self._memory_lock:

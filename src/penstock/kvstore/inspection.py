@@ -86,18 +86,18 @@ def open_to_clear(url: str) -> KVStore:
 
 
 def survey(store: ReadableStore) -> list[Namespace]:
-    """All namespaces, the largest first. Raises `StoreError`."""
-    found: dict[bytes, Namespace] = {}
+    """Return all namespaces, the largest first. Raises `StoreError`."""
+    namespaces: dict[bytes, Namespace] = {}
     for page in store.scan():
         for record in page:
             name = record.key[:NAMESPACE_BYTES]
-            namespace = found.setdefault(name, Namespace(name))
+            namespace = namespaces.setdefault(name, Namespace(name))
             namespace.num_blocks += is_entry(record.key)
             namespace.num_records += 1
             namespace.num_bytes += record.num_bytes
-    for namespace in found.values():
+    for namespace in namespaces.values():
         namespace.description = _description(store, namespace.name)
-    return sorted(found.values(), key=lambda one: (-one.num_bytes, one.name))
+    return sorted(namespaces.values(), key=lambda namespace: (-namespace.num_bytes, namespace.name))
 
 
 def _description(store: ReadableStore, namespace: bytes) -> Description | None:
@@ -108,23 +108,23 @@ def _description(store: ReadableStore, namespace: bytes) -> Description | None:
 
 
 def verify_all(store: ReadableStore) -> Verified:
-    """Look at every record. Raises `StoreError`."""
+    """Verify every record. Raises `StoreError`."""
     verified = Verified()
     for page in store.scan():
-        _verify(store, [found.key for found in page], verified)
+        _verify(store, [record.key for record in page], verified)
     return verified
 
 
 def verify_sample(store: ReadableStore) -> Verified:
-    """Look at some records, each as likely as any other; the same ones while nothing changes."""
+    """Verify some records, each as likely as any other; the same ones while the store does not change."""
     chance, sample, count = random.Random(0), list[bytes](), 0
     for page in store.scan():
-        for found in page:
+        for record in page:
             count += 1
             if len(sample) < SAMPLE_RECORDS:
-                sample.append(found.key)
-            elif (place := chance.randrange(count)) < SAMPLE_RECORDS:
-                sample[place] = found.key
+                sample.append(record.key)
+            elif (index := chance.randrange(count)) < SAMPLE_RECORDS:
+                sample[index] = record.key
     verified = Verified()
     _verify(store, sample, verified)
     return verified

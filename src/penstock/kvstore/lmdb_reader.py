@@ -56,12 +56,13 @@ class LmdbReader:
             raise
 
     def _refuse_cut_file(self) -> None:
-        """Touching what is missing would end the process (SIGBUS)."""
+        """Raise `StoreError` if the data file is cut short: touching a missing page would end the process
+        (SIGBUS)."""
         needed = (self._environment.info()["last_pgno"] + 1) * self._environment.stat()["psize"]
-        found = os.path.getsize(self._directory / DATA_FILE)
-        if found < needed:
+        size = os.path.getsize(self._directory / DATA_FILE)
+        if size < needed:
             raise StoreError(
-                f"KV store {self._directory}: {DATA_FILE} has {found:,} bytes of {needed:,}.", remedy=_REMEDY
+                f"KV store {self._directory}: {DATA_FILE} has {size:,} bytes of {needed:,}.", remedy=_REMEDY
             )
 
     def _table(self) -> Any:

@@ -73,8 +73,8 @@ class LmdbTables:
             self._environment.set_mapsize(needed + (max_bytes // 8 // page_bytes + 1) * page_bytes)
 
     def _identity_on_disk(self) -> tuple[int, int]:
-        found = self._file.stat()
-        return found.st_dev, found.st_ino
+        status = self._file.stat()
+        return status.st_dev, status.st_ino
 
     def is_on_disk(self) -> bool:
         """False once somebody has deleted or replaced the file: what is written goes nowhere then."""
@@ -171,8 +171,8 @@ class LmdbTables:
     def _live_bytes(self, transaction: Any) -> int:
         live = 0
         for table in (self._records, self._used, self._order):
-            found = transaction.stat(table)
-            live += found["psize"] * (found["branch_pages"] + found["leaf_pages"] + found["overflow_pages"])
+            stats = transaction.stat(table)
+            live += stats["psize"] * (stats["branch_pages"] + stats["leaf_pages"] + stats["overflow_pages"])
         return live
 
     def room_for(self, records: Mapping[bytes, bytes]) -> int:
@@ -185,25 +185,25 @@ class LmdbTables:
 
 
 def page_of(transaction: Any, records: Any, prefix: bytes, after: bytes, most: int) -> list[Found]:
-    """As `LmdbTables.page`, in a transaction with buffers."""
-    found: list[Found] = []
+    """Return the page that `LmdbTables.page` describes, in a transaction with buffers."""
+    page: list[Found] = []
     with transaction.cursor(db=records) as cursor:
         there = cursor.set_range(max(prefix, after)) if prefix or after else cursor.first()
         if there and after and bytes(cursor.key()) == after:
             there = cursor.next()
-        while there and len(found) < most:
+        while there and len(page) < most:
             key = bytes(cursor.key())
             if not key.startswith(prefix):
                 break
-            found.append(Found(key, len(cursor.value())))
+            page.append(Found(key, len(cursor.value())))
             there = cursor.next()
-    return found
+    return page
 
 
 def make_private(directory: Path) -> None:
-    """Make it with mode 0700, or see that nobody else can write to what is there.
+    """Create the directory with mode 0700, or check that only this user can write to an existing one.
 
-    Raises `OSError`; `StoreError` where something else is in its place, or others can write to it.
+    Raises `OSError`; `StoreError` if the path is not a directory, or if others can write to it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -212,11 +212,11 @@ def make_private(directory: Path) -> None:
             f"KV store {directory}: it, or what it is to lie in, is a file.",
             remedy="Give a directory, or a path where none is yet.",
         ) from error
-    found = directory.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & _OTHERS_WRITE:
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & _OTHERS_WRITE:
         raise StoreError(
-            f"KV store {directory}: others can write to it (mode {stat.S_IMODE(found.st_mode):04o}, "
-            f"owner {found.st_uid}), and whoever can do that is believed.",
+            f"KV store {directory}: others can write to it (mode {stat.S_IMODE(status.st_mode):04o}, "
+            f"owner {status.st_uid}), and whoever can do that is believed.",
             remedy="If none but this user has written there, take that from the others (chmod 700, and chown "
             "where it is another's); else give another directory.",
         )

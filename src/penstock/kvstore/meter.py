@@ -17,10 +17,10 @@ class StoreMeter:
         self._told = NO_STORE_USE
 
     def read(self) -> StoreUse:
-        """The difference to the last call."""
-        now, told = self._store.use(), self._told
+        """Return the use since the last call."""
+        now, previous = self._store.use(), self._told
         self._told = now
-        return now.since(told)
+        return now.since(previous)
 
     def forget_state(self) -> None:
         """Whoever sums up has forgotten who is switched off and how much is in memory, and is told again."""

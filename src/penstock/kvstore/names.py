@@ -106,15 +106,15 @@ def model_identity(directory: Path) -> bytes:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    found = sorted(directory.glob("*.safetensors"), key=lambda path: path.name)
-    if not found:
+    files = sorted(directory.glob("*.safetensors"), key=lambda path: path.name)
+    if not files:
         raise CheckpointError(
             file=str(directory),
             expected="files *.safetensors",
             found="none",
             remedy="Only the safetensors format is read; convert other formats first.",
         )
-    return found
+    return files
 
 
 def _add_file(state: _Hash, path: Path) -> None:

@@ -42,22 +42,22 @@ _T = TypeVar("_T")
 
 
 def open_objects(url: str) -> ObjectStore:
-    """The store at an s3://, gs://, az:// or file:// address; directories are made, with mode 0700.
+    """Return the store at an s3://, gs://, az:// or file:// URL. Directories are created with mode 0700.
 
-    Raises `StoreError` if the address or the settings in the environment cannot be right.
+    Raises `StoreError` if the URL or the settings in the environment cannot be right.
     """
     parts = urlsplit(url)
-    place = place_of(url)
-    with reported(place, _REMEDY, _ERRORS):
+    address = place_of(url)
+    with reported(address, _REMEDY, _ERRORS):
         if parts.scheme == "file":
             Path(unquote(parts.path)).mkdir(mode=0o700, parents=True, exist_ok=True)
-            return ObjectStore(from_url(url), place)
+            return ObjectStore(from_url(url), address)
         store = from_url(
             url,
             client_options=_client_options(parts.scheme),
             retry_config={"max_retries": 1, "retry_timeout": timedelta(seconds=_SECONDS)},
         )
-        return ObjectStore(store, place)
+        return ObjectStore(store, address)
 
 
 def _client_options(scheme: str) -> Any:
@@ -72,12 +72,12 @@ class ObjectStore:
 
     Args:
         objects: one of obstore's stores.
-        place: what it is called in errors, without passwords.
+        address: what it is called in errors, without passwords.
     """
 
-    def __init__(self, objects: Any, place: str) -> None:
+    def __init__(self, objects: Any, address: str) -> None:
         self._objects = objects
-        self._place = place
+        self._place = address
         self._threads = ThreadPoolExecutor(_MAX_AT_ONCE, thread_name_prefix="kv-objects")
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
@@ -93,7 +93,7 @@ class ObjectStore:
         self._all(self._delete, keys)
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
-        """As `KVStore`; objects of other names are passed over."""
+        """Yield records as `KVStore.scan` does; objects of other names are passed over."""
         assert len(prefix) in (0, NAMESPACE_BYTES), "objects of a namespace lie together, and no others do"
         with reported(self._place, _REMEDY, _ERRORS):
             pages = iter(obstore.list(self._objects, prefix=prefix.hex() or None, chunk_size=SCAN_KEYS))
@@ -103,8 +103,8 @@ class ObjectStore:
             if page is None:
                 return
             named = [(key_of(entry["path"]), entry["size"]) for entry in page]
-            found = [Found(key, size) for key, size in named if key is not None]
-            for some in some_at_a_time(found, SCAN_KEYS):  # some kinds give all at once
+            records = [Found(key, size) for key, size in named if key is not None]
+            for some in some_at_a_time(records, SCAN_KEYS):  # some kinds give all at once
                 yield list(some)
 
     def close(self) -> None:

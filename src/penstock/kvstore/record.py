@@ -38,11 +38,11 @@ def seal(key: bytes, payload: bytes) -> bytes:
 
 
 def unseal(key: bytes, record: bytes) -> bytes | None:
-    """The payload, or None for anything but a whole record of this version under this key."""
+    """Return the payload, or None for anything but a whole record of this version under this key."""
     begin = overhead_bytes(key)
     header = _HEADER.pack(MAGIC, VERSION, len(key), max(0, len(record) - begin))
     if len(record) < begin or record[: _HEADER.size] != header or record[begin - len(key) : begin] != key:
         return None
     checksum_at = begin - len(key) - _CHECKSUM_BYTES
-    found = xxhash.xxh3_128_digest(memoryview(record)[begin - len(key) :])
-    return record[begin:] if record[checksum_at : checksum_at + _CHECKSUM_BYTES] == found else None
+    checksum = xxhash.xxh3_128_digest(memoryview(record)[begin - len(key) :])
+    return record[begin:] if record[checksum_at : checksum_at + _CHECKSUM_BYTES] == checksum else None

@@ -28,21 +28,21 @@ _ERRORS = (redis.RedisError, OSError, ValueError)
 
 
 def open_redis(url: str) -> RedisStore:
-    """The store at a redis:// or rediss:// address, which may hold user, password and number of the database.
+    """Return the store at a redis:// or rediss:// URL, which may hold user, password and database number.
 
-    Raises `StoreError` if the address cannot be right; the server is first asked when it is used.
+    Raises `StoreError` if the URL cannot be right. No connection is made before the first use.
     """
-    place = place_of(url)
-    with reported(place, _REMEDY, _ERRORS):
+    address = place_of(url)
+    with reported(address, _REMEDY, _ERRORS):
         client = redis.Redis.from_url(
             url,
-            connection_class=_TLSConnection if place.startswith("rediss:") else _Connection,
+            connection_class=_TLSConnection if address.startswith("rediss:") else _Connection,
             socket_timeout=_SECONDS,
             socket_connect_timeout=_CONNECT_SECONDS,
             # The server may have closed a connection since. A server that is late would be late again.
             retry=Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,)),
         )
-    return RedisStore(client, place)
+    return RedisStore(client, address)
 
 
 def _raise_first(answers: Sequence[object]) -> None:
@@ -117,12 +117,12 @@ class RedisStore:
     Args:
         client: a `redis.Redis`; its `mget`, `delete`, `scan`, `close`, and `pipeline` of `set` and `strlen`
             are used.
-        place: what it is called in errors, without passwords.
+        address: what it is called in errors, without passwords.
     """
 
-    def __init__(self, client: Any, place: str) -> None:
+    def __init__(self, client: Any, address: str) -> None:
         self._client = client
-        self._place = place
+        self._place = address
 
     def get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         records: list[bytes | None] = []
@@ -149,20 +149,20 @@ class RedisStore:
                 self._client.delete(*(_PREFIX + key for key in some))
 
     def scan(self, prefix: bytes = b"") -> Iterator[list[Found]]:
-        """As `KVStore`; goes through all keys of the database, whosoever they are, so some steps find
-        nothing."""
+        """Yield records as `KVStore.scan` does. The scan goes through the keys of the whole database, so some
+        pages are empty."""
         pattern = re.sub(rb"([*?\[\]\\^-])", rb"\\\1", _PREFIX + prefix) + b"*"
         cursor = None
         while cursor != 0:
             with reported(self._place, _REMEDY, _ERRORS):
                 cursor, names = self._client.scan(cursor or 0, match=pattern, count=SCAN_KEYS)
-                found = self._sizes(names)
-            yield found
+                records = self._sizes(names)
+            yield records
 
     def _sizes(self, names: Sequence[bytes]) -> list[Found]:
-        """Of the records, which are not got for it; keys that no record has are passed over."""
+        """Return the records with their sizes, without reading them; other keys are passed over."""
         keys = [name[len(_PREFIX) :] for name in names]
-        found: list[Found] = []
+        records: list[Found] = []
         possible = [key for key in keys if MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES]
         for some in some_at_a_time(possible, _MAX_KEYS):
             pipeline = self._client.pipeline(transaction=False)
@@ -170,8 +170,8 @@ class RedisStore:
                 pipeline.strlen(_PREFIX + key)
             sizes = pipeline.execute(raise_on_error=False)  # of what is no string there is none
             pairs = zip(some, sizes, strict=True)
-            found += [Found(key, size) for key, size in pairs if isinstance(size, int)]
-        return found
+            records += [Found(key, size) for key, size in pairs if isinstance(size, int)]
+        return records
 
     def close(self) -> None:
         with reported(self._place, _REMEDY, _ERRORS):

@@ -126,9 +126,9 @@ def directory_of(url: str) -> Path | None:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Kind of the store, and what comes behind it; a plain path is an LMDB directory."""
-    found = re.match(r"(memory|[a-z][a-z0-9+.-]*(?=://)):(//)?", url, re.IGNORECASE)
-    scheme, rest = (found[1].lower(), url[found.end() :]) if found else ("lmdb", url)
+    """Return the store's kind and the rest of its address; a plain path is an LMDB directory."""
+    match = re.match(r"(memory|[a-z][a-z0-9+.-]*(?=://)):(//)?", url, re.IGNORECASE)
+    scheme, rest = (match[1].lower(), url[match.end() :]) if match else ("lmdb", url)
     if scheme not in _SCHEMES:
         raise UsageError(f"there is no KV store at an address that begins with {scheme}://.", remedy=_REMEDY)
     if scheme == "memory" and rest:

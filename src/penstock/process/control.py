@@ -135,15 +135,15 @@ class ControlReader:
 
 
 def descriptors_of(message: ControlMessage) -> list[int]:
-    """All descriptors that a message carries."""
-    found: list[int] = []
+    """Return all descriptors that a message carries."""
+    descriptors: list[int] = []
 
     def note(fd: int) -> int:
-        found.append(fd)
+        descriptors.append(fd)
         return fd
 
     _with_descriptors(msgspec.to_builtins(message), note)
-    return found
+    return descriptors
 
 
 def close_descriptors(message: ControlMessage) -> None:

@@ -95,17 +95,17 @@ def refuse_bad_keys(keys: Sequence[str], admin_keys: Sequence[str]) -> None:
 def refuse_bad_origins(origins: Sequence[str]) -> None:
     """Raise `UsageError` for what is not an origin of web pages as browsers write it."""
     for index, origin in enumerate(origins):
-        named, found = f"allowed_origins[{index}] is {origin[:128]!r}", _ORIGIN.fullmatch(origin)
-        if found is None:
+        named, match = f"allowed_origins[{index}] is {origin[:128]!r}", _ORIGIN.fullmatch(origin)
+        if match is None:
             raise UsageError(
                 f"{named}, which is no origin.",
                 remedy="Write it as browsers send it, such as https://chat.example or http://localhost:3000: "
                 "lower case, no path, no pattern. For several, give --allowed-origins once for each.",
                 param="allowed_origins",
             )
-        if (found["scheme"], found["port"]) in _IMPLIED_PORTS:
+        if (match["scheme"], match["port"]) in _IMPLIED_PORTS:
             raise UsageError(
-                f"{named}; browsers leave out port {found['port']} there.",
+                f"{named}; browsers leave out port {match['port']} there.",
                 remedy="Leave it out as well.",
                 param="allowed_origins",
             )
@@ -113,7 +113,7 @@ def refuse_bad_origins(origins: Sequence[str]) -> None:
 
 def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             config.host or "0.0.0.0", config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except (socket.gaierror, UnicodeError) as error:
@@ -122,7 +122,7 @@ def _resolve(config: ServerConfig) -> tuple[int, tuple[str, int]]:
             remedy="Use 127.0.0.1, or an address that `ip addr` shows.",
             param="host",
         ) from error
-    family, _, _, _, address = found[0]
+    family, _, _, _, address = addresses[0]
     return family, (str(address[0]), int(address[1]))
 
 

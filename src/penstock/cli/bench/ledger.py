@@ -160,49 +160,51 @@ def audit(requests: Sequence[BenchRequest], accounts: Sequence[StreamAccount]) -
 
 
 def faults(request: BenchRequest, account: StreamAccount) -> list[str]:
-    """What is wrong with one stream, as short sentences; empty when it is in order."""
+    """Return what is wrong with one stream, as short sentences; empty when it is in order."""
     if account.broken:
         return [account.broken]
     if account.error is not None:
         return ["an error event is followed by [DONE]"] if account.dones else []
-    found = _ending_faults(account)
+    problems = _ending_faults(account)
     came, wanted = len(account.token_ids), request.output_len
     if came != wanted:
         word = "lost" if came < wanted else "too many"
-        found.append(f"{abs(wanted - came)} tokens {word}: positions up to {came - 1}, asked for {wanted}")
+        problems.append(f"{abs(wanted - came)} tokens {word}: positions up to {came - 1}, asked for {wanted}")
     if account.prompt_echo is not None and account.prompt_echo != request.prompt_token_ids:
-        found.append("the prompt's token ids came back changed")
-    return found + _usage_faults(request, account)
+        problems.append("the prompt's token ids came back changed")
+    return problems + _usage_faults(request, account)
 
 
 def _ending_faults(account: StreamAccount) -> list[str]:
-    found = []
+    problems = []
     if account.finish_reasons != ["length"]:
-        found.append(f"finish reasons {account.finish_reasons}, expected one: length")
+        problems.append(f"finish reasons {account.finish_reasons}, expected one: length")
     if account.dones != 1:
-        found.append(f"{account.dones} [DONE] events, expected one")
+        problems.append(f"{account.dones} [DONE] events, expected one")
     if account.after_done:
-        found.append(f"{account.after_done} events after [DONE]")
+        problems.append(f"{account.after_done} events after [DONE]")
     if len(account.stream_ids) > 1:
-        found.append(f"chunks of {len(account.stream_ids)} streams in one answer")
-    return found
+        problems.append(f"chunks of {len(account.stream_ids)} streams in one answer")
+    return problems
 
 
 def _usage_faults(request: BenchRequest, account: StreamAccount) -> list[str]:
     if account.usage is None:
         return ["no usage"]
     expected = (len(request.prompt_token_ids), len(account.token_ids))
-    told = (account.usage.prompt_tokens, account.usage.completion_tokens)
-    return [] if told == expected else [f"usage says {told} prompt and output tokens, counted {expected}"]
+    usage = (account.usage.prompt_tokens, account.usage.completion_tokens)
+    return [] if usage == expected else [f"usage says {usage} prompt and output tokens, counted {expected}"]
 
 
 def _shared_streams(accounts: Sequence[StreamAccount]) -> list[str]:
-    """One stream id must not answer two requests."""
+    """Return a sentence for each stream id that answers two requests."""
     owner: dict[str, int] = {}
-    found = []
+    problems = []
     for account in accounts:
         for stream_id in account.stream_ids:
             other = owner.setdefault(stream_id, account.index)
             if other != account.index:
-                found.append(f"requests {other} and {account.index} got the same stream {stream_id[:60]!r}")
-    return found
+                problems.append(
+                    f"requests {other} and {account.index} got the same stream {stream_id[:60]!r}"
+                )
+    return problems

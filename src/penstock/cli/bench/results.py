@@ -92,25 +92,26 @@ def peak_concurrency(accounts: Sequence[StreamAccount]) -> int:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Percentile with linear interpolation between neighbours (numpy's default rule); 0 for no values."""
+    """Return the percentile with linear interpolation between neighbours (numpy's default rule); 0 for no
+    values."""
     if not values:
         return 0.0
     ordered = sorted(values)
-    place = (len(ordered) - 1) * percent / 100
-    low = math.floor(place)
+    position = (len(ordered) - 1) * percent / 100
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def summary(values: Sequence[float], percents: Sequence[float] = (99,)) -> dict[str, float]:
-    """mean, median, std and percentiles, in milliseconds, of values in seconds."""
+    """Return mean, median, std and percentiles, in milliseconds, of values in seconds."""
     scaled = [value * 1000 for value in values]
-    found = {
+    figures = {
         "mean": statistics.fmean(scaled) if scaled else 0.0,
         "median": percentile(scaled, 50),
         "std": statistics.pstdev(scaled) if scaled else 0.0,
     }
-    return found | {f"p{percent:g}": percentile(scaled, percent) for percent in percents}
+    return figures | {f"p{percent:g}": percentile(scaled, percent) for percent in percents}
 
 
 def table(result: RunResult) -> list[str]:
@@ -164,16 +165,16 @@ def error_lines(accounts: Sequence[StreamAccount], limit: int = 5) -> list[str]:
 
 
 def as_json(result: RunResult, settings: Mapping[str, Any], percents: Sequence[float]) -> dict[str, Any]:
-    """The result file: vLLM's key names, with the ledger's outcome under `ledger`.
+    """Return the result file's content: vLLM's key names, with the ledger's outcome under `ledger`.
 
     Args:
         settings: `date`, `model_id`, `num_prompts`, `request_rate` and so on, as given.
     """
-    found: dict[str, Any] = dict(settings) | result.totals()
+    fields: dict[str, Any] = dict(settings) | result.totals()
     for key, values in result.latencies_s().items():
-        found |= {f"{word}_{key}_ms": number for word, number in summary(values, percents).items()}
+        fields |= {f"{word}_{key}_ms": number for word, number in summary(values, percents).items()}
     accounts = sorted(result.accounts, key=lambda account: account.index)
-    return found | {
+    return fields | {
         "input_lens": [len(request.prompt_token_ids) for request in result.requests],
         "output_lens": [len(account.token_ids) for account in accounts],
         "ttfts": [max(0.0, account.first_token_s - account.started_s) for account in accounts],
