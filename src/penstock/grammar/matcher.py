@@ -154,11 +154,11 @@ def _json_grammar(schema: str, whitespace: bool) -> str:
 
 
 def _reason(text: str) -> str:
-    """What the library says of an error, without traces and places in grammars that it has made itself."""
+    """Return the library's error message, without traces and positions in grammars that it made itself."""
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     first = _PLACE.sub("", lines[0]).rstrip(" .:")
-    found = next((line for line in lines[1:] if line.startswith("error: ")), "")  # of a regular expression
-    return _STOPS.get(first, f"{first}: {found.removeprefix('error: ')}" if found else first)
+    detail = next((line for line in lines[1:] if line.startswith("error: ")), "")  # of a regular expression
+    return _STOPS.get(first, f"{first}: {detail.removeprefix('error: ')}" if detail else first)
 
 
 def _unusable(why: str) -> InvalidRequestError:

@@ -124,14 +124,14 @@ class ChildProcess:
         assert stdout is not None
         poller = select.poll()  # not select, which knows the first 1,024 descriptors only
         poller.register(stdout, select.POLLIN)
-        found = b""
-        while len(found) < size:
+        received = b""
+        while len(received) < size:
             ready = poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
-            piece = stdout.read1(size - len(found)) if ready else b""  # type: ignore[attr-defined]
+            piece = stdout.read1(size - len(received)) if ready else b""  # type: ignore[attr-defined]
             if not piece:
                 raise ProcessEndedError(is_late=not ready or self._was_late())
-            found += piece
-        return found
+            received += piece
+        return received
 
     def _was_late(self) -> bool:
         """Whether the system has ended it when its time was over."""

@@ -89,9 +89,9 @@ def _serve(directory: Path, eos_token_ids: list[int], seconds: float) -> None:
         return
     _limit_memory()
     _write(sink, ProofAnswer())
-    while (asked := _read(source)) is not None:
+    while (structured_outputs := _read(source)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # at its end the system ends the process
-        answer = tried(vocabulary, asked)
+        answer = tried(vocabulary, structured_outputs)
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(sink, answer)
 

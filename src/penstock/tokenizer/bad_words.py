@@ -29,17 +29,17 @@ class Encode(Protocol):
 
 
 def with_bad_words(sampling: SamplingParams, encode: Encode, vocab_size: int) -> SamplingParams:
-    """The same with `bad_word_ids` in place of `bad_words`, which were validated.
+    """Return `sampling` with `bad_word_ids` in place of `bad_words`, which were validated.
 
     Raises:
         InvalidRequestError: a word is nothing but space or too many tokens, or the model has no tokenizer.
     """
     if not sampling.bad_words:
         return sampling
-    found = list(sampling.bad_word_ids)
+    word_ids = list(sampling.bad_word_ids)
     for word in sampling.bad_words:
-        found += [ids for ids in _forms(word, encode) if max(ids) < vocab_size]  # others are not generated
-    unique = list(dict.fromkeys(map(tuple, found)))
+        word_ids += [ids for ids in _forms(word, encode) if max(ids) < vocab_size]  # others are not generated
+    unique = list(dict.fromkeys(map(tuple, word_ids)))
     return msgspec.structs.replace(sampling, bad_words=[], bad_word_ids=[list(ids) for ids in unique])
 
 

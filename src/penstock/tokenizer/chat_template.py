@@ -206,15 +206,15 @@ class JinjaChatTemplate:
         return _with_call_form(plain, self.call_form) if plain.get("tool_calls") else plain
 
     def _run_to_end(self, messages: list[dict[str, Any]], extra: dict[str, Any], end: str) -> str:
-        """The prompt up to the end of the last message's text, which `end` marks meanwhile."""
+        """Return the prompt up to the end of the last message's text, which `end` marks meanwhile."""
         *others, last = messages or [{}]
         content = last.get("content")
         if not isinstance(content, str):
             raise _not_continued("has no text")
         # A space behind the mark shows whether the template trims texts; if so, this one is trimmed too.
         rendered = self._run([*others, last | {"content": f"{content}{end} "}], False, extra)
-        before, found, after = rendered.rpartition(end)
-        if not found:
+        before, separator, after = rendered.rpartition(end)
+        if not separator:
             raise _not_continued("is not shown by the chat template as it is")
         return before if after.startswith(" ") else before.rstrip()
 
@@ -240,10 +240,10 @@ class JinjaChatTemplate:
         return rendered
 
     def _marked(self, value: Any, mark: str) -> Any:
-        """The value with every special token in its strings broken after the first character."""
+        """Return the value with every special token in its strings broken after the first character."""
         if isinstance(value, str):
             while self._special.search(value):
-                value = self._special.sub(lambda found: found[0][0] + mark + found[0][1:], value)
+                value = self._special.sub(lambda match: match[0][0] + mark + match[0][1:], value)
             return value
         if isinstance(value, dict):
             return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
@@ -254,10 +254,10 @@ class JinjaChatTemplate:
     def _encode_marked(self, rendered: str, mark: str) -> list[int]:
         token_ids: list[int] = []
         end = 0
-        for found in self._special.finditer(rendered):
-            token_ids += self._encode_text(rendered[end : found.start()], mark)
-            token_ids += self._tokenizer.encode_trusted(found[0], add_special_tokens=False)
-            end = found.end()
+        for match in self._special.finditer(rendered):
+            token_ids += self._encode_text(rendered[end : match.start()], mark)
+            token_ids += self._tokenizer.encode_trusted(match[0], add_special_tokens=False)
+            end = match.end()
         return token_ids + self._encode_text(rendered[end:], mark)
 
     def _encode_text(self, text: str, mark: str) -> list[int]:
@@ -306,18 +306,18 @@ def _with_arguments(call: Any, form: CallForm) -> Any:
 
 def _object_in(text: str) -> Any:
     try:
-        found = msgspec.json.decode(text.encode("utf-8", "surrogatepass"))
+        decoded = msgspec.json.decode(text.encode("utf-8", "surrogatepass"))
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return text
-    return found if isinstance(found, dict) and not _is_deep(found) else text
+    return decoded if isinstance(decoded, dict) and not _is_deep(decoded) else text
 
 
 def _is_deep(value: Any) -> bool:
-    """Whether brackets stand deeper within one another than a template could go through."""
+    """Return whether brackets are nested deeper than a template could go through."""
     level = [value]
     for _ in range(_MAX_DEPTH):
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
-        level = [one for part in inner for one in part if isinstance(one, dict | list)]
+        inner = [item.values() if isinstance(item, dict) else item for item in level]
+        level = [item for part in inner for item in part if isinstance(item, dict | list)]
         if not level:
             return False
     return True
@@ -359,13 +359,13 @@ def _variables(source: str) -> frozenset[str]:
 
 
 def _unused_characters(values: list[Any]) -> tuple[str, str]:
-    """Two private-use characters that stand in none of the values."""
-    text, found = str(values), []
+    """Return two private-use characters that stand in none of the values."""
+    text, characters = str(values), []
     for code in _PRIVATE_USE:
         if chr(code) not in text and f"\\u{code:04x}" not in text:
-            found.append(chr(code))
-            if len(found) == 2:
-                return found[0], found[1]
+            characters.append(chr(code))
+            if len(characters) == 2:
+                return characters[0], characters[1]
     raise InvalidRequestError("the messages use every private-use character.", param="messages")
 
 
@@ -399,8 +399,8 @@ def _strftime_now(pattern: str) -> str:
 def _without_generation_tags(source: str) -> str:
     """`{% generation %}` blocks, which only mark assistant text for training, as blocks that always run."""
 
-    def always(found: re.Match[str]) -> str:
-        return f"{{%{found[1]} {'endif' if found[2] else 'if true'} {found[3]}%}}"
+    def always(match: re.Match[str]) -> str:
+        return f"{{%{match[1]} {'endif' if match[2] else 'if true'} {match[3]}%}}"
 
     return _GENERATION_TAG.sub(always, source)
 

@@ -207,12 +207,15 @@ class _Decoding:
         return ByteDetokenizer(pieces, self._errors, self._strip_spaces if at_start else 0)
 
     def _without_special(self, shown: tuple[str, ...]) -> tuple[frozenset[int], PieceTable]:
-        """The ids without text, and the bytes of all; kept, for there are few choices of what is shown."""
-        found = self._skipping.get(shown)
-        if found is None:
+        """Return the ids without text, and the bytes of all ids.
+
+        The result is kept: few choices of shown tokens occur.
+        """
+        entry = self._skipping.get(shown)
+        if entry is None:
             hidden = frozenset(token_id for name, token_id in self._special.items() if name not in shown)
-            found = self._skipping[shown] = (hidden, PieceTable(self._piece, hidden))
-        return found
+            entry = self._skipping[shown] = (hidden, PieceTable(self._piece, hidden))
+        return entry
 
     def _decode(self, token_ids: list[int], hidden: frozenset[int]) -> str:
         kept = [token_id for token_id in token_ids if token_id not in hidden]

@@ -191,6 +191,6 @@ class ToolCallParser:
 
 
 def _behind_spaces(text: str, pos: int) -> int:
-    found = _SPACE.match(text, pos)
-    assert found is not None
-    return found.end()
+    match = _SPACE.match(text, pos)
+    assert match is not None
+    return match.end()

@@ -123,7 +123,7 @@ def _times(is_single: bool) -> str:
 
 
 def _calls(form: ToolFormat, ids: Mapping[str, int], *, is_single: bool) -> str:
-    """One call, or one and more, with their markers."""
+    """Return the expression for a single call, or for one or more calls, with their markers."""
     if form.is_bare:  # the marker is not needed
         return "call" if is_single else 'call | "[" call (", " call)* "]"'
     opening, closing = _marker(form.opening, ids), _marker(form.closing, ids)
@@ -131,8 +131,8 @@ def _calls(form: ToolFormat, ids: Mapping[str, int], *, is_single: bool) -> str:
         more = "" if is_single else ' (", " call)*'
         return f'{opening} " "? "[" call{more} "]"'
     padding = _text(form.padding)
-    one = " ".join(part for part in (opening, padding, "call", padding, closing) if part)
-    return one if is_single else " ".join(part for part in (f"{one} (", padding, one, ")*") if part)
+    marked = " ".join(part for part in (opening, padding, "call", padding, closing) if part)
+    return marked if is_single else " ".join(part for part in (f"{marked} (", padding, marked, ")*") if part)
 
 
 def _call(
@@ -197,4 +197,4 @@ def _text(text: str) -> str:
 
 
 def _in_regex(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9_<>]", lambda found: "\\" + found[0], text)
+    return re.sub(r"[^A-Za-z0-9_<>]", lambda match: "\\" + match[0], text)

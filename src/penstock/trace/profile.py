@@ -45,11 +45,11 @@ class Profile:
         self._end = {replica: float(step) for replica, step in end_steps.items()}
 
     def is_covered(self, num_stages: int) -> bool:
-        """Whether each stage of the replicas that have an end has reported up to it."""
+        """Return whether each stage of the replicas that have an end has reported up to it."""
         newest: dict[tuple[int, int], int] = {}
         for (replica, stage, _), report in self._reports.items():
-            told = report.steps[-1][1] if report.steps else -1
-            newest[replica, stage] = max(told, newest.get((replica, stage), -1))
+            last_step = report.steps[-1][1] if report.steps else -1
+            newest[replica, stage] = max(last_step, newest.get((replica, stage), -1))
         return all(
             newest.get((replica, stage), -1) >= end
             for replica, end in self._end.items()

@@ -87,13 +87,13 @@ class EchoWriter:
         return self._num_told == len(self._echo.token_ids)
 
     def piece(self, entries: Sequence[TokenLogprobs]) -> tuple[str, CompletionLogprobs]:
-        """Text and log-probabilities of the next tokens; of the first one too, if it was not told yet.
+        """Return the text and log-probabilities of the next tokens, with the first token if it is still due.
 
         Args:
-            entries: of the next tokens of the prompt.
+            entries: log-probabilities of the next tokens of the prompt.
         """
-        begin, found = self._num_told, [*([] if self._num_told else [None]), *entries]
-        self._num_told += len(found)
+        begin, new_entries = self._num_told, [*([] if self._num_told else [None]), *entries]
+        self._num_told += len(new_entries)
         first = self._writer.offset
-        told = self._writer.write(self._echo.token_ids[begin : self._num_told], found)
-        return self._echo.text[first : None if self.is_done else self._writer.offset], told
+        logprobs = self._writer.write(self._echo.token_ids[begin : self._num_told], new_entries)
+        return self._echo.text[first : None if self.is_done else self._writer.offset], logprobs

@@ -159,7 +159,7 @@ class GenerationResponse(Response):
             self._streams += self._context.engine.add_all(
                 f"{record.unique_id}-{index}", sequence.prompt_token_ids, sequence.sampling
             )
-        record.prompt_tokens = sum(len(one.prompt_token_ids) for one in self._job.sequences)
+        record.prompt_tokens = sum(len(sequence.prompt_token_ids) for sequence in self._job.sequences)
 
     async def _next(self, stream: RequestStream) -> TextDelta:
         """The stream's next delta, timed. An engine that gives a sequence up is an error, never a finish."""

@@ -276,13 +276,13 @@ class Output:
         return event
 
 
-def finished(asked: ResponseObject, output: Output, usage: Usage) -> ResponseObject:
-    """The response that has come to its end."""
+def finished(response: ResponseObject, output: Output, usage: Usage) -> ResponseObject:
+    """Return the response as it stands at its end."""
     is_cut = output.finish_reason == "length"
     details = usage.completion_tokens_details
     num_reasoning = 0 if details is msgspec.UNSET else details.reasoning_tokens
     return msgspec.structs.replace(
-        asked,
+        response,
         completed_at=int(time.time()),
         status="incomplete" if is_cut else "completed",
         incomplete_details=IncompleteDetails(reason="max_output_tokens") if is_cut else None,
@@ -301,11 +301,11 @@ class ResponseText:
     """The event stream of one response; its own only writer.
 
     Args:
-        asked: the response as it stands at the beginning.
+        response: the response as it stands at the beginning.
     """
 
-    def __init__(self, asked: ResponseObject, output: Output) -> None:
-        self._asked = asked
+    def __init__(self, response: ResponseObject, output: Output) -> None:
+        self._asked = response
         self._output = output
         self._number = 0
         self._is_opened = False

@@ -25,32 +25,32 @@ _TAIL = 32  # ids at the end of a prompt in which the opening of the reasoning m
 
 
 def template_options(
-    asked: ChatRequest, syntax: ModelSyntax, limits: Limits
+    request: ChatRequest, syntax: ModelSyntax, limits: Limits
 ) -> tuple[dict[str, Any], list[str]]:
-    """Options of `ChatTemplate.encode`, and the fields that have no effect on this model's template.
+    """Return the options of `ChatTemplate.encode`, and the fields without effect on this model's template.
 
     Raises:
-        InvalidRequestError: they contradict each other, or name what is not theirs to set.
+        InvalidRequestError: the fields contradict each other, or set a variable that is reserved.
     """
     options: dict[str, Any] = {}
     given: dict[str, tuple[str, Any]] = {}
-    if asked.reasoning_effort is not None:
-        given["reasoning_effort"] = ("reasoning_effort", asked.reasoning_effort)
-    for name, value in _checked_kwargs(asked, limits).items():
+    if request.reasoning_effort is not None:
+        given["reasoning_effort"] = ("reasoning_effort", request.reasoning_effort)
+    for name, value in _checked_kwargs(request, limits).items():
         given[name] = (f"chat_template_kwargs.{name}", value)
     for name, (_field, value) in given.items():
         if name in syntax.reads:
             options[name] = value
-    if asked.add_generation_prompt is not None:
-        options["add_generation_prompt"] = asked.add_generation_prompt
-    if asked.continue_final_message:
-        _check_continued(asked)
+    if request.add_generation_prompt is not None:
+        options["add_generation_prompt"] = request.add_generation_prompt
+    if request.continue_final_message:
+        _check_continued(request)
         options["continue_final_message"] = True
     return options, [field for name, (field, _value) in given.items() if name not in syntax.reads]
 
 
-def _checked_kwargs(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
-    given = asked.chat_template_kwargs or {}
+def _checked_kwargs(request: ChatRequest, limits: Limits) -> dict[str, Any]:
+    given = request.chat_template_kwargs or {}
     if len(given) > limits.max_template_kwargs:
         raise InvalidRequestError(
             f"chat_template_kwargs has {len(given)} entries, more than {limits.max_template_kwargs}.",
@@ -69,34 +69,34 @@ def _checked_kwargs(asked: ChatRequest, limits: Limits) -> dict[str, Any]:
     return given
 
 
-def _check_continued(asked: ChatRequest) -> None:
-    if asked.add_generation_prompt:
+def _check_continued(request: ChatRequest) -> None:
+    if request.add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt cannot both be true.",
             remedy="The first goes on with the last message, the second begins another.",
             param="continue_final_message",
         )
-    if not asked.messages or asked.messages[-1].role != "assistant" or asked.messages[-1].tool_calls:
+    if not request.messages or request.messages[-1].role != "assistant" or request.messages[-1].tool_calls:
         raise InvalidRequestError(
             "continue_final_message needs a last message of the assistant, with text and without tool_calls.",
             param="continue_final_message",
         )
 
 
-def opens_reasoning(asked: ChatRequest, prompt: Sequence[int], model: ServedModel) -> bool:
-    """Whether the answer to this prompt begins inside of the reasoning."""
+def opens_reasoning(request: ChatRequest, prompt: Sequence[int], model: ServedModel) -> bool:
+    """Return whether the answer to this prompt begins inside the reasoning."""
     form = model.syntax.reasoning
     if form is None:
         return False
-    if asked.continue_final_message:
-        text = text_of(asked.messages[-1])
+    if request.continue_final_message:
+        text = text_of(request.messages[-1])
         return text.rfind(form.opening) > text.rfind(form.closing)
     tail = b"".join(map(model.codec.token_bytes, prompt[-_TAIL:])).decode(errors="ignore").rstrip()
     return tail.endswith(form.opening) or (form.is_open and not tail.endswith(form.closing))
 
 
-def reading_of(asked: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> Reading | None:
-    """How the answers are read; None where all of their text is content."""
+def reading_of(request: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_open: bool) -> Reading | None:
+    """Return how the answers are read, or None where all of their text is content."""
     tools = syntax.tools if use.choice != "none" else None
     reasoning = syntax.reasoning
     if tools is None and reasoning is None:
@@ -107,7 +107,7 @@ def reading_of(asked: ChatRequest, use: ToolUse, syntax: ModelSyntax, *, is_open
         is_parallel=use.is_parallel,
         reasoning=reasoning,
         is_open=is_open,
-        shows_reasoning=asked.include_reasoning is not False,
+        shows_reasoning=request.include_reasoning is not False,
         reasoning_end=None if reasoning is None else syntax.marker_ids.get(reasoning.closing),
     )
 

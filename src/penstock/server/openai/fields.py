@@ -135,7 +135,7 @@ def _refuse_unsupported(body: dict[str, Any], request_type: type[R]) -> None:
             remedy = _IN_PLACE.get(name, f"Leave it out or set it to {_alternatives(neutral)}.")
         else:
             continue
-        if not any(_is_same(value, one) for one in neutral):
+        if not any(_is_same(value, neutral_value) for neutral_value in neutral):
             raise InvalidRequestError(
                 f"{name} is not supported by this version of Penstock.",
                 remedy=remedy,
@@ -154,10 +154,10 @@ def _alternatives(neutral: tuple[object, ...]) -> str:
 
 def refused_field(message: str, request_type: type[msgspec.Struct]) -> InvalidRequestError:
     """Return the error that names the field which msgspec's `message` complains about."""
-    found = _AT.search(message)
+    location = _AT.search(message)
     text = _AT.sub("", message)
     missing = re.fullmatch(r"Object missing required field `(.*)`", text)
-    path = found[1] if found else ""
+    path = location[1] if location else ""
     if missing:
         param = f"{path}.{missing[1]}" if path else missing[1]
         return InvalidRequestError(f"{param} is required.", param=param, code="missing_required_parameter")
@@ -171,34 +171,34 @@ def refused_field(message: str, request_type: type[msgspec.Struct]) -> InvalidRe
 
 
 def _words_at(request_type: type[msgspec.Struct], path: str) -> list[object]:
-    """Those that a field may be, where it is one of a few words; the path is as in `messages[0].role`."""
+    """Return the words that the field at `path`, such as `messages[0].role`, may hold, if only a few."""
     kinds = [inspect.type_info(request_type)]
     for step in _STEP.findall(path):
         kinds = [inside for kind in kinds for inside in _inside(kind, step)]
     return [
         word
         for kind in kinds
-        for one in alternatives(kind)
-        if isinstance(one, inspect.LiteralType)
-        for word in one.values
+        for alternative in alternatives(kind)
+        if isinstance(alternative, inspect.LiteralType)
+        for word in alternative.values
     ]
 
 
 def _inside(kind: inspect.Type, step: str) -> Iterator[inspect.Type]:
-    for one in alternatives(kind):
-        if isinstance(one, inspect.StructType):
-            yield from (field.type for field in one.fields if field.encode_name == step)
-        elif isinstance(one, inspect.ListType | inspect.VarTupleType):
-            yield one.item_type
-        elif isinstance(one, inspect.DictType):
-            yield one.value_type
+    for alternative in alternatives(kind):
+        if isinstance(alternative, inspect.StructType):
+            yield from (field.type for field in alternative.fields if field.encode_name == step)
+        elif isinstance(alternative, inspect.ListType | inspect.VarTupleType):
+            yield alternative.item_type
+        elif isinstance(alternative, inspect.DictType):
+            yield alternative.value_type
 
 
 def alternatives(kind: inspect.Type) -> list[inspect.Type]:
     """Return the members of a union, or `kind` alone, without what is noted beside a type."""
     inner = kind.type if isinstance(kind, inspect.Metadata) else kind
     members = inner.types if isinstance(inner, inspect.UnionType) else (inner,)
-    return [one.type if isinstance(one, inspect.Metadata) else one for one in members]
+    return [member.type if isinstance(member, inspect.Metadata) else member for member in members]
 
 
 def unknown_fields(body: Mapping[str, Any], request_type: type[msgspec.Struct]) -> list[str]:

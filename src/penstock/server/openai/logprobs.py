@@ -126,20 +126,20 @@ def joined_logprobs(first: CompletionLogprobs, second: CompletionLogprobs) -> Co
 def prompt_logprobs(
     token_ids: Sequence[int], entries: Sequence[TokenLogprobs], num_top: int, token_bytes: TokenBytes
 ) -> PromptLogprobs:
-    """Of all tokens of a prompt, in vLLM's shape.
+    """Return the log-probabilities of all tokens of a prompt, in vLLM's shape.
 
     Args:
-        entries: of all but the first.
-        num_top: likeliest to tell; an entry may have more of them.
+        entries: log-probabilities of all tokens but the first.
+        num_top: number of likeliest tokens to report; an entry may have more.
     """
 
     def told(token_id: int, value: float, rank: int) -> PromptLogprob:
         text = token_bytes(token_id).decode(errors="replace")
         return PromptLogprob(logprob=max(value, LOWEST), rank=rank, decoded_token=text)
 
-    found: PromptLogprobs = [None]
+    logprobs: PromptLogprobs = [None]
     for token_id, entry in zip(token_ids[1:], entries, strict=True):
         tops = zip(entry.top_ids[:num_top], entry.top_logprobs, strict=False)
-        likeliest = {top_id: told(top_id, value, place) for place, (top_id, value) in enumerate(tops, 1)}
-        found.append({token_id: told(token_id, entry.logprob, entry.rank)} | likeliest)
-    return found
+        likeliest = {top_id: told(top_id, value, rank) for rank, (top_id, value) in enumerate(tops, 1)}
+        logprobs.append({token_id: told(token_id, entry.logprob, entry.rank)} | likeliest)
+    return logprobs

@@ -127,19 +127,19 @@ class MessageReader:
         self._num_tokens += len(token_ids)
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
-        """What these characters bring; with the last ones, all that was held back."""
+        """Return the pieces that `text` completes; with the last text, also all that was held back."""
         pieces = self._splitter.feed(text)
         if is_last:
             pieces += self._splitter.finish()
-        found: list[Piece] = []
+        answer_pieces: list[Piece] = []
         for piece in pieces:
             if piece.kind == "content":
-                found += self._calls.feed(piece.text)
+                answer_pieces += self._calls.feed(piece.text)
             elif self._reading.shows_reasoning:
-                found.append(piece)
+                answer_pieces.append(piece)
         if is_last:
-            found += self._calls.finish()
-        return found if self._reading.is_parallel else list(self._up_to_one_call(found))
+            answer_pieces += self._calls.finish()
+        return answer_pieces if self._reading.is_parallel else list(self._up_to_one_call(answer_pieces))
 
     def _up_to_one_call(self, pieces: Iterable[Piece]) -> Iterable[Piece]:
         for piece in pieces:

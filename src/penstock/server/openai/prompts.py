@@ -53,9 +53,9 @@ class PromptReader:
         return await self._all(prompt, "prompt", self._limits.max_prompts)
 
     async def embeddings(self, inputs: Prompt) -> list[list[int]]:
-        """Token ids of each input of an embeddings request, in order."""
-        found = await self._all(inputs, "input", self._limits.max_embedding_inputs)
-        count, limit = sum(map(len, found)), self._limits.max_embedding_tokens
+        """Return the token ids of each input of an embeddings request, in order."""
+        input_ids = await self._all(inputs, "input", self._limits.max_embedding_inputs)
+        count, limit = sum(map(len, input_ids)), self._limits.max_embedding_tokens
         if count > limit:
             raise InvalidRequestError(
                 f"input has {count} tokens in all; this server takes {limit} in one request.",
@@ -63,7 +63,7 @@ class PromptReader:
                 param="input",
                 code="out_of_range",
             )
-        return found
+        return input_ids
 
     async def _all(self, prompt: Prompt, param: str, most: int) -> list[list[int]]:
         prompts = prompt_list(prompt, param)
@@ -74,9 +74,12 @@ class PromptReader:
                 param=param,
                 code="out_of_range",
             )
-        sizes = [_num_bytes(one) if isinstance(one, str) else len(one) for one in prompts]
-        for size, one in zip(sizes, prompts, strict=True):
-            if isinstance(one, str):
+        sizes = [
+            _num_bytes(text_or_ids) if isinstance(text_or_ids, str) else len(text_or_ids)
+            for text_or_ids in prompts
+        ]
+        for size, text_or_ids in zip(sizes, prompts, strict=True):
+            if isinstance(text_or_ids, str):
                 self._refuse_long(size, param)
         return await self._workers.run(sum(sizes), self._all_token_ids, prompts, param)
 
@@ -165,7 +168,7 @@ class PromptReader:
         return plain, {}
 
     def _all_token_ids(self, prompts: list[str | list[int]], param: str) -> list[list[int]]:
-        return [self._token_ids(one, param) for one in prompts]
+        return [self._token_ids(text_or_ids, param) for text_or_ids in prompts]
 
     def _token_ids(self, prompt: str | list[int], param: str) -> list[int]:
         if isinstance(prompt, str):

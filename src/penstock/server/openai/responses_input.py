@@ -98,51 +98,51 @@ class ChatOfResponse:
         unused: fields of the request that change nothing here.
     """
 
-    def __init__(self, asked: ResponsesRequest, limits: Limits) -> None:
-        _refuse(_REFUSED, lambda name: getattr(asked, name))
-        _check_notes(asked)
-        messages, self._origins = _messages(asked, limits)
-        wants_logprobs = LOGPROBS in (asked.include or ())
-        if asked.top_logprobs and not wants_logprobs:
+    def __init__(self, request: ResponsesRequest, limits: Limits) -> None:
+        _refuse(_REFUSED, lambda name: getattr(request, name))
+        _check_notes(request)
+        messages, self._origins = _messages(request, limits)
+        wants_logprobs = LOGPROBS in (request.include or ())
+        if request.top_logprobs and not wants_logprobs:
             raise _wrong(
                 "top_logprobs needs an include of message.output_text.logprobs.",
                 "top_logprobs",
                 remedy=f"Add include: [{LOGPROBS!r}], or leave top_logprobs out.",
             )
-        shared = {name: getattr(asked, name) for name in SampledRequest.__struct_fields__}
-        text_format = None if asked.text is None else asked.text.format
+        shared = {name: getattr(request, name) for name in SampledRequest.__struct_fields__}
+        text_format = None if request.text is None else request.text.format
         self.request = ChatRequest(
             **shared,
             messages=messages,
-            max_completion_tokens=asked.max_output_tokens,
+            max_completion_tokens=request.max_output_tokens,
             logprobs=wants_logprobs,
-            top_logprobs=asked.top_logprobs,
-            tools=[_tool(index, tool) for index, tool in enumerate(asked.tools or ())] or None,
-            tool_choice=_choice(asked),
-            parallel_tool_calls=asked.parallel_tool_calls,
+            top_logprobs=request.top_logprobs,
+            tools=[_tool(index, tool) for index, tool in enumerate(request.tools or ())] or None,
+            tool_choice=_choice(request),
+            parallel_tool_calls=request.parallel_tool_calls,
             response_format=None if text_format is None else _format(text_format),
-            reasoning_effort=None if asked.reasoning is None else asked.reasoning.effort,
-            include_reasoning=asked.include_reasoning,
-            chat_template_kwargs=asked.chat_template_kwargs,
+            reasoning_effort=None if request.reasoning is None else request.reasoning.effort,
+            include_reasoning=request.include_reasoning,
+            chat_template_kwargs=request.chat_template_kwargs,
         )
-        self.unused = _unused(asked)
+        self.unused = _unused(request)
 
     def own_names(self, text: str) -> str:
         """The text with the names of the request's own fields in place of a chat's."""
         return _CHAT_NAME.sub(self._own_name, text)
 
-    def _own_name(self, found: re.Match[str]) -> str:
-        if found["message"] is not None:
-            index = int(found["message"])
+    def _own_name(self, match: re.Match[str]) -> str:
+        if match["message"] is not None:
+            index = int(match["message"])
             if index >= len(self._origins):  # the client's own words
-                return found[0]
+                return match[0]
             item, call = self._origins[index]
-            if found["calls"] and call is not None:
-                return f"input[{call}]" + _OF_CALLS[found["calls"]]
-            return ("instructions" if item is None else f"input[{item}]") + (found["calls"] or "")
-        if found["tool"] is not None:
-            return f"tools[{found['tool']}]"
-        return _OWN_NAMES[found[0]]
+            if match["calls"] and call is not None:
+                return f"input[{call}]" + _OF_CALLS[match["calls"]]
+            return ("instructions" if item is None else f"input[{item}]") + (match["calls"] or "")
+        if match["tool"] is not None:
+            return f"tools[{match['tool']}]"
+        return _OWN_NAMES[match[0]]
 
     def renamed(self, error: RequestError) -> RequestError:
         """An error of the chat, with the names of the request's own fields."""
@@ -170,10 +170,12 @@ _CHAT_NAME = re.compile(  # behind a quote are the client's own words
 )
 
 
-def check_logprobs(asked: ChatRequest, reading: Reading | None) -> None:
-    """Raise `InvalidRequestError` where tokens cannot be told to be of the text: where that is a part of what
-    comes out."""
-    if asked.logprobs and reading is not None:
+def check_logprobs(request: ChatRequest, reading: Reading | None) -> None:
+    """Raise `InvalidRequestError` if log-probabilities are requested and not all of the answer may be text.
+
+    The tokens of the text cannot be told apart from the other tokens then.
+    """
+    if request.logprobs and reading is not None:
         raise _wrong(
             "log-probabilities are not told of answers that may have reasoning or calls of tools.",
             "include",
@@ -211,9 +213,9 @@ def _refuse(names: Mapping[str, tuple[tuple[object, ...], str]], value_of: Calla
             )
 
 
-def _check_notes(asked: ResponsesRequest) -> None:
-    """What comes back as it is, is short."""
-    metadata = asked.metadata or {}
+def _check_notes(request: ResponsesRequest) -> None:
+    """Raise `InvalidRequestError` if metadata or notes are too long, since the response repeats them."""
+    metadata = request.metadata or {}
     longest_key = max(map(len, metadata), default=0)
     longest_value = max(map(len, metadata.values()), default=0)
     for param, what, value, most in (
@@ -221,7 +223,7 @@ def _check_notes(asked: ResponsesRequest) -> None:
         ("metadata", "The length of a key of metadata", longest_key, _MAX_METADATA_KEY),
         ("metadata", "The length of a value of metadata", longest_value, _MAX_METADATA_VALUE),
         *(
-            (name, f"The length of {name}", len(getattr(asked, name) or ""), _MAX_NOTE)
+            (name, f"The length of {name}", len(getattr(request, name) or ""), _MAX_NOTE)
             for name in ("user", "safety_identifier", "prompt_cache_key")
         ),
     ):
@@ -229,23 +231,23 @@ def _check_notes(asked: ResponsesRequest) -> None:
             raise _wrong(f"{what} is {value}; at most {most} are taken.", param, code="out_of_range")
 
 
-def _unused(asked: ResponsesRequest) -> list[str]:
-    names = [name for name, neutral in _UNUSED.items() if getattr(asked, name) not in neutral]
-    if asked.text is not None and asked.text.verbosity not in (None, "medium"):
+def _unused(request: ResponsesRequest) -> list[str]:
+    names = [name for name, neutral in _UNUSED.items() if getattr(request, name) not in neutral]
+    if request.text is not None and request.text.verbosity not in (None, "medium"):
         names.append("text.verbosity")
-    if asked.reasoning is not None and asked.reasoning.summary is not None:
+    if request.reasoning is not None and request.reasoning.summary is not None:
         names.append("reasoning.summary")
     return names
 
 
-def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[_Origin]]:
-    """The conversation, and where each message comes from."""
+def _messages(request: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage], list[_Origin]]:
+    """Return the conversation, and the origin of each message in the input."""
     messages: list[ChatMessage | _Turn] = []
     origins: list[_Origin] = []
-    if asked.instructions:
-        messages.append(ChatMessage(role="system", content=asked.instructions))
+    if request.instructions:
+        messages.append(ChatMessage(role="system", content=request.instructions))
         origins.append(_Origin(None))
-    for index, item in enumerate(_items(asked.input, limits.max_messages - len(messages))):
+    for index, item in enumerate(_items(request.input, limits.max_messages - len(messages))):
         last = messages[-1] if messages else None
         call = index if item.kind == "function_call" else None
         if isinstance(last, _Turn) and last.takes(item):
@@ -255,7 +257,7 @@ def _messages(asked: ResponsesRequest, limits: Limits) -> tuple[list[ChatMessage
             continue
         messages.append(_begun(item, f"input[{index}]"))
         origins.append(_Origin(index, call))
-    return [one.message() if isinstance(one, _Turn) else one for one in messages], origins
+    return [message.message() if isinstance(message, _Turn) else message for message in messages], origins
 
 
 def _items(given: str | list[InputItem], most: int) -> list[InputItem]:
@@ -381,17 +383,17 @@ def _tool(index: int, tool: FunctionTool) -> Tool:
     return Tool(type="function", function=function)
 
 
-def _choice(asked: ResponsesRequest) -> Literal["none", "auto", "required"] | NamedTool | None:
-    choice = asked.tool_choice
+def _choice(request: ResponsesRequest) -> Literal["none", "auto", "required"] | NamedTool | None:
+    choice = request.tool_choice
     if isinstance(choice, NamedChoice):
         return NamedTool(type="function", function=NamedFunction(name=choice.name))
     return choice
 
 
-def _format(asked: TextFormat) -> ResponseFormat:
-    if asked.type != "json_schema":
-        return ResponseFormat(type=asked.type)
-    if asked.schema is None:
+def _format(text_format: TextFormat) -> ResponseFormat:
+    if text_format.type != "json_schema":
+        return ResponseFormat(type=text_format.type)
+    if text_format.schema is None:
         raise _missing("text.format.schema")
-    schema = JsonSchemaFormat(name=asked.name, schema=asked.schema)
+    schema = JsonSchemaFormat(name=text_format.name, schema=text_format.schema)
     return ResponseFormat(type="json_schema", json_schema=schema)

@@ -77,28 +77,28 @@ def behind_reasoning(
     return grammar
 
 
-def _of_format(asked: ResponseFormat) -> StructuredOutputs | None:
-    if asked.type == "text":
+def _of_format(response_format: ResponseFormat) -> StructuredOutputs | None:
+    if response_format.type == "text":
         return None
-    if asked.type == "json_object":
+    if response_format.type == "json_object":
         return StructuredOutputs(json_object=True)
-    if asked.json_schema is None or asked.json_schema.schema is None:
+    if response_format.json_schema is None or response_format.json_schema.schema is None:
         raise InvalidRequestError(
             "response_format.json_schema.schema is required for the type json_schema.",
             param="response_format.json_schema",
             code="missing_required_parameter",
         )
-    return StructuredOutputs(json=_text(asked.json_schema.schema))
+    return StructuredOutputs(json=_text(response_format.json_schema.schema))
 
 
-def _of_fields(asked: StructuredOutputFields) -> StructuredOutputs:
+def _of_fields(fields: StructuredOutputFields) -> StructuredOutputs:
     return StructuredOutputs(
-        json=asked.json if asked.json is None or isinstance(asked.json, str) else _text(asked.json),
-        json_object=bool(asked.json_object),
-        regex=asked.regex,
-        choice=asked.choice,
-        grammar=asked.grammar,
-        whitespace=bool(asked.whitespace),
+        json=fields.json if fields.json is None or isinstance(fields.json, str) else _text(fields.json),
+        json_object=bool(fields.json_object),
+        regex=fields.regex,
+        choice=fields.choice,
+        grammar=fields.grammar,
+        whitespace=bool(fields.whitespace),
     )
 
 

@@ -61,9 +61,9 @@ class ToolUse:
 NO_TOOLS = ToolUse(tools=[], strict=frozenset(), choice="none", named="", is_parallel=True)
 
 
-def tool_use(asked: ChatRequest, syntax: ModelSyntax, limits: Limits) -> ToolUse:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` mean. Raises `InvalidRequestError`."""
-    tools, choice = asked.tools or [], asked.tool_choice or "auto"
+def tool_use(request: ChatRequest, syntax: ModelSyntax, limits: Limits) -> ToolUse:
+    """Return what `tools`, `tool_choice` and `parallel_tool_calls` mean. Raises `InvalidRequestError`."""
+    tools, choice = request.tools or [], request.tool_choice or "auto"
     named = choice.function.name if isinstance(choice, NamedTool) else ""
     kind = choice if isinstance(choice, str) else "named"
     if not tools:
@@ -85,7 +85,7 @@ def tool_use(asked: ChatRequest, syntax: ModelSyntax, limits: Limits) -> ToolUse
         strict=frozenset(tool.function.name for tool in tools if tool.function.strict),
         choice=kind,
         named=named,
-        is_parallel=asked.parallel_tool_calls is not False,
+        is_parallel=request.parallel_tool_calls is not False,
     )
 
 
@@ -180,34 +180,34 @@ def grammar_of(
 
 
 def bound_schemas(use: ToolUse) -> dict[str, str]:
-    """The schemas that a grammar makes arguments obey, as JSON text, by the field that gave them."""
-    found = {}
+    """Return the schemas that a grammar makes arguments obey, as JSON text, by the field that gave them."""
+    schemas = {}
     for index, tool in enumerate(use.tools):
         name, schema = tool["function"]["name"], tool["function"].get("parameters")
         if schema and use.binds(name):
-            found[f"tools[{index}].function.parameters"] = msgspec.json.encode(schema).decode()
-    return found
+            schemas[f"tools[{index}].function.parameters"] = msgspec.json.encode(schema).decode()
+    return schemas
 
 
 def with_own_text(messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str, Any]]:
-    """Messages for a template that knows no tools: those in the system's text, calls and results as text."""
+    """Return messages for a template without tools: tools in the system's text, calls and results as text."""
     plain: list[dict[str, Any]] = []
     names: dict[str, str] = {}
-    told: list[str] = []  # by the last user: the results behind a message are in it
+    user_texts: list[str] = []  # of the last user's message: the results behind a message are in it
     for message in messages:
         if message["role"] == "tool":
-            if not told and (not plain or plain[-1]["role"] != "user"):
+            if not user_texts and (not plain or plain[-1]["role"] != "user"):
                 plain.append({"role": "user", "content": ""})
-            told = told or [*filter(None, [plain[-1]["content"]])]
-            told.append(_result_text(message, names))
+            user_texts = user_texts or [*filter(None, [plain[-1]["content"]])]
+            user_texts.append(_result_text(message, names))
             continue
-        _tell(plain, told)
+        _tell(plain, user_texts)
         calls = message.get("tool_calls") or []
         names |= {call["id"]: call["function"]["name"] for call in calls if call.get("id")}
         text = "\n".join([*filter(None, [message["content"]]), *map(_call_text, calls)])
         others = {name: value for name, value in message.items() if name != "tool_calls"}
         plain.append(others | {"content": text})
-    _tell(plain, told)
+    _tell(plain, user_texts)
     if not use.tools:
         return plain
     shown = "\n".join(msgspec.json.encode(tool["function"]).decode() for tool in use.tools)
@@ -217,11 +217,11 @@ def with_own_text(messages: list[dict[str, Any]], use: ToolUse) -> list[dict[str
     return [{"role": "system", "content": text}, *plain]
 
 
-def _tell(plain: list[dict[str, Any]], told: list[str]) -> None:
-    """Put what was collected into the last message."""
-    if told:
-        plain[-1] = plain[-1] | {"content": "\n\n".join(told)}
-        told.clear()
+def _tell(plain: list[dict[str, Any]], user_texts: list[str]) -> None:
+    """Put the collected texts, if any, into the last message and clear them."""
+    if user_texts:
+        plain[-1] = plain[-1] | {"content": "\n\n".join(user_texts)}
+        user_texts.clear()
 
 
 def _result_text(message: dict[str, Any], names: dict[str, str]) -> str:

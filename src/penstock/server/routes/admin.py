@@ -221,16 +221,16 @@ class AdminRoute:
                 param="idle_s",
                 code="out_of_range",
             )
-        asked = OpenSession(query.session_id or f"session-{uuid4().hex}", query.capacity_tokens, idle_s)
+        operation = OpenSession(query.session_id or f"session-{uuid4().hex}", query.capacity_tokens, idle_s)
         try:
-            done = await self._engine.operate(asked, query.timeout_s)
+            done = await self._engine.operate(operation, query.timeout_s)
         except WaitTimeoutError as error:
             raise WaitTimeoutError(
-                f"session {asked.session_id}: {error.message}",
+                f"session {operation.session_id}: {error.message}",
                 remedy="Ask for it once more, by its session_id, to wait longer.",
             ) from error
         opened = SessionOpened(
-            session_id=asked.session_id,
+            session_id=operation.session_id,
             capacity_tokens=query.capacity_tokens,
             idle_s=idle_s,
             replicas=done,

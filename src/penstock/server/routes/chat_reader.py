@@ -44,17 +44,17 @@ class ChatReader:
         self._intake = intake
         self._grammars = grammars
 
-    async def read(self, asked: ChatRequest) -> ReadChat:
-        """Return what the request comes to, its grammar checked. An error names the field at fault."""
+    async def read(self, request: ChatRequest) -> ReadChat:
+        """Return the request as read, with its grammar checked. An error names the field at fault."""
         intake, grammars = self._intake, self._grammars
         model = intake.model
-        sampling = chat_sampling(asked, model, intake.limits)
+        sampling = chat_sampling(request, model, intake.limits)
         check_choices(sampling, 1, intake.limits)
-        use, options, unused = self._beside_messages(asked)
-        prompt = await intake.prompts.chat(asked.messages, use, options)
-        is_open = opens_reasoning(asked, prompt, model)
-        reading = reading_of(asked, use, model.syntax, is_open=is_open)
-        asked_by = structured_field(asked)
+        use, options, unused = self._beside_messages(request)
+        prompt = await intake.prompts.chat(request.messages, use, options)
+        is_open = opens_reasoning(request, prompt, model)
+        reading = reading_of(request, use, model.syntax, is_open=is_open)
+        asked_by = structured_field(request)
         text = in_place_of_calls(sampling, use, model.syntax, asked_by)
         if use.choice in ("none", "auto"):  # else there are only calls
             await grammars.check_sampling(sampling, asked_by)
@@ -68,33 +68,33 @@ class ChatReader:
         sampling = _for_reading(sampling, reading, model, grammar)
         if grammar is not None:
             await grammars.check_made(grammar, asked_by)
-        return ReadChat(sequence=self._sequence(asked, prompt, sampling), reading=reading, unused=unused)
+        return ReadChat(sequence=self._sequence(request, prompt, sampling), reading=reading, unused=unused)
 
-    async def render(self, asked: ChatRequest) -> tuple[str, Sequence, list[str]]:
+    async def render(self, request: ChatRequest) -> tuple[str, Sequence, list[str]]:
         """Return the text that the template makes, its sequence, and fields without effect.
 
         No grammar is checked.
         """
         prompts = self._intake.prompts
-        sampling = chat_sampling(asked, self._intake.model, self._intake.limits)
-        use, options, unused = self._beside_messages(asked)
-        prompt = await prompts.chat(asked.messages, use, options)
-        sequence = self._sequence(asked, prompt, sampling)
-        return await prompts.chat_text(asked.messages, use, options), sequence, unused
+        sampling = chat_sampling(request, self._intake.model, self._intake.limits)
+        use, options, unused = self._beside_messages(request)
+        prompt = await prompts.chat(request.messages, use, options)
+        sequence = self._sequence(request, prompt, sampling)
+        return await prompts.chat_text(request.messages, use, options), sequence, unused
 
-    def _beside_messages(self, asked: ChatRequest) -> tuple[ToolUse, dict[str, Any], list[str]]:
-        """Tools and options for the chat template, and the fields that have no effect on it."""
+    def _beside_messages(self, request: ChatRequest) -> tuple[ToolUse, dict[str, Any], list[str]]:
+        """Return tools and options for the chat template, and the fields that have no effect on it."""
         syntax, limits = self._intake.model.syntax, self._intake.limits
-        return tool_use(asked, syntax, limits), *template_options(asked, syntax, limits)
+        return tool_use(request, syntax, limits), *template_options(request, syntax, limits)
 
-    def _sequence(self, asked: ChatRequest, prompt: list[int], sampling: SamplingParams) -> Sequence:
+    def _sequence(self, request: ChatRequest, prompt: list[int], sampling: SamplingParams) -> Sequence:
         fitted = fit_to_context(
             sampling,
             len(prompt),
             self._intake.max_model_len,
             default=None,
             prompt_field="messages",
-            output_field=output_field(asked),
+            output_field=output_field(request),
         )
         return Sequence(prompt_token_ids=prompt, sampling=fitted)
 

@@ -60,20 +60,20 @@ class CompletionsRoute:
         ]
         return json_response(msgspec.json.encode(rendered), headers=warning_headers(read.ignored))
 
-    async def _sequences(self, asked: CompletionRequest) -> list[Sequence]:
-        """Return one for each prompt."""
+    async def _sequences(self, request: CompletionRequest) -> list[Sequence]:
+        """Return a sequence for each prompt."""
         intake = self._intake
-        sampling = completion_sampling(asked, intake.model, intake.limits)
+        sampling = completion_sampling(request, intake.model, intake.limits)
         limit, codec = intake.max_model_len, intake.model.codec
-        all_ids = await intake.prompts.completions(asked.prompt)
+        all_ids = await intake.prompts.completions(request.prompt)
         check_choices(sampling, len(all_ids), intake.limits)
         return [
             Sequence(
                 prompt_token_ids=token_ids,
                 sampling=fit_to_context(sampling, len(token_ids), limit, default=DEFAULT_COMPLETION_TOKENS),
-                echo=Echo.of(prompt, token_ids, sampling, codec) if asked.echo else None,
+                echo=Echo.of(prompt, token_ids, sampling, codec) if request.echo else None,
             )
-            for prompt, token_ids in zip(prompt_list(asked.prompt), all_ids, strict=True)
+            for prompt, token_ids in zip(prompt_list(request.prompt), all_ids, strict=True)
         ]
 
 

@@ -56,25 +56,25 @@ class EmbeddingsResponse(GenerationResponse):
 
     async def _generate(self, send: Send) -> None:
         sequences = self._job.sequences
-        self._job.record.prompt_tokens = sum(len(one.prompt_token_ids) for one in sequences)
-        found: list[TextDelta | None] = [None] * len(sequences)
+        self._job.record.prompt_tokens = sum(len(sequence.prompt_token_ids) for sequence in sequences)
+        deltas: list[TextDelta | None] = [None] * len(sequences)
         waiting = iter(enumerate(sequences))
-        await all_of([self._work_off(waiting, found) for _ in sequences[:AT_ONCE]])
+        await all_of([self._work_off(waiting, deltas) for _ in sequences[:AT_ONCE]])
         self._job.record.finish_reason = "stop"
-        vectors = [delta for delta in found if delta is not None]
+        vectors = [delta for delta in deltas if delta is not None]
         await self._send_whole(send, vectors)
 
     async def _work_off(
-        self, waiting: Iterator[tuple[int, Sequence]], found: list[TextDelta | None]
+        self, waiting: Iterator[tuple[int, Sequence]], deltas: list[TextDelta | None]
     ) -> TextDelta | None:
-        """Have one input after the other pooled, until none waits; the last one's delta."""
+        """Pool one waiting input after another, until none waits; return the delta of the last one pooled."""
         delta = None
         for index, sequence in waiting:
             stream = self._context.engine.embed(
                 f"{self._job.record.unique_id}-{index}", sequence.prompt_token_ids, self._job.params
             )
             self._streams.append(stream)
-            delta = found[index] = await self._next(stream)
+            delta = deltas[index] = await self._next(stream)
         return delta
 
 
@@ -92,12 +92,12 @@ class EmbeddingsRoute:
 
     async def _prepare(self, request: Request) -> GenerationResponse:
         body = await self._intake.read(request)
-        asked = convert(body, EmbeddingRequest)
-        self._intake.check_model(asked.model)
-        params = self._params(asked)
-        prompts = await self._intake.prompts.embeddings(asked.input)
+        fields = convert(body, EmbeddingRequest)
+        self._intake.check_model(fields.model)
+        params = self._params(fields)
+        prompts = await self._intake.prompts.embeddings(fields.input)
         self._refuse_long(prompts)
-        write = vector_in_base64 if asked.encoding_format == "base64" else vector_as_numbers
+        write = vector_in_base64 if fields.encoding_format == "base64" else vector_as_numbers
         job = EmbeddingJob(
             sequences=[Sequence(prompt_token_ids=prompt) for prompt in prompts],
             record=record_of(request.scope),
@@ -109,12 +109,12 @@ class EmbeddingsRoute:
         )
         return EmbeddingsResponse(job, self._context)
 
-    def _params(self, asked: EmbeddingRequest) -> PoolingParams:
-        self._intake.model.vector.check(asked.dimensions)
+    def _params(self, fields: EmbeddingRequest) -> PoolingParams:
+        self._intake.model.vector.check(fields.dimensions)
         return PoolingParams(
-            pooling=asked.pooling,
-            normalize=asked.normalize is not False,
-            dimensions=asked.dimensions,
+            pooling=fields.pooling,
+            normalize=fields.normalize is not False,
+            dimensions=fields.dimensions,
         )
 
     def _refuse_long(self, prompts: list[list[int]]) -> None:

@@ -108,19 +108,19 @@ class Intake:
                 code="model_not_found",
             )
 
-    def _check_common(self, asked: GenerateRequest) -> None:
-        self.check_model(asked.model)
-        if asked.stream_options is not None and not asked.stream:
+    def _check_common(self, fields: GenerateRequest) -> None:
+        self.check_model(fields.model)
+        if fields.stream_options is not None and not fields.stream:
             raise InvalidRequestError(
                 "stream_options may only be set together with stream: true.", param="stream_options"
             )
-        if asked.counts_tokens and not asked.include_usage:
+        if fields.counts_tokens and not fields.include_usage:
             raise InvalidRequestError(
                 "stream_options.continuous_usage_stats may only be set together with include_usage: true.",
                 remedy="Set both, or leave it out.",
                 param="stream_options.continuous_usage_stats",
             )
-        if asked.prompt_logprobs is not None and asked.stream:
+        if fields.prompt_logprobs is not None and fields.stream:
             raise InvalidRequestError(
                 "prompt_logprobs are not told in a stream.",
                 remedy="Leave out stream; a completion streams them with echo and logprobs.",

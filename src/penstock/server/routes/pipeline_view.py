@@ -183,13 +183,13 @@ class PipelineRoute:
         )
 
     async def feed(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send frames until the server drains; `send` takes its time."""
-        told: list[ReplicaView] | None = None
+        """Send frames until the server drains, waiting for each `send`."""
+        sent_replicas: list[ReplicaView] | None = None
         told_at = self._clock()
         while not self._lifecycle.is_draining:
             view = self.view()
-            if view.replicas != told or self._clock() - told_at > STILL_S - FRAME_S / 2:
-                told, told_at = view.replicas, self._clock()
+            if view.replicas != sent_replicas or self._clock() - told_at > STILL_S - FRAME_S / 2:
+                sent_replicas, told_at = view.replicas, self._clock()
                 await send(b"data: " + msgspec.json.encode(view) + b"\n\n")
             await self._sleep(FRAME_S)
 
@@ -230,7 +230,7 @@ def _replica(index: int, status: StatusLike, shapes: Sequence[StageShape]) -> Re
     if stats is None:
         stages = [_stage(stage, shape, None, Restarts()) for stage, shape in enumerate(shapes)]
         return ReplicaView(replica=index, ready=status.ready, reason=status.reason, stages=stages)
-    times = {told.stage: told for told in stats.stage_times}
+    times = {stage_times.stage: stage_times for stage_times in stats.stage_times}
     known = dict(enumerate(shapes))
     return ReplicaView(
         replica=index,

@@ -103,14 +103,14 @@ class Profiler:
         self._ended: ProfileStopped | PenstockError | None = None  # by itself, and nobody has asked for it
 
     async def start(self, timeout_s: float) -> ProfileStarted:
-        """Begin. Raises `PenstockError` when one runs, or could not be written."""
+        """Begin a profile. Raises `PenstockError` if a profile runs already or could not be written."""
         async with self._turn:
             if self._running is not None:
                 raise InvalidRequestError(
                     "a profile is running.", remedy="Stop it first.", code="profile_running"
                 )
             await asyncio.to_thread(self._folder.require_room)
-            asked = self._cores(), self._epochs()
+            before = self._cores(), self._epochs()
             done = await self._engine.operate(StartProfile(), timeout_s)
             self._ended = None
             cores, epochs = self._cores(), self._epochs()
@@ -118,7 +118,7 @@ class Profiler:
             # a core that was lost counts the steps of the next one.
             whole = [
                 then if core == core_then else now
-                for core_then, core, then, now in zip(asked[0], cores, asked[1], epochs, strict=True)
+                for core_then, core, then, now in zip(before[0], cores, before[1], epochs, strict=True)
             ]
             self._running = running = _Running(done, self._clock(), cores, whole)
             running.following = asyncio.create_task(self._follow(running))
@@ -235,5 +235,5 @@ class Profiler:
 
 
 def _steps_of(done: list[OperationDone]) -> dict[int, int]:
-    """The step of each replica from which on an operation is in force."""
-    return {one.replica: one.accepted_step for one in done}
+    """Return the step of each replica from which on an operation is in force."""
+    return {outcome.replica: outcome.accepted_step for outcome in done}

@@ -140,14 +140,14 @@ class _ListReader(_Reader):
 
 
 def _reader(name: str, kind: inspect.Type) -> _Reader:
-    for one in alternatives(kind):
-        if isinstance(one, inspect.FloatType):
+    for alternative in alternatives(kind):
+        if isinstance(alternative, inspect.FloatType):
             return _Reader(name, _number, "a number")
-        if isinstance(one, inspect.IntType):
+        if isinstance(alternative, inspect.IntType):
             return _Reader(name, _whole_number, "a whole number")
-        if isinstance(one, inspect.BoolType):
+        if isinstance(alternative, inspect.BoolType):
             return _Reader(name, _switch, "true or false")
-        if isinstance(one, inspect.ListType):
+        if isinstance(alternative, inspect.ListType):
             return _ListReader(name, str, "a text")
     return _Reader(name, str, "a text")
 

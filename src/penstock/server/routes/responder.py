@@ -67,11 +67,11 @@ class AnswerShape:
 
     @property
     def prompt_bytes(self) -> int:
-        """About how many bytes of prompts the body shows."""
+        """Estimate how many bytes of prompts the body shows."""
         id_bytes = _ID_BYTES if self.form.return_token_ids else 0
         return sum(
-            id_bytes * len(one.prompt_token_ids) + (0 if one.echo is None else len(one.echo.text))
-            for one in self.choices
+            id_bytes * len(choice.prompt_token_ids) + (0 if choice.echo is None else len(choice.echo.text))
+            for choice in self.choices
         )
 
 
@@ -80,11 +80,11 @@ _ID_BYTES = 6
 
 
 def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
-    """Raise `InvalidRequestError` where the prompts have more log-probabilities than one answer may show."""
+    """Raise `InvalidRequestError` if the prompts have more log-probabilities than an answer may show."""
     wanted = sum(
-        len(one.prompt_token_ids) * (1 + one.sampling.prompt_logprobs)
-        for one in choices_of(sequences)
-        if one.sampling.prompt_logprobs is not None
+        len(choice.prompt_token_ids) * (1 + choice.sampling.prompt_logprobs)
+        for choice in choices_of(sequences)
+        if choice.sampling.prompt_logprobs is not None
     )
     if wanted > limits.max_prompt_scores:
         raise InvalidRequestError(
@@ -97,8 +97,11 @@ def check_scores(sequences: list[Sequence], limits: Limits, param: str) -> None:
 
 
 def _shown_prompts(form: StreamForm, sequences: Iterable[Sequence]) -> list[ShownPrompt]:
-    """Return one for each choice; the choices of a prompt have the same."""
-    shown = [(ShownPrompt(form, one.prompt_token_ids, one.echo), one.sampling.n) for one in sequences]
+    """Return the shown prompt of each choice; the choices of a prompt share it."""
+    shown = [
+        (ShownPrompt(form, sequence.prompt_token_ids, sequence.echo), sequence.sampling.n)
+        for sequence in sequences
+    ]
     return [prompt for prompt, n in shown for _ in range(n)]
 
 
@@ -147,28 +150,28 @@ class Responder:
             reading: how a chat's answers are read; None: all of their text is content.
             unused: fields that have no effect on this model.
         """
-        asked = read.fields
+        fields = read.fields
         check_scores(
-            sequences, self._limits, "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
+            sequences, self._limits, "logprobs" if fields.prompt_logprobs is None else "prompt_logprobs"
         )
         form = StreamForm(
             response_id=dialect.id_prefix + record_of(read.http.scope).unique_id,
             created=int(time.time()),
             model=self._model.name,
             dialect=dialect,
-            include_usage=asked.include_usage,
-            counts_tokens=asked.counts_tokens,
-            return_token_ids=bool(asked.return_token_ids),
+            include_usage=fields.include_usage,
+            counts_tokens=fields.counts_tokens,
+            return_token_ids=bool(fields.return_token_ids),
             with_logprobs=sequences[0].sampling.logprobs is not None,
             codec=self._model.codec,
             skips_special_tokens=sequences[0].sampling.skip_special_tokens,
             reading=reading,
         )
         shape = AnswerShape(
-            form=form, choices=choices_of(sequences), num_prompt_logprobs=asked.prompt_logprobs
+            form=form, choices=choices_of(sequences), num_prompt_logprobs=fields.prompt_logprobs
         )
         headers = warning_headers(read.ignored, list(unused))
-        text = ChunkText(form, _shown_prompts(form, sequences)) if asked.stream else None
+        text = ChunkText(form, _shown_prompts(form, sequences)) if fields.stream else None
         make_whole = partial(make_body, shape)
         return self.start(read.http, sequences, headers, make_whole, text, prompt_bytes=shape.prompt_bytes)
 

@@ -51,16 +51,16 @@ class ResponsesRoute:
         intake = self._intake
         body = await intake.read(request)
         refuse_fields_of_chats(body)
-        asked = convert(body, ResponsesRequest)
-        intake.check_model(asked.model)
-        chat = ChatOfResponse(asked, intake.limits)
+        fields = convert(body, ResponsesRequest)
+        intake.check_model(fields.model)
+        chat = ChatOfResponse(fields, intake.limits)
         try:
             read = await self._chats.read(chat.request)
         except RequestError as error:
             raise chat.renamed(error) from None
         check_logprobs(chat.request, read.reading)
         unique = record_of(request.scope).unique_id
-        response = _begun(asked, f"resp_{unique}", intake.model.name, read.sequence.sampling)
+        response = _begun(fields, f"resp_{unique}", intake.model.name, read.sequence.sampling)
         token_bytes = intake.model.codec.token_bytes if chat.request.logprobs else None
         output = Output(unique, (read.reading or Reading()).reader(response.id, 0), token_bytes)
 
@@ -71,32 +71,32 @@ class ResponsesRoute:
 
         unused = chat.unused + [chat.own_names(name) for name in read.unused]
         headers = warning_headers(unknown_here(body), unused)
-        text = ResponseText(response, output) if asked.stream else None
+        text = ResponseText(response, output) if fields.stream else None
         return self._responder.start(request, [read.sequence], headers, make_body, text)
 
 
-def _begun(asked: ResponsesRequest, id_: str, model: str, sampling: SamplingParams) -> ResponseObject:
-    """The response before anything has come out of it."""
-    text = asked.text or TextOptions()
+def _begun(fields: ResponsesRequest, id_: str, model: str, sampling: SamplingParams) -> ResponseObject:
+    """Return the response as it stands before any output."""
+    text = fields.text or TextOptions()
     return ResponseObject(
         id=id_,
         created_at=int(time.time()),
         model=model,
-        instructions=asked.instructions,
-        max_output_tokens=asked.max_output_tokens,
-        max_tool_calls=asked.max_tool_calls,
-        metadata=asked.metadata or {},
-        parallel_tool_calls=asked.parallel_tool_calls is not False,
+        instructions=fields.instructions,
+        max_output_tokens=fields.max_output_tokens,
+        max_tool_calls=fields.max_tool_calls,
+        metadata=fields.metadata or {},
+        parallel_tool_calls=fields.parallel_tool_calls is not False,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
-        prompt_cache_key=asked.prompt_cache_key,
-        reasoning=asked.reasoning or ReasoningOptions(),
-        safety_identifier=asked.safety_identifier,
+        prompt_cache_key=fields.prompt_cache_key,
+        reasoning=fields.reasoning or ReasoningOptions(),
+        safety_identifier=fields.safety_identifier,
         temperature=sampling.temperature,
         text=TextOptions(format=text.format or TextFormat(type="text"), verbosity=text.verbosity or "medium"),
-        tool_choice=asked.tool_choice or "auto",
-        tools=asked.tools or [],
-        top_logprobs=asked.top_logprobs or 0,
+        tool_choice=fields.tool_choice or "auto",
+        tools=fields.tools or [],
+        top_logprobs=fields.top_logprobs or 0,
         top_p=sampling.top_p,
-        user=asked.user,
+        user=fields.user,
     )

@@ -25,7 +25,7 @@ class StoreWatch:
         self._quiet_until = clock()
 
     def look(self, stats: CoreStats | None) -> None:
-        """Say what is new, if anything is."""
+        """Log new failures of the KV store and its return to use, if there are any."""
         if stats is None:
             return
         counts, num_off = (
@@ -34,7 +34,9 @@ class StoreWatch:
         )
         now = self._clock()
         if num_off > self._num_off or (counts != self._told and now >= self._quiet_until):
-            failed_calls, bad_records = (new - told for new, told in zip(counts, self._told, strict=True))
+            failed_calls, bad_records = (
+                new - reported for new, reported in zip(counts, self._told, strict=True)
+            )
             self._log.warning(
                 "KV store fails",
                 failed_calls=failed_calls,

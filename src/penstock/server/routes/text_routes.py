@@ -65,11 +65,11 @@ class TextRoute:
         """Token ids of a text, or of what the chat template makes of messages."""
         body = await self._intake.read(request)
         if body.get("messages") is None:
-            asked = convert(body, TokenizeTextRequest)
-            self._intake.check_model(asked.model)
-            special = asked.add_special_tokens is not False
-            tokens = await self._intake.prompts.text(asked.prompt, add_special_tokens=special)
-            return await self._tokenized(body, asked, tokens)
+            fields = convert(body, TokenizeTextRequest)
+            self._intake.check_model(fields.model)
+            special = fields.add_special_tokens is not False
+            tokens = await self._intake.prompts.text(fields.prompt, add_special_tokens=special)
+            return await self._tokenized(body, fields, tokens)
         _refuse(body.get("prompt") is not None, "prompt", "without messages")
         chat = convert(body, TokenizeChatRequest)
         self._intake.check_model(chat.model)
@@ -81,19 +81,19 @@ class TextRoute:
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, special ones by their names."""
         body = await self._intake.read(request)
-        asked = convert(body, DetokenizeRequest)
-        self._intake.check_model(asked.model)
-        text = await self._intake.prompts.detokenized(asked.tokens)
+        fields = convert(body, DetokenizeRequest)
+        self._intake.check_model(fields.model)
+        text = await self._intake.prompts.detokenized(fields.tokens)
         return _respond(DetokenizeResponse(prompt=text), body, DetokenizeRequest)
 
     async def _tokenized(
-        self, body: dict[str, Any], asked: TokenizeTextRequest | TokenizeChatRequest, tokens: list[int]
+        self, body: dict[str, Any], fields: TokenizeTextRequest | TokenizeChatRequest, tokens: list[int]
     ) -> Response:
-        names = await self._intake.prompts.token_names(tokens) if asked.return_token_strs else None
+        names = await self._intake.prompts.token_names(tokens) if fields.return_token_strs else None
         answer = TokenizeResponse(
             tokens=tokens, count=len(tokens), max_model_len=self._intake.max_model_len, token_strs=names
         )
-        return _respond(answer, body, type(asked))
+        return _respond(answer, body, type(fields))
 
 
 def _respond(answer: msgspec.Struct, body: dict[str, Any], kind: type[msgspec.Struct]) -> Response:
