@@ -42,12 +42,12 @@ class BlockCodec(Protocol):
     @property
     def record_bytes(self) -> int: ...
 
-    def export_blocks(self, places: Sequence[LayerBlock]) -> list[bytes]:
-        """The records of each, one after the other."""
+    def export_blocks(self, layer_blocks: Sequence[LayerBlock]) -> list[bytes]:
+        """Return the records of each block, one block after the other."""
         ...
 
-    def import_blocks(self, places: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
-        """The way back: `records` as `export_blocks` gives them. Only the blocks' own slots are written."""
+    def import_blocks(self, layer_blocks: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
+        """Write `records`, as `export_blocks` returns them. Only the blocks' own slots are written."""
         ...
 
 
@@ -73,19 +73,22 @@ class SlotCodec:
         _, num_parts, block_size, width = self._shape
         return num_parts * block_size * width * self._dtype.itemsize
 
-    def export_blocks(self, places: Sequence[LayerBlock]) -> list[bytes]:
+    def export_blocks(self, layer_blocks: Sequence[LayerBlock]) -> list[bytes]:
         # Put in order where they lie, so that a device sends them in one piece.
-        blocks = [torch.stack(self._slots(*place)).permute(2, 0, 1, 3).contiguous() for place in places]
+        blocks = [
+            torch.stack(self._slots(*layer_block)).permute(2, 0, 1, 3).contiguous()
+            for layer_block in layer_blocks
+        ]
         return [_bytes(record) for block in blocks for record in block.cpu()]
 
-    def import_blocks(self, places: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
-        check_records(self, len(places), records)
+    def import_blocks(self, layer_blocks: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
+        check_records(self, len(layer_blocks), records)
         count = self.num_records
-        for index, place in enumerate(places):
-            slots = self._slots(*place)
-            found = self._seen(records[index * count : (index + 1) * count]).to(slots[0].device)
+        for index, layer_block in enumerate(layer_blocks):
+            slots = self._slots(*layer_block)
+            content = self._seen(records[index * count : (index + 1) * count]).to(slots[0].device)
             for part, stored in enumerate(slots):
-                stored.copy_(found[:, part].transpose(0, 1))
+                stored.copy_(content[:, part].transpose(0, 1))
 
     def _seen(self, records: Sequence[bytes]) -> Tensor:
         """[num_heads, num_parts, block_size, width] in the dtype of the cache."""

@@ -68,21 +68,23 @@ class PackedCodec:
         _, head_dim, block_size = self._sizes
         return 2 * block_size * head_dim * self._dtype.itemsize
 
-    def export_blocks(self, places: Sequence[LayerBlock]) -> list[bytes]:
-        size, count = self.record_bytes, len(places) * self.num_records
+    def export_blocks(self, layer_blocks: Sequence[LayerBlock]) -> list[bytes]:
+        size, count = self.record_bytes, len(layer_blocks) * self.num_records
         whole = bytearray(count * size)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(whole)) if whole else 0
         records = (ctypes.c_void_p * count)(*range(begin, begin + count * size, size))
-        self._copy(self._library.penstock_kv_export, places, records)
+        self._copy(self._library.penstock_kv_export, layer_blocks, records)
         return [bytes(whole[index * size : (index + 1) * size]) for index in range(count)]
 
-    def import_blocks(self, places: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
-        check_records(self, len(places), records)
-        self._copy(self._library.penstock_kv_import, places, (ctypes.c_char_p * len(records))(*records))
+    def import_blocks(self, layer_blocks: Sequence[LayerBlock], records: Sequence[bytes]) -> None:
+        check_records(self, len(layer_blocks), records)
+        self._copy(self._library.penstock_kv_import, layer_blocks, (ctypes.c_char_p * len(records))(*records))
 
-    def _copy(self, kernel: Any, places: Sequence[LayerBlock], records: ctypes.Array[Any]) -> None:
-        blocks = (ctypes.c_void_p * len(places))(*(self._memory(*place) for place in places))
-        kernel(blocks, records, len(places), *self._sizes, DTYPES[self._dtype])
+    def _copy(self, kernel: Any, layer_blocks: Sequence[LayerBlock], records: ctypes.Array[Any]) -> None:
+        blocks = (ctypes.c_void_p * len(layer_blocks))(
+            *(self._memory(*layer_block) for layer_block in layer_blocks)
+        )
+        kernel(blocks, records, len(layer_blocks), *self._sizes, DTYPES[self._dtype])
 
     def _memory(self, kv: AnyKV, block: int) -> int:
         assert isinstance(kv, BlockKV)

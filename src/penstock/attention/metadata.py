@@ -158,10 +158,10 @@ class AttentionMetadata:
         counts = torch.tensor(num_seen, device=device)[:, None]
         first = torch.tensor(self.seq_lens[start:end], device=device)[:, None] - counts
         context = -(-max(num_seen) // CONTEXT_STEP) * CONTEXT_STEP
-        place = torch.arange(context, device=device)[None, :]
-        padding = place >= counts
+        offsets = torch.arange(context, device=device)[None, :]
+        padding = offsets >= counts
         # A padded place must hold finite numbers, and never another request's: 0 x NaN would be NaN.
-        slots = self._slots(slice(start, end), first + place.masked_fill(padding, 0))
+        slots = self._slots(slice(start, end), first + offsets.masked_fill(padding, 0))
         return DecodeGroup(start=start, end=end, slots=slots, padding=padding[:, None, None, :])
 
     def _prefill_row(self, row: int, window: int) -> PrefillRow:

@@ -77,12 +77,12 @@ def attend(
 
 
 def _decode(query: Tensor, kv: LayerKV, group: DecodeGroup, sight: Sight) -> Tensor:
-    """[num_rows, num_heads, head_dim], one token a row -> the same."""
+    """Return the attention output of one token a row, [num_rows, num_heads, head_dim] like `query`."""
     num_rows, num_heads, head_dim = query.shape
     num_kv_heads = kv.key.shape[1]
     folded = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    places = _places(group.slots, num_kv_heads)
-    keys, values = _gather(kv.key, places), _gather(kv.value, places)
+    head_rows = _places(group.slots, num_kv_heads)
+    keys, values = _gather(kv.key, head_rows), _gather(kv.value, head_rows)
     return weighted(folded, keys, values, group.padding, sight).view(num_rows, num_heads, head_dim)
 
 
@@ -102,16 +102,16 @@ def weighted(query: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, sight:
 
 
 def _prefill(query: Tensor, kv: LayerKV, row: PrefillRow, sight: Sight) -> Tensor:
-    """[num_tokens, num_heads, head_dim] of one row -> the same."""
+    """Return the attention output of one row, [num_tokens, num_heads, head_dim] like `query`."""
     num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = kv.key.shape[1]
     group_size = num_heads // num_kv_heads
     # KV heads play the batch, the heads of a group share their keys by a stride of 0.
     folded = query.view(num_tokens, num_kv_heads, group_size, head_dim).permute(1, 2, 0, 3)
     shared = (num_kv_heads, group_size, len(row.slots), head_dim)
-    places = _places(row.slots, num_kv_heads)
-    keys = _gather(kv.key, places)[:, None].expand(shared)
-    values = _gather(kv.value, places)[:, None].expand(shared)
+    head_rows = _places(row.slots, num_kv_heads)
+    keys = _gather(kv.key, head_rows)[:, None].expand(shared)
+    values = _gather(kv.value, head_rows)[:, None].expand(shared)
     if sight.soft_cap:  # which torch's own attention has not
         attended = weighted(folded, keys, values, ~row.sight(), sight)
     else:
@@ -127,7 +127,7 @@ def _places(slots: Tensor, num_kv_heads: int) -> Tensor:
     return slots[..., None, :] * num_kv_heads + heads
 
 
-def _gather(storage: Tensor, places: Tensor) -> Tensor:
-    """[..., num_kv_heads, context, head_dim] with each head's context contiguous, as matmul wants it."""
+def _gather(storage: Tensor, head_rows: Tensor) -> Tensor:
+    """Return [..., num_kv_heads, context, head_dim], each head's context contiguous, as matmul wants it."""
     head_dim = storage.shape[-1]
-    return storage.view(-1, head_dim).index_select(0, places.view(-1)).view(*places.shape, head_dim)
+    return storage.view(-1, head_dim).index_select(0, head_rows.view(-1)).view(*head_rows.shape, head_dim)

@@ -190,11 +190,11 @@ class ConfigFields:
         present = {name: value for name, value in self._values.items() if value is not None}
         return ConfigFields({**values, **present}, file=self._file, prefix=self._prefix)
 
-    def error(self, name: str, expected: str, found: object) -> ModelConfigError:
-        """The error for a field, ready to raise."""
+    def error(self, name: str, expected: str, value: object) -> ModelConfigError:
+        """Return the error for a field, ready to raise."""
         field = self._field(name)
         return ModelConfigError(
-            f"{self._file}: {field} must be {expected}, found {kind_of(found)}.", remedy=_REMEDY, param=field
+            f"{self._file}: {field} must be {expected}, found {kind_of(value)}.", remedy=_REMEDY, param=field
         )
 
     def _field(self, name: str) -> str:
@@ -205,9 +205,9 @@ class ConfigFields:
     def _get(self, name: str, default: object) -> Any:
         value = self._values.get(name)
         if value is None and default is None:
-            found = "null" if name in self._values else "nothing"
+            shown = "null" if name in self._values else "nothing"
             field = self._field(name)
             raise ModelConfigError(
-                f"{self._file}: {field} is required, found {found}.", remedy=_REMEDY, param=field
+                f"{self._file}: {field} is required, found {shown}.", remedy=_REMEDY, param=field
             )
         return default if value is None else value

@@ -48,9 +48,9 @@ def read_quantization(config: ConfigFields) -> QuantizationSpec | None:
     return _METHODS[method](fields)
 
 
-def _unsupported(fields: ConfigFields, name: str, expected: str, found: object) -> ModelConfigError:
-    """An error about what is not built, rather than about a bad file."""
-    error = fields.error(name, expected, found)
+def _unsupported(fields: ConfigFields, name: str, expected: str, value: object) -> ModelConfigError:
+    """Return an error about an unsupported format, rather than about a bad file."""
+    error = fields.error(name, expected, value)
     return ModelConfigError(error.message, remedy=_REMEDY, param=error.param)
 
 

@@ -83,11 +83,11 @@ class QuantizationSpec:
 
     @property
     def kind(self) -> Literal["int4", "int8", "mixed"]:
-        """The number format of all quantised weights, or "mixed"."""
-        found = {scheme.bits for scheme in self.schemes}
-        if len(found) > 1:
+        """Return the number format of all quantised weights, or "mixed"."""
+        bit_widths = {scheme.bits for scheme in self.schemes}
+        if len(bit_widths) > 1:
             return "mixed"
-        return "int4" if found == {4} else "int8"
+        return "int4" if bit_widths == {4} else "int8"
 
     @property
     def min_bits(self) -> int:
@@ -95,7 +95,7 @@ class QuantizationSpec:
         return min(scheme.bits for scheme in self.schemes)
 
     def scheme(self, projection: str) -> WeightScheme | None:
-        """The scheme of a projection such as `model.layers.0.mlp.up_proj`; None if it is not quantised.
+        """Return the scheme of a projection such as `model.layers.0.mlp.up_proj`, or None if not quantised.
 
         A name counts more than an expression and that more than a class, as in compressed-tensors; at equal
         rank the first scheme counts.
@@ -103,8 +103,8 @@ class QuantizationSpec:
         if any(pattern.rank(projection) is not None for pattern in self.ignore):
             return None
         ranked = [
-            (rank, place)
-            for place, scheme in enumerate(self.schemes)
+            (rank, index)
+            for index, scheme in enumerate(self.schemes)
             for pattern in scheme.targets
             if (rank := pattern.rank(projection)) is not None
         ]

@@ -87,7 +87,7 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
 
 
 def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Read]:
-    """The first architecture that is known, and what reads it."""
+    """Return the first known architecture, and the function that reads its config."""
     names = config.text_list("architectures")
     if model_impl != "transformers":
         for name in names:
@@ -97,9 +97,9 @@ def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Re
         for name in names:
             if knows(name, config.text("model_type", "none")):
                 return name, transformers_spec
-    asked = ", ".join(kind_of(name).strip('"') for name in names[:4]) or "none"
+    declared = ", ".join(kind_of(name).strip('"') for name in names[:4]) or "none"
     raise UnsupportedModelError(
-        f"config.json asks for architecture {asked}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.",
+        f"config.json asks for architecture {declared}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}.",
         remedy=_remedy(model_impl),
         param="architectures",
     )

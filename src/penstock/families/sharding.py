@@ -29,10 +29,10 @@ class HeadShares:
     keys: Share
 
     @classmethod
-    def of(cls, spec: ModelSpec, place: ShardRule) -> HeadShares:
+    def of(cls, spec: ModelSpec, shard: ShardRule) -> HeadShares:
         return cls(
-            queries=even_share(spec.num_heads, place.rank, place.size),
-            keys=head_share(spec.num_kv_heads, place.rank, place.size),
+            queries=even_share(spec.num_heads, shard.rank, shard.size),
+            keys=head_share(spec.num_kv_heads, shard.rank, shard.size),
         )
 
 

@@ -131,11 +131,11 @@ class ModelSpec:
         return None if self.experts is None or layer in self.experts.dense_layers else self.experts
 
     def norm_parameters(self) -> int:
-        """Of one layer: before or after attention and MLP, of queries and keys, and of latent vectors."""
-        places = 4 if self.norm_places == "both" else 2
+        """Return the norm parameters of a layer: around attention and MLP, of queries, keys and latents."""
+        num_norms = 4 if self.norm_places == "both" else 2
         heads = {"none": 0, "each_head": 2 * self.head_dim, "all_heads": self.query_size + self.kv_size}
         latent = 0 if self.latent is None else self.latent.norm_parameters()
-        return places * self.hidden_size + heads[self.qk_norm] + latent
+        return num_norms * self.hidden_size + heads[self.qk_norm] + latent
 
     def mlp_parameters(self) -> int:
         """Of one layer with a plain MLP: gate, up and down projections."""

@@ -41,12 +41,12 @@ def has_transformers() -> bool:
 
 
 def _folder() -> Path | None:
-    """Where the installed transformers is, if it can be used."""
+    """Return the folder of the installed transformers; None if it cannot be used."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or not spec.submodule_search_locations:
         return None
-    found = _VERSION.match(metadata.version("transformers"))
-    if found is None or (int(found[1]), int(found[2])) < _OLDEST:
+    match = _VERSION.match(metadata.version("transformers"))
+    if match is None or (int(match[1]), int(match[2])) < _OLDEST:
         return None
     return Path(spec.submodule_search_locations[0])
 

@@ -44,11 +44,11 @@ def _bias_of_share(bias: SparseBias, ids: Share) -> SparseBias:
 
 
 def merged(own: HeadOutput, request: HeadRequest, ids: Share, group: TensorGroup) -> HeadOutput:
-    """The answer for all ids, from this rank's answer for its own; all ranks get the same."""
-    found = own.candidates
+    """Return the answer for all ids from this rank's answer for its own; all ranks get the same."""
+    own_candidates = own.candidates
     all_values, all_ids, all_finite = [], [], []
-    for part in group.all_gather(_packed(found, ids)):
-        values, part_ids, is_finite = _unpacked(part.numpy(), found.values.shape[1])
+    for part in group.all_gather(_packed(own_candidates, ids)):
+        values, part_ids, is_finite = _unpacked(part.numpy(), own_candidates.values.shape[1])
         all_values.append(values)
         all_ids.append(part_ids)
         all_finite.append(is_finite)
@@ -73,11 +73,11 @@ def gathered_logits(own: Tensor, ids: Share, group: TensorGroup) -> Tensor:
     return torch.cat([part[:, : share.size] for part, share in zip(parts, shares, strict=True)], dim=1)
 
 
-def _packed(found: Candidates, ids: Share) -> Tensor:
-    """int64 [num_rows, 2 width + 1]: the bits of the values, ids of the whole vocabulary, whether finite."""
-    values = found.values.view(np.int32).astype(np.int64)
-    numbers = np.where(found.ids == NO_ID, NO_ID, found.ids + ids.start)
-    packed = np.concatenate([values, numbers, found.is_finite[:, None].astype(np.int64)], axis=1)
+def _packed(candidates: Candidates, ids: Share) -> Tensor:
+    """Return int64 [num_rows, 2 width + 1]: bits of values, ids in the whole vocabulary, whether finite."""
+    values = candidates.values.view(np.int32).astype(np.int64)
+    numbers = np.where(candidates.ids == NO_ID, NO_ID, candidates.ids + ids.start)
+    packed = np.concatenate([values, numbers, candidates.is_finite[:, None].astype(np.int64)], axis=1)
     return torch.from_numpy(packed)
 
 

@@ -133,11 +133,11 @@ def rows_of(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
 
 
 def constrained(logits: Tensor, request: HeadRequest, rows: NDArray[np.int64]) -> Tensor:
-    """Logits changed by their bias, and what is not allowed at minus infinity.
+    """Return the logits changed by their bias, with forbidden ids at minus infinity.
 
     Args:
         logits: float32 [len(rows), vocab]; not changed.
-        rows: whose they are in the request.
+        rows: the row of the request for each row of `logits`.
 
     Returns:
         float32 [len(rows), vocab]; `logits` itself where nothing is to be done.
@@ -145,9 +145,9 @@ def constrained(logits: Tensor, request: HeadRequest, rows: NDArray[np.int64]) -
     bias = request.bias
     counts = (bias.starts[1:] - bias.starts[:-1])[rows]
     if counts.any():
-        places = np.repeat(np.arange(len(rows)), counts)
+        row_indices = np.repeat(np.arange(len(rows)), counts)
         entries = np.concatenate([np.arange(bias.starts[row], bias.starts[row + 1]) for row in rows])
-        index = tuple(torch.from_numpy(part).to(logits.device) for part in (places, bias.ids[entries]))
+        index = tuple(torch.from_numpy(part).to(logits.device) for part in (row_indices, bias.ids[entries]))
         added = torch.from_numpy(bias.values[entries]).to(logits.device)
         if bias.scales is None:
             logits = logits.index_put(index, added, accumulate=True)
@@ -165,7 +165,7 @@ def constrained(logits: Tensor, request: HeadRequest, rows: NDArray[np.int64]) -
 def _best(
     logits: Tensor, num_candidates: NDArray[np.int64], width: int
 ) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
-    """The best `num_candidates` of each row as values and ids, filled up to [num_rows, width]."""
+    """Return the best `num_candidates` of each row as values and ids, filled up to [num_rows, width]."""
     if width == 1:
         first = logits.argmax(dim=-1, keepdim=True)
         best = logits.gather(1, first).cpu().numpy()
@@ -180,8 +180,8 @@ def _best(
     order = np.lexsort((ids, -values, rows))
     rank = np.arange(len(rows)) - np.searchsorted(rows, rows)
     taken = rank < num_candidates[rows]
-    order, place = order[taken], (rows[taken], rank[taken])
+    order, target = order[taken], (rows[taken], rank[taken])
     best_values = np.full((len(logits), width), -np.inf, dtype=np.float32)
     best_ids = np.full((len(logits), width), NO_ID, dtype=np.int64)
-    best_values[place], best_ids[place] = values[order], ids[order]
+    best_values[target], best_ids[target] = values[order], ids[order]
     return best_values, best_ids

@@ -26,9 +26,9 @@ class KeptViews(Generic[K, V]):
         return len(self._views)
 
     def of(self, key: K) -> V:
-        found = self._views.get(key)
-        if found is None:
+        view = self._views.get(key)
+        if view is None:
             if len(self._views) == MOST_VIEWS:
                 self._views.clear()
-            found = self._views[key] = self._make(key)
-        return found
+            view = self._views[key] = self._make(key)
+        return view

@@ -45,9 +45,9 @@ class Expert(nn.Module):
 
     @property
     def down(self) -> Linear:
-        found = getattr(self, self._down_name)
-        assert isinstance(found, Linear)
-        return found
+        linear = getattr(self, self._down_name)
+        assert isinstance(linear, Linear)
+        return linear
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down.product(self.gate_up_proj(x))
@@ -116,10 +116,10 @@ class RoutedExperts(nn.Module):
 
     @property
     def shared(self) -> Expert | MissingLayer:
-        """The one that all tokens go through."""
-        found = getattr(self, self._spec.names.shared) if self._spec.has_shared else MissingLayer()
-        assert isinstance(found, Expert | MissingLayer)
-        return found
+        """Return the expert that all tokens go through."""
+        expert = getattr(self, self._spec.names.shared) if self._spec.has_shared else MissingLayer()
+        assert isinstance(expert, Expert | MissingLayer)
+        return expert
 
     def _tabulated(self, hidden_size: int, compute: Compute) -> ExpertTables | None:
         """The own experts' weights for our kernel; None if they are not of one form that it takes."""
@@ -152,14 +152,14 @@ class RoutedExperts(nn.Module):
         return self.sum_one_by_one(x, logits)
 
     def sum_one_by_one(self, x: Tensor, logits: Tensor) -> Tensor:
-        """The same in torch, expert by expert."""
+        """Return the same as `sum`, computed in torch expert by expert."""
         weights, chosen = self._choice(logits)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for index in range(self._own.start, self._own.end):
-            tokens, places = torch.where(chosen == index)
+            tokens, choices = torch.where(chosen == index)
             if len(tokens):
-                found = self.experts[index](x[tokens]).float() * weights[tokens, places, None]
-                total.index_add_(0, tokens, found)
+                weighted = self.experts[index](x[tokens]).float() * weights[tokens, choices, None]
+                total.index_add_(0, tokens, weighted)
         if self._spec.has_shared:
             shared = self.shared(x).float()
             total += shared * logits[:, -1:].float().sigmoid() if self._spec.is_shared_gated else shared

@@ -33,11 +33,9 @@ class LayerSite:
 class Attention(nn.Module):
     """Self-attention of one layer: of this rank's heads."""
 
-    def __init__(
-        self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: LayerSite
-    ) -> None:
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
         super().__init__()
-        heads, parent = HeadShares.of(spec, compute.group), f"{place.name}.self_attn"
+        heads, parent = HeadShares.of(spec, compute.group), f"{site.name}.self_attn"
         queries, keys = heads.queries.scaled(spec.head_dim), heads.keys.scaled(spec.head_dim)
         self.qkv_proj = FusedLinear(
             spec.hidden_size,
@@ -58,7 +56,7 @@ class Attention(nn.Module):
         )
         self.backend = backend
         self._norm_heads = self._head_norms(spec, (queries.size, keys.size), compute)
-        self._sight = sight_of(spec, place.layer)
+        self._sight = sight_of(spec, site.layer)
         self._rope = int(spec.local_rope is not None and self._sight.window > 0)
 
     def forward(

@@ -89,9 +89,7 @@ class DecoderLayer(nn.Module):
     The residual stream travels beside the branch, which is added to it by whatever comes next (row A11).
     """
 
-    def __init__(
-        self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: LayerSite
-    ) -> None:
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
         super().__init__()
         # In tuples for `forward`; norms by their names too, for the checkpoint.
         self._before = _before(spec, compute), _before(spec, compute)
@@ -101,10 +99,10 @@ class DecoderLayer(nn.Module):
             if isinstance(norm, nn.Module):
                 self.add_module(name, norm)
         attention = Attention if spec.latent is None else LatentAttention
-        self.self_attn = attention(spec, backend, compute, place)
-        experts = spec.experts_of(place.layer)
+        self.self_attn = attention(spec, backend, compute, site)
+        experts = spec.experts_of(site.layer)
         self._mlp_name = "mlp" if experts is None else experts.names.block
-        block = f"{place.name}.{self._mlp_name}"
+        block = f"{site.name}.{self._mlp_name}"
         if experts is None:
             self.mlp = GatedMLP(spec, compute, block)
         else:

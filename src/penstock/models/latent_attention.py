@@ -58,12 +58,10 @@ class LatentExpansion(nn.Module):
 class LatentAttention(nn.Module):
     """Of this rank's heads; what leads to latent vectors, and these, each rank has whole."""
 
-    def __init__(
-        self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, place: LayerSite
-    ) -> None:
+    def __init__(self, spec: ModelSpec, backend: AttentionBackend, compute: Compute, site: LayerSite) -> None:
         super().__init__()
         assert spec.latent is not None
-        latent, parent = spec.latent, f"{place.name}.self_attn"
+        latent, parent = spec.latent, f"{site.name}.self_attn"
         heads = HeadShares.of(spec, compute.group).queries
         if latent.query_rank:
             self.q_a_proj = _whole(spec, latent.query_rank, compute, f"{parent}.q_a_proj")
@@ -82,7 +80,7 @@ class LatentAttention(nn.Module):
             parts={f"{parent}.o_proj": spec.hidden_size},
         )
         self.backend = backend
-        self._num_heads, self._latent, self._sight = heads.size, latent, sight_of(spec, place.layer)
+        self._num_heads, self._latent, self._sight = heads.size, latent, sight_of(spec, site.layer)
 
     def forward(
         self, hidden_states: Tensor, angles: Angles, kv: AnyKV, metadata: AttentionMetadata
@@ -101,9 +99,9 @@ class LatentAttention(nn.Module):
         return torch.cat((self.kv_b_proj.absorb(plain), rotary), dim=-1).flatten(1)
 
     def _key(self, x: Tensor) -> Tensor:
-        """[num_tokens, width], not rotated."""
-        found, rank = self.kv_a_proj_with_mqa(x), self._latent.rank
-        return torch.cat((self.kv_a_layernorm(found[:, :rank]), found[:, rank:]), dim=-1)
+        """Return the latent keys, [num_tokens, width], before rotation."""
+        projected, rank = self.kv_a_proj_with_mqa(x), self._latent.rank
+        return torch.cat((self.kv_a_layernorm(projected[:, :rank]), projected[:, rank:]), dim=-1)
 
 
 def _whole(spec: ModelSpec, out_size: int, compute: Compute, name: str) -> Linear:

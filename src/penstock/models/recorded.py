@@ -91,12 +91,16 @@ class RecordedForward:
         return self._embed is not None
 
     def embed(self, input_ids: Tensor) -> list[Tensor]:
-        """[num_tokens] int64 -> hidden states and a residual stream of zeros, where `forward` wants them."""
+        """Return hidden states and a residual stream of zeros, where `forward` wants them.
+
+        Args:
+            input_ids: [num_tokens] int64.
+        """
         assert self._embed is not None, "the embedding is not recorded"
-        step, found = self._embed_step, self._input.of(len(input_ids))
+        step, tensors = self._embed_step, self._input.of(len(input_ids))
         step.num_tokens, step.input_ids = len(input_ids), _indices(input_ids)
         self._embed.replay(step)
-        return found
+        return tensors
 
     def forward(
         self,
@@ -133,12 +137,12 @@ class RecordedForward:
         return self._output.of(len(hidden_states))[0] is hidden_states
 
     def normed(self, indices: Tensor) -> Tensor:
-        """The final norm of some tokens ([num_selected] int64) of what `forward` has returned last."""
+        """Apply the final norm to some tokens ([num_selected] int64) of the last output of `forward`."""
         assert self._final_norm is not None, "this stage has no final norm"
-        step, (found,) = self._norm_step, self._normed.of(len(indices))
+        step, (output,) = self._norm_step, self._normed.of(len(indices))
         step.num_tokens, step.selected = len(indices), _indices(indices)
         self._final_norm.replay(step)
-        return found
+        return output
 
     @contextmanager
     def _recording(self, num_tokens: int, *kept: object) -> Iterator[Tape]:

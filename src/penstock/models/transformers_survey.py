@@ -153,10 +153,10 @@ def build_on_meta(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Any:
 
 
 def find_layers(model: nn.Module, num_layers: int) -> str:
-    """Name of the list of layers: the one of the model's pipeline plan, or the only one of that length.
+    """Return the name of the list of layers: from the model's pipeline plan, or the only list of that length.
 
     Raises:
-        UnsupportedModelError: there is none, or there are several (row S9).
+        UnsupportedModelError: the model has no such list, or several (row S9).
     """
     base = getattr(model, "base_model", model)
     prefix = f"{getattr(model, 'base_model_prefix', '')}." if base is not model else ""
@@ -165,11 +165,13 @@ def find_layers(model: nn.Module, num_layers: int) -> str:
         for name in getattr(base, "_pp_plan", None) or {}
         if isinstance(getattr(base, name, None), nn.ModuleList)
     ]
-    found = planned or [name for name, layers in _lists(model) if len(layers) == num_layers]
-    if len(found) == 1:
-        return found[0]
+    candidates = planned or [name for name, layers in _lists(model) if len(layers) == num_layers]
+    if len(candidates) == 1:
+        return candidates[0]
     which = (
-        f"{len(found)} lists of {num_layers} layers ({', '.join(found)})" if found else "no list of layers"
+        f"{len(candidates)} lists of {num_layers} layers ({', '.join(candidates)})"
+        if candidates
+        else "no list of layers"
     )
     raise UnsupportedModelError(
         f"{type(model).__name__} has {which}, where a pipeline cuts one.",
@@ -216,9 +218,9 @@ class _Seen:
         return query.transpose(1, 2).contiguous()
 
     def begin(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """The module that runs the layers is called, as a stage will call it by itself."""
+        """Check the call of the module that runs the layers: a stage will call that module by itself."""
         given = list(_tensors((args, dict(kwargs))))
-        if any(all(tensor is not one for one in self.inputs) for tensor in given) or len(given) < 2:
+        if any(all(tensor is not known for known in self.inputs) for tensor in given) or len(given) < 2:
             self.strange.append("its vectors or positions change on the way to the layers' module")
 
     def enter(self, layer: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -337,7 +339,7 @@ def _check_memoryless(model: Any, spec: ModelSpec) -> None:
 
 
 def _check_numbers(spec: ModelSpec, seen: _Seen, logits: Tensor) -> None:
-    """What plans were made of must be right."""
+    """Raise unless the numbers that plans were made of are right."""
     if seen.strange:
         raise refused(spec.architecture, seen.strange[0])
     if len(seen.sights) != spec.num_layers or seen.next_layer != spec.num_layers:
@@ -346,23 +348,25 @@ def _check_numbers(spec: ModelSpec, seen: _Seen, logits: Tensor) -> None:
         )
     if len(set(seen.heads)) > 1:
         raise refused(spec.architecture, "its layers have unlike numbers of heads")
-    for name, own, found in (
+    for name, own, built in (
         ("hidden_size", spec.hidden_size, seen.width),
         ("vocab_size", spec.vocab_size, logits.shape[-1]),
     ):
-        if own != found:
+        if own != built:
             raise ModelConfigError(
-                f"config.json: {name} was read as {own}, and transformers builds {found}.", param=name
+                f"config.json: {name} was read as {own}, and transformers builds {built}.", param=name
             )
 
 
 def _check_windows(config: Any, spec: ModelSpec, seen: _Seen) -> None:
-    """A window that the attention is not told of would be in a mask, and masks are not made."""
+    """Refuse a window that the attention does not get: it would be in a mask, and masks are not made."""
     kinds = getattr(config, "layer_types", None) or []
     for layer, kind in enumerate(kinds):
-        told = "sliding_attention" if seen.sights[layer].window else "full_attention"
-        if kind != told:
-            raise refused(spec.architecture, f"layer {layer} is of {kind}, and its attention is told {told}")
+        reported = "sliding_attention" if seen.sights[layer].window else "full_attention"
+        if kind != reported:
+            raise refused(
+                spec.architecture, f"layer {layer} is of {kind}, and its attention is told {reported}"
+            )
     is_windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     if is_windowed and not kinds and not all(sight.window for sight in seen.sights.values()):
         raise refused(spec.architecture, "its attention is not told of the sliding window")

@@ -109,7 +109,7 @@ class TensorSource:
 
 
 def sources_of(model: Any, checkpoint_names: Collection[str]) -> dict[str, list[TensorSource]]:
-    """Of each name of the model, the tensors of the checkpoint that belong there, as transformers names them.
+    """Return the checkpoint tensors of each name of the model, as transformers names them.
 
     Args:
         model: whole, on the meta device.
@@ -126,12 +126,12 @@ def sources_of(model: Any, checkpoint_names: Collection[str]) -> dict[str, list[
         for part, pattern in enumerate(converter.source_patterns)
     }
     known = model.state_dict()
-    found: dict[str, list[TensorSource]] = {}
+    sources: dict[str, list[TensorSource]] = {}
     for name in sorted(checkpoint_names, key=_by_number):
         target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
         converter, part = of_pattern[pattern] if pattern is not None else (None, 0)
-        found.setdefault(target, []).append(TensorSource(name=name, converter=converter, part=part))
-    return found
+        sources.setdefault(target, []).append(TensorSource(name=name, converter=converter, part=part))
+    return sources
 
 
 def _by_number(name: str) -> list[tuple[str, int]]:
@@ -206,12 +206,12 @@ def _step(operation: Any) -> str:
 
 def check_layers(layers_path: str, num_layers: int, sources: Mapping[str, Sequence[TensorSource]]) -> None:
     """Raise `CheckpointError` if the checkpoint has layers after the last one."""
-    for target, found in sources.items():
+    for target, layer_sources in sources.items():
         number = target.removeprefix(f"{layers_path}.").partition(".")[0]
         if target.startswith(f"{layers_path}.") and number.isdecimal() and int(number) >= num_layers:
             raise CheckpointError(
                 file="model",
-                tensor=found[0].name,
+                tensor=layer_sources[0].name,
                 expected=f"{num_layers} layers by config.json",
                 found=f"layer {number}",
                 remedy="config.json and the weights are not of the same model.",

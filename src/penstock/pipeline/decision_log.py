@@ -45,7 +45,7 @@ class DecisionLog:
         return sealed
 
     def append(self, plan: ScheduledBatch, names_of: Callable[[ScheduledBatch], Sequence[str]]) -> None:
-        """Take a plan that has come as the next of the log.
+        """Append a plan that has arrived as the next of the log.
 
         Args:
             names_of: the requests of a plan, for the error.
@@ -53,10 +53,10 @@ class DecisionLog:
         Raises:
             ProtocolError: a plan was lost or repeated, or this one or another before it is not the core's.
         """
-        expected, found = (self.epoch, self.next_step), (plan.epoch, plan.step_id)
-        if found != expected:
+        expected, received = (self.epoch, self.next_step), (plan.epoch, plan.step_id)
+        if received != expected:
             raise ProtocolError(
-                f"expected the plan of (epoch, step) {expected}, found {found}.{concerned(names_of(plan))}"
+                f"expected the plan of (epoch, step) {expected}, found {received}.{concerned(names_of(plan))}"
             )
         digest = plan_digest(plan, self.digest)
         if digest != plan.digest:

@@ -131,10 +131,11 @@ class RankLayout:
         return self._group(rank, "stage", "context_rank", "tp_rank")
 
     def _group(self, rank: int, *alike: str) -> RankGroup:
-        """The ranks that agree with this one in these coordinates."""
+        """Return the group of the ranks that agree with `rank` in these coordinates."""
         of_group = attrgetter(*alike)
-        places = self.places
-        own = of_group(places[rank])
+        all_coordinates = self.places
+        own = of_group(all_coordinates[rank])
         return RankGroup(
-            rank=rank, ranks=tuple(i for i, place in enumerate(places) if of_group(place) == own)
+            rank=rank,
+            ranks=tuple(i for i, coordinates in enumerate(all_coordinates) if of_group(coordinates) == own),
         )

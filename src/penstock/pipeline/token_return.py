@@ -102,10 +102,10 @@ class TokenReceiver:
     def _receive(self, pending: PendingReturn) -> SampledTokens:
         tokens = self._read(pending)
         expected = (pending.epoch, pending.step_id, pending.digest, len(pending.rows))
-        found = (tokens.epoch, tokens.step_id, tokens.digest, len(tokens.token_ids))
-        if found != expected:
+        actual = (tokens.epoch, tokens.step_id, tokens.digest, len(tokens.token_ids))
+        if actual != expected:
             raise ProtocolError(
-                f"token return {self._name}: expected (epoch, step, digest, rows) {expected}, found {found}."
+                f"token return {self._name}: expected (epoch, step, digest, rows) {expected}, found {actual}."
                 f"{concerned(pending.rows.request_ids)}"
             )
         return tokens

@@ -89,8 +89,8 @@ def _batch_at(
     addressed = rows.snapshot(row_index)
     sampled, sampled_ends, sample_indices = addressed, ends, query_starts[1:] - 1
     if not all(plan.need_sampled):
-        places = np.flatnonzero(plan.need_sampled)
-        sampled, sampled_ends, sample_indices = addressed.select(places), ends[places], sample_indices[places]
+        chosen = np.flatnonzero(plan.need_sampled)
+        sampled, sampled_ends, sample_indices = addressed.select(chosen), ends[chosen], sample_indices[chosen]
     return ForwardBatch(
         plan=plan,
         input_ids=buffers.input_ids.view(positions.shape),

@@ -134,19 +134,19 @@ class KVTransfer:
             self._lock.notify_all()
 
     def collect(self) -> OrdersDone | None:
-        """What has been answered since the last call, or is too late by now."""
+        """Return the orders answered since the last call, after failing the orders past their deadline."""
         if not self.is_busy:
             return None
         with self._lock:
             now = self._clock()
             self._answer([number for number, found in self._open.items() if now > found.deadline], "failed")
-            found, self._answers = self._answers, deque()
-        if not found:
+            answers, self._answers = self._answers, deque()
+        if not answers:
             return None
         return OrdersDone(
-            done=[order for order, status in found if status == "done"],
-            failed=[order for order, status in found if status == "failed"],
-            late=[order for order, status in found if status == "late"],
+            done=[order for order, status in answers if status == "done"],
+            failed=[order for order, status in answers if status == "failed"],
+            late=[order for order, status in answers if status == "late"],
             use=self._meter.read(),
         )
 
@@ -167,8 +167,8 @@ class KVTransfer:
         return wait
 
     def _is_behind(self, number: int, layer: int) -> bool:
-        found = self._open.get(number)
-        return found is not None and found.num_layers <= layer
+        open_order = self._open.get(number)
+        return open_order is not None and open_order.num_layers <= layer
 
     def reset(self) -> None:
         """Nobody waits for the answers any more. When it returns no block is being copied, nor will be."""
@@ -204,13 +204,13 @@ class KVTransfer:
             return None
 
     def _load(self, orders: Sequence[TierOrder]) -> None:
-        """Layer by layer, so that a step can run the first ones while the others come."""
+        """Load layer by layer, so that a step can run the first layers while the others come."""
         for layer in range(len(self._kv)):
             for some in some_at_a_time(self._still_open(orders), LOAD_AT_ONCE):
                 records = iter(self._store.get([key for order in some for key in self._keys(order, layer)]))
-                found = {order: list(itertools.islice(records, self._codec.num_records)) for order in some}
+                fetched = {order: list(itertools.islice(records, self._codec.num_records)) for order in some}
                 with self._lock:
-                    self._put_in(layer, {order: found[order] for order in self._still_open(some)})
+                    self._put_in(layer, {order: fetched[order] for order in self._still_open(some)})
                     self._lock.notify_all()
         loaded = self._still_open(orders)
         if loaded:
@@ -218,12 +218,12 @@ class KVTransfer:
         with self._lock:
             self._answer([order.order for order in self._still_open(loaded)], "done")
 
-    def _put_in(self, layer: int, found: Mapping[TierOrder, Sequence[bytes | None]]) -> None:
-        """Import what is whole, and fail the orders of the rest."""
+    def _put_in(self, layer: int, fetched: Mapping[TierOrder, Sequence[bytes | None]]) -> None:
+        """Import the orders whose records are whole, and fail the rest."""
         size, kv = self._codec.record_bytes, self._kv[layer]
         whole = {
             order: [record for record in records if record is not None and len(record) == size]
-            for order, records in found.items()
+            for order, records in fetched.items()
         }
         good = [order for order, records in whole.items() if len(records) == self._codec.num_records]
         bad = [order for order, records in whole.items() if len(records) < self._codec.num_records]
@@ -240,8 +240,8 @@ class KVTransfer:
         for order in orders:
             with self._lock:
                 if self._is_open(order):
-                    places = [(kv, order.block) for kv in self._kv]
-                    exported = self._codec.export_blocks(places)
+                    layer_blocks = [(kv, order.block) for kv in self._kv]
+                    exported = self._codec.export_blocks(layer_blocks)
                     records |= zip(self._all_keys(order), exported, strict=True)
                     taken.append(order)
         self._waiting.saved(len(records) * self._codec.record_bytes, self._clock())
@@ -253,9 +253,12 @@ class KVTransfer:
         return [order for order in orders if self._is_open(order)]
 
     def _is_open(self, order: TierOrder) -> bool:
-        """Numbers begin again with another core; what an earlier one has ordered is nobody's."""
-        found = self._open.get(order.order)
-        return found is not None and found.order is order
+        """Return whether this very order is open.
+
+        Numbers begin again with another core; nobody waits for an order of an earlier core.
+        """
+        open_order = self._open.get(order.order)
+        return open_order is not None and open_order.order is order
 
     def _answer(self, orders: Sequence[int], status: OrderStatus) -> None:
         for order in orders:

@@ -103,8 +103,10 @@ class ModelRunner:
         return self._model.forward(tensors, batch.positions, self._kv, batch.metadata, before_layer)
 
     def sample(self, tensors: IntermediateTensors, batch: ForwardBatch) -> StepResult:
-        """Sample the plan's need-sampled rows and write the ids to the row table; gather of the rows that are
-        pooled. Last stage only."""
+        """Sample the plan's need-sampled rows, write the ids to the row table, and gather the pooled rows.
+
+        Last stage only.
+        """
         plan = batch.plan
         pooled = self._pooling.step(plan, lambda indices: self._final_states(tensors, indices))
         if not len(batch.sampled):
@@ -114,10 +116,10 @@ class ModelRunner:
         head = self.grammars.constrained(params.head, rows)
         if head is not params.head:
             params = replace(params, head=head)
-        found = self._model.compute_candidates(tensors, batch.sample_indices, head)
-        drawn = self._sampler.sample(found, params, batch.output_index)
+        head_output = self._model.compute_candidates(tensors, batch.sample_indices, head)
+        drawn = self._sampler.sample(head_output, params, batch.output_index)
         self.grammars.accept(rows, drawn.token_ids)
-        is_finite = found.candidates.is_finite
+        is_finite = head_output.candidates.is_finite
         result = StepResult(
             step_id=plan.step_id,
             epoch=plan.epoch,

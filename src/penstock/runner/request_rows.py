@@ -179,9 +179,9 @@ class RequestRows:
             known = rows
             if -1 in column.tolist():
                 known, column = rows[column >= 0], column[column >= 0]
-            places = self.total_len[known]
-            self.token_ids[known, places] = column
-            self.total_len[known] = places + 1
+            positions = self.total_len[known]
+            self.token_ids[known, positions] = column
+            self.total_len[known] = positions + 1
         if rejected is not None:
             self.num_computed[rows] -= rejected
             self.num_rejected[rows] += rejected
@@ -212,9 +212,9 @@ class RequestRows:
         index = int(np.argmax(wrong))
         row = plan.rows[index]
         numbers = f" (plan: {pair[0][index]}, row table: {pair[1][index]})" if pair else ""
-        told = f" Residency of core and stage {plan.residency:#018x}." if plan.residency else ""  # they agree
+        note = f" Residency of core and stage {plan.residency:#018x}." if plan.residency else ""  # they agree
         raise ProtocolError(
-            f"step {plan.step_id}: row {row} of request {self.request_ids[row]!r} {complaint}{numbers}.{told}"
+            f"step {plan.step_id}: row {row} of request {self.request_ids[row]!r} {complaint}{numbers}.{note}"
         )
 
 

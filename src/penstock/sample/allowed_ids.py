@@ -35,9 +35,9 @@ class AllowedIds:
             self._masks[row] = words.view(np.int32)
 
     def masks(self, rows: NDArray[np.int64]) -> NDArray[np.int32] | None:
-        """[num_rows, num_words] what each of `rows` may get; None: all of them everything."""
-        found = [self._masks.get(row) for row in rows.tolist()] if self._masks else []
-        if all(mask is None for mask in found):
+        """Return the allowed ids of each of `rows`, [num_rows, num_words]; None if no row has a mask."""
+        row_masks = [self._masks.get(row) for row in rows.tolist()] if self._masks else []
+        if all(mask is None for mask in row_masks):
             return None
         every = np.full(self._num_words, -1, dtype=np.int32)
-        return np.stack([every if mask is None else mask for mask in found])
+        return np.stack([every if mask is None else mask for mask in row_masks])

@@ -31,7 +31,7 @@ class BadWords:
         self._longest = max(map(len, words), default=1) - 1
 
     def forbidden(self, output: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Ids that may not come next, each of them one of `last_ids`; an id may be there twice.
+        """Return the ids that may not come next, each one of `last_ids`; an id may be repeated.
 
         Args:
             output: [num_generated] of the request, so far.
@@ -39,5 +39,5 @@ class BadWords:
         if not self._behind or not len(output):
             return self._always
         tail = output[-self._longest :].tolist()
-        found = [last for begin, last in self._behind.get(tail[-1], ()) if tail[-len(begin) :] == begin]
-        return np.concatenate([self._always, np.array(found, dtype=np.int64)]) if found else self._always
+        ends = [last for begin, last in self._behind.get(tail[-1], ()) if tail[-len(begin) :] == begin]
+        return np.concatenate([self._always, np.array(ends, dtype=np.int64)]) if ends else self._always

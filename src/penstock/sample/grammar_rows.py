@@ -157,23 +157,23 @@ class GrammarRows(NoGrammars):
     def collect(self) -> GrammarsBuilt | None:
         if not self._untold:
             return None
-        now, told = self._clock(), GrammarsBuilt(built=[], failed={}, unable={})
+        now, report = self._clock(), GrammarsBuilt(built=[], failed={}, unable={})
         for number, grammar in self._untold.items():
             if grammar.is_dropped:
-                told.unable[number] = "it was dropped"
+                report.unable[number] = "it was dropped"
             elif grammar.built.done() and not grammar.error:
-                told.built.append(number)
+                report.built.append(number)
             elif grammar.built.done():
-                (told.unable if grammar.may_be_good else told.failed)[number] = grammar.error
+                (report.unable if grammar.may_be_good else report.failed)[number] = grammar.error
             elif now >= grammar.due:
-                told.unable[number] = f"it was not there after {self._timeout_s:g} s"
-        for number in (*told.built, *told.failed, *told.unable):
+                report.unable[number] = f"it was not there after {self._timeout_s:g} s"
+        for number in (*report.built, *report.failed, *report.unable):
             del self._untold[number]
-        there = [self._grammars[number] for number in told.built]
+        there = [self._grammars[number] for number in report.built]
         for row in self._rows.values():
             if row.grammar in there:
                 row.pending = self._masking.submit(row.enter)
-        return told if told.built or told.failed or told.unable else None
+        return report if report.built or report.failed or report.unable else None
 
     def constrained(self, request: HeadRequest, rows: NDArray[np.int64]) -> HeadRequest:
         held = self._held(rows)
@@ -184,17 +184,17 @@ class GrammarRows(NoGrammars):
             allowed = np.full((len(rows), self._num_words), -1, dtype=np.int32)
         else:
             allowed = before.copy()
-        for place, row in held:
+        for index, row in held:
             if row.pending is None:
                 raise ProtocolError(
-                    f"row {rows[place]} is to be sampled, and its grammar was not built here."
+                    f"row {rows[index]} is to be sampled, and its grammar was not built here."
                 )
             _wait(row.pending, self._timeout_s)
-            allowed[place] &= row.mask
+            allowed[index] &= row.mask
         return replace(request, allowed=allowed)
 
     def accept(self, rows: NDArray[np.int64], token_ids: Sequence[int]) -> None:
-        drawn = [(row, token_ids[place]) for place, row in self._held(rows)]
+        drawn = [(row, token_ids[index]) for index, row in self._held(rows)]
         if drawn:
             pending = self._masking.submit(_advance, drawn)
             for row, _ in drawn:
@@ -209,10 +209,10 @@ class GrammarRows(NoGrammars):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _held(self, rows: NDArray[np.int64]) -> list[tuple[int, _Row]]:
-        """Places in `rows` of those that have a grammar."""
+        """Return the rows that have a grammar, each with its index in `rows`."""
         if not self._rows:
             return []
-        return [(place, self._rows[row]) for place, row in enumerate(rows.tolist()) if row in self._rows]
+        return [(index, self._rows[row]) for index, row in enumerate(rows.tolist()) if row in self._rows]
 
 
 class _OpenOnce:

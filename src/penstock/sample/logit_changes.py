@@ -121,24 +121,24 @@ class ChangedRow:
         self._scales[: self._num] = [self._repetition if token_id in seen else 1 for token_id in ids]
 
     def _note(self, token_id: int) -> None:
-        """A token was generated."""
+        """Count a generated token."""
         self._counts[token_id] += 1
-        place = bisect_left(self._ids, token_id, 0, self._num)
-        if place == self._num or self._ids[place] != token_id:
-            self._make_room(place)
-            self._ids[place] = token_id
-        self._values[place] = self._value(token_id)
-        self._scales[place] = self._repetition
+        index = bisect_left(self._ids, token_id, 0, self._num)
+        if index == self._num or self._ids[index] != token_id:
+            self._make_room(index)
+            self._ids[index] = token_id
+        self._values[index] = self._value(token_id)
+        self._scales[index] = self._repetition
 
-    def _make_room(self, place: int) -> None:
-        """For one entry more, before that at `place`."""
+    def _make_room(self, index: int) -> None:
+        """Make room for one more entry, before the entry at `index`."""
         end = self._num
         if end == len(self._ids):
             self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
             self._values = np.concatenate([self._values, np.zeros_like(self._values)])
             self._scales = np.concatenate([self._scales, np.zeros_like(self._scales)])
         for array in (self._ids, self._values, self._scales):
-            array[place + 1 : end + 1] = array[place:end]
+            array[index + 1 : end + 1] = array[index:end]
         self._num += 1
 
     def _value(self, token_id: int) -> float:
@@ -169,7 +169,7 @@ class LogitChangesOfRows:
     def bias(
         self, rows: NDArray[np.int64], output_index: NDArray[np.int64], is_early: NDArray[np.bool_]
     ) -> SparseBias:
-        """What changes the logits of `rows`.
+        """Return the changes of the logits of `rows`.
 
         Args:
             output_index: [num_rows] tokens that each request has generated before this one.
@@ -178,13 +178,13 @@ class LogitChangesOfRows:
         starts = np.zeros(len(rows) + 1, dtype=np.int64)
         parts = []
         table, num_known = self._history, self._history.prompt_len[rows] + output_index
-        for place, row in enumerate(rows.tolist()):
-            changed, early = self._rows[row], bool(is_early[place])
+        for index, row in enumerate(rows.tolist()):
+            changed, early = self._rows[row], bool(is_early[index])
             if changed is None or not (early or changed.always_counts):
                 continue
-            changed.read(table.token_ids[row, : num_known[place]], int(table.prompt_len[row]))
+            changed.read(table.token_ids[row, : num_known[index]], int(table.prompt_len[row]))
             parts.append(changed.entries(is_early=early))
-            starts[place + 1] = len(parts[-1][0])
+            starts[index + 1] = len(parts[-1][0])
         if not parts:
             return SparseBias.none(len(rows))
         ids, values, scales = (np.concatenate(part) for part in zip(*parts, strict=True))

@@ -40,7 +40,7 @@ class ScoredRows:
 def score(
     parts: Iterable[ScoredRows], head: Head, device: torch.device, max_rows: int = SLICE_ROWS
 ) -> list[list[TokenLogprobs]]:
-    """The scores of each part; none of a part with logits that are not finite.
+    """Return the scores of each part; an empty list for a part with logits that are not finite.
 
     Args:
         head: answers for some of the step's tokens ([num_rows] int64).
@@ -57,13 +57,13 @@ def score(
     num_top = np.repeat([part.num_top for part in every], sizes)
     for begin in range(0, len(indices), max_rows):
         rows = slice(begin, begin + max_rows)
-        found = head(torch.from_numpy(indices[rows]).to(device), _request(num_top[rows]))
+        output = head(torch.from_numpy(indices[rows]).to(device), _request(num_top[rows]))
         entries = raw_logprobs(
-            found.logits, token_ids[rows].tolist(), num_top[rows].tolist(), found.candidates.ids
+            output.logits, token_ids[rows].tolist(), num_top[rows].tolist(), output.candidates.ids
         )
         for whose, entry in zip(owner[rows].tolist(), entries, strict=True):
             scores[whose].append(entry)
-        unsound.update(owner[rows][~found.candidates.is_finite].tolist())
+        unsound.update(owner[rows][~output.candidates.is_finite].tolist())
     return [[] if index in unsound else own for index, own in enumerate(scores)]
 
 

@@ -117,8 +117,8 @@ def _draw_free(probs: Tensor, uniforms: NDArray[np.float64]) -> list[int]:
     """Draw from the whole distribution; summed in double precision, in the order of the ids."""
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     targets = torch.from_numpy(uniforms).to(probs.device)[:, None] * cumulative[:, -1:]
-    places = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    return places.clamp_max(probs.shape[1] - 1).tolist()
+    ids = torch.searchsorted(cumulative, targets, right=True)[:, 0]
+    return ids.clamp_max(probs.shape[1] - 1).tolist()
 
 
 def _limits(params: SamplingBatch, rows: NDArray[np.int64]) -> Limits:
@@ -131,11 +131,11 @@ def _fill_logprobs(
     params: SamplingBatch,
     token_ids: NDArray[np.int64],
 ) -> None:
-    """Write the entries of the rows that asked for log-probabilities and have a token."""
+    """Write the entries of the rows that requested log-probabilities and have a token."""
     rows = output.logits_rows
-    places = np.flatnonzero((params.num_logprobs[rows] >= 0) & (token_ids[rows] >= 0))
-    asking = rows[places]
-    logits = rows_of(output.logits, places)
-    found = raw_logprobs(logits, token_ids[asking].tolist(), params.num_logprobs[asking].tolist())
-    for row, entry in zip(asking.tolist(), found, strict=True):
+    indices = np.flatnonzero((params.num_logprobs[rows] >= 0) & (token_ids[rows] >= 0))
+    asking = rows[indices]
+    logits = rows_of(output.logits, indices)
+    entries = raw_logprobs(logits, token_ids[asking].tolist(), params.num_logprobs[asking].tolist())
+    for row, entry in zip(asking.tolist(), entries, strict=True):
         logprobs[row] = entry

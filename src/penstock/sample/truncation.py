@@ -116,10 +116,10 @@ def _invert(
     num_kept: NDArray[np.int64],
     uniforms: NDArray[np.float64],
 ) -> NDArray[np.int64]:
-    """The ids at which the sums of the first `num_kept` probabilities pass a share of their total."""
+    """Return the ids at which the sums of the first `num_kept` probabilities pass a share of their total."""
     rows = np.arange(len(ids))
     last = num_kept - 1
     targets = uniforms * cumulative[rows, last]
-    places = np.minimum((cumulative <= targets[:, None]).sum(axis=1), last)
-    chosen: NDArray[np.int64] = ids[rows, places]
+    columns = np.minimum((cumulative <= targets[:, None]).sum(axis=1), last)
+    chosen: NDArray[np.int64] = ids[rows, columns]
     return chosen

@@ -207,14 +207,14 @@ def _plan(slots: list[Slot], checkpoint: Checkpoint) -> list[_Load]:
 def _tensors_elsewhere(
     model: nn.Module, packed: list[Slot], quantized: QuantizedCheckpoint | None
 ) -> set[str]:
-    """Tensors that belong to the stage, and to no slot by their name: other ranks', and quantised ones."""
+    """Return the stage's tensors that no slot names: other ranks' projections, and quantised tensors."""
     others = projections_elsewhere(model)
-    found = {f"{projection}.weight" for projection in others}
+    names = {f"{projection}.weight" for projection in others}
     if quantized is not None:
         held = [projection for projection in others if quantized.holds(projection)]
         for projection in (*map(_projection, packed), *held):
-            found.update(quantized.tensor_names(projection))
-    return found
+            names.update(quantized.tensor_names(projection))
+    return names
 
 
 def _check_surplus(slots: list[Slot], known: set[str], checkpoint: Checkpoint) -> None:

@@ -89,15 +89,15 @@ class QuantizedCheckpoint:
         self._names = checkpoint.names
 
     def holds(self, projection: str) -> bool:
-        """Whether the checkpoint holds this projection quantised."""
+        """Return whether the checkpoint holds this projection quantised."""
         scheme = self._spec.scheme(projection)
         if scheme is not None:
             return f"{projection}.{_MARKS[scheme.layout]}" in self._names
         for mark in dict.fromkeys(_MARKS[scheme.layout] for scheme in self._spec.schemes):
             if f"{projection}.{mark}" in self._names:
                 entry = self._checkpoint.entry(f"{projection}.{mark}")
-                found = f"{entry.dtype} of {list(entry.shape)}"
-                raise self._surprise(entry.name, "no such tensor by quantization_config", found)
+                description = f"{entry.dtype} of {list(entry.shape)}"
+                raise self._surprise(entry.name, "no such tensor by quantization_config", description)
         return False
 
     def scheme(self, projection: str) -> WeightScheme:
@@ -250,24 +250,24 @@ class QuantizedCheckpoint:
         entry = self._optional(part.name, "weight_shape")
         if entry is None:
             return
-        found = read_tensor(entry).tolist()
-        if found != [part.out_size, part.in_size]:
+        stored_shape = read_tensor(entry).tolist()
+        if stored_shape != [part.out_size, part.in_size]:
             raise self._surprise(
-                entry.name, f"{[part.out_size, part.in_size]} by config.json", _shortened(str(found))
+                entry.name, f"{[part.out_size, part.in_size]} by config.json", _shortened(str(stored_shape))
             )
 
     # --- Scales, zeros and the order of the columns, whole ----------------------------------------------
 
     def _scales(self, part: _Projection) -> Tensor:
-        """[out, groups], in the dtype that they have; finite and above zero."""
+        """Return the scales, [out, groups], in their stored dtype; raise unless finite and above zero."""
         by_column = part.scheme.layout in ("gptq", "awq")
         entry = self._checkpoint.entry(f"{part.name}.{'scales' if by_column else 'weight_scale'}")
         scales = read_tensor(entry)
         good = torch.isfinite(scales) & (scales > 0)
         if not bool(good.all()):
             bad = int(good.view(-1).logical_not().nonzero()[0])
-            found = f"{scales.view(-1)[bad].item()} at element {bad}"
-            raise self._surprise(entry.name, "finite scales above zero", found)
+            description = f"{scales.view(-1)[bad].item()} at element {bad}"
+            raise self._surprise(entry.name, "finite scales above zero", description)
         return scales.t().contiguous() if by_column else scales.view(part.out_size, part.num_groups)
 
     def _zeros(self, part: _Projection) -> Tensor | None:
@@ -385,15 +385,15 @@ def _unpacked(words: Tensor, bits: int, size: int) -> Tensor:
 
 
 def _awq_columns(words: Tensor, first: int, last: int) -> Tensor:
-    """int32 [rows, words] -> uint8 [last - first, rows]: some columns; `first` is a multiple of 8."""
+    """Return columns of int32 [rows, words] as uint8 [last - first, rows]; `first` is a multiple of 8."""
     chosen = _transposed(words[:, first // 8 : -(-last // 8)])
     in_bytes = chosen.view(-1).view(torch.uint8).view(*chosen.shape, 4)
     columns = in_bytes.new_empty(chosen.shape[0], 8, chosen.shape[1])
-    for place, column in enumerate(_AWQ_ORDER):
-        if place % 2:
-            torch.bitwise_right_shift(in_bytes[:, :, place // 2], 4, out=columns[:, column])
+    for nibble, column in enumerate(_AWQ_ORDER):
+        if nibble % 2:
+            torch.bitwise_right_shift(in_bytes[:, :, nibble // 2], 4, out=columns[:, column])
         else:
-            torch.bitwise_and(in_bytes[:, :, place // 2], 15, out=columns[:, column])
+            torch.bitwise_and(in_bytes[:, :, nibble // 2], 15, out=columns[:, column])
     return columns.view(-1, chosen.shape[1])[: last - first]
 
 

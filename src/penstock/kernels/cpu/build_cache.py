@@ -117,14 +117,14 @@ class BuildCache:
         return path
 
     def clear(self) -> tuple[int, int]:
-        """Remove every library and left-over of a build; returns how many files and bytes of libraries."""
-        found = list(self._folder.glob("penstock-*.so"))
-        size = sum(path.lstat().st_size for path in found)
-        for path in [*found, self._folder / _LOCK_NAME]:
+        """Remove every library and left-over of a build; return the number and the bytes of the libraries."""
+        libraries = list(self._folder.glob("penstock-*.so"))
+        size = sum(path.lstat().st_size for path in libraries)
+        for path in [*libraries, self._folder / _LOCK_NAME]:
             _remove(path)
         for left_over in self._folder.glob(f"{_BUILDING}*"):
             shutil.rmtree(left_over, ignore_errors=True)
-        return len(found), size
+        return len(libraries), size
 
 
 def _make(folder: Path) -> None:
@@ -138,18 +138,20 @@ def _make(folder: Path) -> None:
 
 
 def _check_trust(folder: Path) -> None:
-    """Raises `FolderUnusableError` unless only this user and root can put files in the folder or swap it.
+    """Raise `FolderUnusableError` unless only this user and root can put files in the folder or swap it.
 
     In a parent with the sticky bit, as /tmp has it, others can neither rename nor remove what is ours.
     """
     trusted_owners = {0, os.geteuid()}
-    for place in (folder, *folder.parents):
-        status = place.stat()
+    for directory in (folder, *folder.parents):
+        status = directory.stat()
         if status.st_uid not in trusted_owners:
-            raise FolderUnusableError(f"{place} belongs to another user (uid {status.st_uid})")
-        is_sticky_parent = place != folder and status.st_mode & stat.S_ISVTX
+            raise FolderUnusableError(f"{directory} belongs to another user (uid {status.st_uid})")
+        is_sticky_parent = directory != folder and status.st_mode & stat.S_ISVTX
         if status.st_mode & _OTHERS_WRITE and not is_sticky_parent:
-            raise FolderUnusableError(f"others can write to {place} (mode {stat.S_IMODE(status.st_mode):o})")
+            raise FolderUnusableError(
+                f"others can write to {directory} (mode {stat.S_IMODE(status.st_mode):o})"
+            )
 
 
 def _seal(content: bytes) -> str:

@@ -74,9 +74,9 @@ class Machine:
 
 
 def cpu_flags(cpuinfo: str) -> tuple[str, ...]:
-    """Flags of the first CPU in the text of /proc/cpuinfo, sorted: `flags` on x86, `Features` on Arm."""
-    found = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
-    return tuple(sorted(set(found[1].split()))) if found else ()
+    """Return the sorted flags of the first CPU of /proc/cpuinfo: `flags` on x86, `Features` on Arm."""
+    match = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
+    return tuple(sorted(set(match[1].split()))) if match else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

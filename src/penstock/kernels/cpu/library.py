@@ -137,30 +137,30 @@ def open_library(built: Built) -> ctypes.CDLL:
 
 
 def _provide_openmp() -> None:
-    """Without torch in the process, take its OpenMP runtime where the system has none."""
+    """Load torch's OpenMP runtime where the system has none, unless torch is in the process."""
     if "torch" in sys.modules:
         return
     with contextlib.suppress(OSError):
         ctypes.CDLL("libgomp.so.1")
         return
     torch = importlib.util.find_spec("torch")  # finds the package and does not import it
-    for place in torch.submodule_search_locations or () if torch else ():
-        for runtime in Path(place, "lib").glob("libgomp*.so*"):
+    for directory in torch.submodule_search_locations or () if torch else ():
+        for runtime in Path(directory, "lib").glob("libgomp*.so*"):
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
 
 
 def signatures(sources: Mapping[str, bytes]) -> dict[str, tuple[Any, list[Any]]]:
-    """Name -> result and argument types of every function that the sources export.
+    """Return name -> result and argument types of every function that the sources export.
 
     So the types cannot differ from those compiled. Raises `LibraryError` for a type without a counterpart.
     """
-    found: dict[str, tuple[Any, list[Any]]] = {}
+    types: dict[str, tuple[Any, list[Any]]] = {}
     for content in sources.values():
         for result, name, arguments in _EXPORT.findall(content.decode()):
             listed = [part for part in arguments.split(",") if part.strip() not in ("", "void")]
             result_type = ctypes.c_char_p if _words(result) == ["char", "*"] else _type(_words(result))
-            found[name] = (result_type, [_type(_words(part)) for part in listed])
-    return found
+            types[name] = (result_type, [_type(_words(part)) for part in listed])
+    return types
 
 
 def _words(declaration: str) -> list[str]:
@@ -211,8 +211,8 @@ def _product(
     )
     step = Step(num_tokens=num_tokens)
     library.penstock_linear(ctypes.addressof(args), ctypes.addressof(step))
-    found = _floats(bytes(outputs), dtype)
-    return [found[at : at + out_size] for at in range(0, len(found), out_size)]
+    products = _floats(bytes(outputs), dtype)
+    return [products[at : at + out_size] for at in range(0, len(products), out_size)]
 
 
 def _numbers(rows: list[list[float]], dtype: int) -> ctypes.Array[ctypes.c_char]:

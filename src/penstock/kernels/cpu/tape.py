@@ -46,13 +46,13 @@ class Tape:
         self._layer_starts.append(len(self._calls))
 
     def output(self, width: int, dtype: torch.dtype) -> Tensor:
-        """Memory of an output: [num_tokens, width], the same for every layer."""
+        """Return the memory of an output: [num_tokens, width], the same for every layer."""
         kind = (width, dtype)
-        place = (*kind, self._taken[kind])
+        key = (*kind, self._taken[kind])
         self._taken[kind] += 1
-        if place not in self._outputs:
-            self._outputs[place] = step_memory(self.num_tokens, width, dtype)
-        return self._outputs[place]
+        if key not in self._outputs:
+            self._outputs[key] = step_memory(self.num_tokens, width, dtype)
+        return self._outputs[key]
 
     def add(self, kernel: int, args: ctypes.Structure) -> None:
         """Take down a call: the kernel's address and its arguments, which must never change."""

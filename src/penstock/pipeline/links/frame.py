@@ -96,29 +96,29 @@ class FrameHeader:
         is_hidden = self.kind is FrameKind.HIDDEN
         return f"the hidden states of step {self.step_id}" if is_hidden else f"weight block {self.step_id}"
 
-    def differences(self, found: FrameHeader) -> list[str]:
-        """The fields in which `found` is not what this header promised, as text."""
+    def differences(self, received: FrameHeader) -> list[str]:
+        """Return, as text, the fields in which `received` differs from what this header promised."""
         return [
-            f"{field.name} expected {getattr(self, field.name)}, found {getattr(found, field.name)}"
+            f"{field.name} expected {getattr(self, field.name)}, found {getattr(received, field.name)}"
             for field in fields(self)
-            if getattr(self, field.name) != getattr(found, field.name)
+            if getattr(self, field.name) != getattr(received, field.name)
         ]
 
 
-def check_header(expected: FrameHeader, found: FrameHeader, link: str, requests: Sequence[str]) -> None:
+def check_header(expected: FrameHeader, received: FrameHeader, link: str, requests: Sequence[str]) -> None:
     """Raise `ProtocolError` naming link, step and requests if the frame is not the one of this step."""
-    if found != expected:
-        raise _not_of_this_step(expected, "; ".join(expected.differences(found)), link, requests)
+    if received != expected:
+        raise _not_of_this_step(expected, "; ".join(expected.differences(received)), link, requests)
 
 
 def check_packed(
-    expected: FrameHeader, found: bytes | memoryview, link: str, requests: Sequence[str]
+    expected: FrameHeader, received: bytes | memoryview, link: str, requests: Sequence[str]
 ) -> None:
-    """As `check_header`, for a header as it stands in front of a frame."""
-    if found == expected.pack():
+    """Do the same as `check_header` for a header as it stands in front of a frame."""
+    if received == expected.pack():
         return
     try:
-        unpacked = FrameHeader.unpack(found)
+        unpacked = FrameHeader.unpack(received)
     except ProtocolError as error:
         raise _not_of_this_step(expected, error.message.rstrip("."), link, requests) from error
     check_header(expected, unpacked, link, requests)

@@ -79,10 +79,10 @@ class MemoryLink(Carrier):
         with self._changed:
             self._wait(lambda: bool(self._frames) or self._closed, purpose)
             self._raise_if(not self._frames, purpose)
-            found, tensors = self._frames.popleft()
+            received, tensors = self._frames.popleft()
             self._changed.notify_all()
         clock.begin(Phase.COMM)
-        check_header(header, found, self._name, requests)
+        check_header(header, received, self._name, requests)
         for target, tensor in zip(out, tensors, strict=True):
             target.copy_(tensor)
         clock.begin(before)

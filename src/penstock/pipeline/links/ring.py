@@ -51,8 +51,8 @@ class SharedMemoryLink(Carrier):
         begin = index * ring.frame_bytes
         self._frames[begin : begin + ALIGNMENT] = header.pack()
         if header.num_tokens:
-            for place, tensor in zip(self._places_of(index, header, tensors), tensors, strict=True):
-                place.copy_(tensor)
+            for slot, tensor in zip(self._places_of(index, header, tensors), tensors, strict=True):
+                slot.copy_(tensor)
         ring.publish()
         clock.begin(before)
 
@@ -67,11 +67,11 @@ class SharedMemoryLink(Carrier):
         index = ring.take(self._timeout_s, header.purpose)
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
-        found = self._frames[begin : begin + ALIGNMENT]
-        check_packed(header, found, ring.name, requests)
+        received = self._frames[begin : begin + ALIGNMENT]
+        check_packed(header, received, ring.name, requests)
         if header.num_tokens:
-            for tensor, place in zip(out, self._places_of(index, header, out), strict=True):
-                tensor.copy_(place)
+            for tensor, slot in zip(out, self._places_of(index, header, out), strict=True):
+                tensor.copy_(slot)
         ring.release()
         clock.begin(before)
 
@@ -82,14 +82,14 @@ class SharedMemoryLink(Carrier):
         )
 
     def _view(self, at: FrameSlot) -> list[Tensor]:
-        places = []
+        views = []
         begin = at.frame * self._ring.frame_bytes + ALIGNMENT
         num_bytes = at.num_tokens * at.width * at.dtype.itemsize
         for _ in range(at.num_tensors):
             raw = self._bytes[begin : begin + num_bytes]
-            places.append(raw.view(at.dtype).view(at.num_tokens, at.width))
+            views.append(raw.view(at.dtype).view(at.num_tokens, at.width))
             begin += padded(num_bytes)
-        return places
+        return views
 
 
 def _check_size(header: FrameHeader, tensors: Sequence[Tensor], capacity: int) -> None:

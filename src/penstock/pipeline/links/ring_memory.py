@@ -245,9 +245,9 @@ class _Semaphore:
 
 def _map(handle: RingHandle, name: str) -> mmap.mmap:
     expected = _WORDS_BYTES + handle.frame_bytes * handle.num_frames
-    found = os.fstat(handle.memory_fd).st_size
-    if found != expected:
-        raise ProtocolError(f"memory of link {name} has {found} bytes, expected {expected}.")
+    size = os.fstat(handle.memory_fd).st_size
+    if size != expected:
+        raise ProtocolError(f"memory of link {name} has {size} bytes, expected {expected}.")
     memory = mmap.mmap(handle.memory_fd, expected)
     if int.from_bytes(memory[_WORD_MAGIC * 8 : _WORD_MAGIC * 8 + 8], "little") != _MAGIC:
         raise ProtocolError(f"memory of link {name} is not a ring of frames.")
