@@ -249,10 +249,10 @@ class QuarantinedError(RequestError):
 
 
 def _descendants(cls: type[PenstockError]) -> dict[str, type[PenstockError]]:
-    found = {cls.__name__: cls}
+    classes = {cls.__name__: cls}
     for child in cls.__subclasses__():
-        found |= _descendants(child)
-    return found
+        classes |= _descendants(child)
+    return classes
 
 
 def error_from_info(info: ErrorInfo) -> PenstockError:

@@ -59,15 +59,15 @@ def parse(text: str) -> list[Fault]:
 
 
 def _parse_one(spec: str) -> Fault:
-    found = _SPEC.fullmatch(spec)
-    if found is None or found["point"] not in POINTS or found["action"] not in ACTIONS:
+    match = _SPEC.fullmatch(spec)
+    if match is None or match["point"] not in POINTS or match["action"] not in ACTIONS:
         raise UsageError(
             f"{ENVIRONMENT}: {spec!r} is no fault.",
             remedy=f"Write POINT@STAGE:COUNT=ACTION, or STAGE.RANK for one rank of a stage, with a point of "
             f"{POINTS} and an action of {ACTIONS}.",
         )
-    tp_rank = None if found["tp"] is None else int(found["tp"])
-    return Fault(found["point"], int(found["stage"]), int(found["count"]), found["action"], tp_rank)
+    tp_rank = None if match["tp"] is None else int(match["tp"])
+    return Fault(match["point"], int(match["stage"]), int(match["count"]), match["action"], tp_rank)
 
 
 def armed(

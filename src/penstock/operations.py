@@ -62,9 +62,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_ids: list[str] | None = None
 
     def concerns(self, request_id: str) -> bool:
-        """Whether a request is among them."""
+        """Return whether a request is among those to end."""
         return self.request_ids is None or any(
-            request_id == one or request_id.startswith((f"{one}-", f"{one}/")) for one in self.request_ids
+            request_id == listed_id or request_id.startswith((f"{listed_id}-", f"{listed_id}/"))
+            for listed_id in self.request_ids
         )
 
 

@@ -53,12 +53,12 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     whitespace: bool = False
 
     def validate(self) -> None:
-        """Raise `InvalidRequestError` unless one thing is asked for, and one that can be met."""
+        """Raise `InvalidRequestError` unless exactly one constraint is given, and it can be met."""
         given = [name for name in self.__struct_fields__[:5] if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            found = f"{' and '.join(given)} are given" if given else "none is given"
+            complaint = f"{' and '.join(given)} are given" if given else "none is given"
             raise InvalidRequestError(
-                f"structured_outputs takes one of json, json_object, regex, choice and grammar; {found}.",
+                f"structured_outputs takes one of json, json_object, regex, choice and grammar; {complaint}.",
                 param="structured_outputs",
             )
         if self.choice == []:
@@ -207,11 +207,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_range("stop_token_ids", token_id, 0, vocab_size - 1, what="a stop token id")
 
     def _validate_end(self) -> None:
-        """A grammar says where its text ends; nothing else may say that it must go on."""
-        for param, asked in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
-            if asked:
+        """Raise `InvalidRequestError` for a field that prolongs the text: the grammar says where it ends."""
+        for param, value in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens)):
+            if value:
                 raise InvalidRequestError(
-                    f"{param} is {asked}, together with structured output, whose grammar says when it ends.",
+                    f"{param} is {value}, together with structured output, whose grammar says when it ends.",
                     remedy=f"Leave {param} out; ask for a longer text in the schema (minLength, minItems).",
                     param=param,
                     code="invalid_combination",

@@ -250,10 +250,10 @@ class Residency:
         return f"{text} Tokens by what they have told, after this step:{concerned(held)}"
 
 
-def _differ(row: int, resident: Resident, complaint: str, planned: int, found: int) -> str:
+def _differ(row: int, resident: Resident, complaint: str, planned: int, actual: int) -> str:
     return (
         f"row {row} of request {resident.request_id!r} {complaint}: the core has planned {planned} tokens of "
-        f"it, this stage has {found}."
+        f"it, this stage has {actual}."
     )
 
 

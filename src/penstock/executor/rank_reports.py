@@ -42,14 +42,14 @@ class RankReports:
         return bool(self._answers) or any(map(self._is_told, self._grammars.values()))
 
     def keep(self, report: StageTimes | StageSpans | OrdersDone | GrammarsBuilt) -> None:
-        """The newest times of a stage, its spans of the last seconds, every answer."""
+        """Keep a report: the newest times of a stage, its spans of the last seconds, every answer."""
         if isinstance(report, StageTimes):
             self._times[report.stage] = report
         elif isinstance(report, StageSpans):
             self._keep_spans(report)
         elif isinstance(report, GrammarsBuilt):
-            for told in _each(report):
-                self._grammars.setdefault(told.number, []).append(told)
+            for grammar in _each(report):
+                self._grammars.setdefault(grammar.number, []).append(grammar)
         else:
             self._use = self._use.plus(report.use)
             for order in report.done:
@@ -59,8 +59,8 @@ class RankReports:
             for order in report.late:
                 self._answers.setdefault(order, []).append("late")
 
-    def _is_told(self, told: list[BuiltGrammar]) -> bool:
-        return len(told) == self._num_last
+    def _is_told(self, reports: list[BuiltGrammar]) -> bool:
+        return len(reports) == self._num_last
 
     def _keep_spans(self, spans: StageSpans) -> None:
         kept = self._spans.setdefault(spans.stage, deque())
@@ -84,9 +84,9 @@ class RankReports:
     def finished_orders(self) -> list[OrderResult]:
         """See `Executor.finished_orders`."""
         finished = [
-            OrderResult(order, max(told, key=_SEVERITY.index))
-            for order, told in self._answers.items()
-            if len(told) == self._num_ranks
+            OrderResult(order, max(answers, key=_SEVERITY.index))
+            for order, answers in self._answers.items()
+            if len(answers) == self._num_ranks
         ]
         for result in finished:
             del self._answers[result.order]
@@ -94,7 +94,11 @@ class RankReports:
 
     def built_grammars(self) -> list[BuiltGrammar]:
         """See `Executor.built_grammars`."""
-        built = [max(told, key=_gravity) for _, told in sorted(self._grammars.items()) if self._is_told(told)]
+        built = [
+            max(reports, key=_gravity)
+            for _, reports in sorted(self._grammars.items())
+            if self._is_told(reports)
+        ]
         for grammar in built:
             del self._grammars[grammar.number]
         return built
@@ -110,6 +114,6 @@ def _each(report: GrammarsBuilt) -> Iterator[BuiltGrammar]:
         yield BuiltGrammar(number, why, may_be_good=True)
 
 
-def _gravity(told: BuiltGrammar) -> tuple[bool, bool]:
-    """What one rank knows against a grammar is true, whatever hinders another."""
-    return bool(told.why), not told.may_be_good
+def _gravity(report: BuiltGrammar) -> tuple[bool, bool]:
+    """Return how grave a report is: a fault of the grammar itself outweighs the state of another rank."""
+    return bool(report.why), not report.may_be_good

@@ -104,13 +104,13 @@ class InprocessClient:
         self._closed = False
 
     def run(self, requests: Sequence[OfflineRequest], progress: ProgressDisplay) -> list[RequestResult]:
-        """As in the protocol."""
+        """Run the requests, as the protocol describes."""
         streams = OpenStreams(self.abort)
-        opened = [streams.open(one.request, one.make_assembler) for one in requests]
+        opened = [streams.open(request.request, request.make_assembler) for request in requests]
         siblings = {stream.request_id: own for own in opened for stream in own}
         try:
-            for one in requests:
-                self.add(one.request)
+            for request in requests:
+                self.add(request.request)
             while len(streams):
                 for stream in streams.deliver(self.poll(POLL_S)):
                     if stream.error is not None:

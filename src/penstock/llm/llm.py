@@ -329,8 +329,8 @@ class LLM:
                     self._grammars.prove_now(structured)
         results, tokenizer = self._run(requests, use_tqdm), self._text.tokenizer
         return [
-            _text_output(one.request, prompt, result, tokenizer)
-            for one, prompt, result in zip(requests, prompts, results, strict=True)
+            _text_output(request.request, prompt, result, tokenizer)
+            for request, prompt, result in zip(requests, prompts, results, strict=True)
         ]
 
     def _pooled(
@@ -347,7 +347,9 @@ class LLM:
             with at_place(f"prompts[{index}]"):
                 requests.append(self._requests.for_vector(prompt, normalised_pooling(params)))
         results = self._run(requests, use_tqdm)
-        return [(one.request, result.whole.vector) for one, result in zip(requests, results, strict=True)]
+        return [
+            (request.request, result.whole.vector) for request, result in zip(requests, results, strict=True)
+        ]
 
     def _run(self, requests: Sequence[OfflineRequest], use_tqdm: bool | None) -> list[RequestResult]:
         with progress_of(len(requests), use_tqdm) as progress:

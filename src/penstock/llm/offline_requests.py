@@ -36,7 +36,7 @@ class OfflineRequests:
         request = with_siblings(str(next(self._numbers)), prompt.token_ids, sampling)
         tokenizer = self._text.tokenizer
         return OfflineRequest(
-            request, lambda one: output_assembler(tokenizer, prompt.token_ids, one.sampling)
+            request, lambda sequence: output_assembler(tokenizer, prompt.token_ids, sequence.sampling)
         )
 
     def for_vector(self, prompt: PreparedPrompt, params: PoolingParams) -> OfflineRequest:

@@ -76,7 +76,7 @@ class ProcessClient:
         await client.wait_for_core(AWAY_S)
         opened: list[list[RequestStream]] = []
         try:
-            opened.extend(client.submit(one.request, one.make_assembler) for one in requests)
+            opened.extend(client.submit(request.request, request.make_assembler) for request in requests)
             return await asyncio.gather(*(_result(streams, progress) for streams in opened))
         finally:
             for stream in itertools.chain.from_iterable(opened):

@@ -132,7 +132,7 @@ class PromptPreparer:
         """Return one prompt, or several, as token ids; an error names the prompt at fault."""
         if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
             return [self.prompt(given)]
-        return [self._placed("prompts", index, self.prompt, one) for index, one in enumerate(given)]
+        return [self._placed("prompts", index, self.prompt, prompt) for index, prompt in enumerate(given)]
 
     def conversation(self, messages: Conversation, options: Mapping[str, Any]) -> PreparedPrompt:
         """Return a list of messages as token ids, by the model's chat template.
@@ -160,8 +160,8 @@ class PromptPreparer:
         if given and isinstance(given[0], Mapping):
             return [self.conversation(given, options)]  # type: ignore[arg-type]
         return [
-            self._placed("messages", index, self.conversation, one, options)
-            for index, one in enumerate(given)
+            self._placed("messages", index, self.conversation, conversation, options)
+            for index, conversation in enumerate(given)
         ]
 
     @staticmethod
@@ -172,14 +172,14 @@ class PromptPreparer:
 
 
 @contextlib.contextmanager
-def at_place(place: str) -> Iterator[None]:
-    """Have a refusal name the request that it is about, such as `prompts[3]`."""
+def at_place(field: str) -> Iterator[None]:
+    """Have a refusal name the request that it is about by its `field`, such as `prompts[3]`."""
     try:
         yield
     except InvalidRequestError as error:
-        param = place if error.param in _OF_THE_PROMPT else error.param
+        param = field if error.param in _OF_THE_PROMPT else error.param
         raise InvalidRequestError(
-            f"{place}: {error.message}", remedy=error.remedy, param=param, code=error.code
+            f"{field}: {error.message}", remedy=error.remedy, param=param, code=error.code
         ) from error
 
 

@@ -110,8 +110,8 @@ def _version(distribution: str) -> str:
 
 
 def _cpu_name() -> str:
-    found = re.search(r"^model name\s*:(.*)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+    match = re.search(r"^model name\s*:(.*)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return match[1].strip() if match else platform.machine()
 
 
 def _text(path: Path) -> str:

@@ -17,16 +17,16 @@ class Mix:
 
     @classmethod
     def parse(cls, text: str) -> Mix:
-        """ "512:128" -> 512 prompt tokens and 128 output tokens. Raises `UsageError`."""
-        found = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text.strip())
-        if not found or int(found[2]) < 1:
+        """Parse a mix: "512:128" is 512 prompt tokens and 128 output tokens. Raises `UsageError`."""
+        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text.strip())
+        if not match or int(match[2]) < 1:
             raise UsageError(
                 f'partition_mix is "{text}", which is no mix of prefill and decode.',
                 remedy='Write PROMPT:OUTPUT, the tokens of a typical request, such as "512:128"; '
                 '"0:128" counts decodes only.',
                 param="partition_mix",
             )
-        return cls(int(found[1]), int(found[2]))
+        return cls(int(match[1]), int(match[2]))
 
     def mean_length(self, max_model_len: int) -> int:
         """Tokens that a running request holds in the KV cache, on average over its decodes."""

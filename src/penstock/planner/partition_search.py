@@ -59,23 +59,23 @@ def judge(tables: Sequence[StageTable], layers: Sequence[int]) -> Split | None:
 
 
 def best_split(tables: Sequence[StageTable], num_layers: int) -> Split | None:
-    """The best of all splits with at least one layer a stage; None if none fits."""
+    """Return the best of all splits with at least one layer per stage; None if no split fits."""
     best: Split | None = None
     candidates = {rows for table in tables for rows in table.max_rows[1:] if rows}
     for num_rows in sorted(candidates, reverse=True):
-        found = _best_with(tables, num_layers, num_rows, None if best is None else best.slowest_ns)
-        if found is not None and (best is None or found < best):
-            best = found
+        split = _best_with(tables, num_layers, num_rows, None if best is None else best.slowest_ns)
+        if split is not None and (best is None or split < best):
+            best = split
     return best
 
 
 def second_best(tables: Sequence[StageTable], num_layers: int, best: Split) -> Split | None:
-    """The best of all splits but `best`; it differs from that in at least one stage."""
-    found = [
+    """Return the best of all splits but `best`; it differs from `best` in at least one stage."""
+    splits = [
         best_split([*tables[:stage], _without(tables[stage], count), *tables[stage + 1 :]], num_layers)
         for stage, count in enumerate(best.layers)
     ]
-    return min((split for split in found if split is not None), default=None)
+    return min((split for split in splits if split is not None), default=None)
 
 
 def _without(table: StageTable, num_layers: int) -> StageTable:
@@ -95,7 +95,7 @@ class _Choice:
 def _best_with(
     tables: Sequence[StageTable], num_layers: int, num_rows: int, limit_ns: int | None
 ) -> Split | None:
-    """The best split whose steps have exactly `num_rows` rows, if it has no stage above the limit."""
+    """Return the best split whose steps have exactly `num_rows` rows, if no stage is above the limit."""
     most = num_layers - len(tables) + 1
     choices = [
         [
@@ -105,14 +105,14 @@ def _best_with(
         ]
         for table in tables
     ]
-    found = _cheapest(choices, num_layers, max)
-    if found is None:
+    cheapest = _cheapest(choices, num_layers, max)
+    if cheapest is None:
         return None
-    slowest_ns, _ = found
+    slowest_ns, _ = cheapest
     kept = [[choice for choice in of_stage if choice.cost_ns <= slowest_ns] for of_stage in choices]
-    found = _cheapest(kept, num_layers, lambda total, cost: total + cost * cost)
-    assert found is not None, "the slowest stage was found with these choices"
-    squares, layers = found
+    cheapest = _cheapest(kept, num_layers, lambda total, cost: total + cost * cost)
+    assert cheapest is not None, "the slowest stage was found with these choices"
+    squares, layers = cheapest
     return Split(slowest_ns, squares, layers, num_rows)
 
 
@@ -127,7 +127,7 @@ def _choices(table: StageTable, most: int, num_rows: int) -> list[_Choice]:
 def _cheapest(
     choices: Sequence[Sequence[_Choice]], num_layers: int, add: Callable[[int, int], int]
 ) -> tuple[int, tuple[int, ...]] | None:
-    """(cost, layers of each stage) of the cheapest way to place all layers, a tightest stage among them.
+    """Return the cheapest way to place all layers with a tightest stage: (cost, layers of each stage).
 
     Args:
         add: (cost of the stages so far, cost of one more) -> cost of all; never falls as the first rises.
@@ -141,8 +141,8 @@ def _cheapest(
             for choice in of_stage:
                 if placed + choice.num_layers > most:
                     break
-                place = (placed + choice.num_layers, is_tight or choice.is_tightest)
+                state = (placed + choice.num_layers, is_tight or choice.is_tightest)
                 way = (add(cost, choice.cost_ns), (*layers, choice.num_layers))
-                if place not in reached or way < reached[place]:
-                    reached[place] = way
+                if state not in reached or way < reached[state]:
+                    reached[state] = way
     return reached.get((num_layers, True))

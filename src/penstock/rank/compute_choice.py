@@ -46,11 +46,11 @@ def is_invariant(kernels: CpuKernels | None, spec: ModelSpec) -> bool:
     return has_all and spec.latent is None
 
 
-def _described(loaded: LoadedKernels, enabled: frozenset[str], asked: str) -> str:
+def _described(loaded: LoadedKernels, enabled: frozenset[str], requested_kernels: str) -> str:
     text = f"{loaded.isa}, {loaded.reason}"
     if loaded.remedy:  # they run, but cannot be kept
         text = f"{text}. {loaded.remedy}"
-    if asked == "auto":
+    if requested_kernels == "auto":
         return text
     return f"{text}; only {', '.join(sorted(enabled))}; plain torch for the rest, which is slower"
 

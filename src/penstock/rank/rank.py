@@ -359,10 +359,10 @@ def _tell_core(stage: int, failed: ChildFailed, plans: MessageChannel) -> None:
 
 
 def _teller(config: RankConfig, plans: MessageChannel) -> Callable[[StageTimes | StageSpans], None]:
-    """Sends what a stage has spent its time on: its first rank speaks for all, which go in step."""
+    """Return a function that sends the times of a stage: the first rank reports for all, which go in step."""
 
-    def tell(told: StageTimes | StageSpans) -> None:
+    def tell(report: StageTimes | StageSpans) -> None:
         with contextlib.suppress(PenstockError):  # the core may have taken its last result and gone
-            plans.send(encode(told), timeout_s=0.0)
+            plans.send(encode(report), timeout_s=0.0)
 
-    return tell if config.tp_rank == 0 else lambda told: None
+    return tell if config.tp_rank == 0 else lambda report: None

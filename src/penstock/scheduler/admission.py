@@ -59,7 +59,7 @@ class Admission:
         output_ids: Sequence[int] | None = None,
         num_scores: int = 0,
     ) -> list[RequestState]:
-        """The states of a request and of those that follow it; all may come to wait, or none.
+        """Return the states of a request and of its followers; all are accepted, or none.
 
         Args:
             output_ids, num_scores: as in `Scheduler.add_request`.
@@ -68,18 +68,18 @@ class Admission:
             InvalidRequestError: as `receive` does; or an id is in use.
             OverloadedError: as `refuse_overload` does.
         """
-        asked = request.alone()
-        for one in asked:
-            if one.request_id in queues:
+        sequences = request.alone()
+        for sequence in sequences:
+            if sequence.request_id in queues:
                 raise InvalidRequestError(
-                    f"request id {one.request_id!r} is in use.", param="request_id", code="duplicate_id"
+                    f"request id {sequence.request_id!r} is in use.", param="request_id", code="duplicate_id"
                 )
-        self._refuse_too_many(len(asked))
+        self._refuse_too_many(len(sequences))
         if output_ids is None:
             prompt_len = len(request.prompt_token_ids)
             own = prompt_len - self._num_shared(request)
-            self.refuse_overload(queues, prompt_len + own * len(request.followers), len(asked))
-        first, *others = (self.receive(one, now, output_ids or (), num_scores) for one in asked)
+            self.refuse_overload(queues, prompt_len + own * len(request.followers), len(sequences))
+        first, *others = (self.receive(sequence, now, output_ids or (), num_scores) for sequence in sequences)
         first.leader = queues.get(request.follows)
         for other in others:
             other.leader = first
@@ -152,11 +152,11 @@ class Admission:
             pooling=request.pooling,
         )
 
-    def may_start(self, request: RequestState, num_running: int, found: Sequence[int] = ()) -> bool:
-        """Whether `request`, the head of the line, may get blocks now, beside those `found` in the cache."""
+    def may_start(self, request: RequestState, num_running: int, cached_blocks: Sequence[int] = ()) -> bool:
+        """Return whether `request`, the head of the line, may get blocks now, beside its `cached_blocks`."""
         if request.num_pending:
             return False  # preempted; its last tokens are still under way
-        return self._allocator.has_room(request.num_to_prefill, found, num_running)
+        return self._allocator.has_room(request.num_to_prefill, cached_blocks, num_running)
 
     def _longest(self, prompt_len: int, sampling: SamplingParams) -> int:
         """Tokens, prompt and output, at which it ends."""

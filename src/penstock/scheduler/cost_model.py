@@ -186,7 +186,9 @@ def _size_class(number: int) -> int:
 def fit_roofline(
     rows: Sequence[Sequence[float]], weights: Sequence[float], bend: float = 0.0
 ) -> tuple[float, float, float]:
-    """(read, per_token, per_attended) >= 0 of `seconds = max(read, per_token x n) + per_attended x attended`.
+    """Return the fit of `seconds = max(read, per_token x n) + per_attended x attended`.
+
+    The result is (read, per_token, per_attended), each >= 0.
 
     Tries sizes as the largest that reading decides, and takes the best. If reading may decide even the
     largest of all, time is taken to grow from twice that: so plans grow until the bend is found, and not just
@@ -202,10 +204,10 @@ def fit_roofline(
     scales = [weight / max(row[2], _NEGLIGIBLE) for row, weight in zip(rows, weights, strict=True)]
     if not _tell_attention(rows):
         rows = [(n, 0.0, seconds) for n, _, seconds in rows]
-    found = {limit: _fit_bent_at(limit, sizes[-1], rows, scales, weights) for limit in limits}
+    fits = {limit: _fit_bent_at(limit, sizes[-1], rows, scales, weights) for limit in limits}
 
     def error(fit: tuple[float, float, float]) -> float:
-        """Root mean square of the weighted relative errors."""
+        """Return the root mean square of the weighted relative errors."""
         read, per_token, per_attended = fit
         squares = (
             ((max(read, per_token * n) + per_attended * attended - seconds) * scale) ** 2
@@ -213,8 +215,8 @@ def fit_roofline(
         )
         return math.sqrt(sum(squares) / len(rows))
 
-    best = min(found.values(), key=error)
-    unbent = found.get(sizes[-1])
+    best = min(fits.values(), key=error)
+    unbent = fits.get(sizes[-1])
     return unbent if unbent is not None and error(unbent) <= error(best) + _AS_GOOD else best
 
 
@@ -240,7 +242,7 @@ def _fit_bent_at(
 
 
 def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
-    """Coefficients >= 0 for which `rows @ coefficients` is nearest to the targets.
+    """Return the coefficients >= 0 for which `rows @ coefficients` is nearest to the targets.
 
     Tries every set of coefficients that are not zero, the smallest first: there are three, hence seven sets.
     """
@@ -249,16 +251,16 @@ def _non_negative(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> 
     for size in range(1, width + 1):
         for chosen in combinations(range(width), size):
             columns = [[row[i] for i in chosen] for row in rows]
-            found = _least_squares(columns, targets)
-            if found is None or min(found) < 0.0:
+            solution = _least_squares(columns, targets)
+            if solution is None or min(solution) < 0.0:
                 continue
             misses = (
-                sum(map(mul, found, row)) - target for row, target in zip(columns, targets, strict=True)
+                sum(map(mul, solution, row)) - target for row, target in zip(columns, targets, strict=True)
             )
             error = sum(miss * miss for miss in misses)
             if error < best_error - 1e-9:
                 best, best_error = [0.0] * width, error
-                for i, coefficient in zip(chosen, found, strict=True):
+                for i, coefficient in zip(chosen, solution, strict=True):
                     best[i] = coefficient
     return best
 

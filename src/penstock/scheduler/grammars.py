@@ -111,20 +111,20 @@ class GrammarBuilds:
         if not grammar.rows:
             self._leave_unused(grammar)
 
-    def settle(self, told: Iterable[BuiltGrammar]) -> list[tuple[RequestState, BuiltGrammar]]:
-        """Take what the last stage has told; rows of what is built may be sampled from now on.
+    def settle(self, reports: Iterable[BuiltGrammar]) -> list[tuple[RequestState, BuiltGrammar]]:
+        """Apply reports of the last stage; rows of the grammars that are built may be sampled from now on.
 
         Returns:
-            Requests whose grammar cannot be built there, and why. They have to end; who asks for it again
-            has it tried again.
+            Requests whose grammar cannot be built there, and the reports why. The requests have to end; a
+            later request for the same grammar tries again.
         """
         failed = []
-        for one in told:
-            grammar = self._by_number.get(one.number)
+        for report in reports:
+            grammar = self._by_number.get(report.number)
             if grammar is None:  # it was dropped meanwhile
                 continue
-            if one.why:
-                failed += [(request, one) for request in grammar.rows]
+            if report.why:
+                failed += [(request, report) for request in grammar.rows]
             else:
                 grammar.is_built = True
                 for request in grammar.rows:

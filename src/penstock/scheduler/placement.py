@@ -177,13 +177,13 @@ class Placement:
             if not (newcomers or head.has_started):
                 return
             must_wait = self._prefixes.must_wait(head)  # where it need not, more may be found
-            found = self._prefixes.find(head)
-            coming = self._prefixes.on_the_way(head, len(found))
+            cached_blocks = self._prefixes.find(head)
+            coming = self._prefixes.on_the_way(head, len(cached_blocks))
             if must_wait and not coming:
                 return
-            if self._prefixes.must_follow(head, len(found)):
+            if self._prefixes.must_follow(head, len(cached_blocks)):
                 return
-            beginning = [*found, *coming]
+            beginning = [*cached_blocks, *coming]
             if not self._admission.may_start(head, len(self._queues.running), beginning):
                 return
             if not self._grammars.has_room(head):
@@ -193,25 +193,27 @@ class Placement:
             num_tokens = budget.take(num_cached, runnable)
             if num_tokens == 0 and runnable:
                 return
-            self._start(draft, found, coming, num_tokens)
+            self._start(draft, cached_blocks, coming, num_tokens)
 
-    def _start(self, draft: PlanBuilder, found: list[int], coming: list[int], num_tokens: int) -> None:
+    def _start(
+        self, draft: PlanBuilder, cached_blocks: list[int], coming: list[int], num_tokens: int
+    ) -> None:
         """Give the head of the line its row, blocks for all its tokens, and its first chunk.
 
         Args:
-            found: blocks of its beginning that are in the cache.
-            coming: those behind them, which are being loaded.
-            num_tokens: of the chunk; 0: it enters, and waits for its grammar.
+            cached_blocks: blocks of its beginning that are in the cache.
+            coming: the blocks behind them, which are being loaded.
+            num_tokens: of the chunk; 0: the request enters, and waits for its grammar.
         """
         row, generation = self._rows.take()
         request = self._queues.admit_head(row)
-        self._prefixes.attach(request, found, coming)
+        self._prefixes.attach(request, cached_blocks, coming)
         if request.queue_seconds is None:
             request.queue_seconds = self._clock() - request.arrival_time
             request.num_cached_tokens = min(request.num_scheduled, request.prompt_len)
         blocks = self._allocator.grow(request.arrival, request.prefill_len)
         assert blocks is not None, "admission promised room"
-        table = [*found, *coming, *blocks]
+        table = [*cached_blocks, *coming, *blocks]
         draft.new_rows.append(
             NewRow(
                 row=row,

@@ -99,16 +99,18 @@ class PrefixReuse:
         """Blocks that the request could begin with now."""
         return self._allocator.find(self._wanted(request)) if self._is_on else []
 
-    def attach(self, request: RequestState, found: list[int], coming: list[int] | None = None) -> None:
-        """A request that starts, or starts again, begins with these, and goes on with those that come."""
-        self._allocator.attach(request.arrival, found, request.priority)
+    def attach(
+        self, request: RequestState, cached_blocks: list[int], coming: list[int] | None = None
+    ) -> None:
+        """Begin a request that starts, or starts again, with `cached_blocks` and then the blocks `coming`."""
+        self._allocator.attach(request.arrival, cached_blocks, request.priority)
         if coming:
             self._allocator.attach_reserved(request.arrival, coming)
             self._unproven = request
         self._tier.forget_request(request.arrival)
         if self._may_use_store:
-            self._tier.store_found(found, request.block_hashes[: len(found)])
-        request.num_named, request.num_unproven = len(found), len(coming or ())
+            self._tier.store_found(cached_blocks, request.block_hashes[: len(cached_blocks)])
+        request.num_named, request.num_unproven = len(cached_blocks), len(coming or ())
         request.num_scheduled = (request.num_named + request.num_unproven) * self._block_size
         if self._is_on and request.pooling is None:
             self.num_queried += len(request.token_ids)

@@ -29,11 +29,11 @@ from penstock.request import TokenLogprobs
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 
 
-def plan_scores(request: RequestState, place: int, num_tokens: int) -> ScoredTokens | None:
-    """What a chunk of the request's next `num_tokens` tokens scores.
+def plan_scores(request: RequestState, index: int, num_tokens: int) -> ScoredTokens | None:
+    """Return the tokens that a chunk of the request's next `num_tokens` tokens scores.
 
     Args:
-        place: of the request in the plan.
+        index: of the request's row in the plan.
     """
     if not request.wants_scores:
         return None
@@ -43,19 +43,21 @@ def plan_scores(request: RequestState, place: int, num_tokens: int) -> ScoredTok
         return None
     assert first > request.num_scheduled, "what stands before a token that is scored is computed here"
     request.num_scores_planned = end - 1
-    return ScoredTokens(place, first, end - first)
+    return ScoredTokens(index, first, end - first)
 
 
 def returned_scores(
-    asked: Iterable[tuple[RequestState, ScoredTokens]], result: StepResult, queues: RequestQueues
+    scored_rows: Iterable[tuple[RequestState, ScoredTokens]], result: StepResult, queues: RequestQueues
 ) -> Iterator[tuple[RequestState, list[TokenLogprobs]]]:
-    """The requests that a step scored tokens of, and the scores, as the result has them; each followed by
-    those that wait for it, with what is new to them. Requests that have ended since are left out.
+    """Yield each request that a step scored tokens of, with its scores in the result.
+
+    Each is followed by the requests that wait for it, with the scores that are new to them. Requests that
+    have ended since are left out.
 
     Args:
-        asked: what its plan asked for.
+        scored_rows: what the plan of the step scores, with the requests.
     """
-    for (request, scored), scores in zip(asked, result.scores, strict=True):
+    for (request, scored), scores in zip(scored_rows, result.scores, strict=True):
         if request.phase is RequestPhase.FINISHED:
             continue
         request.num_scores += len(scores)

@@ -53,7 +53,9 @@ class Recovery:
         """
         updates = []
         in_flight = issued.rows()
-        for request in [one for one in self._queues.running if one.awaits_grammar or one.row in in_flight]:
+        for request in [
+            request for request in self._queues.running if request.awaits_grammar or request.row in in_flight
+        ]:
             if request.lost_at == request.progress:
                 updates.append(self._endings.fail(request, quarantined(request)))
             request.lost_at = request.progress

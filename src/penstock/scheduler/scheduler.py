@@ -169,9 +169,12 @@ class Scheduler:
         """See `Placement.settle_orders`."""
         self._placement.settle_orders(finished, use)
 
-    def settle_grammars(self, told: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
-        """Take what the last stage has told of grammars; whose cannot be built ends."""
-        return [self._endings.fail(one, grammar_error(one, what)) for one, what in self.grammars.settle(told)]
+    def settle_grammars(self, reports: Sequence[BuiltGrammar]) -> list[RequestUpdate]:
+        """Apply reports of the last stage on grammars; end the requests whose grammar cannot be built."""
+        return [
+            self._endings.fail(request, grammar_error(request, what))
+            for request, what in self.grammars.settle(reports)
+        ]
 
     def plan_step(self, step_id: int) -> ScheduledBatch | None:
         """The plan of step `step_id`, or None when nobody may run now.

@@ -76,21 +76,24 @@ def row_error(request: RequestState, step_id: int, unmet: str | None) -> ErrorIn
 
 
 def _constraints(request: RequestState) -> list[str]:
-    """Fields of the request that forbid tokens where it stands."""
+    """Return the fields of the request that forbid tokens where it stands."""
     sampling, changes = request.sampling, request.sampling.changes
-    found = {
+    in_force = {
         "structured_outputs": sampling.structured is not None,
         "allowed_token_ids": changes is not None and changes.allowed_ids is not None,
         "bad_words": changes is not None and bool(changes.bad_words),
         "min_tokens": bool(sampling.suppressed_ids) and request.num_outputs < sampling.min_tokens,
     }
-    return [name for name, is_there in found.items() if is_there]
+    return [name for name, is_there in in_force.items() if is_there]
 
 
-def grammar_error(request: RequestState, told: BuiltGrammar) -> ErrorInfo:
-    """Where nothing is known against the grammar, the same request may be good a moment later."""
-    message = f"the last stage could not build the grammar of request {request.request_id}: {told.why}."
-    if told.may_be_good:
+def grammar_error(request: RequestState, report: BuiltGrammar) -> ErrorInfo:
+    """Return the error of a request whose grammar was not built.
+
+    If the grammar itself is not at fault, the same request may succeed a moment later.
+    """
+    message = f"the last stage could not build the grammar of request {request.request_id}: {report.why}."
+    if report.may_be_good:
         return UnavailableError(
             message,
             remedy="Try again later: the stage is short of time or memory.",

@@ -52,16 +52,16 @@ class AskedOperations:
         """Return an operation for the caller to send, if there is a core. `num_requests`: see `Asked`."""
         number = next(self._numbers)
         answer: asyncio.Future[OperationDone] = asyncio.get_running_loop().create_future()
-        self._open[number] = asked = Asked(Operate(number, operation), answer, num_requests)
-        return asked
+        self._open[number] = pending = Asked(Operate(number, operation), answer, num_requests)
+        return pending
 
     @property
     def sessions_asked(self) -> set[str]:
-        """Ids of the sessions whose opening or closing has no answer yet."""
+        """Return the ids of the sessions whose opening or closing has no answer yet."""
         return {
-            asked.message.operation.session_id
-            for asked in self._open.values()
-            if isinstance(asked.message.operation, OpenSession | CloseSession)
+            pending.message.operation.session_id
+            for pending in self._open.values()
+            if isinstance(pending.message.operation, OpenSession | CloseSession)
         }
 
     def note(self, stats: CoreStats) -> None:
@@ -86,22 +86,22 @@ class AskedOperations:
             closed = self.sessions.pop(session_id, None)
             if closed is not None and session_id in asked_to_close:
                 self._closing[session_id] = closed
-        self.sessions |= {asked.session_id: asked for asked in changed.opened}
+        self.sessions |= {session.session_id: session for session in changed.opened}
 
     def close(self, message: Operated) -> None:
         """Note that an operation is complete, and resolve its answer."""
-        asked = self._open.pop(message.number, None)
-        if asked is None:
+        pending = self._open.pop(message.number, None)
+        if pending is None:
             return
-        operation = asked.message.operation
+        operation = pending.message.operation
         if message.done.error is None and isinstance(operation, Pause | Resume):
             self._is_paused = isinstance(operation, Pause)
         if message.done.error is None and isinstance(operation, SlowDown):
             self._interval_ms = operation.interval_ms
         if isinstance(operation, CloseSession):
             self._closing.pop(operation.session_id, None)
-        if not asked.answer.done():
-            asked.answer.set_result(message.done)
+        if not pending.answer.done():
+            pending.answer.set_result(message.done)
 
     def first(self) -> list[Operate]:
         """Return what a new core is asked before any request is sent: to begin as the last core was.
@@ -115,12 +115,12 @@ class AskedOperations:
         return [Operate(next(self._numbers), operation) for operation in wanted]
 
     def again(self, requests: Iterable[tuple[int, AddRequest]]) -> list[Operate | AddRequest]:
-        """Return what a new core is asked then: all that has not ended, in the order of the requests.
+        """Return the messages for a new core: the operations and requests that have not ended, in order.
 
         So an operation finds the requests that preceded it, and ends none that came after.
 
         Args:
-            requests: as `LiveRequests.again` gives them.
+            requests: as `LiveRequests.again` returns them.
         """
         operations = deque(self._open.values())
         merged: list[Operate | AddRequest] = []
@@ -128,7 +128,7 @@ class AskedOperations:
             while operations and operations[0].num_requests <= number:
                 merged.append(operations.popleft().message)
             merged.append(request)
-        return merged + [asked.message for asked in operations]
+        return merged + [pending.message for pending in operations]
 
     def _is_open(self, *kinds: type[Operation]) -> bool:
-        return any(isinstance(asked.message.operation, kinds) for asked in self._open.values())
+        return any(isinstance(pending.message.operation, kinds) for pending in self._open.values())

@@ -161,7 +161,7 @@ class AsyncEngine:
         self._limits.check(prompt_token_ids, sampling)
         self._limits.check_length(prompt_token_ids, sampling)
         return self._send_request(
-            request, lambda one: output_assembler(self._tokenizer, prompt_token_ids, one.sampling)
+            request, lambda sequence: output_assembler(self._tokenizer, prompt_token_ids, sequence.sampling)
         )
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
@@ -226,17 +226,17 @@ class AsyncEngine:
             raise WaitTimeoutError(f"the engine core gave no trace in {SILENCE_S:g} s.") from error
 
     async def operate(self, operation: Operation, timeout_s: float) -> list[OperationDone]:
-        """Have the core do it, this one or, when it is lost meanwhile, the next.
+        """Have the core carry out an operation; if the core is lost meanwhile, have the next core do so.
 
         Raises:
-            WaitTimeoutError: it is not complete after `timeout_s`; it stays in force, or will be.
-            PenstockError: it came to nothing.
+            WaitTimeoutError: the operation is not complete after `timeout_s`; it stays in force, or will be.
+            PenstockError: the operation failed.
         """
-        asked = self._operations.ask(operation, self._live.num_asked)
+        pending = self._operations.ask(operation, self._live.num_asked)
         if self._health.has_core:
-            self._link.send(asked.message)
+            self._link.send(pending.message)
         try:
-            done = await asyncio.wait_for(asked.answer, timeout_s)
+            done = await asyncio.wait_for(pending.answer, timeout_s)
         except TimeoutError as error:
             raise WaitTimeoutError(
                 f"the operation is not complete after {timeout_s:g} s; it stays in force, or will be.",
@@ -304,7 +304,7 @@ class AsyncEngine:
         self._streams.deliver(updates)
 
     def _welcomed(self, message: Welcome) -> None:
-        """Ask a core, the first one or another, for what is not done."""
+        """Send a core, the first or a later one, the operations and requests that have not ended."""
         self._limits = msgspec.structs.replace(self._limits, max_model_len=message.max_model_len)
         self._health.heard_from_core()
         self._seeds = self._seeds or Seeds(message)
@@ -312,8 +312,8 @@ class AsyncEngine:
         for arrival in arrivals:
             if not arrival.done():
                 arrival.set_result(None)
-        for asked in (*self._operations.first(), *self._operations.again(self._live.again())):
-            self._link.send(asked)
+        for outgoing in (*self._operations.first(), *self._operations.again(self._live.again())):
+            self._link.send(outgoing)
 
     def _core_gone(self) -> None:
         self._health.core_gone()

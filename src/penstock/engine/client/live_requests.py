@@ -47,9 +47,9 @@ class LiveRequests:
         return list(self._live)
 
     def add(self, request: GenerationRequest) -> None:
-        """Add a request that is sent to the core. Another core is sent each of its sequences alone."""
-        for one in request.alone():
-            self._live[one.request_id] = _Live(self.num_asked, one)
+        """Add a request that is sent to the core. A later core is sent each of its sequences alone."""
+        for sequence in request.alone():
+            self._live[sequence.request_id] = _Live(self.num_asked, sequence)
             self.num_asked += 1
 
     def note(self, update: RequestUpdate) -> None:

@@ -248,7 +248,7 @@ def request_output(
     """Return the result of a prompt, as far as it has come.
 
     Args:
-        sequences: all that has come of each of its choices.
+        sequences: the output so far of each of its choices.
         scored: whether log-probabilities of the prompt are wanted. They are None as long as some are missing.
     """
     scores = sequences[0].prompt_logprobs
@@ -257,8 +257,8 @@ def request_output(
         request_id=request_id,
         prompt=prompt,
         prompt_token_ids=prompt_token_ids,
-        outputs=[completion_output([one], tokenizer, index) for index, one in enumerate(sequences)],
-        finished=all(one.finish_reason is not None for one in sequences),
+        outputs=[completion_output([sequence], tokenizer, index) for index, sequence in enumerate(sequences)],
+        finished=all(sequence.finish_reason is not None for sequence in sequences),
         num_cached_tokens=num_cached_tokens,
         prompt_logprobs=prompt_logprobs(prompt_token_ids, scores, tokenizer)
         if scored and is_complete
@@ -276,11 +276,11 @@ def prompt_logprobs(
 
 def position_logprobs(token_id: int, entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
     """Return log-probabilities by token id: the chosen token first, then the likeliest others."""
-    found = {token_id: _logprob(token_id, entry.logprob, entry.rank, tokenizer)}
+    logprobs = {token_id: _logprob(token_id, entry.logprob, entry.rank, tokenizer)}
     for index, (top_id, value) in enumerate(zip(entry.top_ids, entry.top_logprobs, strict=True)):
         if top_id != token_id:
-            found[top_id] = _logprob(top_id, value, index + 1, tokenizer)
-    return found
+            logprobs[top_id] = _logprob(top_id, value, index + 1, tokenizer)
+    return logprobs
 
 
 def _logprob(token_id: int, value: float, rank: int, tokenizer: Tokenizer) -> Logprob:

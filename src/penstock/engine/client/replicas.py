@@ -82,8 +82,10 @@ class Replicas:
         return self._start(prompt_token_ids, start, home)
 
     def embed(self, request_id: str, prompt_token_ids: list[int], params: PoolingParams) -> RequestStream:
-        """Have a prompt pooled in the replica that will come to it first; else as `add_all`."""
-        return self._start(prompt_token_ids, lambda one: one.embed(request_id, prompt_token_ids, params))
+        """Pool a prompt in the replica that will reach it first; otherwise as `add_all`."""
+        return self._start(
+            prompt_token_ids, lambda replica: replica.embed(request_id, prompt_token_ids, params)
+        )
 
     def _start(
         self,
@@ -133,19 +135,22 @@ class Replicas:
         raise unknown_session(session_id)
 
     def status(self) -> EngineStatus:
-        """Return one status: ready if any replica is, full if all those are. The reason names the others."""
-        found = self.statuses()
-        is_ready = any(status.ready for status in found)
-        broken = [(index, status) for index, status in enumerate(found) if not status.ready]
+        """Return one status: ready if any replica is ready, full if all ready replicas are full.
+
+        The reason names the replicas that are not ready.
+        """
+        statuses = self.statuses()
+        is_ready = any(status.ready for status in statuses)
+        broken = [(index, status) for index, status in enumerate(statuses) if not status.ready]
         return EngineStatus(
             ready=is_ready,
             stage=None if is_ready else broken[0][1].stage,
             reason="; ".join(f"replica {index}: {status.reason}" for index, status in broken),
-            since=(min if is_ready else max)(status.since for status in found if status.ready == is_ready),
+            since=(min if is_ready else max)(status.since for status in statuses if status.ready == is_ready),
             stats=merged_stats(
-                [steady.of(status.stats) for steady, status in zip(self._steady, found, strict=True)]
+                [steady.of(status.stats) for steady, status in zip(self._steady, statuses, strict=True)]
             ),
-            is_full=is_ready and all(status.is_full for status in found if status.ready),
+            is_full=is_ready and all(status.is_full for status in statuses if status.ready),
         )
 
     def statuses(self) -> list[EngineStatus]:
@@ -232,9 +237,9 @@ class SteadyStats:
         return stats if self._before is None else with_totals_of(stats, self._before)
 
 
-def merged_stats(found: Sequence[CoreStats | None]) -> CoreStats | None:
-    """The numbers of all replicas as if they were one engine: sums, and the worst of what cannot be added."""
-    known = [(replica, stats) for replica, stats in enumerate(found) if stats is not None]
+def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
+    """Return the statistics of all replicas as of one engine: sums, and the worst of what cannot be added."""
+    known = [(replica, stats) for replica, stats in enumerate(replica_stats) if stats is not None]
     if not known:
         return None
     each = [stats for _, stats in known]

@@ -35,7 +35,7 @@ class Seeds:
             request,
             sampling=replace(request.sampling, seed=derive_seed(self._engine_seed, first)),
             followers=[
-                replace(follower, seed=derive_seed(self._engine_seed, first + place))
-                for place, follower in enumerate(request.followers, 1)
+                replace(follower, seed=derive_seed(self._engine_seed, first + index))
+                for index, follower in enumerate(request.followers, 1)
             ],
         )

@@ -154,9 +154,9 @@ class OpenStreams:
     def open(self, request: GenerationRequest, make: MakeAssembler) -> list[RequestStream]:
         """Return a new stream for each sequence of the request; the first counts the prompt's tokens."""
         streams = []
-        for one in request.alone():
-            num_counted = 0 if one.follows else len(one.prompt_token_ids)
-            streams.append(RequestStream(one.request_id, num_counted, make(one), self._abort))
+        for sequence in request.alone():
+            num_counted = 0 if sequence.follows else len(sequence.prompt_token_ids)
+            streams.append(RequestStream(sequence.request_id, num_counted, make(sequence), self._abort))
         self._streams |= {stream.request_id: stream for stream in streams}
         return streams
 

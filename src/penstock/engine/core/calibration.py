@@ -59,22 +59,22 @@ class _Case:
 def calibrate(
     executor: Executor, config: CoreConfig, kv_plan: KVPlan, clock: Callable[[], float], *, epoch: int = 0
 ) -> Calibration:
-    """Measure, where plans may be sized by time: where no rank's numbers depend on the size of a plan.
+    """Measure steps if plans may be sized by time: if no rank's numbers depend on the size of a plan.
 
     Args:
-        executor: has been started; no plan has been submitted yet.
+        executor: a started executor; no plan has been submitted yet.
         clock: monotonic seconds.
-        epoch: that the executor was started for.
+        epoch: the epoch that the executor was started for.
 
     Raises:
         StageLostError, WaitTimeoutError: a stage failed, or did not answer.
     """
     if not all(rank.is_invariant for rank in kv_plan.ranks):
         return Calibration.none(config.parallel)
-    asked = config.parallel.async_depth
+    configured_depth = config.parallel.async_depth
     trials = _Trials(executor, config, clock, epoch)
     ends_at = clock() + BUDGET_S
-    depths = (0, 1) if asked == "auto" else (asked,)
+    depths = (0, 1) if configured_depth == "auto" else (configured_depth,)
     seconds: dict[int, list[float]] = {depth: [] for depth in depths}
     for number, case in enumerate(_cases(config, kv_plan.num_blocks * config.cache.block_size)):
         if number and clock() >= ends_at:
@@ -102,13 +102,15 @@ def _cases(config: CoreConfig, capacity: int) -> Iterator[_Case]:
 
 
 def _best_depth(seconds: dict[int, list[float]]) -> int:
-    """The depth with the least time between results in trials that all depths had; one ahead only for a clear
-    gain."""
+    """Return the depth with the least time between results, in the trials that all depths ran.
+
+    One step ahead is chosen only for a clear gain.
+    """
     if len(seconds) == 1:
         return next(iter(seconds))
     pairs = list(zip(seconds[0], seconds[1], strict=False))
-    none, one = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
-    return 1 if one < (1.0 - _AHEAD_GAIN) * none else 0
+    none, one_ahead = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
+    return 1 if one_ahead < (1.0 - _AHEAD_GAIN) * none else 0
 
 
 class _Trials:

@@ -14,10 +14,11 @@ from penstock.request import GenerationRequest, RequestUpdate
 
 
 def refusals(request: GenerationRequest, error: PenstockError) -> list[RequestUpdate]:
-    """The only update of each sequence of a request that the core has not taken."""
+    """Return the only update of each sequence of a request that the core has not taken."""
     info = error.info()
     return [
-        RequestUpdate(request_id=one.request_id, finish_reason="error", error=info) for one in request.alone()
+        RequestUpdate(request_id=sequence.request_id, finish_reason="error", error=info)
+        for sequence in request.alone()
     ]
 
 
@@ -52,8 +53,8 @@ class CoreClients:
         self.send(client, StepUpdates([], self._stats()))
 
     def own(self, client: bytes, request: GenerationRequest) -> None:
-        """Note whose the sequences of a request are."""
-        self._owners |= {one.request_id: client for one in request.alone()}
+        """Note that the sequences of a request belong to `client`."""
+        self._owners |= {sequence.request_id: client for sequence in request.alone()}
 
     def disown(self, request_id: str) -> None:
         """Nobody waits for this request any more."""

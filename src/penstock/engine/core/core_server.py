@@ -213,8 +213,8 @@ class CoreServer:
             self._clients.welcome(client, [self._welcome, *sessions])
 
     def _add(self, client: bytes, message: AddRequest) -> None:
-        asked = self._welcome.num_sequences + 1 + len(message.request.followers)
-        self._welcome = msgspec.structs.replace(self._welcome, num_sequences=asked)
+        num_sequences = self._welcome.num_sequences + 1 + len(message.request.followers)
+        self._welcome = msgspec.structs.replace(self._welcome, num_sequences=num_sequences)
         try:
             self._core.add_request(message.request, message.output_ids, message.num_scores)
             self._clients.own(client, message.request)

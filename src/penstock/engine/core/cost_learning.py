@@ -94,20 +94,20 @@ class CostLearner:
             self.learn(reports())
 
     def learn(self, reports: Sequence[StageSpans]) -> None:
-        """Take in what stages have reported; reports that are known already are passed over."""
+        """Learn from the reports of stages; reports that are known already are skipped."""
         for report in reports:
             if report.began_ns <= self._seen_ns.get(report.stage, -1):
                 continue
             self._seen_ns[report.stage] = report.began_ns
             samples: dict[bool, list[StepSample]] = defaultdict(list)
             for times in step_times(report):
-                told = self._steps.get(times.step)
-                if told is not None:
-                    sample_s = times.sample_s if told.samples_only else None
-                    sample = StepSample(told.shape, times.forward_s, sample_s, times.overhead_s)
-                    samples[told.alone].append(sample)
-            for alone, found in samples.items():
-                self.model.learn(report.stage, found[-_MAX_SAMPLES:], alone=alone)
+                step = self._steps.get(times.step)
+                if step is not None:
+                    sample_s = times.sample_s if step.samples_only else None
+                    sample = StepSample(step.shape, times.forward_s, sample_s, times.overhead_s)
+                    samples[step.alone].append(sample)
+            for alone, new_samples in samples.items():
+                self.model.learn(report.stage, new_samples[-_MAX_SAMPLES:], alone=alone)
 
 
 def _is_special(new: NewRow) -> bool:

@@ -68,17 +68,17 @@ class OperationsInForce:
         """Put an operation into force.
 
         Args:
-            ticket: to know it by when it is done.
-            next_step: the plan of this step is the first one under it.
+            ticket: identifies the operation when it is done.
+            next_step: the plan of this step is the first one under the operation.
 
         Returns:
-            The last update of each request that it ends.
+            The last update of each request that the operation ends.
         """
         updates: list[RequestUpdate] = []
         refusal: ErrorInfo | None = None
-        found = _Open(ticket, operation, next_step)
+        entry = _Open(ticket, operation, next_step)
         if isinstance(operation, FlushCache):
-            found.flush = self._scheduler.prefixes.flush(with_store=operation.store)
+            entry.flush = self._scheduler.prefixes.flush(with_store=operation.store)
         elif isinstance(operation, Pause):
             self._give_up_pauses(_OVERTAKEN, but=operation.mode)
             self._scheduler.paused = "wait" if operation.mode == "wait" else "keep"
@@ -86,7 +86,7 @@ class OperationsInForce:
                 updates = self._scheduler.fail_all(_PAUSED)
         elif isinstance(operation, Abort):
             updates = self._scheduler.fail_all(_ABORTED, operation.concerns)
-            found.aborted = [update.request_id for update in updates]
+            entry.aborted = [update.request_id for update in updates]
         elif isinstance(operation, SlowDown):
             self.pace.interval_ms = operation.interval_ms
         elif isinstance(operation, Resume):
@@ -94,9 +94,9 @@ class OperationsInForce:
             self._give_up_pauses(_RESUMED)
         elif isinstance(operation, OpenSession | CloseSession):
             refusal = self._apply_to_sessions(operation)
-        self._open[found] = self._unquiet[found] = None
+        self._open[entry] = self._unquiet[entry] = None
         if refusal is not None:
-            self._finish(found, error=refusal)
+            self._finish(entry, error=refusal)
         self._next_step = next_step
         self._note_quiet()
         return updates
@@ -119,15 +119,15 @@ class OperationsInForce:
 
     @property
     def wants_times(self) -> bool:
-        """Whether ranks should report where their time goes after the next plan: a profile begins or ends."""
-        return any(isinstance(found.operation, StartProfile | StopProfile) for found in self._open)
+        """Return whether ranks should report their times after the next plan: a profile begins or ends."""
+        return any(isinstance(entry.operation, StartProfile | StopProfile) for entry in self._open)
 
     def settled(self, step_id: int, next_step: int) -> None:
-        """The plan of this step has crossed all stages, and what it brought is known."""
-        for found in [*self._open]:
-            if found.proving_step is not None and found.proving_step <= step_id:
+        """Note that the plan of this step has crossed all stages, and that its result is known."""
+        for entry in [*self._open]:
+            if entry.proving_step is not None and entry.proving_step <= step_id:
                 self._finish(
-                    found, completed_step=step_id, error=None if found.flush is None else found.flush.error
+                    entry, completed_step=step_id, error=None if entry.flush is None else entry.flush.error
                 )
         self._next_step = next_step
         self._note_quiet()
@@ -146,34 +146,34 @@ class OperationsInForce:
         return None
 
     def _note_quiet(self) -> None:
-        for found in [found for found in self._unquiet if self._is_quiet(found)]:
-            found.proving_step = self._next_step
-            del self._unquiet[found]
+        for entry in [entry for entry in self._unquiet if self._is_quiet(entry)]:
+            entry.proving_step = self._next_step
+            del self._unquiet[entry]
 
-    def _is_quiet(self, found: _Open) -> bool:
-        if isinstance(found.operation, Pause):
+    def _is_quiet(self, entry: _Open) -> bool:
+        if isinstance(entry.operation, Pause):
             return self._scheduler.is_quiet
-        return found.flush is None or found.flush.is_done()
+        return entry.flush is None or entry.flush.is_done()
 
     def _give_up_pauses(self, error: ErrorInfo, but: PauseMode | None = None) -> None:
-        """Those that are not complete, except of one mode."""
-        pauses = [(found, found.operation) for found in self._open if isinstance(found.operation, Pause)]
-        for found, pause in pauses:
+        """Finish with an error the pauses that are not complete, except those of mode `but`."""
+        pauses = [(entry, entry.operation) for entry in self._open if isinstance(entry.operation, Pause)]
+        for entry, pause in pauses:
             if pause.mode != but:
-                self._finish(found, error=error)
+                self._finish(entry, error=error)
 
     def _finish(
-        self, found: _Open, *, completed_step: int | None = None, error: ErrorInfo | None = None
+        self, entry: _Open, *, completed_step: int | None = None, error: ErrorInfo | None = None
     ) -> None:
-        del self._open[found]
-        self._unquiet.pop(found, None)
+        del self._open[entry]
+        self._unquiet.pop(entry, None)
         done = OperationDone(
-            accepted_step=found.accepted_step,
+            accepted_step=entry.accepted_step,
             completed_step=completed_step,
             error=error,
-            aborted=found.aborted,
+            aborted=entry.aborted,
         )
-        self._done.append((found.ticket, done))
+        self._done.append((entry.ticket, done))
 
 
 _ABORTED = AbortedError(

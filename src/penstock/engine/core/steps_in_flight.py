@@ -159,11 +159,13 @@ class StepsInFlight:
 def _check_result(
     result: StepResult, inflight: InflightQueue[StepInFlight], epoch: int, concerned_by: Callable[[], str]
 ) -> None:
-    """Results come in step order, one list entry per sampled or pooled row, and a score for each token that
-    the plan names, or none of those of a row; anything else is not ours.
+    """Raise `ProtocolError` unless the result is that of the oldest step in flight, and is complete.
+
+    Results come in step order, with one list entry per sampled or pooled row. A row has a score for each
+    token that the plan names, or no score at all.
 
     Args:
-        concerned_by: says whose the oldest step in flight is.
+        concerned_by: returns a text on the requests that the oldest step in flight concerns.
     """
     due, stage = inflight.oldest_step, inflight.num_stages - 1
     if len(inflight) == 0 or result.step_id != due:
@@ -174,11 +176,11 @@ def _check_result(
         )
     step = inflight.oldest()
     expected = (epoch, step.digest, step.num_sampled)
-    found = (result.epoch, result.digest, len(result.token_ids))
-    if found != expected:
+    actual = (result.epoch, result.digest, len(result.token_ids))
+    if actual != expected:
         raise ProtocolError(
             f"the result of step {result.step_id}: expected (epoch, digest, rows) {expected}, found "
-            f"{found}.{concerned_by()}",
+            f"{actual}.{concerned_by()}",
             stage=stage,
         )
     scored, scores = [tokens.count for tokens in step.plan.scored], [len(own) for own in result.scores]

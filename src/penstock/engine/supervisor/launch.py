@@ -183,10 +183,10 @@ def _rank_configs(
             model_path=model_path,
             dtype=form.dtype,
             max_model_len=max_model_len,
-            stage=place.stage,
+            stage=coordinates.stage,
             num_stages=len(ranges),
-            start_layer=ranges[place.stage][0],
-            end_layer=ranges[place.stage][1],
+            start_layer=ranges[coordinates.stage][0],
+            end_layer=ranges[coordinates.stage][1],
             device=form.devices[rank],
             num_sharers=memories.count(memories[rank]),
             threads=threads[rank],
@@ -202,15 +202,15 @@ def _rank_configs(
             kernels=parallel.kernels,
             cpus=cpus[rank],
             wait_timeout_s=wait_timeout_s,
-            tp_rank=place.tp_rank,
-            tp_size=sizes[place.stage],
+            tp_rank=coordinates.tp_rank,
+            tp_size=sizes[coordinates.stage],
             expert_parallel=parallel.enable_expert_parallel,
-            next_tp_size=[*sizes, 1][place.stage + 1],
-            replica=place.replica if replicas > 1 else None,
+            next_tp_size=[*sizes, 1][coordinates.stage + 1],
+            replica=coordinates.replica if replicas > 1 else None,
             model_impl=config.model.model_impl,
             host=homes[rank].name,
         )
-        for rank, place in enumerate(layout.places)
+        for rank, coordinates in enumerate(layout.places)
     ]
 
 
@@ -315,16 +315,16 @@ def _store_config(
 
 
 def _step_timeout_s(config: EngineConfig) -> float:
-    """The user's, or one that a slow machine does not reach with the largest plan."""
-    asked = config.parallel.step_timeout_s
-    return asked if asked is not None else 60.0 + 0.1 * config.scheduler.max_num_batched_tokens
+    """Return the user's timeout, or one that a slow machine does not reach with the largest plan."""
+    configured_s = config.parallel.step_timeout_s
+    return configured_s if configured_s is not None else 60.0 + 0.1 * config.scheduler.max_num_batched_tokens
 
 
 def _weight_form(
     model: ModelConfig, parallel: ParallelConfig, spec: ModelSpec, homes: Sequence[HostResources]
 ) -> _WeightForm:
-    """Device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
-    quantization, asked = _quantization(model.quantization, spec), parallel.rank_devices
+    """Choose device, dtype and quantisation together: quantised weights are for the CPU, without float16."""
+    quantization, requested_devices = _quantization(model.quantization, spec), parallel.rank_devices
     is_quantized = quantization != "none" or spec.quantization is not None
     moves_head = spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1
     if is_quantized and moves_head and parallel.tied_head == "transfer":
@@ -337,14 +337,14 @@ def _weight_form(
         dtype = _dtype(model.dtype, spec)
         return _WeightForm(
             devices=on_each_host(
-                homes, lambda host, own: devices_of_ranks([asked[rank] for rank in own], host)
+                homes, lambda host, own: devices_of_ranks([requested_devices[rank] for rank in own], host)
             ),
             dtype=dtype,
             quantization="none",
             bits=ITEM_SIZES[dtype] * 8,
             notes=(),
         )
-    if any(device.startswith("cuda") for device in asked):
+    if any(device.startswith("cuda") for device in requested_devices):
         raise _no_quantised_weights_on_cuda(parallel.device, model.quantization, spec)
     notes = [_quantization_note(quantization, spec)]
     if parallel.device == "auto" and any(home.num_gpus for home in homes):
@@ -360,19 +360,20 @@ def _weight_form(
     if "linear" not in parse_kernels(parallel.kernels).enabled:
         bits = 32
         notes.append("without the kernel for linear layers, quantised weights are held as float32.")
-    devices = ["cpu"] * len(asked)
+    devices = ["cpu"] * len(requested_devices)
     return _WeightForm(devices=devices, dtype=dtype, quantization=quantization, bits=bits, notes=tuple(notes))
 
 
-def _quantization(asked: Quantization, spec: ModelSpec) -> Quantization:
-    """What to do at load: nothing with a checkpoint that is quantised already."""
+def _quantization(quantization: Quantization, spec: ModelSpec) -> Quantization:
+    """Return the quantisation to apply at load: none for a checkpoint that is quantised already."""
     if spec.quantization is None:
-        return asked
-    if asked not in ("none", spec.quantization.kind):
+        return quantization
+    if quantization not in ("none", spec.quantization.kind):
         raise UsageError(
-            f"--quantization is {asked}; the checkpoint is quantised already, as "
+            f"--quantization is {quantization}; the checkpoint is quantised already, as "
             f"{spec.quantization.describe()}.",
-            remedy=f"Leave the flag out to serve it as it is, or use the original checkpoint for {asked}.",
+            remedy=f"Leave the flag out to serve it as it is, or use the original checkpoint for "
+            f"{quantization}.",
             param="quantization",
             code="already_quantised",
         )
@@ -385,8 +386,8 @@ def _quantization_note(quantization: Quantization, spec: ModelSpec) -> str:
     return f"weights are quantised to {quantization} while they are loaded."
 
 
-def _no_quantised_weights_on_cuda(device: str, asked: Quantization, spec: ModelSpec) -> UsageError:
-    wanted = f"--quantization {asked}" if spec.quantization is None else "a quantised checkpoint"
+def _no_quantised_weights_on_cuda(device: str, quantization: Quantization, spec: ModelSpec) -> UsageError:
+    wanted = f"--quantization {quantization}" if spec.quantization is None else "a quantised checkpoint"
     return UsageError(
         f"--device is {device}, with {wanted}: quantised weights are supported on the CPU only, so far.",
         remedy="Use --device cpu, or the original checkpoint without --quantization.",
@@ -395,8 +396,8 @@ def _no_quantised_weights_on_cuda(device: str, asked: Quantization, spec: ModelS
     )
 
 
-def _instead_of_float16(asked: str) -> FloatType:
-    if asked == "auto":
+def _instead_of_float16(requested_dtype: str) -> FloatType:
+    if requested_dtype == "auto":
         return "bfloat16"
     raise UsageError(
         "--dtype is float16; the kernels for quantised weights have no float16.",
@@ -406,24 +407,24 @@ def _instead_of_float16(asked: str) -> FloatType:
     )
 
 
-def _dtype(asked: str, spec: ModelSpec) -> FloatType:
-    name = spec.dtype if asked == "auto" else asked
+def _dtype(requested_dtype: str, spec: ModelSpec) -> FloatType:
+    name = spec.dtype if requested_dtype == "auto" else requested_dtype
     known: dict[str, FloatType] = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
     return known.get(name, "float32")
 
 
-def _max_model_len(asked: int | None, spec: ModelSpec) -> int:
+def _max_model_len(requested_len: int | None, spec: ModelSpec) -> int:
     own = spec.max_position_embeddings
-    if asked is None:
+    if requested_len is None:
         return own
-    if not 2 <= asked <= own:
+    if not 2 <= requested_len <= own:
         raise UsageError(
-            f"max_model_len is {asked}; this model takes 2 to {own} tokens.",
+            f"max_model_len is {requested_len}; this model takes 2 to {own} tokens.",
             remedy=f"Use at most {own}.",
             param="max_model_len",
             code="out_of_range",
         )
-    return asked
+    return requested_len
 
 
 def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _WeightForm) -> None:

@@ -94,7 +94,7 @@ class PipelineProcesses:
         self._hand_endpoints()
 
     def take(self, member: Member, event: child_process.StatusEvent) -> None:
-        """Hear what one of them says."""
+        """Handle a status event of a process."""
         if isinstance(event, child_process.Ready):
             if event.rank is not None:
                 self._ranks[member.member_index] = event.rank
@@ -106,12 +106,12 @@ class PipelineProcesses:
         elif isinstance(event, child_process.Abandoned):
             self._losses.leave(event.epoch, event.error, member.member_index)
         elif isinstance(event, child_process.LoadProgressed):
-            told = LoadProgress(
+            progress = LoadProgress(
                 **_named(self._plan.ranks[member.member_index]),
                 done_bytes=event.done,
                 total_bytes=event.total,
             )
-            self._reporter.report(told)
+            self._reporter.report(progress)
         elif isinstance(event, child_process.WeightsLoaded):
             self._reporter.report(
                 StageLoaded(
@@ -170,12 +170,12 @@ class PipelineProcesses:
         self.client.close()
 
     def startup_notices(self) -> Iterator[Notice | StageReady]:
-        """What was decided, and a line for each stage, once all are ready."""
+        """Yield what was decided, and a line for each stage, once all stages are ready."""
         plan, ranks = self._plan, self._ranks
         kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
-        texts = [*plan.notes, *(f"kernels: {found}" for found in kernels)]
+        texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
         on_cpu = [rank.kernels for index, rank in ranks.items() if plan.ranks[index].device_type == "cpu"]
-        if len({found.startswith("none") for found in on_cpu}) > 1:
+        if len({description.startswith("none") for description in on_cpu}) > 1:
             texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
         yield from (Notice(text=text) for text in texts)
         num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)

@@ -19,9 +19,9 @@ Decided = TypeVar("Decided")
 
 
 def hosts_of_ranks(layout: RankLayout, hosts: Sequence[HostResources]) -> list[HostResources]:
-    """The host of each rank: the stages go to the hosts in order, to each about as many."""
+    """Return the host of each rank: the stages go to the hosts in order, about as many to each."""
     num_stages = len(layout.tp_sizes)
-    return [hosts[place.stage * len(hosts) // num_stages] for place in layout.places]
+    return [hosts[coordinates.stage * len(hosts) // num_stages] for coordinates in layout.places]
 
 
 def on_each_host(
@@ -40,15 +40,17 @@ def on_each_host(
     return [decided[rank] for rank in range(len(of_ranks))]
 
 
-def devices_of_ranks(asked: list[str], host: HostResources) -> list[str]:
-    """`cpu` or `cuda:N` for each rank of a host: those that leave it open take the GPUs in turn.
+def devices_of_ranks(requested_devices: list[str], host: HostResources) -> list[str]:
+    """Return `cpu` or `cuda:N` for each rank of a host: ranks that leave it open take the GPUs in turn.
 
-    A GPU that is not there is for the rank to refuse, which knows why torch does not see it.
+    A missing GPU is refused by the rank, which knows why torch does not see it.
     """
     in_turn = itertools.count()
     automatic = "cuda" if host.num_gpus else "cpu"
-    wanted = [automatic if device == "auto" else device for device in asked]
-    return [f"cuda:{next(in_turn) % max(1, host.num_gpus)}" if one == "cuda" else one for one in wanted]
+    wanted = [automatic if device == "auto" else device for device in requested_devices]
+    return [
+        f"cuda:{next(in_turn) % max(1, host.num_gpus)}" if device == "cuda" else device for device in wanted
+    ]
 
 
 def shared_threads(devices: list[str], num_cpus: int) -> list[int]:

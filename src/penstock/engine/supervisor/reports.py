@@ -225,7 +225,7 @@ class PlainReporter:
 
 
 def event_line(event: Event) -> str:
-    """An event as one line of text, or more for a table; empty for those that need none."""
+    """Return an event as one line of text, or more for a table; empty for an event that needs no line."""
     match event:
         case LoadProgress():
             share = 100 * event.done_bytes // max(1, event.total_bytes)
@@ -246,8 +246,8 @@ def event_line(event: Event) -> str:
             again = "".join(f", {name} starts again" for name in names)
             words = " ".join([event.error.message, *event.others])
             epoch = of_replica(event.replica, f"epoch {event.epoch}")
-            told = f"lost: {words} {epoch[0].upper()}{epoch[1:]} is over{again}{_pause(event.retry_s)}"
-            return f"{told}\n{event.trace}".rstrip()
+            line = f"lost: {words} {epoch[0].upper()}{epoch[1:]} is over{again}{_pause(event.retry_s)}"
+            return f"{line}\n{event.trace}".rstrip()
         case Recovered():
             return f"recovered in {event.seconds:.1f} s   {of_replica(event.replica, f'epoch {event.epoch}')}"
         case FrontLost():

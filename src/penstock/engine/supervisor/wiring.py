@@ -47,16 +47,16 @@ class Wiring:
     def _create(self, plan: LaunchPlan) -> None:
         head, output = self._hosts.head, self._hosts[self._output.host]
         link_bytes = plan.frame_bytes
-        for place, rank in self._ranks.items():
+        for address, rank in self._ranks.items():
             own = self._hosts[rank.host]
-            self._plans[place] = connect(PlanNeed(), head, own)
+            self._plans[address] = connect(PlanNeed(), head, own)
             for receiver in _receivers(rank):
                 need = LinkNeed(frame_bytes=link_bytes, num_frames=rank.link_frames)
-                self._links[place, receiver] = connect(need, self._hosts[self._ranks[receiver].host], own)
+                self._links[address, receiver] = connect(need, self._hosts[self._ranks[receiver].host], own)
             if rank.is_output:
                 self._results.append(connect(_samples(rank), head, own))
             if not rank.is_last:
-                self._tokens[place] = connect(_samples(rank), own, output)
+                self._tokens[address] = connect(_samples(rank), own, output)
             if rank.tp_size > 1 and rank.tp_rank == 0:
                 others = [self._hosts[other.host] for other in self._ranks_of(rank.stage)[1:]]
                 self._meetings[rank.stage] = connect(MeetingNeed(num_ranks=rank.tp_size), own, *others)
@@ -84,17 +84,17 @@ class Wiring:
         )
 
     def rank(self, stage: int, tp_rank: int = 0) -> RankEndpoints:
-        """What a rank is told."""
-        place = stage, tp_rank
-        rank = self._ranks[place]
-        incoming = [link.accepting for (_, receiver), link in self._links.items() if receiver == place]
+        """Return the endpoints of a rank."""
+        address = stage, tp_rank
+        rank = self._ranks[address]
+        incoming = [link.accepting for (_, receiver), link in self._links.items() if receiver == address]
         return RankEndpoints(
             epoch=self._epoch,
-            plans=self._plans[place].joining[0],
+            plans=self._plans[address].joining[0],
             tokens=self._token_endpoints(rank),
             results=self._results[0].joining[0] if rank.is_output else None,
             incoming=incoming[0] if incoming else None,
-            outgoing=[self._links[place, receiver].joining[0] for receiver in _receivers(rank)],
+            outgoing=[self._links[address, receiver].joining[0] for receiver in _receivers(rank)],
             meeting=self._meeting(rank),
         )
 
