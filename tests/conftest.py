@@ -16,7 +16,8 @@ settings.load_profile("penstock")
 
 
 def pytest_configure() -> None:
-    """Let interrupts reach tests and their children; the workers of pytest-xdist ignore them."""
+    """Let workers share built kernels, and let interrupts reach tests, which workers ignore."""
+    os.environ.setdefault("PENSTOCK_TEST_BUILDS", tempfile.gettempdir())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -31,7 +31,8 @@ def cache_directory() -> Path:
 
     Not called after the product: tests look for what engines leave under that name.
     """
-    return Path(tempfile.gettempdir()) / f"test-kernels-{os.getuid()}"
+    shared = os.environ.get("PENSTOCK_TEST_BUILDS") or tempfile.gettempdir()  # of all workers (tests/conftest.py)
+    return Path(shared) / f"test-kernels-{os.getuid()}"
 
 
 def targets() -> list[str]:
