@@ -31,7 +31,7 @@ def cache_directory() -> Path:
 
     Not called after the product: tests look for what engines leave under that name.
     """
-    shared = os.environ.get("PENSTOCK_TEST_BUILDS") or tempfile.gettempdir()  # of all workers (tests/conftest.py)
+    shared = os.environ.get("PENSTOCK_TEST_BUILDS") or tempfile.gettempdir()  # tests/conftest.py sets it
     return Path(shared) / f"test-kernels-{os.getuid()}"
 
 
