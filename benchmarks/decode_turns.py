@@ -57,7 +57,9 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     options = parser.parse_args()
     sampling = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-    with LLM(options.model, pipeline_parallel_size=options.stages, threads_per_rank=1, async_depth=0) as llm:
+    # Fixed, not measured at the start: two engines of one checkout may choose differently.
+    fixed = {"threads_per_rank": 1, "async_depth": 0, "micro_batches": options.stages}
+    with LLM(options.model, pipeline_parallel_size=options.stages, **fixed) as llm:
         pids = family()
         print("ready", flush=True)
         for line in sys.stdin:
