@@ -430,9 +430,6 @@ def test_r9_streams_go_on_when_the_server_is_killed_or_stopped_under_them(
     async def use() -> None:
         async with AsyncLLM("demo", kv_store=address(), **PROCESSES) as llm:
             assert await asyncio.gather(*(stream(llm, number) for number in range(3))) == cold_long
-            async with asyncio.timeout(HANG_S):  # what it has not stored is counted, if it has time for it
-                while (stats := (await llm.status()).stats) is None or not stats.store.use.call_failures:
-                    assert await stream(llm, 1) == cold_long[1]
 
     asyncio.run(use())
 
