@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,6 +48,7 @@ class Results:
 
     def __init__(self, folder: Path, commit: str) -> None:
         self._path = folder / f"{commit}.json"
+        self._writing = threading.Lock()  # parts that run side by side end at the same time
         known = json.loads(self._path.read_text("utf-8")) if self._path.exists() else {}
         self._outcomes = {part: Outcome(**fields) for part, fields in known.items()}
 
@@ -58,12 +60,13 @@ class Results:
 
     def record(self, part: str, outcome: Outcome) -> None:
         """Keep an outcome, whatever happens to this process afterwards."""
-        self._outcomes[part] = outcome
-        text = json.dumps({name: asdict(known) for name, known in self._outcomes.items()}, indent=1)
-        self._path.parent.mkdir(exist_ok=True)
-        new = self._path.with_suffix(".new")
-        new.write_text(text, "utf-8")
-        new.replace(self._path)
+        with self._writing:
+            self._outcomes[part] = outcome
+            text = json.dumps({name: asdict(known) for name, known in self._outcomes.items()}, indent=1)
+            self._path.parent.mkdir(exist_ok=True)
+            new = self._path.with_suffix(".new")
+            new.write_text(text, "utf-8")
+            new.replace(self._path)
 
 
 def git(*words: str) -> str:
