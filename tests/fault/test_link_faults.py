@@ -19,6 +19,7 @@ import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
+from depth import soaked
 from faulty_links import Faults, Kind, is_plan
 from faulty_pipe import TYPED, Chains, FaultyPipe, check_told
 from penstock.batch import ScheduledBatch, decode_to_rank, encode, plan_digest
@@ -186,7 +187,7 @@ def run_under_faults(
 
 @pytest.mark.parametrize(
     "layout",
-    [*LAYOUTS[:2], *(pytest.param(layout, marks=pytest.mark.soak) for layout in LAYOUTS[2:])],
+    [*LAYOUTS[:2], *soaked(*LAYOUTS[2:])],
     ids=str,
 )
 def test_r14_d1_a_hundred_faults_under_load(

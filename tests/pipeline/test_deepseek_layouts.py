@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from deepseek_models import MODELS
+from depth import soaked
 from hand_core import Wanted, small_core
 from hf_reference import MIN_MARGIN
 from kernel_builds import built
@@ -29,7 +30,7 @@ PROMPTS = [[(7 * i + 3 * j) % 150 for j in range(5 + 14 * i)] for i in range(3)]
 LAYOUTS = [(1,), (4,), (1, 1), (2, 1)]
 MORE_LAYOUTS = [(2,), (2, 2, 2), (2, 2), (1, 1, 1), (4, 4), (4, 4, 4), (4, 2, 1), (1, 2, 4)]
 IN_CI = ["v2 groups, yarn", "v3"]
-NAMES = [name if name in IN_CI else pytest.param(name, marks=pytest.mark.soak) for name in MODELS]
+NAMES = [name if name in IN_CI else soaked(name)[0] for name in MODELS]
 
 
 @pytest.fixture(scope="module", autouse=True)

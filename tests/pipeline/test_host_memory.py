@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import checkpoints
+from depth import soaked
 from penstock.errors import UsageError
 from small_engines import BLOCK, GRID, LAYOUTS, findable, run, small_engine
 
@@ -29,7 +30,7 @@ def cold(model: Path) -> list[list[int]]:
         return [run(llm, [prompt])[0][0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.soak) for name in GRID)])
+@pytest.mark.parametrize("layout", [*LAYOUTS, *soaked(*GRID)])
 def test_h1_what_the_pool_has_given_up_is_found_in_host_memory(
     model: Path, cold: list[list[int]], layout: str
 ) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from depth import soaked
 from disturbed import REQUESTS, Server, Stream, StreamFailedError, named
 from served import wait_until
 
@@ -67,11 +68,6 @@ class Operated(Server):
             if event["ph"] == "X" and event["cat"] == "forward":
                 steps.setdefault(divmod(event["pid"], 1000), set()).add(event["args"]["step"])
         return steps
-
-
-def soaked(*values: Any) -> list[Any]:
-    """Parameters that only the soak has."""
-    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
 
 
 LAYOUTS = [(1, 1), *soaked((2, 1), (1, 2))]  # replicas, ranks of a stage

@@ -25,14 +25,13 @@ def depth(fast: int, full: int) -> int:
     return full if is_full() else fast
 
 
+def soaked(*values: Any) -> list[Any]:
+    """Return parameters that only the soak has."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
 def sampled(values: Iterable[Any], fast: int) -> list[Any]:
     """Return parameters of which `fast`, spread evenly, run in `./run test`, and the rest in the soak."""
     every = list(values)
-    kept = {place * len(every) // fast for place in range(min(fast, len(every)))}
-    return [value if place in kept else _soaked(value) for place, value in enumerate(every)]
-
-
-def _soaked(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return pytest.param(*value, marks=pytest.mark.soak)
-    return pytest.param(value, marks=pytest.mark.soak)
+    kept = {number * len(every) // fast for number in range(min(fast, len(every)))}
+    return [value if index in kept else soaked(value)[0] for index, value in enumerate(every)]

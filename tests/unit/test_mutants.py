@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import ast
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from paths import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
 import mutants
 from mutants import BROKEN, KILLED, SURVIVED, TIMED_OUT, Finding, Findings, Mutant
+from paths import REPOSITORY
 
 MUTANTS = mutants.load()
 NAMES = [mutant.name for mutant in MUTANTS]

@@ -8,13 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paths import REPOSITORY
-
-sys.path.insert(0, str(REPOSITORY / "scripts"))
-try:
-    import soak
-finally:
-    sys.path.pop(0)
+import soak
 
 WEIGHTS = {f"tests/test_{letter}.py": weight for weight, letter in enumerate("abcdefgh", 1)}
 
