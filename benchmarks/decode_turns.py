@@ -12,9 +12,10 @@ from __future__ import annotations
 import argparse
 import glob
 import json
-import os
 import sys
 import time
+
+import psutil
 
 from penstock import LLM, SamplingParams
 
@@ -31,23 +32,6 @@ def cpu_seconds(pids: list[int]) -> float:
     return nanoseconds * 1e-9
 
 
-def family() -> list[int]:
-    """Return this process and all that it has started, directly or not."""
-    parents: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", encoding="utf-8") as stat:
-                    parent = int(stat.read().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            parents.setdefault(parent, []).append(int(name))
-    found = [os.getpid()]
-    for pid in found:
-        found.extend(parents.get(pid, []))
-    return found
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,7 +44,8 @@ def main() -> int:
     # Fixed, not measured at the start: two engines of one checkout may choose differently.
     fixed = {"threads_per_rank": 1, "async_depth": 0, "micro_batches": options.stages}
     with LLM(options.model, pipeline_parallel_size=options.stages, **fixed) as llm:
-        pids = family()
+        engine = psutil.Process()
+        pids = [process.pid for process in (engine, *engine.children(recursive=True))]
         print("ready", flush=True)
         for line in sys.stdin:
             prompts = [{"prompt_token_ids": [5 + number, 7, 9]} for number in range(int(line))]

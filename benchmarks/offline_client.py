@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from typing import Protocol
 from unittest.mock import patch
 
+from ratios import bootstrap
+
 from penstock.config.engine import EngineConfig
 from penstock.engine.client.live_requests import LiveRequests
 from penstock.engine.client.outputs import output_assembler
@@ -41,7 +43,6 @@ from penstock.llm.prompt_preparer import PromptPreparer
 from penstock.llm.supervisor_process import SupervisorProcess
 from penstock.request import GenerationRequest, SamplingParams
 
-RESAMPLES = 4000
 POLL_S = 1.0
 
 
@@ -74,7 +75,7 @@ def main() -> None:
         for name in clients:
             values = [both[index] for both in figures[name]]
             ratios = [value / base[index] for value, base in zip(values, figures["polled"], strict=True)]
-            low, high = bootstrap(ratios, random.Random(options.seed))
+            low, high = bootstrap(ratios, options.seed)
             print(
                 f"  {name:18} {statistics.median(values):8.1f} {statistics.median(ratios):8.4f} "
                 f"({low:.4f} to {high:.4f})"
@@ -221,12 +222,6 @@ def measure(
             seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
             figures[name].append((work.num_tokens / seconds, cpu * 1e6 / work.num_requests))
     return figures
-
-
-def bootstrap(ratios: Sequence[float], draw: random.Random) -> tuple[float, float]:
-    """Interval of 95 % of their median."""
-    medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from ratios import bootstrap
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "decode_turns.py"
@@ -57,15 +58,9 @@ class Engine:
         return self._process.stdout.readline().strip()
 
 
-def interval(ratios: Sequence[float], seed: int = 7, draws: int = 4000) -> tuple[float, float, float]:
-    """Return the median and the 95 % bootstrap interval of the median."""
-    chance = random.Random(seed)
-    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return statistics.median(ratios), medians[draws // 40], medians[-draws // 40]
-
-
 def shown(ratios: Sequence[float]) -> str:
-    return "{:.3f} ({:.3f} to {:.3f})".format(*interval(ratios))
+    low, high = bootstrap(ratios, seed=7)
+    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
 def measure(engines: Sequence[Engine], batch: int, rounds: int) -> list[list[dict[str, float]]]:

@@ -18,6 +18,7 @@ PARTS = {  # of others, without a command line
     "measured_rank.py",
     "observed.py",
     "prefix_trace.py",
+    "ratios.py",
     "sleeping_rank.py",
     "stand_in.py",
     "stub_rank.py",
