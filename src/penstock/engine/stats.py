@@ -78,6 +78,29 @@ def with_totals_of(stats: CoreStats, before: CoreStats) -> CoreStats:
     )
 
 
+class SteadyStats:
+    """The numbers of an engine, whose totals never fall: while its core is away they are those of the core's
+    last word, and a core that takes its place goes on from them."""
+
+    def __init__(self) -> None:
+        self._last: CoreStats | None = None
+        self._before: CoreStats | None = None  # with the totals of all cores before this one
+
+    def note(self, stats: CoreStats) -> None:
+        """Take in what a core says, the first one or another that was started in its place."""
+        last = self._last
+        if last is not None and stats.restarts.core != last.restarts.core:
+            self._before = last if self._before is None else with_totals_of(last, self._before)
+        self._last = stats
+
+    def shown(self, *, is_away: bool) -> CoreStats | None:
+        """Return what to show; None before the first word of a core."""
+        if self._last is None:
+            return None
+        stats = without_requests(self._last) if is_away else self._last
+        return stats if self._before is None else with_totals_of(stats, self._before)
+
+
 def summed(parts: Sequence[Part], **others: Any) -> Part:
     """One part of the numbers of several cores: the sums of all fields but the `others`, which are given."""
     names = (name for name in parts[0].__struct_fields__ if name not in others)

@@ -10,7 +10,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_storage_tier import BLOCK, again, rig, run, settle_store, tokens_of
 
 from fake_catalogue import FakeCatalogue
 from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
@@ -18,6 +17,7 @@ from penstock.errors import ErrorInfo
 from penstock.kvcache.block_hash import block_hashes, root_hash
 from penstock.kvcache.prefetching import EARLY_S
 from penstock.operations import FlushCache, Pause, Resume
+from stored_core import BLOCK, again, rig, run, settle_store, tokens_of
 
 LOST = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
 LONG = [(7 * index + 3) % VOCAB_SIZE for index in range(5 * BLOCK + 3)]

@@ -16,38 +16,7 @@ from fake_catalogue import FakeCatalogue
 from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
 from penstock.batch import StoreUse
 from penstock.errors import ErrorInfo
-
-BLOCK = 4
-
-
-def rig(**settings: Any) -> tuple[CoreRig, FakeCatalogue]:
-    catalogue = settings.pop("catalogue", None) or FakeCatalogue()
-    return CoreRig(**{"eviction": "lru", "block_size": BLOCK, "catalogue": catalogue, **settings}), catalogue
-
-
-def again(one: CoreRig, catalogue: FakeCatalogue, **settings: Any) -> CoreRig:
-    """Another engine over the same store."""
-    other, _ = rig(catalogue=catalogue, **settings)
-    other.executor.stored = one.executor.stored
-    return other
-
-
-def run(one: CoreRig, name: str, prompt: list[int], **sampling: Any) -> int:
-    """Tokens that were found for it."""
-    one.add(name, prompt, **{"max_tokens": 4, "ignore_eos": True, **sampling})
-    one.run_until_idle()
-    return one.updates[name][0].num_cached_tokens
-
-
-def settle_store(one: CoreRig) -> None:
-    """Let what was named last be stored: its order goes out with the next plan, at the latest a probe."""
-    for _ in range(8):
-        one.clock.advance(1.0)
-        one.step(timeout_s=1.0)
-
-
-def tokens_of(one: CoreRig, name: str) -> list[int]:
-    return [token for update in one.updates[name] for token in update.token_ids]
+from stored_core import BLOCK, again, rig, run, settle_store, tokens_of
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])

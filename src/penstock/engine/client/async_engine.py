@@ -41,7 +41,7 @@ from penstock.engine.ipc import (
     Trace,
     Welcome,
 )
-from penstock.engine.stats import CoreStats
+from penstock.engine.stats import CoreStats, SteadyStats
 from penstock.errors import (
     InvalidRequestError,
     OverloadedError,
@@ -89,6 +89,7 @@ class AsyncEngine:
         self._seeds: Seeds | None = None  # from the first welcome on
         self._link = CoreLink(client_address, self._take)
         self._health = CoreHealth(info, clock, wall_clock)
+        self._steady = SteadyStats()
         self._arrivals: list[asyncio.Future[None]] = []  # of those who wait for a core
         self._traces = AskedTraces()
         self._operations = AskedOperations()
@@ -208,12 +209,13 @@ class AsyncEngine:
         return streams
 
     def status(self) -> EngineStatus:
-        """Return whether tokens come through the pipe, and the core's numbers."""
-        return self._health.status()
+        """Return whether tokens come through the pipe, and numbers whose totals outlive a core."""
+        status = self._health.status()
+        return msgspec.structs.replace(status, stats=self._steady.shown(is_away=status.stats is None))
 
     def statuses(self) -> list[EngineStatus]:
-        """Return its own status: it is the only replica."""
-        return [self.status()]
+        """Return its own status, for it is the only replica; without numbers while the core is away."""
+        return [self._health.status()]
 
     async def trace(self) -> list[StageSpans]:
         """What each stage did in the last seconds. Raises `PenstockError` when there is no core."""
@@ -285,6 +287,7 @@ class AsyncEngine:
     def _take(self, message: CoreToClient | CoreGone) -> None:
         if isinstance(message, StepUpdates):
             self._health.beat(message.stats)
+            self._steady.note(message.stats)
             self._operations.note(message.stats)
             self._deliver(message.updates)
         elif isinstance(message, Welcome):

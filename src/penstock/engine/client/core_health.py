@@ -59,7 +59,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         stage: the stage at fault, when one is known.
         reason: why it is not ready; "" when it is.
         since: Unix time of the last change of `ready`.
-        stats: the core's numbers as of its last message; None before the first.
+        stats: the core's numbers as of its last message; None where there is none to show.
         is_full: as many requests wait as may: one more would be refused.
     """
 

@@ -16,7 +16,7 @@ from penstock.engine.client.async_engine import AsyncEngine
 from penstock.engine.client.core_health import EngineStatus
 from penstock.engine.client.routing import Router
 from penstock.engine.client.streams import RequestStream
-from penstock.engine.stats import CoreStats, summed, with_totals_of, without_requests
+from penstock.engine.stats import CoreStats, summed
 from penstock.errors import NotFoundError, OverloadedError, PenstockError, UnavailableError
 from penstock.kvcache.sessions import unknown_session
 from penstock.operations import CloseSession, OpenSession, Operation, OperationDone
@@ -37,7 +37,6 @@ class Replicas:
     def __init__(self, engines: Sequence[AsyncEngine], *, has_prefix_cache: bool = False) -> None:
         self._engines = list(engines)
         self._starts: list[asyncio.Task[None]] = []
-        self._steady = [SteadyStats() for _ in self._engines]
         self._router = Router(len(self._engines), has_cache=has_prefix_cache)
 
     async def start(self, timeout_s: float | None = None) -> None:
@@ -147,15 +146,13 @@ class Replicas:
             stage=None if is_ready else broken[0][1].stage,
             reason="; ".join(f"replica {index}: {status.reason}" for index, status in broken),
             since=(min if is_ready else max)(status.since for status in statuses if status.ready == is_ready),
-            stats=merged_stats(
-                [steady.of(status.stats) for steady, status in zip(self._steady, statuses, strict=True)]
-            ),
+            stats=merged_stats([engine.status().stats for engine in self._engines]),
             is_full=is_ready and all(status.is_full for status in statuses if status.ready),
         )
 
     def statuses(self) -> list[EngineStatus]:
-        """Return the status of each replica."""
-        return [engine.status() for engine in self._engines]
+        """Return the status of each replica; one whose core is away has no numbers."""
+        return [status for engine in self._engines for status in engine.statuses()]
 
     async def trace(self) -> list[StageSpans]:
         """Return what each stage of each replica that is there did in the last seconds."""
@@ -214,27 +211,6 @@ class Replicas:
             start.cancel()
         for engine in self._engines:
             engine.close()
-
-
-class SteadyStats:
-    """The numbers of one replica, whose totals never fall: a core that is away has those of its last word,
-    and one that takes its place goes on from them."""
-
-    def __init__(self) -> None:
-        self._last: CoreStats | None = None
-        self._before: CoreStats | None = None  # with the totals of all cores before this one
-
-    def of(self, stats: CoreStats | None) -> CoreStats | None:
-        """What to show while the core says this; None: it is away."""
-        last = self._last
-        if stats is None and last is not None:
-            stats = without_requests(last)
-        if stats is None:
-            return None
-        if last is not None and stats.restarts.core != last.restarts.core:
-            self._before = last if self._before is None else with_totals_of(last, self._before)
-        self._last = stats
-        return stats if self._before is None else with_totals_of(stats, self._before)
 
 
 def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from test_async_engine import INFO, Rig, read_all, until, update, with_rig
 
+from core_client import INFO, Rig, read_all, until, update, with_rig
 from penstock.engine.client.siblings import sibling_seed
 from penstock.engine.core.core_clients import refusals
 from penstock.engine.ipc import AbortRequests, AddRequest

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_async_engine import Rig, read_all, update, with_rig
 
+from core_client import Rig, read_all, until, update, with_rig
+from core_numbers import core_stats
 from penstock.engine.ipc import AWAY_S, AddRequest, Hello
 from penstock.errors import QuarantinedError, StageLostError, WaitTimeoutError
 from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
@@ -116,5 +117,21 @@ def test_r1_whoever_waits_for_a_core_that_will_not_come_hears_the_cause() -> Non
         rig.engine.lose(StageLostError("stage 1 was killed by signal 9"))
         with pytest.raises(StageLostError, match="stage 1 was killed"):
             await waiting
+
+    with_rig(body)
+
+
+def test_numbers_stay_while_there_is_no_core_but_not_those_of_its_only_replica() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        assert rig.engine.status().stats is None
+        rig.core.tell(stats=core_stats(generated_tokens=3, num_running=1))
+        await until(lambda: rig.engine.status().stats is not None)
+        await rig.lose_core()
+        await rig.welcome()
+        stats = rig.engine.status().stats
+        assert stats is not None
+        assert (stats.scheduler.generated_tokens, stats.scheduler.num_running) == (3, 0)
+        assert [status.stats for status in rig.engine.statuses()] == [None]
 
     with_rig(body)

@@ -10,7 +10,7 @@ import pytest
 from core_numbers import core_stats
 from penstock.batch import StageSpans, StageTimes
 from penstock.engine.client.core_health import EngineStatus
-from penstock.engine.client.replicas import Replicas, SteadyStats, merged_stats
+from penstock.engine.client.replicas import Replicas, merged_stats
 from penstock.errors import (
     InvalidRequestError,
     NotFoundError,
@@ -66,6 +66,9 @@ class OneEngine:
         return EngineStatus(
             ready=self.is_ready, stage=stage, reason=reason, since=5.0, stats=stats, is_full=self.is_full
         )
+
+    def statuses(self) -> list[EngineStatus]:
+        return [self.status()]
 
     def add_all(self, request_id: str, prompt: list[int], sampling: SamplingParams) -> list[Any]:
         if self.refusal is not None:
@@ -180,31 +183,6 @@ def test_numbers_of_all_together() -> None:
     assert both.restarts == Restarts(stages=[2, 0], core=2)
     assert [(times.replica, times.stage) for times in both.stage_times] == [(0, 1), (2, 1)]
     assert merged_stats([None, None]) is None
-
-
-def test_totals_of_a_replica_never_fall() -> None:
-    """Its core is away, and another one begins at zero."""
-    steady = SteadyStats()
-    assert steady.of(None) is None
-    assert steady.of(STATS) == STATS
-    away = steady.of(None)
-    assert away is not None
-    assert (away.scheduler.generated_tokens, away.scheduler.num_running, away.cache.free_blocks) == (
-        500,
-        0,
-        100,
-    )
-    restarts = Restarts(stages=[1, 0], core=2)
-    young = core_stats(STATS, generated_tokens=7, step_id=1, prompt_tokens=0, restarts=restarts)
-    found = steady.of(young)
-    assert found is not None
-    assert (found.scheduler.generated_tokens, found.step_id, found.scheduler.prompt_tokens) == (507, 11, 70)
-    found = steady.of(core_stats(young, generated_tokens=9, step_id=2))
-    assert found is not None
-    assert found.scheduler.generated_tokens == 509
-    found = steady.of(core_stats(young, generated_tokens=11, step_id=99))
-    assert found is not None
-    assert found.scheduler.generated_tokens == 511, "it may have overtaken the core before it"
 
 
 def test_g4_every_replica_does_what_is_asked() -> None:

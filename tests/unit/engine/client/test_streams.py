@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from test_async_engine import ByteTokenizer, update
 
+from core_client import ByteTokenizer, update
 from penstock.engine.client.outputs import output_assembler
 from penstock.engine.client.streams import OpenStreams, RequestStream
 from penstock.errors import AbortedError, ErrorInfo, NumericalError

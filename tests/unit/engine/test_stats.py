@@ -1,0 +1,40 @@
+"""Numbers of an engine outlive its cores."""
+
+from __future__ import annotations
+
+from core_numbers import core_stats
+from penstock.engine.stats import SteadyStats
+from penstock.process.endpoints import Restarts
+
+FIRST = core_stats(
+    generated_tokens=500,
+    prompt_tokens=70,
+    num_running=2,
+    num_blocks=100,
+    free_blocks=40,
+    step_id=10,
+    restarts=Restarts(stages=[1, 0], core=1),
+)
+
+
+def test_totals_never_fall_while_a_core_is_away_and_when_another_begins_at_zero() -> None:
+    steady = SteadyStats()
+    assert steady.shown(is_away=True) is None
+    steady.note(FIRST)
+    assert steady.shown(is_away=False) == FIRST
+    away = steady.shown(is_away=True)
+    assert away is not None
+    assert (away.scheduler.generated_tokens, away.scheduler.num_running, away.cache.free_blocks) == (
+        500,
+        0,
+        100,
+    )
+    restarts = Restarts(stages=[1, 0], core=2)
+    young = core_stats(FIRST, generated_tokens=7, step_id=1, prompt_tokens=0, restarts=restarts)
+    for tokens, step_id, total in ((7, 1, 507), (9, 2, 509), (11, 99, 511)):
+        steady.note(core_stats(young, generated_tokens=tokens, step_id=step_id))
+        found = steady.shown(is_away=False)
+        assert found is not None
+        assert found.scheduler.generated_tokens == total
+        assert (found.step_id, found.scheduler.prompt_tokens) == (10 + step_id, 70)
+        assert found.restarts == restarts
