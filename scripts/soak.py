@@ -5,8 +5,9 @@
     python scripts/soak.py --again          forgets what has passed at this commit, and runs it anew
     python scripts/soak.py --list           prints the parts of the shard and what is known of them
 
-A part is one test file, or the mutants. What passed is kept in `.soak`, by commit: a later run of the same
-commit skips it. A tree with changes that are not committed has a name of its own. `./run soak` calls this.
+A part is one test file, the mutants, or what computes without a compiler. What passed is kept in `.soak`, by
+commit: a later run of the same commit skips it. A tree with changes that are not committed has a name of its
+own. `./run soak` calls this.
 """
 
 from __future__ import annotations
@@ -29,8 +30,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 MARKS = "(soak or deep) and not gpu and not doors"
 MUTANTS = "scripts/mutants.py"
+NO_COMPILER = "without a compiler"
+# What computes, by torch alone: every test of it, as `./run test` asks a few.
+COMPUTING = [
+    *(f"tests/unit/{room}" for room in ("kernels", "layers", "models", "weights")),
+    "tests/pipeline/test_exactness.py",
+]
 # Parts that take longer than their number of tests tells; the heaviest begin first.
-WEIGHTS = {MUTANTS: 2_000, "tests/fault/test_chaos.py": 10_000}
+WEIGHTS = {MUTANTS: 2_000, NO_COMPILER: 500, "tests/fault/test_chaos.py": 10_000}
 PART_LIMIT_S = 3600.0
 
 
@@ -102,7 +109,14 @@ def shard_of(weights: Mapping[str, int], index: int, count: int) -> list[str]:
 def command_of(part: str) -> list[str]:
     if part == MUTANTS:
         return [sys.executable, part]
+    if part == NO_COMPILER:
+        return [sys.executable, "-m", "pytest", "-m", "not gpu and not doors", *COMPUTING]
     return [sys.executable, "-m", "pytest", "-m", MARKS, part]
+
+
+def variables_of(part: str) -> dict[str, str]:
+    """Return what is set in the environment of a part alone."""
+    return {"PENSTOCK_CXX": "/nonexistent"} if part == NO_COMPILER else {}
 
 
 def run_part(part: str) -> tuple[Outcome, str]:
@@ -112,7 +126,7 @@ def run_part(part: str) -> tuple[Outcome, str]:
         process = subprocess.Popen(
             command_of(part),
             cwd=ROOT,
-            env=os.environ | {"TMPDIR": scratch, "PENSTOCK_TEST_DEPTH": "full"},
+            env=os.environ | {"TMPDIR": scratch, "PENSTOCK_TEST_DEPTH": "full"} | variables_of(part),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

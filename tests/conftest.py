@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from disturbed import DemoServers, Server
+
 settings.register_profile("penstock", derandomize=True, deadline=None, database=None)
 settings.load_profile("penstock")
 
@@ -20,6 +22,19 @@ def pytest_configure() -> None:
     os.environ.setdefault("PENSTOCK_TEST_BUILDS", tempfile.gettempdir())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session")
+def demo_servers() -> Iterator[DemoServers]:
+    servers = DemoServers()
+    yield servers
+    servers.close()
+
+
+@pytest.fixture(scope="module")
+def demo_server(demo_servers: DemoServers) -> Server:
+    """The demo model over two stages, asked by many modules; what a test has killed has come back."""
+    return demo_servers.running()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,6 @@ import http.client
 import random
 import re
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -19,9 +18,8 @@ CORE, API = "penstock core", "penstock api"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(2) as served:
-        yield served
+def server(demo_server: Server) -> Server:
+    return demo_server
 
 
 def pids(server: Server, *but: str) -> dict[str, int]:
@@ -33,7 +31,7 @@ def pids(server: Server, *but: str) -> dict[str, int]:
 _chosen = random.Random(20261122)
 
 
-@pytest.mark.parametrize("after", sorted(_chosen.sample(range(1, 64), 2)))
+@pytest.mark.parametrize("after", sampled(sorted(_chosen.sample(range(1, 64), 2)), 1))
 def test_r4_streams_go_on_when_the_core_is_killed(server: Server, after: int) -> None:
     lose_core(server, after, signal.SIGKILL)
 
@@ -60,6 +58,7 @@ def lose_core(server: Server, after: int, number: int) -> None:
     assert server.get("/health")
 
 
+@pytest.mark.soak
 def test_r2_a_stopped_core_counts_as_lost_and_all_say_where_they_are() -> None:
     with Server(2, "--heartbeat-limit", "2") as served:
         lose_core(served, 9, signal.SIGSTOP)
@@ -82,6 +81,7 @@ def test_r5_not_ready_while_there_is_no_core(server: Server) -> None:
     assert server.metric("penstock_core_restarts_total") == before + 1
 
 
+@pytest.mark.soak
 def test_r4_the_core_and_a_stage_at_once(server: Server) -> None:
     stream = iter(Stream(server, REQUESTS[2]))
     found = [next(stream)]
@@ -91,6 +91,7 @@ def test_r4_the_core_and_a_stage_at_once(server: Server) -> None:
     assert found == server.golden[2]
 
 
+@pytest.mark.soak
 def test_r4_a_stage_that_is_lost_while_another_core_starts(server: Server) -> None:
     """That core waits for stages that will not come, until it hears that the epoch is over."""
     stream = iter(Stream(server, REQUESTS[0]))

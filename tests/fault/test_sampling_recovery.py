@@ -66,7 +66,7 @@ def server() -> Iterator[Server]:
 
 
 @pytest.mark.parametrize(
-    "victim", sampled(["penstock stage 0 tp 0", "penstock stage 1 tp 0", "penstock core"], 1)
+    "victim", sampled(["penstock stage 1 tp 0", "penstock stage 0 tp 0", "penstock core"], 1)
 )
 def test_d6_r4_penalised_streams_go_on_with_the_same_tokens(server: Server, victim: str) -> None:
     golden = [[*stream] for stream in ids(server)]
@@ -121,7 +121,7 @@ def choices(server: Server, victim: str = "") -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("victim", sampled(["penstock stage 1 tp 0", "penstock core"], 1))
+@pytest.mark.parametrize("victim", sampled(["penstock core", "penstock stage 1 tp 0"], 1))
 def test_r4_choices_of_one_prompt_go_on_with_the_same_tokens(server: Server, victim: str) -> None:
     golden = choices(server)
     assert [len(ids) for ids in golden] == [NUM_TOKENS] * 3

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-import psutil
 import pytest
 
+from disturbed import started_processes
 from paths import REPOSITORY
 from penstock import (
     LLM,
@@ -59,10 +59,6 @@ async def until_idle(llm: AsyncLLM) -> None:
     async with asyncio.timeout(30):
         while not (await _is_quiet(llm)):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-def family() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 @dataclass(frozen=True)
@@ -212,7 +208,7 @@ async def defaults_fit_behind_any_prompt(llm: AsyncLLM, golden: Golden) -> None:
 async def streams_go_on_when_a_stage_is_lost(llm: AsyncLLM, golden: Golden) -> None:
     outputs = llm.generate(PROMPTS[0], LONG)
     await anext(outputs)
-    (victim,) = [process for process in family() if title_of(process) == "penstock stage 1 tp 0"]
+    (victim,) = [process for process in started_processes() if title_of(process) == "penstock stage 1 tp 0"]
     victim.kill()
     (*_, last) = [output async for output in outputs]
     assert (last.outputs[0].token_ids, last.outputs[0].text) == (golden.ids[0], golden.texts[0])
@@ -252,9 +248,9 @@ def test_streams_vectors_aborts_refusals_a_loss_and_the_end(golden: Golden) -> N
         with pytest.raises(UsageError, match="has been closed"):
             await collect(llm, "x")
 
-    before = set(family())
+    before = set(started_processes())
     asyncio.run(run())
-    assert not [process for process in set(family()) - before if is_alive(process)]
+    assert not [process for process in set(started_processes()) - before if is_alive(process)]
 
 
 def test_r1_when_the_supervisor_is_lost_everybody_hears_the_cause() -> None:
@@ -262,7 +258,7 @@ def test_r1_when_the_supervisor_is_lost_everybody_hears_the_cause() -> None:
         llm = AsyncLLM("demo", **SMALL)
         outputs = llm.generate("x", LONG)  # starts it
         await anext(outputs)
-        (supervisor,) = psutil.Process().children()
+        supervisor = started_processes()[0]
         supervisor.kill()
         with pytest.raises(StageLostError, match="the supervisor of the engine has ended"):
             async for _ in outputs:
@@ -271,9 +267,9 @@ def test_r1_when_the_supervisor_is_lost_everybody_hears_the_cause() -> None:
             await collect(llm, "x")
         await llm.close()
 
-    before = set(family())
+    before = set(started_processes())
     asyncio.run(run())
-    assert not [process for process in set(family()) - before if is_alive(process)]
+    assert not [process for process in set(started_processes()) - before if is_alive(process)]
 
 
 @pytest.mark.parametrize(
@@ -303,16 +299,16 @@ def test_a_start_that_fails_or_is_given_up_leaves_nothing() -> None:
         llm = AsyncLLM("demo", **SMALL)
         starting = asyncio.ensure_future(llm.start())
         async with asyncio.timeout(60):
-            while not family():  # noqa: ASYNC110
+            while not started_processes():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await llm.close()
         with pytest.raises(UnavailableError, match="closed while it started"):
             await starting
 
-    before = set(family())
+    before = set(started_processes())
     asyncio.run(fail())
     asyncio.run(give_up())
-    assert not [process for process in set(family()) - before if is_alive(process)]
+    assert not [process for process in set(started_processes()) - before if is_alive(process)]
 
 
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import checkpoints
+from depth import soaked
 from penstock import LLM, SamplingParams
 from penstock.config.engine import EvictionPolicy
 from small_engines import BLOCK, CHUNK, GREEDY, findable, run, small_engine
@@ -42,7 +43,7 @@ def cold(model: Path) -> list[list[int]]:
         return [ids for prompt in PROMPTS for ids in outputs(llm, [prompt])]
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("kernels", ["auto", *soaked("off")])
 @pytest.mark.parametrize(
     ("pp", "tp", "depth"),
     [

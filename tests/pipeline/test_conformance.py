@@ -18,6 +18,8 @@ import msgspec
 import openai
 import pytest
 
+from depth import soaked
+from disturbed import ADMIN_KEY, Server
 from penstock import LLM, SamplingParams
 from penstock.request import StructuredOutputs
 from penstock.server.openai.openai_types import (
@@ -26,23 +28,17 @@ from penstock.server.openai.openai_types import (
     EmbeddingRequest,
     SampledRequest,
 )
-from served import Served
 
 PROMPT = "ROMEO:\n"
 MESSAGES: Any = [{"role": "user", "content": PROMPT}]
 FIXED: dict[str, Any] = {"seed": 7, "max_tokens": 24}
 EOS = 1
-ADMIN_KEY = "key-of-an-administrator"
 Client = openai.OpenAI
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
-    arguments = ("--pp", "2", "--threads-per-rank", "1", "--dtype", "float32", "--tool-parser", "json")
-    with (
-        Served("demo", *arguments, "--admin-key", ADMIN_KEY) as served,
-        openai.OpenAI(base_url=served.url + "/v1", api_key="none", max_retries=0) as made,
-    ):
+def client(demo_server: Server) -> Iterator[Client]:
+    with openai.OpenAI(base_url=demo_server.url + "/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -139,7 +135,7 @@ SAMPLING: Mapping[str, Row] = {
 }
 
 
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("route", ["chat", *soaked("completions", "responses")])
 @pytest.mark.parametrize("field", SAMPLING)
 def test_a_sampling_parameter_does_what_one_stage_does(
     client: Client, llm: LLM, route: str, field: str

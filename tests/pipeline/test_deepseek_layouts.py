@@ -29,7 +29,7 @@ from tensor_ranks import joined, together
 PROMPTS = [[(7 * i + 3 * j) % 150 for j in range(5 + 14 * i)] for i in range(3)]
 LAYOUTS = [(1,), (4,), (1, 1), (2, 1)]
 MORE_LAYOUTS = [(2,), (2, 2, 2), (2, 2), (1, 1, 1), (4, 4), (4, 4, 4), (4, 2, 1), (1, 2, 4)]
-IN_CI = ["v2 groups, yarn", "v3"]
+IN_CI = ["v3"]
 NAMES = [name if name in IN_CI else soaked(name)[0] for name in MODELS]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from depth import sampled
 from hf_reference import MODELS
 from penstock import LLM, SamplingParams
 from penstock.errors import PartitionError, UsageError
@@ -97,7 +98,7 @@ def llm(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sampled(CASES, 11))
 def test_e9_edge_cases_give_the_tokens_of_each_request_alone(
     case: str, llm: LLM, expected: dict[str, list[tuple[list[int], str | None]]]
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import checkpoints
+from depth import soaked
 from hand_core import Wanted, small_core
 from hf_reference import MIN_MARGIN
 from margins import smallest_margin
@@ -40,7 +41,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     return checkpoints.make_checkpoint(directory, layers=3, vocab_size=150, seed=5, **MODELS[request.param])
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("kernels", ["auto", *soaked("off")])
 @pytest.mark.parametrize("whole_experts", [False, True])
 def test_every_layout_of_experts_gives_the_tokens_of_one_rank(
     checkpoint: Path, whole_experts: bool, kernels: str

@@ -15,6 +15,7 @@ from unittest.mock import ANY
 import pytest
 
 import checkpoints
+from depth import sampled
 from faulty_store import Fails, FaultyStore, behind_engines, is_part, never
 from penstock import LLM
 from penstock.engine.stats import CoreStats
@@ -135,7 +136,7 @@ def told(failure: Exception | None) -> Any:
     return ANY if failure is None else describe(failure).message
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", sampled(FAULTS, 4))
 def test_r9_a_store_that_fails_is_left_alone_after_five_failures_and_tried_again(
     model: Path, cold: list[list[list[int]]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -259,7 +260,7 @@ def vanish(store: FaultyStore, key: bytes, other: bytes) -> None:
 HARM = {flip: 1, cut: 1, swap: 2, of_another_model: 1, of_another_shape: 0, vanish: 0}
 
 
-@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("harm", sampled(HARM, 3))
 def test_r9_a_bad_record_is_counted_once_computed_and_stored_anew(
     model: Path,
     cold: list[list[list[int]]],

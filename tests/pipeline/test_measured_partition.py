@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from disturbed import started_processes
 from penstock import LLM, SamplingParams
 from penstock.engine.supervisor import auto_partition
 from penstock.kernels.cpu.build_cache import cache_folder
@@ -64,7 +64,7 @@ def test_d5_i13_auto_gives_the_tokens_of_even(measured: list[int], tmp_path: Pat
     assert tokens("auto", "mp", pin_threads="off") == expected
     assert measured == [2], "once, and the second engine has found it"
     assert len(list((tmp_path / "partition").glob("*.json"))) == 1
-    assert psutil.Process().children(recursive=True) == []
+    assert started_processes() == []
 
 
 @pytest.mark.soak

@@ -36,7 +36,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=sampled(FAMILIES, 6))
+@pytest.fixture(scope="module", params=sampled(FAMILIES, 3))
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return FAMILIES[request.param].make(tmp_path_factory.mktemp("checkpoint"))
 

@@ -26,6 +26,7 @@ import pytest
 
 from checkpoints import make_checkpoint, random_tensors, tensor_shapes, write_weights
 from depth import sampled
+from disturbed import Server, started_processes
 from paths import shared_data
 from penstock import LLM, SamplingParams
 from penstock.errors import CheckpointError, UnsupportedModelError
@@ -122,8 +123,8 @@ class Process:
 @pytest.fixture
 def new_children() -> Callable[[], list[psutil.Process]]:
     """Descendants of this process that were not there when the test began."""
-    before = set(psutil.Process().children(recursive=True))
-    return lambda: [p for p in psutil.Process().children(recursive=True) if p not in before]
+    before = set(started_processes())
+    return lambda: [process for process in started_processes() if process not in before]
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
@@ -153,15 +154,6 @@ def start() -> Iterator[Callable[..., Process]]:
     yield run
     for process in started:
         process.close()
-
-
-@pytest.fixture(scope="module")
-def lasting_server(model: Path) -> Iterator[Process]:
-    """A ready server of two stages for tests that only look."""
-    process = Process(SUPERVISE, str(model), "2", "127.0.0.1", "0")
-    process.wait_for_line("ready in")
-    yield process
-    process.close()
 
 
 @pytest.fixture
@@ -211,20 +203,11 @@ def test_g1_r11_the_process_table_and_an_orderly_end(server: Process) -> None:
         socket.create_connection(("127.0.0.1", port_of(server)))
 
 
-def test_only_ranks_hold_torch(lasting_server: Process) -> None:
-    with_torch = {
-        title_of(process)
-        for process in lasting_server.family()
-        if "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()
-    }
-    assert with_torch == {"penstock stage 0 tp 0", "penstock stage 1 tp 0"}
-
-
-def test_nothing_named_exists_while_serving(lasting_server: Process) -> None:
+def test_nothing_named_exists_while_serving(demo_server: Server) -> None:
     """Sockets and memory have no path: what shows one was removed before it was used."""
     open_files = [
         target
-        for process in lasting_server.family()
+        for process in demo_server.family()
         for target in map(os.readlink, fds_of(process))
         if "penstock" in target and not target.startswith(("/memfd:", "/proc/"))
     ]
@@ -235,6 +218,7 @@ def fds_of(process: psutil.Process) -> list[Path]:
     return [path for path in Path(f"/proc/{process.pid}/fd").iterdir() if path.is_symlink()]
 
 
+@pytest.mark.soak
 def test_r11_a_second_signal_ends_at_once_even_with_a_frozen_stage(server: Process) -> None:
     family = server.family()
     by_title(family, "stage 1").suspend()
@@ -302,17 +286,20 @@ def broken(model: Path, directory: Path, **replace: object) -> str:
     return str(directory)
 
 
+@pytest.mark.soak
 def test_g2_a_rank_that_cannot_load_is_the_cause_and_gives_the_code(
-    start: Callable[..., Process],
-    new_children: Callable[[], list[psutil.Process]],
-    model: Path,
-    tmp_path: Path,
+    start: Callable[..., Process], model: Path, tmp_path: Path
 ) -> None:
     process = start(SUPERVISE, broken(model, tmp_path), "2", "127.0.0.1", "0")
     assert process.end() == 3
     assert "model.layers.3.input_layernorm.weight" in process.lines[-1]
+
+
+def test_g2_a_rank_that_cannot_load_is_the_cause_that_llm_raises(
+    new_children: Callable[[], list[psutil.Process]], model: Path, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match=r"model\.layers\.3\.input_layernorm\.weight"):
-        LLM(str(tmp_path), pipeline_parallel_size=2, threads_per_rank=1)
+        LLM(broken(model, tmp_path), pipeline_parallel_size=2, threads_per_rank=1)
     assert new_children() == []
 
 
@@ -336,6 +323,7 @@ def test_an_address_that_cannot_be_had_is_known_at_once(
     assert words in process.lines[-1]
 
 
+@pytest.mark.soak
 def test_an_llm_of_processes_says_what_one_of_threads_says(
     new_children: Callable[[], list[psutil.Process]], model: Path
 ) -> None:
@@ -369,8 +357,8 @@ def test_golden_ids_through_real_processes() -> None:
 def test_r4_a_generation_outlives_a_killed_child(
     new_children: Callable[[], list[psutil.Process]], model: Path, victim_title: str
 ) -> None:
-    prompts = [{"prompt_token_ids": [5 + index % 80]} for index in range(200)]
-    sampling = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    prompts = [{"prompt_token_ids": [5 + index % 80]} for index in range(100)]
+    sampling = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     with LLM(str(model), pipeline_parallel_size=2, threads_per_rank=1) as llm:
         expected = [output.outputs[0].token_ids for output in llm.generate(prompts, sampling)]
         victim = by_title(new_children(), victim_title)

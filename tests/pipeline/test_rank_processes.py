@@ -39,7 +39,7 @@ def tokens(model: Path, backend: str = "mp", **layout: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     "layout",
     [
-        {"tensor_parallel_size": 2},
+        pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.soak),
         pytest.param({"tensor_parallel_size": 2, "kernels": "off"}, marks=pytest.mark.soak),  # over gloo
         {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
         pytest.param(

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from depth import sampled
-from disturbed import NUM_TOKENS, REQUESTS, Server, Stream, StreamFailedError, health, named
+from disturbed import ADMIN_KEY, NUM_TOKENS, REQUESTS, Server, Stream, StreamFailedError, health, named
 from served import title_of, wait_until
-
-ADMIN_KEY = "key-of-an-administrator"
 
 
 @pytest.fixture(scope="module", params=sampled(["0", "2"], 1))
@@ -133,6 +131,7 @@ def test_e12_g4_a_pause_can_end_all_and_requests_are_served_after_it(server: Ser
     assert again == [server.golden[number % 3][:64] for number in range(8)]
 
 
+@pytest.mark.soak
 @IN_ORDER
 def test_e12_g4_a_pause_outlives_the_core_and_a_stage(server: Server) -> None:
     streams = [iter(Stream(server, request(number, 300))) for number in range(4)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
+from depth import soaked
 from families import FAMILIES
 from hf_reference import MODELS, RandomModel, reference_logits
 from penstock import LLM, SamplingParams
@@ -151,7 +152,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", *soaked("float32")])
 def test_g8_scores_are_the_same_bits_for_stages_chunks_depths_and_company(dtype: str, tmp_path: Path) -> None:
     MODELS[4].make(tmp_path)
     params = [SamplingParams(max_tokens=count, prompt_logprobs=3, temperature=0) for count in (4, 0, 3, 0)]

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 from certificates import Certificate
 from checkpoints import make_checkpoint
 from depth import sampled
+from disturbed import Server
 from paths import shared_data
 from served import Served, is_alive, is_free, named_leftovers, title_of, wait_until
 
@@ -26,9 +26,8 @@ DEMO = ("demo", "--pp", "2", "--threads-per-rank", "1", "--dtype", "float32")
 
 
 @pytest.fixture(scope="module")
-def demo() -> Iterator[Served]:
-    with Served(*DEMO) as served:
-        yield served
+def demo(demo_server: Server) -> Server:
+    return demo_server
 
 
 def titles(served: Served) -> dict[str, psutil.Process]:

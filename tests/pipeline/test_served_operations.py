@@ -176,7 +176,7 @@ def assert_ranks_tell_the_same(server: Operated, done: list[dict[str, Any]]) -> 
     wait_until(are_told, 60)
 
 
-@pytest.mark.parametrize("how", [LATE, KILLED, *soaked(LATE_FIRST, KILLED_LAST, CORE)], ids=str)
+@pytest.mark.parametrize("how", [LATE, *soaked(KILLED, LATE_FIRST, KILLED_LAST, CORE)], ids=str)
 def test_d18_g4_what_is_open_while_a_rank_is_late_or_lost(server: Operated, how: tuple[str, int]) -> None:
     server.operate("/open_session?session_id=closed")
     server.operate("/slow_down?interval_ms=20")

@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from depth import sampled
+from depth import sampled, soaked
 from disturbed import REQUESTS, Server, Stream, named
 from served import wait_until
 
@@ -166,7 +166,7 @@ def test_g4_the_core_closes_a_session_that_nobody_uses(server: Talks, client: op
         turn(client, FIRST, name)
 
 
-@pytest.mark.parametrize("how", ["late", "killed"])
+@pytest.mark.parametrize("how", ["late", *soaked("killed")])
 def test_d18_g4_a_session_is_open_when_all_ranks_have_what_was_before_it_behind_them(
     server: Talks, client: openai.OpenAI, how: str
 ) -> None:

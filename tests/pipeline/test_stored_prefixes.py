@@ -16,6 +16,7 @@ import pytest
 
 import checkpoints
 import small_engines
+from depth import sampled
 from disturbed import Server, Stream
 from penstock import LLM
 from penstock.errors import StoreError, UsageError
@@ -59,7 +60,7 @@ def cold(model: Path) -> list[list[int]]:
 LAYOUTS = small_engines.LAYOUTS | {"without kernels": {"kernels": "off"}}
 
 
-@pytest.mark.parametrize("writer", LAYOUTS)
+@pytest.mark.parametrize("writer", sampled(LAYOUTS, 3))
 def test_h1_d15_what_one_layout_stores_every_other_finds(
     model: Path, cold: list[list[int]], tmp_path: Path, writer: str
 ) -> None:
@@ -183,6 +184,7 @@ def test_h1_a_server_that_starts_again_finds_what_the_one_before_has_stored(tmp_
         assert second.metric("penstock_prefix_cache_hits_total") >= 2 * 64
 
 
+@pytest.mark.soak
 def test_d2_r4_after_the_loss_of_a_stage_streams_go_on_from_the_store(tmp_path: Path) -> None:
     with Server(2, "--kv-store", str(tmp_path / "store"), "--kv-store-patience", "60") as server:
         expected = ask(server, LONG[0])

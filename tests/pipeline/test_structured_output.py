@@ -90,7 +90,7 @@ def test_d12_every_text_that_stops_is_valid(made: list[Schema], expected: list[C
     assert {output.stop_reason for output in expected if output.finish_reason == "stop"} == {None}
 
 
-@pytest.mark.parametrize("layout", sampled_values(LAYOUTS.values(), 3), ids=LAYOUTS)
+@pytest.mark.parametrize("layout", sampled_values(LAYOUTS.values(), 2), ids=LAYOUTS)
 def test_d12_tokens_are_the_same_in_every_layout(
     made: list[Schema], expected: list[CompletionOutput], layout: dict[str, Any]
 ) -> None:
@@ -244,7 +244,8 @@ def test_r8_what_cannot_be_had_is_refused_before_anything_runs() -> None:
             assert (raised.value.code, raised.value.param) == (code, "structured_outputs")
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(0, marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("stage", [1, 0])
 def test_r4_d12_texts_go_on_valid_and_the_same_when_a_stage_is_lost(
     made: list[Schema], expected: list[CompletionOutput], stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,9 +30,8 @@ MESSAGES: Any = [{"role": "user", "content": "Tell me of a thing."}]
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(2) as served:
-        yield served
+def server(demo_server: Server) -> Server:
+    return demo_server
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +117,7 @@ def long_text(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "victim", sampled(["penstock stage 1 tp 0", "penstock core", "penstock stage 0 tp 0"], 1)
+    "victim", sampled(["penstock core", "penstock stage 1 tp 0", "penstock stage 0 tp 0"], 1)
 )
 def test_r4_d12_a_text_goes_on_when_a_process_is_killed(server: Server, victim: str) -> None:
     """The last stage, or another, gets the tokens that there are, and goes on at the same place."""

@@ -12,6 +12,7 @@ import pytest
 from torch import Tensor
 
 import checkpoints
+from depth import soaked
 from hand_core import Wanted, small_core
 from hf_reference import MIN_MARGIN
 from margins import smallest_margin
@@ -35,7 +36,7 @@ def outputs(model: Path, tp: tuple[int, ...], **changes: object) -> list[list[in
     return [request.output for request in wanted]
 
 
-@pytest.mark.parametrize("kernels", ["auto", "off"])
+@pytest.mark.parametrize("kernels", ["auto", *soaked("off")])
 def test_a10_b1_d13_every_layout_gives_the_tokens_of_one_rank(tmp_path: Path, kernels: str) -> None:
     checkpoints.make_checkpoint(tmp_path, layers=3, vocab_size=150, seed=0)
     whole = outputs(tmp_path, (1,), kernels="off")

@@ -133,6 +133,7 @@ def test_a_known_family_can_be_forced_and_gives_the_same_tokens(name: str, tmp_p
     assert tokens(model, 2, model_impl="transformers") == tokens(model, 1, kernels="off")
 
 
+@pytest.mark.soak
 def test_processes_serve_it_too() -> None:
     """The rank processes import transformers themselves; the settings reach them."""
     params = SamplingParams(temperature=0.0, max_tokens=12)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import urllib.error
@@ -11,8 +12,10 @@ from typing import Any
 
 import psutil
 
+from penstock import LLM, SamplingParams
 from served import Served, title_of
 
+ADMIN_KEY = "key-of-an-administrator"
 NUM_TOKENS = 600  # half a second
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "Once upon a time", "temperature": 0},
@@ -33,17 +36,62 @@ class Server(Served):
     @property
     def golden(self) -> list[list[int]]:
         """The same for any number of stages."""
-        return _golden()
+        return undisturbed()
 
     def stage(self, stage: int) -> psutil.Process:
         return named(self, f"penstock stage {stage} tp 0")
 
 
+_shared: set[int] = set()  # process ids of servers that tests share
+
+
+class DemoServers:
+    """The server over two stages that tests share; if one of them has ended it, the next gets another."""
+
+    def __init__(self) -> None:
+        self._servers = contextlib.ExitStack()
+        self._newest: Server | None = None
+
+    def running(self) -> Server:
+        if self._newest is None or self._newest.process.poll() is not None:
+            words = ("--tool-parser", "json", "--admin-key", ADMIN_KEY)
+            self._newest = self._servers.enter_context(Server(2, *words))
+            _shared.add(self._newest.process.pid)
+        return self._newest
+
+    def close(self) -> None:
+        self._servers.close()
+
+
+def started_processes() -> list[psutil.Process]:
+    """What this process has started, with descendants; servers that tests share are left out."""
+    found = [process for process in psutil.Process().children() if process.pid not in _shared]
+    for process in [*found]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += process.children(recursive=True)
+    return found
+
+
 @functools.cache
-def _golden() -> list[list[int]]:
-    """What each request yields while nobody disturbs it."""
-    with Server(1) as served:
-        return [[*Stream(served, request)] for request in REQUESTS]
+def undisturbed() -> list[list[int]]:
+    """What each request yields while nobody disturbs it, from one stage without HTTP."""
+    with LLM("demo", dtype="float32", threads_per_rank=1, distributed_executor_backend="inprocess") as llm:
+        sampling = [
+            SamplingParams(
+                temperature=request["temperature"],
+                top_p=0.95,  # the checkpoint's
+                seed=request.get("seed"),
+                max_tokens=NUM_TOKENS,
+                ignore_eos=True,
+            )
+            for request in REQUESTS
+        ]
+        outputs = llm.generate([_prompt(request["prompt"]) for request in REQUESTS], sampling)
+        return [output.outputs[0].token_ids for output in outputs]
+
+
+def _prompt(said: str | list[int]) -> str | dict[str, list[int]]:
+    return said if isinstance(said, str) else {"prompt_token_ids": said}
 
 
 def named(served: Served, title: str) -> psutil.Process:

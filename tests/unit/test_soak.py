@@ -63,3 +63,10 @@ def test_what_failed_is_told_and_runs_again_and_what_passed_does_not(
     assert "2 parts, 1 of them have passed before" in capsys.readouterr().out
     assert soak.main(["--list"]) == 0
     assert capsys.readouterr().out.count(" ok ") == 2
+
+
+def test_one_part_has_no_compiler_and_takes_every_test_of_what_computes() -> None:
+    assert soak.variables_of(soak.NO_COMPILER) == {"PENSTOCK_CXX": "/nonexistent"}
+    assert soak.variables_of("tests/unit/test_soak.py") == {}
+    assert set(soak.COMPUTING) <= set(soak.command_of(soak.NO_COMPILER))
+    assert all((soak.ROOT / place).exists() for place in soak.COMPUTING)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from depth import sampled, soaked
 from paths import REPOSITORY
 from penstock.kvstore.lmdb_store import LmdbStore
 from penstock.kvstore.names import BLOCK_HASH_BYTES, NAMESPACE_BYTES, is_entry
@@ -22,11 +23,12 @@ with pytest.MonkeyPatch.context() as _patch:
 
 @pytest.mark.parametrize("settings", tiered_trace.TRACES)
 @pytest.mark.parametrize(
-    ("num_blocks", "num_stored"), [(160, 300), (256, 256), (256, 1024), (1024, 1024), (400, 100_000)]
+    "sizes", sampled([(160, 300), (256, 256), (256, 1024), (1024, 1024), (400, 100_000)], 2), ids=str
 )
 def test_h1_h9_pool_and_store_find_what_two_queues_find(
-    settings: dict[str, Any], num_blocks: int, num_stored: int
+    settings: dict[str, Any], sizes: tuple[int, int]
 ) -> None:
+    num_blocks, num_stored = sizes
     trace = prefix_trace.conversations(1, 100, **settings)
     num_bytes = num_stored * tiered_trace.BLOCK_SIZE
     store = tiered_trace.BoundedStore(num_bytes)
@@ -72,7 +74,7 @@ class Following(tiered_trace.Queue):  # type: ignore[misc]
         assert len(self.sizes) == count
 
 
-@pytest.mark.parametrize("quota_mib", [8, 12])
+@pytest.mark.parametrize("quota_mib", [8, *soaked(12)])
 def test_h1_h9_a_directory_with_a_quota_keeps_what_was_used_last(tmp_path: Path, quota_mib: int) -> None:
     """The oracle is told how many records stay, and says which; of how many, only bounds are held here."""
     trace = prefix_trace.conversations(1, 60)

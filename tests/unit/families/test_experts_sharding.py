@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import checkpoints
+from depth import soaked
 from kernel_builds import built
 from penstock.distributed.group import MemoryGroup, TensorGroup
 from penstock.errors import CheckpointError
@@ -65,7 +66,7 @@ def recorded(driver: StageDriver) -> StageDriver:
 
 
 @WAYS
-@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("with_kernels", [True, *soaked(False)])
 @pytest.mark.parametrize(("size", "cuts"), [(2, ()), (2, (1, 2)), (4, (1,))])
 def test_ranks_that_share_experts_give_the_logits_of_one(
     checkpoint: Path, size: int, cuts: tuple[int, ...], with_kernels: bool, expert_parallel: bool

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import checkpoints
+from depth import soaked
 from kernel_builds import built
 from penstock.distributed.group import MeetingPlace, MemoryGroup, TensorGroup
 from penstock.distributed.share import IDS
@@ -60,7 +61,7 @@ def trace(driver: StageDriver) -> Tensor:
     return torch.cat([driver.step(step) for step in steps])
 
 
-@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("with_kernels", [True, *soaked(False)])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("cuts", [(), (1,)])
 def test_b1_b7_ranks_together_give_the_logits_of_one(

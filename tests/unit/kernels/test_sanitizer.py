@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kernel_builds import build_for, targets
+from kernel_builds import build_for, every_target
 from penstock.kernels.cpu.compiler import find_compiler
 
 pytestmark = pytest.mark.soak
@@ -23,7 +23,7 @@ FILES = [
     f"test_cpu_{name}.py" for name in ("linear", "quantized", "attention", "kv_records", "head", "experts")
 ]
 # Two sets of tiles and lanes: whatever this machine has, and AVX2.
-TARGETS = [flags for flags in targets() if flags in ("-march=native", "-march=x86-64-v3")]
+TARGETS = [flags for flags in every_target() if flags in ("-march=native", "-march=x86-64-v3")]
 SECONDS = 900
 
 # One row of memory, and a step of two.

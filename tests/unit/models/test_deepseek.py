@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from deepseek_models import MODELS
+from depth import soaked
 from hf_reference import MIN_MARGIN, reference
 from kernel_builds import built
 from penstock.families.registry import load_spec
@@ -46,7 +47,7 @@ def expected(directory: Path) -> tuple[list[int], Tensor]:
     return ids, model(torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("with_kernels", [True, *soaked(False)])
 def test_a18_logits_and_greedy_tokens_of_deepseek_equal_transformers(
     checkpoint: Path, with_kernels: bool
 ) -> None:

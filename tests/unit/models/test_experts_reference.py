@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import checkpoints
+from depth import sampled
 from hf_reference import MIN_MARGIN, NUM_TOKENS, PROMPT, reference, reference_greedy, reference_logits
 from kernel_builds import built
 from penstock.kernels.cpu.library import KERNEL_NAMES
@@ -40,7 +41,7 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(params=sampled(MODELS, 3))
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return checkpoints.make_checkpoint(tmp_path, **MODELS[request.param])
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from depth import soaked
 from families import FAMILIES
 from head_requests import request as head_request
 from hf_reference import MIN_MARGIN, reference
@@ -56,7 +57,7 @@ def expected(directory: Path) -> tuple[list[int], Tensor]:
     return ids, model(torch.tensor([ids])).logits[0]
 
 
-@pytest.mark.parametrize("with_kernels", [False, True])
+@pytest.mark.parametrize("with_kernels", [True, *soaked(False)])
 def test_a18_logits_and_greedy_tokens_of_every_family(checkpoint: Path, with_kernels: bool) -> None:
     """The prompt is longer than any window; steps of one token, of a few, and the whole prompt at once."""
     own_kernels = kernels() if with_kernels else None

@@ -205,14 +205,14 @@ def run_random_trace(seed: int) -> Trace:
 
 
 def test_d2_d10_d11_d13_long_random_traces() -> None:
-    traces = [run_random_trace(seed) for seed in range(100)]
+    traces = [run_random_trace(seed) for seed in range(50)]
     preempting = [trace.rig.core.stats().scheduler.num_preemptions > 0 for trace in traces]
-    assert sum(preempting) > 20, "traces too tame"
-    assert sum(trace.rig.num_dropped > 0 for trace in traces) > 20, "traces too tame"
-    assert sum(len(trace.aborted) > 0 for trace in traces) > 20, "traces too tame"
+    assert sum(preempting) > 10, "traces too tame"
+    assert sum(trace.rig.num_dropped > 0 for trace in traces) > 10, "traces too tame"
+    assert sum(len(trace.aborted) > 0 for trace in traces) > 10, "traces too tame"
 
 
 @pytest.mark.soak
 def test_d2_d10_d11_d13_many_long_random_traces() -> None:
-    for seed in range(1000, 4000):
+    for seed in (*range(50, 100), *range(1000, 4000)):
         run_random_trace(seed)

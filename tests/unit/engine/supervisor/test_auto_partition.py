@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 
 from checkpoints import make_checkpoint
+from disturbed import started_processes
 from penstock.config.engine import (
     PARTITION_VARIABLE,
     EngineConfig,
@@ -213,7 +213,7 @@ def nothing_is_left() -> Iterator[None]:
     """No process and no descriptor, whatever happened."""
     before = len(os.listdir("/proc/self/fd"))
     yield
-    assert psutil.Process().children(recursive=True) == []
+    assert started_processes() == []
     assert len(os.listdir("/proc/self/fd")) == before
 
 
