@@ -34,7 +34,8 @@ def ids(served: Served, request: dict[str, object]) -> list[int]:
     return [*Stream(served, request | {"max_tokens": TOKENS})]
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, 1))
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", FAULTS)
 def test_r4_i14_a_stage_that_breaks_at_an_exact_place_costs_no_token(
     golden: list[list[int]], fault: str
 ) -> None:

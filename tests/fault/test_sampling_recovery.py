@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import urllib.request
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,9 +59,8 @@ def ids(server: Server) -> list[Stream]:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    with Server(2) as served:
-        yield served
+def server(demo_server: Server) -> Server:
+    return demo_server
 
 
 @pytest.mark.parametrize(
@@ -85,20 +83,21 @@ def test_d6_r4_penalised_streams_go_on_with_the_same_tokens(server: Server, vict
     assert found == golden
 
 
-def test_r4_a_stream_without_a_seed_goes_on_by_the_seed_that_it_had(server: Server) -> None:
+@pytest.mark.soak
+def test_r4_a_stream_without_a_seed_goes_on_by_the_seed_that_it_had() -> None:
     """Found out by asking for it again with the seeds of the first sequences, of which it was one."""
     asked: dict[str, Any] = {"prompt": "JULIET:", "temperature": 1.0, "max_tokens": NUM_TOKENS}
-    before = server.num_recoveries
-    stream = iter(Stream(server, asked))
-    found = [next(stream) for _ in range(40)]
-    named(server, "penstock core").kill()
-    found += stream
-    assert server.num_recoveries == before + 1, "before the stream ended"
-    for place in range(200):
-        again = iter(Stream(server, asked | {"seed": derive_seed(0, place)}))
-        if [next(again) for _ in range(20)] == found[:20]:
-            assert found == [*found[:20], *again]
-            return
+    with Server(2) as server:
+        stream = iter(Stream(server, asked))
+        found = [next(stream) for _ in range(40)]
+        named(server, "penstock core").kill()
+        found += stream
+        assert server.num_recoveries == 1, "before the stream ended"
+        for place in range(200):
+            again = iter(Stream(server, asked | {"seed": derive_seed(0, place)}))
+            if [next(again) for _ in range(20)] == found[:20]:
+                assert found == [*found[:20], *again]
+                return
     pytest.fail("its seed was none of the engine's")
 
 

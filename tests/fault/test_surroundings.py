@@ -38,8 +38,9 @@ def complete(port: int) -> int:
         return 0
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
-@pytest.mark.parametrize("form", ["text", pytest.param("json", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["text", "json"])
 def test_r16_a_full_disk_under_the_logs_stops_nothing(port: int, form: str) -> None:
     command = [sys.executable, "-m", "penstock", "serve", "demo", "--pp", "2", "--threads-per-rank", "1"]
     command += ["--port", str(port), "--log-format", form]

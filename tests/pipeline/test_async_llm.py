@@ -311,6 +311,7 @@ def test_a_start_that_fails_or_is_given_up_leaves_nothing() -> None:
     assert not [process for process in set(started_processes()) - before if is_alive(process)]
 
 
+@pytest.mark.soak
 def test_the_examples_of_the_page_run(capsys: pytest.CaptureFixture[str]) -> None:
     page = (REPOSITORY / "docs" / "python.md").read_text(encoding="utf-8")
     blocks = [part.split("```")[0] for part in page.split("```python\n")[1:]]

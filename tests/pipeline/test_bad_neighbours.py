@@ -123,12 +123,13 @@ def test_r8_bad_bodies_beside_a_stream_change_none_of_its_tokens(demo: Served) -
         assert undisturbed(other) == expected
 
 
+@pytest.mark.deep
 def test_r8_naughty_prompts_beside_a_stream_change_none_of_its_tokens(demo: Served) -> None:
     with Client(demo) as calm, Client(demo) as naughty:
         expected = undisturbed(calm)
         neighbour = Neighbour(calm)
         strings = naughty_strings()
-        for at in range(0, len(strings), 10):
+        for at in range(0, len(strings), depth(30, 10)):
             texts = strings[at : at + 10]
             parts = [{"type": "text", "text": text} for text in texts]
             path, asked, num_choices = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from depth import sampled
+from depth import sampled, soaked
 from hf_reference import (
     MIN_MARGIN,
     MODELS,
@@ -51,7 +51,7 @@ def test_a18_engine_equals_transformers(model: RandomModel, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("chunk", [5, 512])
+@pytest.mark.parametrize("chunk", [5, *soaked(512)])
 @pytest.mark.parametrize("model", [MODELS[1], MODELS[9]], ids=str)
 def test_a10_s3_every_stage_count_equals_one_stage_bit_for_bit(
     model: RandomModel, chunk: int, dtype: str, tmp_path: Path

@@ -42,7 +42,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("kernels", ["auto", *soaked("off")])
-@pytest.mark.parametrize("whole_experts", [False, True])
+@pytest.mark.parametrize("whole_experts", [False, *soaked(True)])
 def test_every_layout_of_experts_gives_the_tokens_of_one_rank(
     checkpoint: Path, whole_experts: bool, kernels: str
 ) -> None:

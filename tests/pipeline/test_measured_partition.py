@@ -73,6 +73,7 @@ def test_i13_stages_may_differ_in_threads(measured: list[int]) -> None:
     assert measured == [2]
 
 
+@pytest.mark.soak
 def test_d16_plan_prints_the_table_and_serves_nothing() -> None:
     program = (
         "import sys; from penstock.engine.supervisor import auto_partition; auto_partition.MEASURE_S = 0.05\n"

@@ -347,13 +347,13 @@ def test_an_llm_of_processes_says_what_one_of_threads_says(
 def test_golden_ids_through_real_processes() -> None:
     directory = shared_data("models", "stories260K")
     golden = json.loads((directory / "golden.json").read_text())
-    with LLM(str(directory), pipeline_parallel_size=3, dtype="float32", threads_per_rank=1) as llm:
+    with LLM(str(directory), pipeline_parallel_size=2, dtype="float32", threads_per_rank=1) as llm:
         sampling = SamplingParams(temperature=0.0, max_tokens=128, ignore_eos=True)
         (output,) = llm.generate({"prompt_token_ids": [1]}, sampling)
     assert output.outputs[0].token_ids == golden["greedy_ids"][:128]
 
 
-@pytest.mark.parametrize("victim_title", sampled(["stage 1", "core"], 1))
+@pytest.mark.parametrize("victim_title", sampled(["core", "stage 1"], 1))
 def test_r4_a_generation_outlives_a_killed_child(
     new_children: Callable[[], list[psutil.Process]], model: Path, victim_title: str
 ) -> None:

@@ -70,6 +70,7 @@ def server() -> Iterator[Server]:
         yield served
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", sampled(["stage 0 tp 1", "stage 0 tp 0", "stage 1 tp 0"], 1))
 def test_r4_streams_go_on_when_a_rank_is_killed(server: Server, name: str) -> None:
     family = {f"stage {stage} tp {rank}" for stage, rank in ((0, 0), (0, 1), (1, 0))}
@@ -86,6 +87,7 @@ def test_r4_streams_go_on_when_a_rank_is_killed(server: Server, name: str) -> No
     assert named(server, f"penstock {name}").pid != victim.pid
 
 
+@pytest.mark.soak
 def test_what_is_said_of_ranks(server: Server) -> None:
     assert "stages 2 x tp 2,1" in server.output
     assert "stage 0 tp 1  pid" in server.output

@@ -201,6 +201,7 @@ def test_d18_g4_what_is_open_while_a_rank_is_late_or_lost(server: Operated, how:
     assert [*Stream(server, REQUESTS[0] | {"max_tokens": 16})] == server.golden[0][:16]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("mode", ["keep", *soaked("wait", "abort")])
 @pytest.mark.parametrize(
     "hows",  # a request in which a stage is lost twice ends
@@ -296,7 +297,7 @@ def test_g4_all_can_be_aborted_while_a_rank_is_late(server: Operated) -> None:
 # What becomes of a rank while it begins, between, and while it ends.
 PROFILED = [
     ("late", "", "late"),
-    ("killed", "", ""),
+    *soaked(("killed", "", "")),
     *soaked(("", "late", ""), ("", "killed", ""), ("", "", "killed")),
     *soaked(("core", "", ""), ("", "core", ""), ("", "", "core")),
 ]

@@ -204,6 +204,7 @@ def test_a_killed_rank_is_lost_at_once_and_the_other_leaves(fleet: Fleet) -> Non
     assert caught.value.stage == 0
 
 
+@pytest.mark.soak
 def test_r3_r4_the_others_keep_process_and_weights_when_a_rank_is_lost(fleet: Fleet, model: Path) -> None:
     plan = fleet.executor.start()
     expected, found, again = requests(), requests(), requests()
