@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 import msgspec
-import psutil
+from cpu_time import cpu_seconds
 
 from penstock.config.server import ServerConfig
 from penstock.engine.ipc import AddRequest, CoreSocket, Hello, StepUpdates, Welcome
@@ -145,22 +145,17 @@ def drain(streams: list[socket.socket]) -> dict[socket.socket, int]:
     return counts
 
 
-def cpu_seconds(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system)
-
-
 def measure(core: StubCore, pid: int, steps: int, step_s: float) -> float:
     """CPU seconds of the process over the steps, after ten of warm-up."""
     begin = 0.0
     due = time.monotonic()
     for index in range(steps + 10):
         if index == 10:
-            begin = cpu_seconds(pid)
+            begin = cpu_seconds([pid])
         core.step(index)
         due += step_s
         time.sleep(max(0.0, due - time.monotonic()))
-    return cpu_seconds(pid) - begin
+    return cpu_seconds([pid]) - begin
 
 
 def run(model: Path, num_streams: int, steps: int, step_ms: float) -> int:

@@ -4,8 +4,8 @@
 
 Starts the real supervisor, core and API process on the embedded model; `stub_rank.py` stands in for the only
 stage. All requests decode in every step of the measured window. Every token must leave as a chunk of its own:
-merged chunks would make the API process look cheaper than it is. Reports user + system time of all threads of
-each process, and fails when a bar is missed or the ledger is not in order.
+merged chunks would make the API process look cheaper than it is. Reports the CPU time of all threads of each
+process, and fails when a bar is missed or the ledger is not in order.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cpu_time import cpu_seconds
 from stand_in import use_rank
 from stub_rank import COUNTER_BYTES, StepCounter
 
@@ -95,7 +96,7 @@ class Measurement:
     ) -> tuple[int, dict[str, float]]:
         while self.counter.read() < step and load.is_alive():
             time.sleep(0.005)
-        return self.counter.read(), {name: cpu_seconds(pid) for name, pid in pids.items()}
+        return self.counter.read(), {name: cpu_seconds([pid]) for name, pid in pids.items()}
 
 
 def child_pid(title: str) -> int:
@@ -111,12 +112,6 @@ def child_pid(title: str) -> int:
         if parent == os.getpid() and name.startswith(title):
             return int(entry.name)
     raise LookupError(f"no child process is called {title!r}")
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of all threads of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def numbers(measured: Measurement) -> dict[str, float]:

@@ -10,26 +10,14 @@ any checkout of the package.
 from __future__ import annotations
 
 import argparse
-import glob
 import json
 import sys
 import time
 
 import psutil
+from cpu_time import cpu_seconds
 
 from penstock import LLM, SamplingParams
-
-
-def cpu_seconds(pids: list[int]) -> float:
-    """Return the seconds that living threads of these processes have run (schedstat, field 1)."""
-    nanoseconds = 0
-    for path in (path for pid in pids for path in glob.glob(f"/proc/{pid}/task/*/schedstat")):
-        try:
-            with open(path, encoding="utf-8") as stat:
-                nanoseconds += int(stat.read().split()[0])
-        except OSError:
-            continue  # the thread has just ended
-    return nanoseconds * 1e-9
 
 
 def main() -> int:

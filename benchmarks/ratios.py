@@ -1,12 +1,15 @@
-"""The median of ratios that were measured pair by pair, and how sure it is."""
+"""Figures that are measured in turns: the median of their ratios, round by round, and how sure it is."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 RESAMPLES = 4000
+Subject = TypeVar("Subject")
+Figures = TypeVar("Figures")
 
 
 def bootstrap(ratios: Sequence[float], seed: int) -> tuple[float, float]:
@@ -14,3 +17,30 @@ def bootstrap(ratios: Sequence[float], seed: int) -> tuple[float, float]:
     draw = random.Random(seed)
     medians = sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
     return medians[round(0.025 * RESAMPLES)], medians[round(0.975 * RESAMPLES) - 1]
+
+
+def in_turns(
+    subjects: Sequence[Subject], take: Callable[[Subject], Figures], rounds: int, *, warm_up: int = 0
+) -> list[list[Figures]]:
+    """Return, round by round, the figures of each subject. Who comes first turns; warm-ups are left out."""
+    found = []
+    for number in range(warm_up + rounds):
+        of_round: dict[int, Figures] = {}
+        for place in range(len(subjects)):
+            which = (place + number) % len(subjects)
+            of_round[which] = take(subjects[which])
+        found.append([of_round[which] for which in range(len(subjects))])
+    return found[warm_up:]
+
+
+def shown(ratios: Sequence[float]) -> str:
+    """Return the median with its interval, as text."""
+    low, high = bootstrap(ratios, seed=7)
+    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
+
+
+def compared(name: str, rounds: Sequence[Sequence[dict[str, float]]]) -> str:
+    """Return a line of a Markdown table for one figure of "here", "other" and "other" again, the control."""
+    here, other = (statistics.median(figures[place][name] for figures in rounds) for place in (0, 1))
+    ratios, control = ([figures[place][name] / figures[1][name] for figures in rounds] for place in (0, 2))
+    return f"| {name} | {here:.3f} | {other:.3f} | {shown(ratios)} | {shown(control)} |"

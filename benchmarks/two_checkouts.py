@@ -16,10 +16,11 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ratios import bootstrap
+from ratios import in_turns, shown
 
 HERE = Path(__file__).resolve().parent
 PROGRAM = HERE / "decode_turns.py"
@@ -58,23 +59,6 @@ class Engine:
         return self._process.stdout.readline().strip()
 
 
-def shown(ratios: Sequence[float]) -> str:
-    low, high = bootstrap(ratios, seed=7)
-    return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
-
-
-def measure(engines: Sequence[Engine], batch: int, rounds: int) -> list[list[dict[str, float]]]:
-    """Return, round by round, what each engine took; the first round is not counted."""
-    found = []
-    for number in range(rounds + 1):
-        taken: list[dict[str, float]] = [{} for _ in engines]
-        for place in range(len(engines)):
-            which = (place + number) % len(engines)
-            taken[which] = engines[which].decode(batch)
-        found.append(taken)
-    return found[1:]
-
-
 def row(batch: int, tokens: int, rounds: Sequence[Sequence[dict[str, float]]]) -> str:
     """Return a line of the table: rates, then both ratios and their controls."""
     rates = [batch * tokens / statistics.median(one[place]["seconds"] for one in rounds) for place in (0, 1)]
@@ -102,7 +86,8 @@ def main() -> int:
     print("| B | tokens/s here | other | rate, here/other | control | CPU, here/other | control |")
     print("|---|---|---|---|---|---|---|")
     for batch in map(int, options.batches.split(",")):
-        print(row(batch, options.tokens, measure(engines, batch, options.rounds)), flush=True)
+        rounds = in_turns(engines, partial(Engine.decode, batch=batch), options.rounds, warm_up=1)
+        print(row(batch, options.tokens, rounds), flush=True)
     for engine in engines:
         engine.close()
     return 0

@@ -22,7 +22,7 @@ from penstock.batch import RankLoaded, StageSpans
 from penstock.engine.stats import CoreStats
 from penstock.errors import LinkClosedError, ProtocolError
 from penstock.operations import OpenSession, Operation, OperationDone
-from penstock.pipeline.links.plan_channel import bind_socket
+from penstock.pipeline.links.plan_channel import bind_socket, has_message
 from penstock.request import GenerationRequest, RequestUpdate
 
 HEARTBEAT_S = 1.0  # a core that has nothing to tell says so once a second
@@ -154,6 +154,8 @@ class CoreSocket(_Endpoint):
         self._socket.setsockopt(zmq.LINGER, 500)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # else what is sent to nobody is not noticed
         bind_socket(self._socket, address)
+        self._poller = zmq.Poller()
+        self._polled: tuple[int, ...] | None = None  # descriptors that are waited for beside the socket
 
     def wait(self, others: Sequence[int], timeout_s: float) -> set[int]:
         """Return when a client's message or one of the `others` (descriptors) is there, or after this time.
@@ -161,22 +163,21 @@ class CoreSocket(_Endpoint):
         Returns:
             Those of `others` that are readable.
         """
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        for fd in others:
-            poller.register(fd, zmq.POLLIN)
-        ready = poller.poll(max(0, math.ceil(timeout_s * 1000)))
+        if self._polled != tuple(others):
+            self._polled = tuple(others)
+            self._poller = zmq.Poller()
+            for source in (self._socket, *others):
+                self._poller.register(source, zmq.POLLIN)
+        ready = self._poller.poll(max(0, math.ceil(timeout_s * 1000)))
         return {source for source, _ in ready if isinstance(source, int)}
 
     def drain(self) -> list[tuple[bytes, ClientToCore]]:
         """All messages that have come, with their senders."""
         received: list[tuple[bytes, ClientToCore]] = []
-        while True:
-            try:
-                client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return received
+        while has_message(self._socket):
+            client, frame = self._socket.recv_multipart(zmq.NOBLOCK)
             received.append((client, _decode_to_core(frame)))
+        return received
 
     def send(self, client: bytes, message: CoreToClient) -> bool:
         """Whether the client is still there to get it."""
