@@ -204,7 +204,7 @@ def test_vllm_spellings_are_understood_and_the_last_of_two_flags_counts() -> Non
 def test_values_with_underscores_stay_as_they_are() -> None:
     _, out, _ = penstock("serve", "./my_model", "--print-config", "--served-model-name=a_b")
     assert 'model = "./my_model"' in out
-    assert 'served-model-name = "a_b"' in out
+    assert 'served-model-name = ["a_b"]' in out
 
 
 @pytest.mark.parametrize(

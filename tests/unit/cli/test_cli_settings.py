@@ -21,7 +21,7 @@ from penstock.cli.terminal import Invocation
 from penstock.config.declared import ENGINE, SERVER, configured_engine, declared
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.reports import Reporter
+from penstock.engine.supervisor.reports import ModelFound, Reporter
 from penstock.errors import UsageError
 
 
@@ -152,6 +152,7 @@ class Recorded:
 
     def __call__(self, engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:
         self.calls.append((engine, server, reporter))
+        reporter.report(ModelFound(directory="/models/demo"))
         return 17
 
 
@@ -262,7 +263,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "api_keys": ["k0", "k1", "k2"],
         "admin_keys": ["a0"],
         "allowed_origins": ["https://a.example", "http://localhost:3000"],
-        "served_model_name": "s",
+        "served_model_names": ["s"],
         "insecure": True,
         "reuse_port": True,
         "ssl_certfile": "/a.crt",
