@@ -104,16 +104,16 @@ def test_no_text_of_the_library_reaches_a_user() -> None:
         (["--model", "demo"], "the model is the first word"),
     ],
 )
-@pytest.mark.parametrize("command", [["serve"], ["doctor"], ["plan"], ["bench", "throughput"]])
-def test_a_flag_of_another_engine_is_answered_from_the_table(
-    command: list[str], words: list[str], said: str
-) -> None:
-    if command == ["doctor"] and words[0] == "--model":
-        return  # its own
-    first, second = refused(*command, "demo", *words)
+def test_a_flag_of_another_engine_is_answered_from_the_table(words: list[str], said: str) -> None:
+    first, second = refused("serve", "demo", *words)
     assert said in first
     assert "Did you mean" not in second
     assert second
+
+
+@pytest.mark.parametrize("command", [["doctor"], ["plan"], ["bench", "throughput"]])
+def test_so_it_is_for_every_command_with_an_engine(command: list[str]) -> None:
+    assert "here it is `--max-model-len`" in refused(*command, "demo", "-c", "4096")[0]
 
 
 def test_the_model_may_stand_behind_a_flag_of_another_engine() -> None:
