@@ -201,7 +201,7 @@ def api_config(
         client_addresses=[address],
         listen_fd=listen_fd,
         model_path=str(model),
-        model_name="bench",
+        model_names=["bench"],
         max_model_len=spec.max_position_embeddings,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),

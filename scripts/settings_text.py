@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.config.declared import ENGINE, SERVER, Config, Declared, declared, declared_by, flags_of_fields
+from penstock.config.foreign_flags import FOREIGN_FLAGS
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_PAGE = ROOT / "docs" / "flags.md"
@@ -43,6 +44,13 @@ it has its default. Its key in that file is the flag's first name without the da
 --print-config` prints, as such a file, what is in force and where it came from.
 
 This page is written by `scripts/settings_text.py` from what `penstock.config` declares.
+"""
+
+FOREIGN_INTRODUCTION = """\
+## Flags of other engines
+
+`-tp`, `-pp`, `-dp` and underscores in names are understood as they are. What vLLM, SGLang or llama.cpp call
+otherwise, or what is not here, is answered from this table; the command line then ends with code 2.
 """
 
 # What `LLM` has in place of a setting of the command line, or beside what is declared.
@@ -84,7 +92,16 @@ def flags_page() -> str:
         rows = [row(each, explained[each.name]) for each in settings if each.setting.group == group]
         head = ["| flag | default | meaning | environment |", "|---|---|---|---|"]
         parts.append("\n".join([f"## {title}", "", *head, *rows, ""]))
-    return "\n".join(parts)
+    return "\n".join([*parts, foreign_table()])
+
+
+def foreign_table() -> str:
+    """Return the section about the flags of other engines."""
+    rows = []
+    for name, foreign in sorted(FOREIGN_FLAGS.items(), key=lambda item: item[0].lstrip("-")):
+        here = ": ".join(filter(None, [f"`{foreign.ours}`" if foreign.ours else "", foreign.remark]))
+        rows.append(f"| `{name}` | {', '.join(foreign.engines)} | {here} |")
+    return "\n".join([FOREIGN_INTRODUCTION, "| flag | of | here |", "|---|---|---|", *rows, ""])
 
 
 def row(setting: Declared, explanation: str) -> str:

@@ -19,7 +19,7 @@ import pytest
 from fake_engine import EOS
 from paths import shared_data
 from penstock.config.server import ServerConfig
-from penstock.process.child import Alive, ChildFailed, decode_status
+from penstock.process.child import Alive, ChildFailed, TextSideLoaded, decode_status
 from penstock.process.config import ApiProcessConfig
 from penstock.server.api_process import allow_connections, notice_lost_clients
 from served import wait_until
@@ -59,7 +59,7 @@ def _config(listen_fd: int, model_path: Path, tmp_path: Path) -> ApiProcessConfi
         client_addresses=[f"ipc://{tmp_path}/core"],  # nobody listens: the engine is still loading
         listen_fd=listen_fd,
         model_path=str(model_path),
-        model_name="stories",
+        model_names=["stories", "tales"],
         max_model_len=512,
         vocab_size=512,
         eos_token_ids=[EOS],
@@ -114,7 +114,8 @@ def test_signal_ends_the_process_with_code_0(tmp_path: Path, number: signal.Sign
             status, body = _get(port, "/health")  # answered while the engine loads
             assert (status, json.loads(body)["state"]) == (503, "not_ready")
             assert _get(port, "/health/live")[0] == 200
-            assert _get(port, "/v1/models")[0] == 200
+            status, body = _get(port, "/v1/models")
+            assert (status, [card["id"] for card in json.loads(body)["data"]]) == (200, ["stories", "tales"])
             _wait_until_probed(port)
             with open(f"/proc/{process.pid}/cmdline", "rb") as title:
                 assert title.read().startswith(b"penstock api")
@@ -125,7 +126,9 @@ def test_signal_ends_the_process_with_code_0(tmp_path: Path, number: signal.Sign
         finally:
             process.kill()
             process.wait()
-            os.close(status_read)
+            with os.fdopen(status_read, "rb") as reported:
+                lines = reported.read().splitlines()
+    assert TextSideLoaded(prompt_form="text") in map(decode_status, lines), "it has no chat template"
     assert process.returncode == 0, errors
     assert b"Traceback" not in errors
 

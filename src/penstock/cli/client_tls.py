@@ -6,12 +6,14 @@ those of `--ca-file`. A server's name is always checked.
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from pathlib import Path
 
 from penstock.errors import LinkClosedError, UsageError
 
 CA_FILE_HELP = "certificates to trust beside the system's, PEM"
+_MOST_FLIGHTS = 4  # of a handshake
 _NAME_MISMATCH = frozenset(
     {62, 64}
 )  # OpenSSL's X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH
@@ -41,6 +43,28 @@ def client_context(ca_file: Path | None) -> ssl.SSLContext:
         ) from error
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # a server's own certificate is enough
     return context
+
+
+def is_trusted(server: ssl.SSLContext) -> bool:
+    """Return whether a client without `--ca-file` accepts the certificate of a server, whatever its name.
+
+    The two shake hands in memory, as they would over a connection.
+    """
+    to_client, to_server = ssl.MemoryBIO(), ssl.MemoryBIO()
+    trusting = client_context(None)
+    trusting.check_hostname = False
+    client = trusting.wrap_bio(to_client, to_server)
+    serving = server.wrap_bio(to_server, to_client, server_side=True)
+    for _ in range(_MOST_FLIGHTS):
+        try:
+            client.do_handshake()
+            return True
+        except ssl.SSLWantReadError:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                serving.do_handshake()
+        except ssl.SSLError:
+            return False
+    return False
 
 
 def connection_error(url: str, error: Exception) -> LinkClosedError:

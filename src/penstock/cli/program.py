@@ -11,12 +11,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, ArgumentCollection, CycloptsError
 
 from penstock import __version__
 from penstock.cli.help import COMMANDS, GROUPS, ROOT_HELP, help_screen
 from penstock.cli.sources import SettingSources, nearest
 from penstock.cli.terminal import Invocation, report_error
+from penstock.cli.usage_errors import usage_error
 from penstock.config.refused_settings import refuse_if_known
 from penstock.config.setting import environment_names_of
 from penstock.errors import UsageError
@@ -25,6 +26,14 @@ INTERRUPTED = 130
 _KEY_FLAGS = ("--api-key", "--admin-key")
 _KEY_ENVS = frozenset(environment_names_of(_KEY_FLAGS))
 _HELP_FLAGS = frozenset({"--help", "-h"})
+_SHORT_FLAGS = {
+    "-pp": "--pp",
+    "-tp": "--tp",
+    "-dp": "--dp",
+    "-pcp": "--prefill-context-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+}
+_NAMES_FLAG = "--served-model-name"
 _VERBOSE_FLAGS = frozenset({"-v", "--verbose"})
 
 
@@ -87,7 +96,8 @@ def run(argv: Sequence[str], invocation: Invocation) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except CycloptsError as error:
-        return report_error(_usage_error(error, words), invocation)
+        command = _command_of(words)
+        return report_error(usage_error(error, command, words, _flags_of(command, invocation)), invocation)
     except BrokenPipeError:
         return 1
     except Exception as error:
@@ -95,18 +105,38 @@ def run(argv: Sequence[str], invocation: Invocation) -> int:
 
 
 def _plain_spelling(argv: Sequence[str]) -> list[str]:
-    """vLLM's other spellings: `-pp 2`, and underscores in the names of flags. Values stay as they are."""
+    """Return the words with vLLM's other spellings written as ours; values stay as they are.
+
+    They are `-pp 2`, underscores in the names of flags, and several values behind one `--served-model-name`.
+    """
     words: list[str] = []
     for position, word in enumerate(argv):
         if word == "--":
             return [*words, *argv[position:]]
         name, equals, value = word.partition("=")
-        if name == "-pp":
-            name = "--pp"
+        name = _SHORT_FLAGS.get(name, name)
         if name.startswith("--"):
             name = name.replace("_", "-")
         words.append(name + equals + value)
-    return words
+    return _one_name_each(words)
+
+
+def _one_name_each(words: Sequence[str]) -> list[str]:
+    """Return the words with `--served-model-name` before each of its values.
+
+    Only where the model comes first, as in `serve MODEL`: else the last of the values is the model.
+    """
+    if list(words[:1]) != ["serve"] or words[1:2] == [] or words[1].startswith("-"):
+        return list(words)
+    spread: list[str] = []
+    is_named = False  # the words that come are names
+    for word in words:
+        if word.startswith("-"):
+            is_named = word.partition("=")[0] == _NAMES_FLAG
+        elif is_named and spread[-1] != _NAMES_FLAG:
+            spread.append(_NAMES_FLAG)
+        spread.append(word)
+    return spread
 
 
 def _dispatch(words: list[str], invocation: Invocation) -> int:
@@ -132,6 +162,19 @@ def _dispatch(words: list[str], invocation: Invocation) -> int:
     return int(result)
 
 
+def _flags_of(command: tuple[str, ...], invocation: Invocation) -> frozenset[str]:
+    """Return every name of every flag of a command."""
+    arguments = _arguments_of(command, invocation)
+    return frozenset(name for argument in arguments for name in argument.names if name.startswith("-"))
+
+
+def _arguments_of(command: tuple[str, ...], invocation: Invocation) -> ArgumentCollection:
+    app = build_app(invocation)
+    for name in command:
+        app = app[name]
+    return app.assemble_argument_collection()
+
+
 def _command_of(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(words[: 2 if words and words[0] in GROUPS else 1])
 
@@ -146,10 +189,7 @@ def _show_help(
         raise _unknown_command(" ".join(command))
     following = words[help_index + 1 :] if help_index is not None else []
     topic = following[0] if following and not following[0].startswith("-") else ""
-    app = build_app(invocation)
-    for name in command:
-        app = app[name]
-    invocation.say(help_screen(command, app.assemble_argument_collection(), topic))
+    invocation.say(help_screen(command, _arguments_of(command, invocation), topic))
     return 0
 
 
@@ -157,13 +197,3 @@ def _unknown_command(word: str) -> UsageError:
     known = [" ".join(command) for command in COMMANDS]
     remedy = f"{nearest(word, known)} Commands: {', '.join(known)}.".strip()
     return UsageError(f"there is no command {word!r}.", remedy=remedy)
-
-
-def _usage_error(error: CycloptsError, words: Sequence[str]) -> UsageError:
-    """What cyclopts says about a command line, as what happened and what to do."""
-    text = str(error).strip().replace("\n", " ")
-    head, mark, tail = text.partition(" Did you mean ")
-    command = _command_of(words)
-    page = f"`penstock {' '.join(command)} --help all` lists the flags." if command in COMMANDS else ""
-    hint = f"Did you mean {tail}" if mark else ""
-    return UsageError(head, remedy=f"{hint} {page}".strip() or "`penstock --help` lists the commands.")

@@ -7,18 +7,21 @@ requests.
 
 from __future__ import annotations
 
+import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
 
 import msgspec
 
 from penstock import __version__
+from penstock.cli.client_tls import is_trusted
 from penstock.cli.terminal import Invocation, one_line, report_error
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import (
+    Caution,
     EngineFailed,
     EngineReady,
     Event,
@@ -27,7 +30,10 @@ from penstock.engine.supervisor.reports import (
     event_line,
     megabytes,
 )
-from penstock.errors import error_from_info
+from penstock.errors import UsageError, error_from_info
+from penstock.families.registry import served_names
+from penstock.process import tls
+from penstock.process.child import PromptForm
 
 INDENT = "        "
 _CLEAR_LINE = "\r\x1b[K"
@@ -83,32 +89,39 @@ class ServeReporter:
         self._engine = engine
         self._server = server
         self._loading = LoadingLine(invocation.stdout, clock)
-        self._ready = False
-
-    def begin(self) -> None:
-        """The plan, before anything is started."""
-        for line in plan_lines(self._engine, self._server):
-            self._invocation.say(line)
+        self._has_begun = False
 
     def report(self, event: Event) -> None:
+        if isinstance(event, EngineFailed):
+            self._loading.clear()
+            report_error(error_from_info(event.error), self._invocation)
+            return
+        self._begin()
         if isinstance(event, LoadProgress):
             self._loading.update(event)
             return
         self._loading.clear()
-        if isinstance(event, EngineFailed):
-            report_error(error_from_info(event.error), self._invocation)
-        elif isinstance(event, EngineReady):
+        if isinstance(event, EngineReady):
             self._announce(event)
+        elif isinstance(event, Caution):
+            self._invocation.warn(event.text)
         elif isinstance(event, StageReady):
             self._invocation.say(INDENT + event_line(event))
         elif line := event_line(event):
             self._invocation.say(line)
 
+    def _begin(self) -> None:
+        """Show the plan before the first news: there is none before the model was found."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._invocation.say(*plan_lines(self._engine, self._server))
+
     def _announce(self, event: EngineReady) -> None:
         ready = self._invocation.style.paint(f"ready in {event.seconds:.1f} s", "green")
+        name = served_names(self._engine.model.model, self._server.served_model_names)[0]
         self._invocation.say(
             f"{ready}   {event.address}   metrics /metrics",
-            "Try: " + curl_example(event.address, served_name(self._engine, self._server), self._server),
+            "Try: " + curl_example(event.address, name, self._server, event.prompt_form),
         )
 
 
@@ -125,10 +138,6 @@ class JsonReporter:
         fields = {"time": self._now().isoformat(timespec="milliseconds")} | msgspec.to_builtins(event)
         self._stream.write(msgspec.json.encode(fields).decode() + "\n")
         self._stream.flush()
-
-
-def served_name(engine: EngineConfig, server: ServerConfig) -> str:
-    return server.served_model_name or engine.model.model
 
 
 def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
@@ -151,9 +160,29 @@ def plan_lines(engine: EngineConfig, server: ServerConfig) -> list[str]:
     ]
 
 
-def curl_example(address: str, name: str, server: ServerConfig) -> str:
-    """A command that can be pasted into a shell."""
-    body = msgspec.json.encode({"model": name, "messages": [{"role": "user", "content": "hi"}]}).decode()
-    key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if server.api_keys else ""
-    quoted = body.replace("'", "'\\''")
-    return f"curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{quoted}'"
+_EXAMPLES: Mapping[PromptForm, tuple[str, Mapping[str, Any]]] = {
+    "messages": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    "text": ("/v1/completions", {"prompt": "Once upon a time", "max_tokens": 32}),
+    "token_ids": ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 32}),
+}
+
+
+def curl_example(address: str, name: str, server: ServerConfig, prompt_form: PromptForm) -> str:
+    """Return a command that can be pasted into a shell, for the richest prompt that the model takes."""
+    path, fields = _EXAMPLES[prompt_form]
+    words = ["curl", address + path, "-H 'Content-Type: application/json'"]
+    if not _is_certificate_trusted(server):
+        words.append(f"--cacert {shlex.quote(str(server.ssl_certfile))}")
+    if server.api_keys:
+        words.append('-H "Authorization: Bearer $PENSTOCK_API_KEY"')
+    body = msgspec.json.encode({"model": name, **fields}).decode()
+    return " ".join([*words, f"-d {shlex.quote(body)}"])
+
+
+def _is_certificate_trusted(server: ServerConfig) -> bool:
+    """Return whether curl accepts the server's certificate, if it has any, without being told of it."""
+    try:
+        context = tls.server_context(server)
+    except UsageError:  # its file has changed since the start
+        return True
+    return context is None or is_trusted(context)

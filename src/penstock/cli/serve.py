@@ -6,7 +6,6 @@ thread that made them. Decides nothing about processes itself.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -55,10 +54,7 @@ def start(model: str | None, given: Mapping[str, Any], invocation: Invocation, r
     server = structs.replace(configured_server(given), settings=shown_to_clients(given))
     if server.log_format == "json":
         return run(engine, server, JsonReporter(invocation.stdout))
-    reporter = ServeReporter(invocation, engine, server)
-    with contextlib.suppress(OSError):  # nothing of it is worth ending for
-        reporter.begin()
-    return run(engine, server, reporter)
+    return run(engine, server, ServeReporter(invocation, engine, server))
 
 
 def run_supervisor(engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:

@@ -118,7 +118,8 @@ def exit_code_of(error: PenstockError) -> int:
 def _in_flag_words(error: PenstockError) -> str:
     """The message with the field name of a settings value written as the flag that sets it."""
     field_name = error.param or ""
-    if not isinstance(error, UsageError) or not field_name or not error.message.startswith(field_name + " "):
+    is_field = field_name and not field_name.startswith("-")
+    if not isinstance(error, UsageError) or not is_field or not error.message.startswith(field_name + " "):
         return error.message
     # Here and not above: `--help` reads no configs.
     from penstock.config.declared import flags_of_fields

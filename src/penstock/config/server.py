@@ -41,7 +41,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ssl_certfile: file of the server's certificate, in PEM form, with those that signed it behind it; None
             serves plain HTTP.
         ssl_keyfile: file of the certificate's private key, in PEM form and not encrypted.
-        served_model_name: name that clients use for the model; None takes the model's own.
+        served_model_names: names under which clients may ask for the model, the first the one in answers;
+            the flag is given for each, or once before all; without any it is the model's own.
         tool_parser: format in which the model calls tools (`tokenizer.tool_formats`); `auto` takes what its
             chat template shows.
         reasoning_parser: format in which the model marks its reasoning; `auto` takes what its chat template
@@ -70,7 +71,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     ssl_keyfile: Annotated[
         str | None, Setting("server", "its private key, PEM", text_type=Path | None, read=_absolute)
     ] = None
-    served_model_name: Annotated[str | None, Setting("server", "name that clients use")] = None
+    served_model_names: Annotated[
+        list[str],
+        Setting("server", "name that clients use; several are aliases", flag="--served-model-name"),
+    ] = []
     tool_parser: Annotated[
         ToolParser,
         Setting(
@@ -134,6 +138,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.drain_s < math.inf:
             raise UsageError(f"drain_s is {self.drain_s}; it must be at least 0.", param="drain_s")
         at_least("min_free_bytes", self.min_free_bytes, 0)
+        if not all(name.strip() for name in self.served_model_names):
+            raise UsageError(
+                "served_model_names has an empty name.",
+                remedy="Give names with characters, or leave the flag out for the model's own.",
+                param="served_model_names",
+            )
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             given, missing = ("certfile", "keyfile") if self.ssl_certfile else ("keyfile", "certfile")
             raise UsageError(

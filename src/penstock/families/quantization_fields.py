@@ -32,7 +32,10 @@ _MAX_PATTERN_CHARACTERS = 256
 _MAX_PATTERN_BITS = 24  # of the number of ways in which an expression can be tried on a name
 _FORMATS = ("int-quantized", "naive-quantized", "pack-quantized", "mixed-precision")
 
-_REMEDY = "Use the original checkpoint, if wanted with --quantization int8 or int4."
+_REMEDY = (
+    "Use a checkpoint of the model in bfloat16 or float16, if wanted with --quantization int8 or int4. Where "
+    "it was published in this form alone, convert it first."
+)
 
 
 def read_quantization(config: ConfigFields) -> QuantizationSpec | None:

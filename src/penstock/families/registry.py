@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.config.engine import ModelImpl
@@ -27,6 +27,7 @@ from penstock.families.known.olmo import olmo2_spec, olmo3_spec
 from penstock.families.known.phi import phi3_spec
 from penstock.families.known.qwen import qwen2_spec, qwen3_spec
 from penstock.families.known.qwen_moe import qwen2_moe_spec, qwen3_moe_spec
+from penstock.families.refused_kinds import file_refusal, refuse_other_format, require_known_kind
 from penstock.families.spec import ModelSpec
 from penstock.families.transformers_fields import EXTRA, has_transformers, knows, transformers_spec
 from penstock.request import VectorShape
@@ -73,10 +74,12 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
         model_impl: whose layers are to run it; "auto": ours where there are any, else transformers'.
 
     Raises:
-        UnsupportedModelError: `config.json` names an architecture that is not in `SUPPORTED_ARCHITECTURES`,
-            and transformers is not to run it, not installed or cannot.
+        UnsupportedModelError: the model is of a kind or format that is not served; or `config.json` names an
+            architecture that is not in `SUPPORTED_ARCHITECTURES`, and transformers is not to run it, not
+            installed or cannot.
         ModelConfigError: a file is unreadable, or a field missing, of the wrong type or out of range.
     """
+    refuse_other_format(directory)
     config = read_config(directory / "config.json")
     if config.has("auto_map"):
         _logger.warning("config.json: auto_map names code to run; ignored")
@@ -89,6 +92,7 @@ def load_spec(directory: Path, model_impl: ModelImpl = "auto") -> ModelSpec:
 def _architecture(config: ConfigFields, model_impl: ModelImpl) -> tuple[str, _Read]:
     """Return the first known architecture, and the function that reads its config."""
     names = config.text_list("architectures")
+    require_known_kind(config, names)
     if model_impl != "transformers":
         for name in names:
             if name in _FAMILIES:
@@ -171,6 +175,7 @@ def resolve_model_directory(name: str) -> Path:
 
     Raises:
         ModelConfigError: there is no such directory; says where it was looked for and how to download it.
+        UnsupportedModelError: it is a file or a download in a format that is not served.
     """
     if name == DEMO_MODEL:
         return Path(__file__).resolve().parent.parent / "assets" / DEMO_MODEL
@@ -178,11 +183,7 @@ def resolve_model_directory(name: str) -> Path:
     if os.path.isdir(path):
         return Path(path).resolve()
     if os.path.exists(path):
-        raise ModelConfigError(
-            f"model {kind_of(name)} is a file, not a directory.",
-            remedy="Give the directory that holds config.json.",
-            param="model",
-        )
+        raise file_refusal(Path(path), kind_of(name))
     if _is_hub_name(name):
         return _cached_snapshot(name)
     raise ModelConfigError(
@@ -190,6 +191,19 @@ def resolve_model_directory(name: str) -> Path:
         remedy="Give the directory of a Hugging Face style checkpoint, or `demo`.",
         param="model",
     )
+
+
+def served_names(model: str, given: Sequence[str]) -> list[str]:
+    """Return the names under which clients may ask for a model; the first is the one in answers.
+
+    Args:
+        model: as the user typed it: a directory goes by its last part, all else by itself.
+        given: the names that the user chose in its place; may be empty.
+    """
+    if given:
+        return list(dict.fromkeys(given))
+    directory = os.path.expanduser(model)
+    return [Path(directory).resolve().name if os.path.isdir(directory) else model]
 
 
 def _is_hub_name(name: str) -> bool:
@@ -203,6 +217,7 @@ def _cached_snapshot(name: str) -> Path:
     snapshot = repository / "snapshots" / _main_commit(repository)
     if snapshot.is_dir() and (snapshot / "config.json").exists():
         return snapshot
+    refuse_other_format(snapshot)
     raise ModelConfigError(
         f"model {name} is neither a directory here nor in the Hugging Face cache {hub_cache_directory()}.",
         remedy=f"Download it first: `hf download {name}`. Or give the directory of a checkpoint.",

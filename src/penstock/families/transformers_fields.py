@@ -15,7 +15,7 @@ from pathlib import Path
 
 from penstock.config.engine import ParallelConfig, Quantization
 from penstock.errors import UnsupportedModelError, UsageError
-from penstock.families.config_fields import ConfigFields
+from penstock.families.config_fields import ConfigFields, kind_of
 from penstock.families.rope_spec import RopeSpec
 from penstock.families.spec import ModelSpec
 
@@ -70,7 +70,7 @@ def transformers_spec(config: ConfigFields, architecture: str) -> ModelSpec:
     """Any causal model of transformers, in numbers.
 
     Raises:
-        UnsupportedModelError: it has two stacks of layers, or is quantised.
+        UnsupportedModelError: it is an encoder, or is quantised.
         ModelConfigError: a number is missing or out of range.
     """
     _check_kind(config)
@@ -104,12 +104,6 @@ def transformers_spec(config: ConfigFields, architecture: str) -> ModelSpec:
 
 
 def _check_kind(config: ConfigFields) -> None:
-    if config.flag("is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            "config.json: is_encoder_decoder is true: it has two lists of layers, and a pipeline cuts one.",
-            remedy="Use a model with a decoder only.",
-            param="is_encoder_decoder",
-        )
     if config.flag("is_decoder", False):
         raise UnsupportedModelError(
             "config.json: is_decoder is true: an encoder that is used as a decoder, and may count "
@@ -118,9 +112,12 @@ def _check_kind(config: ConfigFields) -> None:
             param="is_decoder",
         )
     if config.has("quantization_config"):
+        method = kind_of(config.section("quantization_config").values().get("quant_method")).strip('"')
         raise UnsupportedModelError(
-            "config.json: quantization_config is set; of transformers' own layers, none is served quantised.",
-            remedy="Use the original checkpoint.",
+            f"config.json: the weights are quantised (quantization_config, quant_method {method}), and "
+            "transformers' own layers are not served quantised.",
+            remedy="Use a checkpoint of the model in bfloat16 or float16. Where it was published quantised "
+            "alone, convert it to one of these first.",
             param="quantization_config",
         )
 

@@ -104,7 +104,8 @@ class LLM:
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
         block_size: tokens per block.
         num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
-        kv_cache_bytes: bytes per rank to spend on KV; None takes a share of the free memory.
+        kv_cache_bytes: bytes per rank to spend on KV, not used where `num_blocks` is given; None takes a
+            share of the free memory.
         enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
         kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
         kv_store_bytes: bytes that a store on disk holds at most.

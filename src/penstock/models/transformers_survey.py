@@ -103,7 +103,9 @@ def survey(directory: Path, spec: ModelSpec, dtype: torch.dtype, max_model_len: 
         raise
     except Exception as error:
         raise refused(
-            spec.architecture, f"it cannot be run without memory: {type(error).__name__}: {error}"
+            spec.architecture,
+            "its code does not run layer by layer with another attention, as stages run it "
+            f"({type(error).__name__}: {error})",
         ) from error
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")

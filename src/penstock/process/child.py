@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol, TypeVar
+from typing import Literal, NoReturn, Protocol, TypeVar
 
 import msgspec
 import setproctitle
@@ -34,6 +34,8 @@ _PIPE_ATOMIC_BYTES = 4096  # PIPE_BUF: a line this short is written whole or not
 _MAX_TEXT = 1500  # so that message and trace of a failure fit a line
 
 Config = TypeVar("Config")
+
+PromptForm = Literal["messages", "text", "token_ids"]
 
 
 class StartedByParent(Protocol):
@@ -75,6 +77,18 @@ class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_
     error: ErrorInfo
 
 
+class TextSideLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="text_side_loaded", tag_field="event"):
+    """The API process has read the tokenizer and the chat template of the model.
+
+    Attributes:
+        prompt_form: richest form of prompt that the model takes.
+        cautions: sentences for the user, about what will not work.
+    """
+
+    prompt_form: PromptForm
+    cautions: list[str] = []
+
+
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag="alive", tag_field="event"):
     """The process is not stopped, and its main loop turns, where it has one. Once a second."""
 
@@ -92,7 +106,9 @@ class ChildFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_f
     trace: str = ""
 
 
-StatusEvent = LoadProgressed | WeightsLoaded | Ready | Abandoned | Alive | Measured | ChildFailed
+StatusEvent = (
+    LoadProgressed | WeightsLoaded | TextSideLoaded | Ready | Abandoned | Alive | Measured | ChildFailed
+)
 
 _events: msgspec.json.Decoder[StatusEvent] = msgspec.json.Decoder(StatusEvent)
 

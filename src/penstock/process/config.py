@@ -220,6 +220,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the API process reads from its config pipe. The listening socket comes as `listen_fd`.
 
     Attributes:
+        model_names: names under which clients may ask for the model; the first is the one in answers.
         hold_s: connections wait this long for the engine, where one is there, before they are answered 503.
         has_prefix_cache: whether each replica keeps what it has computed.
         hidden_size: numbers of a token's hidden state, and of a whole vector.
@@ -231,7 +232,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     client_addresses: list[str]  # of the cores, one per replica
     listen_fd: int
     model_path: str
-    model_name: str
+    model_names: list[str]
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]

@@ -30,15 +30,24 @@ from penstock.engine.client.replicas import Replicas
 from penstock.families.registry import load_generation_defaults, load_vector_shape
 from penstock.grammar.proving import GrammarModel
 from penstock.process import entry_points, listening, tls
-from penstock.process.child import Pulse, Ready, StatusWriter, enter_child, keep_saying_alive, run_child
+from penstock.process.child import (
+    PromptForm,
+    Pulse,
+    Ready,
+    StatusWriter,
+    TextSideLoaded,
+    enter_child,
+    keep_saying_alive,
+    run_child,
+)
 from penstock.process.config import ApiProcessConfig
 from penstock.server.app import App, create_app
 from penstock.server.engine_port import ModelCodec, ServedModel
 from penstock.server.http.http_protocol import with_limits
 from penstock.server.http.tls_listener import TlsListener
-from penstock.tokenizer.chat_template import load_chat_template
-from penstock.tokenizer.tokenizer import Tokenizer, load_tokenizer
-from penstock.tokenizer.tool_formats import model_syntax
+from penstock.tokenizer.chat_template import AbsentChatTemplate, ChatTemplate, load_chat_template
+from penstock.tokenizer.tokenizer import AbsentTokenizer, Tokenizer, load_tokenizer
+from penstock.tokenizer.tool_formats import model_syntax, tool_form_caution
 
 BEAT_S = 0.5
 CLOSE_S = 2  # for answers that were ended to reach their clients; less than the supervisor waits
@@ -159,12 +168,19 @@ def notice_lost_clients(listener: socket.socket, silence_s: float) -> None:
             listener.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, round(value)))
 
 
-def served_model(config: ApiProcessConfig, tokenizer: Tokenizer) -> ServedModel:
+def prompt_form(tokenizer: Tokenizer, template: ChatTemplate) -> PromptForm:
+    """Return the richest form of prompt that a model takes which has these."""
+    if isinstance(tokenizer, AbsentTokenizer):
+        return "token_ids"
+    return "text" if isinstance(template, AbsentChatTemplate) else "messages"
+
+
+def served_model(config: ApiProcessConfig, tokenizer: Tokenizer, template: ChatTemplate) -> ServedModel:
     """Return the model's text side and its sampling defaults, read from its directory."""
     directory = Path(config.model_path)
-    template = load_chat_template(directory, tokenizer)
     return ServedModel(
-        name=config.model_name,
+        name=config.model_names[0],
+        aliases=config.model_names[1:],
         codec=ModelCodec(tokenizer, template),
         max_model_len=config.max_model_len,
         vocab_size=config.vocab_size,
@@ -207,7 +223,12 @@ async def serve(config: ApiProcessConfig, status: StatusWriter, pulse: Pulse) ->
     """Serve on the inherited socket until told to stop."""
     beating = asyncio.create_task(_keep_beating(pulse))
     tokenizer = load_tokenizer(Path(config.model_path))
-    model = served_model(config, tokenizer)
+    template = load_chat_template(Path(config.model_path), tokenizer)
+    model = served_model(config, tokenizer, template)
+    caution = tool_form_caution(model.syntax)
+    status.write(
+        TextSideLoaded(prompt_form=prompt_form(tokenizer, template), cautions=[caution] if caution else [])
+    )
     info = EngineInfo.from_config(config, model.vector)
     engines = [AsyncEngine(address, tokenizer, info) for address in config.client_addresses]
     engine = engines[0] if len(engines) == 1 else Replicas(engines, has_prefix_cache=config.has_prefix_cache)

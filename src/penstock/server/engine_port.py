@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from penstock.batch import StageSpans
 from penstock.engine.client.outputs import TextDelta
 from penstock.engine.stats import CoreStats
-from penstock.errors import InvalidRequestError
+from penstock.errors import InvalidRequestError, NotFoundError
 from penstock.grammar.proving import GrammarModel
 from penstock.operations import Operation, OperationDone
 from penstock.process.config import StageShape
@@ -153,6 +153,7 @@ class ModelCodec:
 class ServedModel:
     """The one model behind this server.
 
+    `name`: the one in answers. `aliases`: further names under which clients may ask for it.
     `sampling_defaults`: values of temperature, top_k, top_p, min_p, repetition_penalty from the model's
     generation_config, used where a request is silent. `syntax`: how the model writes reasoning and calls of
     tools. `grammar_model`: None: of a model without structured output. `vector`: what vectors it gives.
@@ -163,12 +164,28 @@ class ServedModel:
     max_model_len: int
     vocab_size: int
     created: int  # Unix time
+    aliases: Sequence[str] = ()
     num_stages: int = 1
     stages: Sequence[StageShape] = ()  # of each replica; empty where it is not known
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     syntax: ModelSyntax = field(default_factory=ModelSyntax)
     grammar_model: GrammarModel | None = None
     vector: VectorShape = field(default_factory=lambda: VectorShape(size=0))
+
+    @property
+    def names(self) -> list[str]:
+        """Every name under which clients may ask for the model."""
+        return [self.name, *self.aliases]
+
+    def require_name(self, name: str) -> None:
+        """Raise `NotFoundError` for a name under which this model is not served."""
+        if name not in self.names:
+            known = " or ".join(repr(each) for each in self.names)
+            raise NotFoundError(
+                f"The model {name[:128]!r} does not exist here; this server has {known}.",
+                param="model",
+                code="model_not_found",
+            )
 
     def context_length(self, engine: EngineLike) -> int:
         """Return how many tokens a prompt and its output may have, as of now: the engine knows what its KV

@@ -295,7 +295,7 @@ def _schemas(model: ServedModel, limits: Limits) -> dict[str, Schema]:
     for name, bounds in _bounds(model, limits).items():
         _bound(definitions[name]["properties"], bounds)
     for request in _REQUESTS:
-        names = {"enum": [model.name, ""]}  # an empty one asks for the model that is served
+        names = {"enum": [*model.names, ""]}  # an empty one asks for the model that is served
         _bound(definitions[request.__name__]["properties"], {"model": {"string": names}})
     return definitions
 

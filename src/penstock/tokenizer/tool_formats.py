@@ -182,6 +182,18 @@ def model_syntax(
     )
 
 
+def tool_form_caution(syntax: ModelSyntax) -> str:
+    """Return what the user should know of a model whose way to call tools is not known; "" if it is."""
+    if syntax.tools is not None or syntax.is_tool_parser_off or not syntax.template_knows_tools:
+        return ""
+    names = ", ".join(form.name for form in TOOL_FORMATS)
+    return (
+        "the chat template takes tools, but not in a form that is known here: chats with tools are answered "
+        f"400. If the model calls them in one of these forms, name it by --tool-parser: {names}. With "
+        "--tool-parser none, calls stay in the text."
+    )
+
+
 def _chosen(rows: Sequence[Row], wanted: str, source: str, param: str) -> Row | None:
     if wanted == "none":
         return None

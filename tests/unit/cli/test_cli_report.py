@@ -6,23 +6,29 @@ import json
 import shlex
 from datetime import UTC, datetime
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from certificates import Certificate
 from penstock.cli.reporter import JsonReporter, ServeReporter, curl_example
 from penstock.cli.terminal import Invocation
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.reports import (
+    Caution,
     Draining,
     EngineFailed,
     EngineReady,
     LoadProgress,
+    ModelFound,
+    Notice,
     PartitionChosen,
     StageReady,
 )
-from penstock.errors import ErrorInfo, NotEnoughMemoryError
+from penstock.errors import ErrorInfo, ModelConfigError, NotEnoughMemoryError
+from penstock.process.child import PromptForm
 
 
 class Terminal(StringIO):
@@ -62,7 +68,7 @@ def reporter(out: StringIO, clock: Clock, **server: Any) -> tuple[ServeReporter,
 def test_a_start_is_the_plan_a_line_per_stage_and_the_address() -> None:
     out = StringIO()
     made, err = reporter(out, Clock())
-    made.begin()
+    made.report(ModelFound(directory="/models/demo"))
     made.report(progress(0, 1_000_000))
     made.report(STAGE)
     made.report(EngineReady(address="http://127.0.0.1:8000", seconds=2.14))
@@ -76,15 +82,70 @@ def test_a_start_is_the_plan_a_line_per_stage_and_the_address() -> None:
     assert err.getvalue() == ""
 
 
+def test_the_plan_is_not_shown_before_the_model_was_found() -> None:
+    out = StringIO()
+    made, err = reporter(out, Clock())
+    assert out.getvalue() == ""
+    made.report(EngineFailed(error=ModelConfigError("model x is not there.", remedy="Download it.").info()))
+    assert out.getvalue() == ""
+    assert err.getvalue().startswith("error: model x is not there.")
+
+
+def test_the_plan_comes_before_the_first_news_and_once() -> None:
+    """With --partition auto, news of the measuring come before those of the processes."""
+    out = StringIO()
+    made, _ = reporter(out, Clock())
+    made.report(Notice(text="measuring 2 stages."))
+    made.report(ModelFound(directory="/models/demo"))
+    lines = out.getvalue().splitlines()
+    assert lines[0].startswith("penstock ")
+    assert lines[2:] == ["note: measuring 2 stages."]
+
+
+def test_a_caution_is_a_warning_on_standard_error() -> None:
+    out = StringIO()
+    made, err = reporter(out, Clock())
+    made.report(Caution(text="tools will not work."))
+    assert err.getvalue() == "warning: tools will not work.\n"
+
+
+def example_of(model: str, prompt_form: PromptForm, **server: Any) -> tuple[str, dict[str, Any]]:
+    """The URL and the body of the request that is suggested when the server is ready."""
+    out = StringIO()
+    invocation = Invocation(stdout=out, stderr=StringIO(), stdin=StringIO(), environ={})
+    engine = EngineConfig(model=ModelConfig(model=model))
+    made = ServeReporter(invocation, engine, ServerConfig(**server), Clock())
+    made.report(EngineReady(address="http://h:1", seconds=1.0, prompt_form=prompt_form))
+    words = shlex.split(out.getvalue().splitlines()[-1].removeprefix("Try: "))
+    return words[1], json.loads(words[words.index("-d") + 1])
+
+
+def test_the_suggested_request_asks_for_the_model_by_the_name_it_is_served_under(tmp_path: Path) -> None:
+    for model in (str(tmp_path), f"{tmp_path}/"):
+        url, body = example_of(model, "messages")
+        assert (url, body["model"]) == ("http://h:1/v1/chat/completions", tmp_path.name)
+    assert example_of("org/small", "messages")[1]["model"] == "org/small"
+    named = {"served_model_names": ["first", "second"]}
+    assert example_of(str(tmp_path), "messages", **named)[1]["model"] == "first"
+
+
+@pytest.mark.parametrize(("prompt_form", "kind"), [("text", str), ("token_ids", list)])
+def test_no_chat_is_suggested_to_a_model_without_a_template(prompt_form: PromptForm, kind: type) -> None:
+    url, body = example_of("demo", prompt_form)
+    assert url == "http://h:1/v1/completions"
+    assert isinstance(body["prompt"], kind)
+    assert "messages" not in body
+
+
 def test_progress_off_a_terminal_is_a_line_now_and_then() -> None:
     out, clock = StringIO(), Clock()
     made, _ = reporter(out, clock)
     made.report(progress(0, 200_000))
-    assert out.getvalue() == ""
+    assert "loading" not in out.getvalue()
     clock.now += 5.0
     made.report(progress(0, 1_000_000))
     made.report(progress(0, 1_100_000))
-    assert out.getvalue() == "        stage 0  loading 50 % of 2.0 MB\n"
+    assert out.getvalue().splitlines()[2:] == ["        stage 0  loading 50 % of 2.0 MB"]
 
 
 def test_progress_on_a_terminal_is_one_line_for_all_stages_and_is_cleared() -> None:
@@ -93,7 +154,7 @@ def test_progress_on_a_terminal_is_one_line_for_all_stages_and_is_cleared() -> N
     made.report(progress(1, 500_000))
     made.report(progress(0, 2_000_000))
     made.report(STAGE)
-    text = out.getvalue()
+    text = "\n".join(out.getvalue().split("\n")[2:])  # behind the plan
     assert "stage 0 [##########] 2.0 MB  stage 1 [##........] 2.0 MB" in text
     assert "\n" not in text.split("stage 1  pid 42")[0]
     assert text.split("stage 1  pid 42")[0].endswith("\r\x1b[K        ")
@@ -112,7 +173,7 @@ def test_d16_the_table_of_a_measured_partition_is_shown_line_by_line() -> None:
     out = StringIO()
     made, _ = reporter(out, Clock())
     made.report(PartitionChosen(layers=[2, 4], table=["partition 2,4: fast", "stage  layers"]))
-    assert out.getvalue() == "partition 2,4: fast\nstage  layers\n"
+    assert out.getvalue().splitlines()[2:] == ["partition 2,4: fast", "stage  layers"]
 
 
 def test_draining_is_announced() -> None:
@@ -129,17 +190,31 @@ def test_draining_is_announced() -> None:
 def test_the_state_of_the_key_is_told_but_not_the_key(server: dict[str, Any], told: str) -> None:
     out = StringIO()
     made, _ = reporter(out, Clock(), **server)
-    made.begin()
     made.report(EngineReady(address="http://127.0.0.1:1", seconds=1.0))
     assert told in out.getvalue()
     assert "s3cret" not in out.getvalue()
 
 
 def test_the_curl_example_survives_a_shell() -> None:
-    words = shlex.split(curl_example("http://h:1", 'it\'s "mine"', ServerConfig(api_keys=["k"])))
+    words = shlex.split(curl_example("http://h:1", 'it\'s "mine"', ServerConfig(api_keys=["k"]), "messages"))
     assert words[:2] == ["curl", "http://h:1/v1/chat/completions"]
     assert json.loads(words[words.index("-d") + 1])["model"] == 'it\'s "mine"'
     assert "Authorization: Bearer $PENSTOCK_API_KEY" in words
+
+
+def test_the_suggested_request_trusts_a_certificate_that_the_system_does_not_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my keys").mkdir()
+    made = Certificate(tmp_path / "my keys", "localhost")
+    server = ServerConfig(ssl_certfile=made.certfile, ssl_keyfile=made.keyfile)
+    words = shlex.split(curl_example("https://h:1", "demo", server, "messages"))
+    assert words[words.index("--cacert") + 1] == made.certfile
+    monkeypatch.setenv("SSL_CERT_FILE", made.ca_file)
+    assert "--cacert" not in curl_example("https://h:1", "demo", server, "messages"), "it is known there"
+    assert "--cacert" not in curl_example("http://h:1", "demo", ServerConfig(), "messages")
+    Path(made.certfile).unlink()
+    assert "--cacert" not in curl_example("https://h:1", "demo", server, "messages")
 
 
 def test_json_lines_carry_time_and_event() -> None:

@@ -21,7 +21,7 @@ from penstock.cli.terminal import Invocation
 from penstock.config.declared import ENGINE, SERVER, configured_engine, declared
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.reports import Reporter
+from penstock.engine.supervisor.reports import ModelFound, Reporter
 from penstock.errors import UsageError
 
 
@@ -126,7 +126,7 @@ def test_keys_are_never_printed(tmp_path: Path) -> None:
         ("port = \n", "is not TOML"),
         ("port = [1, 2]\n", "no value for --port"),
         ("port = true\n", "no value for --port"),
-        ('port = "x"\n', "unable to convert"),
+        ('port = "x"\n', "is 'x'; it must be a whole number."),
         ('insecure = "maybe"\n', "must be true or false"),
         ("[serve]\nport = 1\n", "serve, which is no setting"),
         ('dtype = "float8"\n', "float8"),
@@ -152,6 +152,7 @@ class Recorded:
 
     def __call__(self, engine: EngineConfig, server: ServerConfig, reporter: Reporter) -> int:
         self.calls.append((engine, server, reporter))
+        reporter.report(ModelFound(directory="/models/demo"))
         return 17
 
 
@@ -262,7 +263,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "api_keys": ["k0", "k1", "k2"],
         "admin_keys": ["a0"],
         "allowed_origins": ["https://a.example", "http://localhost:3000"],
-        "served_model_name": "s",
+        "served_model_names": ["s"],
         "insecure": True,
         "reuse_port": True,
         "ssl_certfile": "/a.crt",
@@ -342,6 +343,28 @@ def test_allowed_origins_come_from_everywhere(tmp_path: Path) -> None:
     shown = print_config("m", PENSTOCK_ALLOWED_ORIGINS="https://a.example,http://b:3000")
     assert line_of(shown, "allowed-origins") == f"{values}  # environment PENSTOCK_ALLOWED_ORIGINS"
     assert line_of(print_config("m"), "allowed-origins") == "allowed-origins = []  # default"
+
+
+def test_several_names_are_given_once_for_each_or_behind_one_flag_as_in_vllm(tmp_path: Path) -> None:
+    expected = 'served-model-name = ["a", "b_c", "d"]'
+    one_each = ["--served-model-name", "a", "--served-model-name=b_c", "--served_model_name", "d"]
+    assert line_of(print_config("m", *one_each), "served-model-name") == f"{expected}  # flag"
+    shown = print_config("m", "--port", "3", "--served-model-name", "a", "b_c", "d", "--insecure")
+    assert line_of(shown, "served-model-name") == f"{expected}  # flag"
+    assert line_of(shown, "insecure") == "insecure = true  # flag"
+    assert expected in print_config("--config", settings_file(tmp_path, shown))
+    assert expected in print_config("m", PENSTOCK_SERVED_MODEL_NAME="a,b_c,d")
+    shown = print_config("--served-model-name", "a", "m")
+    assert 'served-model-name = ["a"]' in shown
+    assert 'model = "m"' in shown, "behind a flag, the model is the last word"
+    path = settings_file(tmp_path, 'served-model-name = "a"\n')
+    assert 'served-model-name = ["a"]' in print_config("m", "--config", path)
+
+
+@pytest.mark.parametrize("names", [[""], ["a", " "]])
+def test_a_name_without_characters_is_refused(names: list[str]) -> None:
+    with pytest.raises(UsageError, match="empty name"):
+        configured_server({"served_model_names": names})
 
 
 def test_rule_4_what_a_client_is_shown_holds_no_secret(

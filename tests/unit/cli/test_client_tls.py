@@ -14,12 +14,13 @@ from certificates import Certificate
 from fake_engine import VOCAB_SIZE
 from live_server import LiveServer
 from penstock.cli.bench.http_stream import Target, post_stream
-from penstock.cli.client_tls import client_context
+from penstock.cli.client_tls import client_context, is_trusted
 from penstock.cli.http_client import served_model
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
 from penstock.config.server import ServerConfig
 from penstock.errors import LinkClosedError, UsageError, WaitTimeoutError
+from penstock.process.tls import server_context
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +168,15 @@ def test_urls_of_both_schemes(url: str, host: str, port: int, shown: str) -> Non
 def test_other_schemes_are_refused() -> None:
     with pytest.raises(UsageError, match="https://HOST:PORT"):
         Target.parse("ftp://a.example")
+
+
+def test_a_certificate_is_trusted_where_its_authority_is_known(
+    certificate: Certificate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its name: that is the client's affair."""
+    config = ServerConfig(ssl_certfile=certificate.certfile, ssl_keyfile=certificate.keyfile)
+    context = server_context(config)
+    assert context is not None
+    assert not is_trusted(context)
+    monkeypatch.setenv("SSL_CERT_FILE", certificate.ca_file)
+    assert is_trusted(context)

@@ -240,7 +240,7 @@ def test_what_is_not_built_is_refused_by_name_with_a_way_out(
     assert error.param == f"quantization_config.{path}"
     assert error.message.startswith(f"config.json: quantization_config.{path} must be ")
     assert ", found " in error.message
-    assert "original checkpoint" in error.remedy
+    assert "bfloat16 or float16" in error.remedy
     assert error.message.isprintable()
 
 

@@ -18,7 +18,12 @@ import checkpoints
 from paths import shared_data
 from penstock.errors import ModelConfigError, UnsupportedModelError
 from penstock.families.config_fields import MAX_CONFIG_BYTES
-from penstock.families.registry import SUPPORTED_ARCHITECTURES, load_spec, resolve_model_directory
+from penstock.families.registry import (
+    SUPPORTED_ARCHITECTURES,
+    load_spec,
+    resolve_model_directory,
+    served_names,
+)
 from penstock.families.spec import ModelSpec
 from penstock.llm.prompt_preparer import default_sampling
 
@@ -480,6 +485,32 @@ class TestResolve:
         assert caught.value.message.isprintable()
 
     def test_a_file_is_not_a_directory(self, tmp_path: Path) -> None:
-        (tmp_path / "model.gguf").touch()
+        (tmp_path / "model.safetensors").touch()
         with pytest.raises(ModelConfigError, match="is a file, not a directory"):
-            resolve_model_directory("model.gguf")
+            resolve_model_directory("model.safetensors")
+
+    def test_a_download_of_another_format_is_named_and_not_asked_for_again(self, tmp_path: Path) -> None:
+        snapshot = hub_snapshot(tmp_path / "home" / ".cache" / "huggingface" / "hub", "org/name-GGUF")
+        (snapshot / "config.json").unlink()
+        (snapshot / "name-Q4_K_M.gguf").touch()
+        with pytest.raises(UnsupportedModelError, match=r'as GGUF \("name-Q4_K_M.gguf"\)'):
+            resolve_model_directory("org/name-GGUF")
+
+
+@pytest.mark.parametrize("trail", ["", "/", "/."])
+def test_a_directory_is_served_under_its_last_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trail: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "Qwen2.5-0.5B").mkdir()
+    assert served_names(f"{tmp_path}/Qwen2.5-0.5B{trail}", []) == ["Qwen2.5-0.5B"]
+    assert served_names(f"~/Qwen2.5-0.5B{trail}", []) == ["Qwen2.5-0.5B"]
+
+
+@pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-0.5B"])
+def test_a_name_is_served_as_it_is(name: str) -> None:
+    assert served_names(name, []) == [name]
+
+
+def test_names_that_the_user_chose_take_the_place_of_the_model_s_own(tmp_path: Path) -> None:
+    assert served_names(str(tmp_path), ["gpt-4o", "small", "gpt-4o"]) == ["gpt-4o", "small"]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from penstock.config.server import ServerConfig
-from penstock.engine.supervisor.fronts import served_name
 from penstock.errors import PortInUseError, UsageError
 from penstock.process import listening
 from penstock.process.listening import listen, url
@@ -82,17 +81,6 @@ def test_no_socket_is_left_open_by_a_refusal() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other, pytest.raises(PortInUseError):
         listen(ServerConfig(port=other.getsockname()[1]))
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.parametrize("trail", ["", "/", "/."])
-def test_a_directory_is_served_under_its_last_part(tmp_path: Path, trail: str) -> None:
-    (tmp_path / "Qwen2.5-0.5B").mkdir()
-    assert served_name(f"{tmp_path}/Qwen2.5-0.5B{trail}") == "Qwen2.5-0.5B"
-
-
-@pytest.mark.parametrize("name", ["demo", "Qwen/Qwen2.5-0.5B"])
-def test_a_name_is_served_as_it_is(name: str) -> None:
-    assert served_name(name) == name
 
 
 def test_r12_the_second_server_on_a_port_gets_all_new_connections() -> None:

@@ -13,7 +13,13 @@ from penstock.errors import UsageError
 from penstock.tokenizer.detokenizer import byte_level_alphabet
 from penstock.tokenizer.tokenizer import JsonTokenizer
 from penstock.tokenizer.tokenizer import Tokenizer as OurTokenizer
-from penstock.tokenizer.tool_formats import REASONING_FORMATS, TOOL_FORMATS, ModelSyntax, model_syntax
+from penstock.tokenizer.tool_formats import (
+    REASONING_FORMATS,
+    TOOL_FORMATS,
+    ModelSyntax,
+    model_syntax,
+    tool_form_caution,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,19 @@ def test_settings_overrule_the_template() -> None:
     assert (off.tools, off.reasoning, off.is_tool_parser_off) == (None, None, True)
     with pytest.raises(UsageError, match="must be auto, none or one of"):
         syntax(source, tool_parser="cobol")
+
+
+def test_a_template_that_takes_tools_in_a_form_that_is_not_known_is_warned_of() -> None:
+    xml = "{{ '<tool_call>\\n<function=' + name }}</tool_call>"
+    caution = tool_form_caution(syntax(xml))
+    assert "answered 400" in caution
+    for form in TOOL_FORMATS:
+        assert form.name in caution
+    assert tool_form_caution(syntax(xml, tool_parser="none")) == ""
+    assert tool_form_caution(syntax(xml, tool_parser="json")) == ""
+    assert tool_form_caution(syntax("{{ '<tool_call></tool_call>' }}")) == ""
+    without_tools = model_syntax(Template("{{ messages }}", reads=frozenset({"messages"})), {})
+    assert tool_form_caution(without_tools) == ""
 
 
 def test_only_markers_of_the_model_are_told_and_those_that_are_tokens() -> None:

@@ -9,12 +9,12 @@ import math
 import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.launch import LaunchPlan
+from penstock.families.registry import served_names
 from penstock.hosts.local_process import Descriptor, spawn
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Waitable
@@ -81,7 +81,7 @@ class ApiProcessFront:
             client_addresses=[client.connect_address for client in clients],
             listen_fd=self._listener.fileno(),
             model_path=plan.model_path,
-            model_name=self._server.served_model_name or served_name(self._engine.model.model),
+            model_names=served_names(self._engine.model.model, self._server.served_model_names),
             max_model_len=plan.core.max_model_len,
             vocab_size=plan.core.vocab_size,
             eos_token_ids=plan.core.eos_token_ids,
@@ -107,11 +107,6 @@ class ApiProcessFront:
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
-
-
-def served_name(model: str) -> str:
-    """What clients call a model unless the user names it: a directory goes by its last part."""
-    return Path(model).resolve().name if Path(model).is_dir() else model
 
 
 class CallingProgram:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -153,7 +153,7 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
                 width=spec.hidden_size,
                 itemsize=ITEM_SIZES[form.dtype],
             ),
-            notes=(*form.notes, *implementation_notes(spec)),
+            notes=(*form.notes, *implementation_notes(spec), *_notes_of_unused(config, spec)),
         )
         for own in (ranks[first : first + size] for first in range(0, len(ranks), size))
     ]
@@ -162,6 +162,19 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
 def replica_seed(seed: int, replica: int) -> int:
     """The engine's own seed in each replica, so that k-th sequences differ; the first has the given one."""
     return derive_seed(seed ^ _REPLICAS, replica) if replica else seed
+
+
+def _notes_of_unused(config: EngineConfig, spec: ModelSpec) -> Iterator[str]:
+    """Yield a sentence for each setting that was given and changes nothing."""
+    if config.parallel.enable_expert_parallel and spec.experts is None:
+        yield f"--enable-expert-parallel changes nothing: {spec.architecture} has no experts."
+    elif config.parallel.enable_expert_parallel and max(config.parallel.tp_sizes) == 1:
+        yield "--enable-expert-parallel changes nothing: each stage has one rank (--tp), with all experts."
+    if config.cache.num_blocks is not None and config.cache.kv_cache_bytes is not None:
+        yield (
+            f"--kv-cache-bytes is not used: --num-blocks {config.cache.num_blocks} says how large the KV "
+            "cache is."
+        )
 
 
 def _rank_configs(

@@ -16,6 +16,7 @@ from typing import Protocol, TextIO
 import msgspec
 
 from penstock.errors import ErrorInfo
+from penstock.process.child import PromptForm
 from penstock.process.config import RankConfig
 
 PROGRESS_EVERY_S = 5.0
@@ -56,8 +57,24 @@ class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="st
     seconds: float
 
 
+class ModelFound(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="model_found"):
+    """The model is there and the settings go together; its processes start.
+
+    Attributes:
+        directory: of its files.
+    """
+
+    directory: str
+
+
 class Notice(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="notice"):
     """What was decided for the user, such as which kernels compute."""
+
+    text: str
+
+
+class Caution(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="caution"):
+    """What will not work as the user may expect, and what to do about it."""
 
     text: str
 
@@ -94,10 +111,12 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", 
 
     Attributes:
         address: URL of the server; for a caller's own engine, where its client connects.
+        prompt_form: richest form of prompt that the model takes.
     """
 
     address: str
     seconds: float
+    prompt_form: PromptForm = "messages"
 
 
 class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="stage_lost"):
@@ -159,7 +178,9 @@ class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag_field="event",
 Event = (
     LoadProgress
     | StageLoaded
+    | ModelFound
     | Notice
+    | Caution
     | PartitionChosen
     | StageReady
     | EngineReady
@@ -230,8 +251,8 @@ def event_line(event: Event) -> str:
         case LoadProgress():
             share = 100 * event.done_bytes // max(1, event.total_bytes)
             return f"{event.name}  loading {share} % of {megabytes(event.total_bytes)}"
-        case Notice():
-            return f"note: {event.text}"
+        case Notice() | Caution():
+            return f"{'note' if isinstance(event, Notice) else 'warning'}: {event.text}"
         case PartitionChosen():
             return "\n".join(event.table)
         case StageReady():

@@ -36,12 +36,14 @@ from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas, with
 from penstock.engine.supervisor.losses import BackOff, Heartbeats
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import (
+    Caution,
     Draining,
     EngineFailed,
     EngineReady,
     Event,
     FrontLost,
     FrontRecovered,
+    ModelFound,
     Notice,
     PlainReporter,
     Reporter,
@@ -53,7 +55,7 @@ from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import Hosts
-from penstock.process.child import Ready, StatusEvent, show_threads_on_request
+from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request
 from penstock.process.signals import SignalSource, signals_of_the_end
 
 FRONT_GRACE_S = 3.0  # for the API process to end its streams with an error
@@ -100,6 +102,7 @@ class Supervisor:
             self._front.open()
             settled = settle_partition(self._engine, hosts, self._reporter)
             plans = resolve_replicas(settled, hosts.resources())
+            self._reporter.report(ModelFound(directory=plans[0].model_path))
             wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
             plans = [with_faults(plan, wanted) for plan in plans]
             with signals_of_the_end() as signals:
@@ -140,6 +143,7 @@ class _RunningEngine:
         self._started = started
         self._has_begun = False
         self._is_serving = False
+        self._text_side = TextSideLoaded(prompt_form="messages")
         self._watch = MemberWatch(self._take)
         self._replicas = [PipelineProcesses(plan, hosts, self._watch, reporter) for plan in plans]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
@@ -234,6 +238,8 @@ class _RunningEngine:
     def _take(self, child: Member, event: StatusEvent) -> None:
         if child in self._members:
             self._replica_of(child).take(child, event)
+        elif isinstance(event, TextSideLoaded):
+            self._text_side = event
         elif isinstance(event, Ready) and self._front_losses.is_pending:
             self._reporter.report(FrontRecovered(seconds=self._front_losses.succeed(time.monotonic())))
 
@@ -253,9 +259,14 @@ class _RunningEngine:
         self._is_serving = True
         for event in _once(event for replica in self._replicas for event in replica.startup_notices()):
             self._reporter.report(event)
-        seconds = time.monotonic() - self._started
+        for text in self._text_side.cautions:
+            self._reporter.report(Caution(text=text))
         self._reporter.report(
-            EngineReady(address=self._front.address(self._replicas[0].client), seconds=seconds)
+            EngineReady(
+                address=self._front.address(self._replicas[0].client),
+                seconds=time.monotonic() - self._started,
+                prompt_form=self._text_side.prompt_form,
+            )
         )
 
     def _drain(self) -> int:

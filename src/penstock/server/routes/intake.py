@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from starlette.requests import Request
 
 from penstock.config.limits import Limits
-from penstock.errors import InvalidRequestError, NotFoundError
+from penstock.errors import InvalidRequestError
 from penstock.server.answers.generation import GenerationContext, GenerationResponse, require_ready
 from penstock.server.engine_port import ServedModel
 from penstock.server.http.lifecycle import Interruptible
@@ -101,12 +101,8 @@ class Intake:
 
     def check_model(self, name: str | None) -> None:
         """Raise `NotFoundError` for a name that is not the served model's; no name is right."""
-        if name and name != self.model.name:
-            raise NotFoundError(
-                f"The model {name[:128]!r} does not exist here; this server has {self.model.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
+        if name:
+            self.model.require_name(name)
 
     def _check_common(self, fields: GenerateRequest) -> None:
         self.check_model(fields.model)

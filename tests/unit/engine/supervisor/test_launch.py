@@ -628,3 +628,26 @@ def test_d15_numbers_of_quantised_weights_depend_on_how_many_share_a_layer(
     """Not on where stages are cut."""
     assert _widths([(0, 4), (4, 6)], sizes) == text
     assert _widths([(0, 1), (1, 4), (4, 6)], [sizes[0], *sizes]) == text
+
+
+def notes_of(model: str, parallel: ParallelConfig, cache: CacheConfig) -> tuple[str, ...]:
+    return resolve(EngineConfig(model=ModelConfig(model=model), parallel=parallel, cache=cache), [HOST]).notes
+
+
+def test_settings_that_change_nothing_are_named(model: str) -> None:
+    experts = ParallelConfig(enable_expert_parallel=True, tensor_parallel_size=2)
+    (said,) = notes_of(model, experts, CacheConfig())
+    assert said == "--enable-expert-parallel changes nothing: LlamaForCausalLM has no experts."
+    (said,) = notes_of(model, ParallelConfig(), CacheConfig(num_blocks=77, kv_cache_bytes=1 << 20))
+    assert said == "--kv-cache-bytes is not used: --num-blocks 77 says how large the KV cache is."
+    for cache in (CacheConfig(num_blocks=77), CacheConfig(kv_cache_bytes=1 << 20)):
+        assert notes_of(model, ParallelConfig(), cache) == ()
+
+
+def test_whole_experts_of_one_rank_are_named_as_what_changes_nothing(tmp_path: Path) -> None:
+    fields = FIELDS | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    (said,) = notes_of(str(tmp_path), ParallelConfig(enable_expert_parallel=True), CacheConfig())
+    assert "each stage has one rank" in said
+    shared = ParallelConfig(enable_expert_parallel=True, tensor_parallel_size=2)
+    assert notes_of(str(tmp_path), shared, CacheConfig()) == ()

@@ -10,12 +10,14 @@ import pytest
 
 from fakes import FakeClock
 from penstock.engine.supervisor.reports import (
+    Caution,
     Draining,
     EngineFailed,
     EngineReady,
     Event,
     LoadProgress,
     LogReporter,
+    ModelFound,
     PlainReporter,
     StageLoaded,
     StageReady,
@@ -34,10 +36,12 @@ READY = StageReady(
     stranded_bytes=0,
 )
 EVENTS: list[Event] = [
+    ModelFound(directory="/models/small"),
     LoadProgress(stage=1, done_bytes=1, total_bytes=4),
     StageLoaded(stage=0, process="pid 1", bytes_read=2, seconds=0.5),
     READY,
-    EngineReady(address="http://127.0.0.1:8000", seconds=2.06),
+    Caution(text="tools will not work."),
+    EngineReady(address="http://127.0.0.1:8000", seconds=2.06, prompt_form="text"),
     Draining(seconds=30.0),
     EngineFailed(error=ErrorInfo(kind="PortInUseError", message="port 1 is used.", remedy="Use --port.")),
 ]
@@ -54,6 +58,7 @@ def printed(*events: Event) -> list[str]:
 def test_one_line_per_stage_and_one_when_ready() -> None:
     assert printed(*EVENTS) == [
         "stage 0  pid 4711  embed, layers 0-3  2.6 MB  512 KV blocks",
+        "warning: tools will not work.",
         "ready in 2.1 s   http://127.0.0.1:8000",
         "draining: running requests have 30 s; a second signal ends at once",
         "error: port 1 is used. Use --port.",

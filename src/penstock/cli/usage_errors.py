@@ -1,0 +1,96 @@
+"""What is wrong with a command line, in our own words: no text of the command-line library reaches a user.
+
+Called by `cli.program` for an error of the library. A flag of vLLM, SGLang or llama.cpp is answered from
+`config.foreign_flags` before one that is spelled alike is looked for.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin
+
+from cyclopts import CoercionError, CycloptsError, MissingArgumentError, UnknownOptionError
+from cyclopts.exceptions import UnusedCliTokensError
+
+from penstock.cli.help import COMMANDS
+from penstock.cli.sources import nearest
+from penstock.config.foreign_flags import FOREIGN_FLAGS
+from penstock.errors import UsageError
+
+_ENGINE_FLAG = "--pipeline-parallel-size"  # commands that have it take the settings of an engine
+_NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
+
+
+def usage_error(
+    error: CycloptsError, command: tuple[str, ...], words: Sequence[str], flags: Collection[str]
+) -> UsageError:
+    """Return what the library found wrong, as what happened and what to do.
+
+    Args:
+        words: the command line.
+        flags: every name of a flag that the command has.
+    """
+    called = f"penstock {' '.join(command)}"
+    title, page = f"`{called}`", f"`{called} --help all` lists the flags."
+    if (foreign := _foreign_flag(words, flags)) is not None:
+        return foreign
+    match error:
+        case UnknownOptionError():
+            name = (error.token.keyword or error.token.value).partition("=")[0]
+            remedy = f"{nearest(name, flags)} {page}".strip()
+            return UsageError(f"{title} has no flag {name}.", remedy=remedy, param=name)
+        case CoercionError():
+            return _wrong_value(error, page)
+        case MissingArgumentError() if error.argument is not None:
+            name = error.keyword or error.argument.name
+            if name.startswith("-"):
+                return UsageError(f"{name} needs a value.", remedy=page, param=name)
+            return UsageError(f"no {name.lower()} is given.", remedy=_usage(command))
+        case UnusedCliTokensError():
+            extra = ", ".join(repr(word) for word in error.unused_tokens or ())
+            return UsageError(f"{title} does not take the word {extra}.", remedy=_usage(command))
+        case _:
+            return UsageError(f"{title} cannot be run with these words.", remedy=f"{_usage(command)} {page}")
+
+
+def _foreign_flag(words: Sequence[str], flags: Collection[str]) -> UsageError | None:
+    """Return the answer to the first flag of another engine, for a command that has an engine's flags."""
+    if _ENGINE_FLAG not in flags:
+        return None
+    for word in words:
+        name = word.partition("=")[0]
+        if name in FOREIGN_FLAGS and name not in flags:
+            return FOREIGN_FLAGS[name].answer(name)
+    return None
+
+
+def _wrong_value(error: CoercionError, page: str) -> UsageError:
+    """Return the error for a value that is not of the type of its setting."""
+    argument, token = error.argument, error.token
+    name = (token.keyword if token else None) or (argument.name if argument else "a setting")
+    kinds = list(_kinds(argument.hint if argument else error.target_type))
+    expected = " or ".join([*filter(None, [", ".join(kinds[:-1])]), *kinds[-1:]])
+    value = token.value if token else ""
+    remedy = f"{nearest(value, kinds)} {page}".strip()
+    return UsageError(f"{name} is {value!r}; it must be {expected}.", remedy=remedy)
+
+
+def _kinds(hint: Any) -> Iterator[str]:
+    """Yield what a value of this type may be, in words."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        yield from map(str, get_args(hint))
+    elif origin in (Union, types.UnionType):
+        for part in get_args(hint):
+            if part is not type(None):
+                yield from _kinds(part)
+    elif origin in (list, tuple):
+        yield from _kinds(get_args(hint)[0])
+    else:
+        yield _NAMES_OF_TYPES.get(hint, "a text")
+
+
+def _usage(command: tuple[str, ...]) -> str:
+    return f"Usage: {COMMANDS[command].usage}."

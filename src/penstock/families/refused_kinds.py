@@ -1,0 +1,151 @@
+"""Kinds and formats of models that cannot be served: told apart by their files and by `config.json`.
+
+Called by `families.registry` before a family reads the configuration, so that a user learns what the model is
+and what can be done, and not that some field is missing in a file that is right. Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelConfigError, UnsupportedModelError
+from penstock.families.config_fields import ConfigFields, kind_of
+
+_GGUF_MAGIC = b"GGUF"
+_GGUF_REMEDY = (
+    "Give the Hugging Face directory (config.json, tokenizer.json, *.safetensors) of the model that it was "
+    "made from, if wanted with --quantization int8 or int4."
+)
+_TEXT_ALONE = "Use a model for text alone; many families have one, whose architecture ends in ForCausalLM."
+_ANOTHER = "Use another model; no other checkpoint or setting helps for this one."
+
+_SPARSE = "each query chooses the keys that it looks at (index_topk), and sparse attention is not built"
+_OTHER_INPUTS = (
+    "its layers take more than the hidden states of the layer before (inputs of their own, or keys of other "
+    "layers), which stages do not send"
+)
+_UNLIKE_HEADS = (
+    "its layers have heads of two shapes, and in some sizes inputs of their own or keys of other layers"
+)
+_SINKS = "its attention has sinks, which are not built"
+
+_MODEL_TYPES: Mapping[str, str] = {
+    "deepseek_v32": _SPARSE,
+    "gemma3n": _OTHER_INPUTS,
+    "gemma4": _UNLIKE_HEADS,
+    "gemma4_unified": _UNLIKE_HEADS,
+    "glm_moe_dsa": _SPARSE,
+    "gpt_oss": _SINKS,
+}
+_FIELDS: Mapping[str, str] = {
+    "index_topk": _SPARSE,
+    "hidden_size_per_layer_input": _OTHER_INPUTS,
+    "num_kv_shared_layers": _OTHER_INPUTS,
+}
+_MORE_THAN_TEXT = ("text_config", "vision_config", "audio_config")
+
+
+def require_known_kind(config: ConfigFields, architectures: Sequence[str]) -> None:
+    """Raise `UnsupportedModelError` for a model whose kind or format is known, and is not served.
+
+    Args:
+        architectures: as `config.json` names them.
+    """
+    fields = config.values()
+    _refuse_mlx(fields)
+    if fields.get("is_encoder_decoder") is True:
+        raise UnsupportedModelError(
+            "config.json: is_encoder_decoder is true: it has two lists of layers, and a pipeline cuts one.",
+            remedy="Use a model with a decoder only.",
+            param="is_encoder_decoder",
+        )
+    if architectures and all(name.endswith("ForConditionalGeneration") for name in architectures):
+        _refuse_more_than_text(architectures[0], fields)
+    reason = _MODEL_TYPES.get(str(fields.get("model_type")).removesuffix("_text"))
+    reason = reason or next((why for field, why in _FIELDS.items() if _is_set(fields.get(field))), None)
+    if reason is not None:
+        named = kind_of(architectures[0]).strip('"') if architectures else "the model"
+        raise UnsupportedModelError(
+            f"{named} is not supported: {reason}.", remedy=_ANOTHER, param="architectures"
+        )
+
+
+def _is_set(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def _refuse_more_than_text(name: str, fields: Mapping[str, Any]) -> None:
+    sections = [section for section in _MORE_THAN_TEXT if isinstance(fields.get(section), dict)]
+    why = f" (config.json has {' and '.join(sections)})" if sections else ""
+    raise UnsupportedModelError(
+        f"{kind_of(name)} reads more than text, such as pictures or sound{why}, and only text is served.",
+        remedy=_TEXT_ALONE,
+        param="architectures",
+    )
+
+
+def _refuse_mlx(fields: Mapping[str, Any]) -> None:
+    """MLX writes bits and group size without the name of a method, in one section or in two equal ones."""
+    for name in ("quantization", "quantization_config"):
+        section = fields.get(name)
+        if not isinstance(section, dict) or "quant_method" in section:
+            continue
+        if {"bits", "group_size"} <= section.keys():
+            raise UnsupportedModelError(
+                f"config.json: {name} is that of MLX, whose quantised format is not read.",
+                remedy="Use the checkpoint that it was made from, perhaps with --quantization int8 or int4.",
+                param=name,
+            )
+
+
+def file_refusal(path: Path, shown: str) -> ModelConfigError:
+    """Return the error for a model that is given as a file.
+
+    Args:
+        shown: as the user typed it, safe to print.
+    """
+    if is_gguf(path):
+        return UnsupportedModelError(
+            f"model {shown} is a GGUF file, a format of llama.cpp that is not read.",
+            remedy=_GGUF_REMEDY,
+            param="model",
+        )
+    return ModelConfigError(
+        f"model {shown} is a file, not a directory.",
+        remedy="Give the directory that holds config.json.",
+        param="model",
+    )
+
+
+def refuse_other_format(directory: Path) -> None:
+    """Raise `UnsupportedModelError` for a directory without `config.json` that holds another known format."""
+    if (directory / "config.json").exists() or not directory.is_dir():
+        return
+    if (directory / "adapter_config.json").exists():
+        raise UnsupportedModelError(
+            f"{directory} holds an adapter (LoRA), and adapters are not supported.",
+            remedy="Merge it into the model that it was made for, and give the directory of the result.",
+            param="model",
+        )
+    gguf = next((path.name for path in sorted(directory.glob("*.gguf"))), "")
+    if gguf:
+        raise UnsupportedModelError(
+            f"{directory} holds a model as GGUF ({kind_of(gguf)}), a format of llama.cpp that is not read.",
+            remedy=_GGUF_REMEDY,
+            param="model",
+        )
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether a file is a model in GGUF, by its name or its first bytes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        if not path.is_file():  # a pipe would block for ever
+            return False
+        with path.open("rb") as file:
+            return file.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    except OSError:
+        return False

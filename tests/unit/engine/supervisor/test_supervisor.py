@@ -1,0 +1,125 @@
+"""What a supervisor reports of a start, over a host without processes. With processes: tests/fault."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from penstock.batch import RankLoaded
+from penstock.config.engine import EngineConfig, ModelConfig
+from penstock.engine.supervisor import supervisor
+from penstock.engine.supervisor.launch import LaunchPlan, resolve
+from penstock.engine.supervisor.reports import Caution, EngineFailed, EngineReady, Event, ModelFound
+from penstock.engine.supervisor.supervisor import Supervisor
+from penstock.hosts.local_socket import LocalSocket
+from penstock.hosts.member import Waitable
+from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.rank_host import Hosts
+from penstock.process.child import Ready, TextSideLoaded
+from stand_in_hosts import StandInHost, StandInMember
+
+DEMO = EngineConfig(model=ModelConfig(model="demo"))
+
+LOADED = RankLoaded(
+    stage=0,
+    max_blocks=7,
+    block_bytes=1,
+    tensor_bytes=2,
+    bytes_read=2,
+    load_seconds=0.1,
+    kernels="all",
+    is_invariant=True,
+)
+
+
+class Events:
+    """A reporter that keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[Event] = []
+
+    def report(self, event: Event) -> None:
+        self.given.append(event)
+
+
+class StandInFront:
+    """Stands for the API process."""
+
+    lifelines: Sequence[Waitable] = ()
+    drain_s = 0.0
+
+    def __init__(self, host: StandInHost | None = None) -> None:
+        self.host = host
+
+    def open(self) -> None:
+        pass
+
+    def start(self, watch: MemberWatch, plan: LaunchPlan, clients: Sequence[LocalSocket]) -> None:
+        assert self.host is not None
+        self.member = StandInMember(self.host, "API process", None, 9)
+        watch.add(self.member)
+
+    def address(self, client: LocalSocket) -> str:
+        return "http://127.0.0.1:8000"
+
+    def close(self) -> None:
+        pass
+
+
+class NoEngine:
+    """Stands for `_RunningEngine`."""
+
+    def __init__(self, *arguments: Any) -> None:
+        pass
+
+    def run(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_model_that_is_found_is_reported_and_one_that_is_not_is_the_only_news(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_RunningEngine", NoEngine)
+    events = Events()
+    assert Supervisor(DEMO, StandInFront(), events).run() == 0
+    (found,) = events.given
+    assert isinstance(found, ModelFound)
+    assert found.directory.endswith("demo")
+    events = Events()
+    missing = EngineConfig(model=ModelConfig(model="/no/such/model"))
+    assert Supervisor(missing, StandInFront(), events).run() == 3
+    assert [type(event) for event in events.given] == [EngineFailed]
+
+
+@pytest.fixture
+def host() -> Iterator[StandInHost]:
+    made = StandInHost("attic", "tcp")
+    yield made
+    made.close()
+
+
+def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHost) -> None:
+    front, events, hosts = StandInFront(host), Events(), Hosts(host)
+    signals, other_end = socket.socketpair()
+    stopped: Any = signals
+    engine = supervisor._RunningEngine(
+        [resolve(DEMO, hosts.resources())], hosts, front, events, stopped, started=0.0
+    )
+    with signals, other_end:
+        engine._start()
+        front.member.say(TextSideLoaded(prompt_form="text", cautions=["tools will not work."]))
+        host.members[0].say(Ready(rank=LOADED))
+        engine._hear(timeout_s=10.0)
+        assert events.given == [], "the stages come first"
+        engine._announce()
+        engine.close()
+    *_, caution, ready = events.given
+    assert caution == Caution(text="tools will not work.")
+    assert isinstance(ready, EngineReady)
+    assert (ready.address, ready.prompt_form) == ("http://127.0.0.1:8000", "text")

@@ -1,0 +1,122 @@
+"""Models that are known and not served: what they are is said, and what can be done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.errors import UnsupportedModelError
+from penstock.families.refused_kinds import is_gguf
+from penstock.families.registry import load_spec, resolve_model_directory
+
+TEXT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 512}
+LLAMA = TEXT | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "intermediate_size": 96}
+
+
+def refusal(directory: Path, **fields: Any) -> UnsupportedModelError:
+    (directory / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_spec(directory)
+    return caught.value
+
+
+def said(error: UnsupportedModelError) -> str:
+    """The whole text, which never says that a file that is right should be got again."""
+    text = f"{error.message} {error.remedy}"
+    assert "again" not in text
+    assert error.message.isprintable()
+    return text
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "sections"),
+    [
+        ("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", ("text_config", "vision_config")),
+        ("Gemma3ForConditionalGeneration", "gemma3", ("text_config", "vision_config")),
+        ("Gemma4ForConditionalGeneration", "gemma4", ("text_config", "vision_config", "audio_config")),
+        ("Mistral3ForConditionalGeneration", "mistral3", ("text_config",)),
+    ],
+)
+def test_a_model_of_more_than_text_is_called_so(
+    tmp_path: Path, architecture: str, model_type: str, sections: tuple[str, ...]
+) -> None:
+    fields = {"architectures": [architecture], "model_type": model_type} | dict.fromkeys(sections, TEXT)
+    text = said(refusal(tmp_path, **fields))
+    assert architecture in text
+    assert "reads more than text" in text
+    assert "text_config" in text
+    assert "ForCausalLM" in text
+    assert "hidden_size" not in text
+
+
+@pytest.mark.parametrize("architecture", ["T5ForConditionalGeneration", "BartForCausalLM"])
+def test_s9_an_encoder_with_a_decoder_is_refused_by_its_configuration(
+    tmp_path: Path, architecture: str
+) -> None:
+    error = refusal(tmp_path, architectures=[architecture], is_encoder_decoder=True)
+    assert "two lists of layers" in said(error)
+
+
+MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
+FP8 = {"quantization_config": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fields", "why"),
+    [
+        ("GptOssForCausalLM", {"model_type": "gpt_oss", **MXFP4}, "sinks"),
+        ("DeepseekV32ForCausalLM", {"model_type": "deepseek_v32", "index_topk": 2048, **FP8}, "index_topk"),
+        ("GlmMoeDsaForCausalLM", {"model_type": "glm_moe_dsa", "index_topk": 2048}, "sparse attention"),
+        ("NextForCausalLM", {"model_type": "next", "index_topk": 64}, "sparse attention"),
+        ("Gemma4ForCausalLM", {"model_type": "gemma4_text"}, "heads of two shapes"),
+        (
+            "Gemma3nForCausalLM",
+            {"model_type": "gemma3n_text", "hidden_size_per_layer_input": 256},
+            "inputs of their own",
+        ),
+    ],
+)
+def test_a_model_that_computes_otherwise_is_told_by_its_configuration(
+    tmp_path: Path, architecture: str, fields: dict[str, Any], why: str
+) -> None:
+    error = refusal(tmp_path, **TEXT, architectures=[architecture], **fields)
+    assert error.message.startswith(f"{architecture} is not supported: ")
+    assert why in said(error)
+    assert "original" not in error.remedy, "it is the original"
+
+
+@pytest.mark.parametrize("field", ["index_topk", "num_kv_shared_layers", "hidden_size_per_layer_input"])
+def test_a_field_that_is_switched_off_refuses_nothing(tmp_path: Path, field: str) -> None:
+    for value in (0, None, "many"):
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA | {field: value}))
+        assert load_spec(tmp_path).num_layers == 2
+
+
+@pytest.mark.parametrize("name", ["quantization", "quantization_config"])
+def test_weights_in_the_format_of_mlx_are_called_so(tmp_path: Path, name: str) -> None:
+    error = refusal(tmp_path, **LLAMA, **{name: {"group_size": 64, "bits": 4, "mode": "affine"}})
+    assert "MLX" in said(error)
+    assert error.param == name
+
+
+def test_a_gguf_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "renamed").write_bytes(b"GGUF\3\0\0\0")
+    (tmp_path / "other").write_bytes(b"GG")
+    assert not is_gguf(tmp_path / "other")
+    for name in ("model.gguf", "renamed"):
+        with pytest.raises(UnsupportedModelError, match="is a GGUF file") as caught:
+            resolve_model_directory(str(tmp_path / name))
+        assert "config.json" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("file", "what"), [("model-Q8_0.gguf", "as GGUF"), ("adapter_config.json", "an adapter")]
+)
+def test_a_directory_of_another_format_is_called_so(tmp_path: Path, file: str, what: str) -> None:
+    (tmp_path / file).touch()
+    with pytest.raises(UnsupportedModelError, match=what):
+        load_spec(tmp_path)
