@@ -105,7 +105,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if not self.transport.can_write_eof():  # TLS has no half of an end
             return False
         if due.response_started:
-            due.scope.get(PROBE_KEY, _nothing)()  # type: ignore[typeddict-item,operator]
+            due.scope.get(PROBE_KEY, _nothing)()  # type: ignore[operator]
         elif due.scope["http_version"] in _OLD:  # it knows no interim answer, and may as well have left
             return False
         else:
@@ -190,7 +190,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if is_old:
             self.cycle.keep_alive = False
-            self.cycle.send = UnframedSend(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = UnframedSend(self.cycle)  # type: ignore[assignment,method-assign]
         if len(self.pipeline) > self.limits.max_pipelined:
             self.transport.abort()
         elif self.pipeline:
