@@ -206,6 +206,15 @@ def _half_closed(live: LiveServer, data: bytes) -> bytes:
         return _read_to_end(connection)
 
 
+def _read_until(connection: socket.socket, expected: bytes) -> bytes:
+    received = b""
+    while expected not in received:
+        chunk = connection.recv(65536)
+        assert chunk, "the connection has ended"
+        received += chunk
+    return received
+
+
 INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
@@ -216,13 +225,9 @@ def test_a_client_that_closes_its_sending_side_gets_its_answer(stream: bool) -> 
     with LiveServer(engine) as live, live.connect() as connection:
         connection.sendall(post_bytes(TEXT, {"prompt": "abc", "stream": stream}))
         live.wait_for(lambda: len(engine.alive) == 1)
-        seen = b""
-        while stream and b'"text":"a"' not in seen:
-            seen += connection.recv(65536)
+        seen = _read_until(connection, b'"text":"a"') if stream else b""
         connection.shutdown(socket.SHUT_WR)
-        expected = b": ping" if stream else INTERIM
-        while expected not in seen:
-            seen += connection.recv(65536)
+        seen += _read_until(connection, b": ping" if stream else INTERIM)
         assert len(engine.alive) == 1
         live.call(engine.released.set)
         seen += _read_to_end(connection)
