@@ -75,9 +75,9 @@ class PenstockError(Exception):
         code: str | None = None,
         stage: int | None = None,
     ) -> None:
-        super().__init__(f"{message} {remedy}" if remedy else message)
-        self.message = message
-        self.remedy = remedy
+        self.message = _ended_once(message)
+        self.remedy = _ended_once(remedy)
+        super().__init__(f"{self.message} {self.remedy}" if remedy else self.message)
         self.param = param
         self.code = code or self.default_code
         self.stage = stage
@@ -92,6 +92,11 @@ class PenstockError(Exception):
             code=self.code,
             stage=self.stage,
         )
+
+
+def _ended_once(text: str) -> str:
+    """Return the text with one full stop at its end, though it may quote a whole sentence there."""
+    return text[:-1] if text.endswith("..") and not text.endswith("...") else text
 
 
 class UsageError(PenstockError, ValueError):

@@ -111,11 +111,13 @@ class OpenSession(msgspec.Struct, frozen=True, tag="open_session"):
     Attributes:
         capacity_tokens: that are kept of it at most; None: as much as all sessions together may have.
         idle_s: it is closed when nobody has used it for this long.
+        is_new: its name was made up for this operation, so that no replica can have it.
     """
 
     session_id: str
     capacity_tokens: int | None = None
     idle_s: float = 600.0
+    is_new: bool = False
 
 
 class CloseSession(msgspec.Struct, frozen=True, tag="close_session"):

@@ -10,6 +10,7 @@ from fake_engine import FakeEngine, fake_model
 from live_server import LiveServer
 from penstock.config.server import ServerConfig
 from penstock.errors import AuthenticationError, UsageError
+from penstock.process.listening import listen
 from penstock.server.app import create_app
 from penstock.server.http.access import ApiKeys, HostPolicy, is_loopback
 from penstock.server.http.errors import ForbiddenError
@@ -55,6 +56,47 @@ def test_host_and_origin(bound: str, headers: dict[str, str], allowed: bool) -> 
     else:
         with pytest.raises(ForbiddenError):
             policy.check(raw)
+
+
+def test_a_name_that_the_operator_allows_is_a_host_and_others_are_refused_with_what_he_can_do() -> None:
+    """Clients in containers call the machine `host.docker.internal`; the refusal told nobody of the flag."""
+    policy = HostPolicy("127.0.0.1", allowed_hosts=["host.docker.internal", "Box"])
+    for name in (
+        "host.docker.internal",
+        "host.docker.internal:8000",
+        "HOST.docker.internal",
+        "box",
+        "localhost",
+    ):
+        policy.check([(b"host", name.encode())])
+    for name in ("docker.internal", "host.docker.internal.evil.example", "evil.example"):
+        with pytest.raises(ForbiddenError) as raised:
+            policy.check([(b"host", name.encode())])
+        assert raised.value.code == "host_not_allowed"
+        assert raised.value.remedy.endswith(
+            "Whoever runs the server can allow another name, such as host.docker.internal, "
+            "by --allowed-hosts."
+        )
+
+
+def test_allowed_hosts_reach_the_door_and_a_refusal_is_named_in_the_log() -> None:
+    with LiveServer(config=ServerConfig(allowed_hosts=["host.docker.internal"])) as live:
+        for host, status in (("host.docker.internal:8000", 200), ("other.docker.internal:8000", 403)):
+            assert live.request("GET", "/v1/models", None, {"Host": host})[0].status == status
+        live.wait_for(lambda: "status=403" in live.log.getvalue())
+        assert "error=host_not_allowed" in live.log.getvalue()
+
+
+@pytest.mark.parametrize(
+    "name", ["", "*", "*.internal", "http://box", "box:8000", "a b", "box\n", "a,b", "-a"]
+)
+def test_what_is_no_host_name_is_refused_at_the_start(name: str) -> None:
+    config = ServerConfig(port=0, allowed_hosts=["box", name])
+    for start in (lambda: listen(config), lambda: create_app(FakeEngine(), config, fake_model())):
+        with pytest.raises(UsageError, match=r"allowed_hosts\[1\] is ") as raised:
+            start()
+        assert raised.value.param == "allowed_hosts"
+        assert "--allowed-hosts" in raised.value.remedy
 
 
 def test_loopback_names() -> None:

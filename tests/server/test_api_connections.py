@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from fake_engine import FakeEngine
-from live_server import LiveServer, post_bytes
+from live_server import LiveServer, events, post_bytes
 from penstock.config.limits import ConnectionLimits
+from penstock.errors import UnavailableError
 from penstock.server.api_process import allow_connections
 
 TEXT = "/v1/completions"
@@ -46,6 +47,8 @@ def _read_to_end(connection: socket.socket) -> bytes:
         (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
         (b"NONSENSE\r\n\r\n", 400),
         (b"GET /health HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", 400),
     ],
 )
 def test_oversized_and_malformed_heads_are_refused(live: LiveServer, data: bytes, status: int) -> None:
@@ -82,8 +85,11 @@ def hasty() -> Iterator[LiveServer]:
         b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{",
     ],
 )
-def test_slow_senders_are_closed(hasty: LiveServer, start: bytes) -> None:
-    assert _exchange(hasty, start) == b""
+def test_slow_senders_are_told_and_closed(hasty: LiveServer, start: bytes) -> None:
+    """But for one that has sent nothing at all."""
+    assert _exchange(hasty, start).partition(b"\r\n")[0] == (
+        b"HTTP/1.1 408 Request Timeout" if start else b""
+    )
     hasty.wait_for(lambda: not hasty.server.server_state.connections)
     assert hasty.engine.added == []
 
@@ -101,7 +107,7 @@ def test_headers_that_drip_get_no_more_time(hasty: LiveServer) -> None:
 
         thread = threading.Thread(target=drip)
         thread.start()
-        assert _read_to_end(connection) == b""
+        assert _read_to_end(connection).startswith(b"HTTP/1.1 408 ")
         stop.set()
         thread.join()
 
@@ -190,3 +196,90 @@ def test_ten_thousand_connections_change_no_other_answer() -> None:
                 connection.close()
         live.wait_for(lambda: not live.server.server_state.connections)
         assert live.post(TEXT, {"prompt": "after"})[1]["choices"][0]["text"] == "after"
+
+
+def _half_closed(live: LiveServer, data: bytes) -> bytes:
+    """Send, close the sending side, and read until the server closes."""
+    with live.connect() as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        return _read_to_end(connection)
+
+
+def _read_until(connection: socket.socket, expected: bytes) -> bytes:
+    received = b""
+    while expected not in received:
+        chunk = connection.recv(65536)
+        assert chunk, "the connection has ended"
+        received += chunk
+    return received
+
+
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_closes_its_sending_side_gets_its_answer(stream: bool) -> None:
+    """It has said all it wants to say; the engine still works on the answer when its end comes."""
+    engine = FakeEngine(hold_after=1)
+    with LiveServer(engine) as live, live.connect() as connection:
+        connection.sendall(post_bytes(TEXT, {"prompt": "abc", "stream": stream}))
+        live.wait_for(lambda: len(engine.alive) == 1)
+        seen = _read_until(connection, b'"text":"a"') if stream else b""
+        connection.shutdown(socket.SHUT_WR)
+        seen += _read_until(connection, b": ping" if stream else INTERIM)
+        assert len(engine.alive) == 1
+        live.call(engine.released.set)
+        seen += _read_to_end(connection)
+        assert seen.removeprefix(INTERIM).startswith(b"HTTP/1.1 200")
+        assert (b"[DONE]" if stream else b'"text":"abc"') in seen
+        assert engine.cancelled == []
+        assert "status=200" in live.log.getvalue()
+        assert "ERROR" not in live.log.getvalue()
+
+
+def test_requests_that_come_with_the_end_of_the_sending_side_are_answered(live: LiveServer) -> None:
+    health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for data, count in (
+        (health, 1),
+        (health * 3, 3),
+        (health + b"GET /he", 1),
+        (post_bytes("/tokenize", {"prompt": "x" * 60_000}) * 3, 3),
+        (post_bytes(TEXT, {"prompt": "x" * 3000}), 1),
+        (post_bytes("/tokenize", {"prompt": "x" * 60_000}), 1),
+    ):
+        assert _half_closed(live, data).count(b"HTTP/1.1 200") == count, data[:20]
+    assert _half_closed(live, post_bytes(TEXT, {"prompt": "abc"})[:-1]) == b""
+    assert "ERROR" not in live.log.getvalue()
+
+
+@pytest.mark.parametrize("head", [b"", b"Connection: keep-alive\r\n", b"Host: localhost\r\n"])
+def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(live: LiveServer, head: bytes) -> None:
+    """They came with HTTP/1.1: there the sizes of chunks would be read as text. The end of the connection is
+    the end of the stream."""
+    data = post_bytes(TEXT, {"prompt": "abc", "stream": True})
+    data = data.replace(b" HTTP/1.1\r\nHost: localhost\r\n", b" HTTP/1.0\r\n" + head)
+    answered, _, body = _exchange(live, data).partition(b"\r\n\r\n")
+    assert answered.startswith(b"HTTP/1.1 200")
+    assert b"transfer-encoding" not in answered
+    assert b"content-length" not in answered
+    assert b"connection: close" in answered
+    got = events(body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in got[:-1]) == "abc"
+    assert got[-1] == "[DONE]"
+
+
+def test_a_whole_answer_for_a_client_of_http_1_0_has_its_length(live: LiveServer) -> None:
+    data = post_bytes(TEXT, {"prompt": "abc"}).replace(b"HTTP/1.1", b"HTTP/1.0")
+    answered, _, body = _exchange(live, data).partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in answered
+    assert json.loads(body)["choices"][0]["text"] == "abc"
+
+
+def test_a_failure_in_a_stream_of_http_1_0_is_its_last_event() -> None:
+    failure = UnavailableError("stage 1 is gone.", stage=1)
+    with LiveServer(FakeEngine(fail_after=1, failure=failure)) as live:
+        data = post_bytes(TEXT, {"prompt": "abc", "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")
+        got = events(_exchange(live, data).partition(b"\r\n\r\n")[2])
+        assert got[-1]["error"]["code"] == "unavailable"
+        assert "ERROR" not in live.log.getvalue()

@@ -66,6 +66,13 @@ def test_overload_of_a_later_prompt_cancels_the_earlier_ones() -> None:
         assert len(live.engine.cancelled) == 2
 
 
+def test_a_reason_that_is_a_sentence_is_told_with_one_full_stop() -> None:
+    engine = FakeEngine(state=Status(ready=False, stage=1, reason="stage 1 was lost: its process ended."))
+    with LiveServer(engine) as live:
+        error = live.post(TEXT, {"prompt": "a"})[1]["error"]
+    assert error["message"] == "The model is not ready: stage 1 was lost: its process ended."
+
+
 def test_health_tells_state_stage_reason_and_since() -> None:
     engine = FakeEngine(state=Status(ready=False, stage=1, reason="no answer for 6 s", since=123.0))
     with LiveServer(engine) as live:

@@ -75,7 +75,7 @@ def test_a_salt_and_a_priority_reach_the_engine(live: LiveServer) -> None:
         ({"prompt": [2**70]}, "prompt"),
         ({"prompt": ["a"] * 257}, "prompt"),
         ({}, "prompt"),
-        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": -2}, "max_tokens"),
         ({"prompt": "a", "max_tokens": 0, "min_tokens": 1}, "min_tokens"),
         ({"prompt": "a", "echo": 1}, "echo"),
         ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
@@ -162,9 +162,9 @@ def test_wrong_completion_fields_are_named(live: LiveServer, fields: dict[str, A
         ({"messages": USER, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"messages": USER, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ({"messages": USER, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"messages": USER, "max_completion_tokens": -2}, "max_completion_tokens"),
         ({"messages": USER, "max_completion_tokens": 5000}, "max_completion_tokens"),
-        ({"messages": USER, "max_tokens": -1}, "max_tokens"),
+        ({"messages": USER, "max_tokens": -2}, "max_tokens"),
         ({"messages": USER, "max_tokens": 5000}, "max_tokens"),
         ({"messages": USER, "echo": True}, "echo"),
         ({"messages": USER, "max_output_tokens": 5}, "max_output_tokens"),
@@ -199,7 +199,7 @@ def test_wrong_chat_fields_are_named(live: LiveServer, fields: dict[str, Any], p
             "context_length_exceeded",
             "Shorten the prompt or lower max_completion_tokens.",
         ),
-        (CHAT, {"max_completion_tokens": -1}, "out_of_range", "max_completion_tokens must be between 0 and"),
+        (CHAT, {"max_completion_tokens": -2}, "out_of_range", "max_completion_tokens must be between 0 and"),
         (TEXT, {"prompt": [1, 999]}, "token_id_out_of_range", "prompt: id 999 at position 1 is outside"),
         (CHAT, {"tool_choice": "any"}, "invalid_type", "'any'. Give one of: auto, none, required."),
         (CHAT, {"tools": [{"type": "f"}]}, "invalid_type", "tools[0].type: Invalid enum value 'f'. Give one"),
@@ -237,6 +237,24 @@ def test_what_does_not_fit_the_context_is_told_with_what_helps(
         fit_to_context(SamplingParams(**({"max_tokens": None} | fields)), num_tokens, 8, default=16)
     assert (caught.value.param, caught.value.code) == (param, "context_length_exceeded")
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (TEXT, {"prompt": [97] * 100, "max_tokens": -1}),
+        (CHAT, {"messages": USER, "max_tokens": -1}),
+        (CHAT, {"messages": USER, "max_completion_tokens": -1, "max_tokens": 3}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": -1}),
+    ],
+)
+def test_a_bound_of_minus_one_is_no_bound(live: LiveServer, path: str, body: dict[str, Any]) -> None:
+    """As clients of llama.cpp write it; a completion without the field would get 16 tokens."""
+    status, answer = live.post(path, body)
+    assert status == 200
+    _, prompt, sampling = live.engine.added[-1]
+    assert sampling.max_tokens == 4096 - len(prompt)
+    assert answer.get("max_output_tokens") is None
 
 
 UNSUPPORTED = [

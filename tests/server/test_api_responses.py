@@ -341,7 +341,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
     ({"include": ["everything"]}, "include[0]"),
-    ({"max_output_tokens": -1}, "max_output_tokens"),
+    ({"max_output_tokens": -2}, "max_output_tokens"),
     ({"max_output_tokens": 5000}, "max_output_tokens"),
     ({"input": []}, "input"),
     ({"input": "a" * 5000}, "input"),

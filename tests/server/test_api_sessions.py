@@ -69,6 +69,7 @@ def test_g4_a_session_without_a_name_gets_one(server: LiveServer) -> None:
     names = {ask(server, "/open_session")[1]["session_id"] for _ in range(3)}
     assert len(names) == 3
     asked = [operation for operation, _ in server.engine.operations]
+    assert all(isinstance(operation, OpenSession) and operation.is_new for operation in asked)
     assert {operation.session_id for operation in asked if isinstance(operation, OpenSession)} == names
     for name in names:
         path, body = BODIES[0]

@@ -15,6 +15,7 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from penstock.config.limits import ConnectionLimits
+from penstock.server.http.half_closed import PROBE_KEY
 from penstock.server.http.http_protocol import LimitedHttpProtocol, with_limits
 
 LIMITS = ConnectionLimits()
@@ -67,6 +68,24 @@ class Timer:
             self._work(*self._arguments)
 
 
+class HandSocket:
+    """Attributes:
+    error: of the connection, as the system notes it.
+    """
+
+    def __init__(self) -> None:
+        self.error = 0
+
+    def getsockname(self) -> tuple[str, int]:
+        return "127.0.0.1", 8000
+
+    def getpeername(self) -> tuple[str, int]:
+        return "127.0.0.1", 50_000
+
+    def getsockopt(self, _level: int, _name: int) -> int:
+        return self.error
+
+
 class HandTransport:
     """Attributes:
     waiting: bytes that the client has not taken.
@@ -76,9 +95,10 @@ class HandTransport:
         self.end = ""
         self.written = b""
         self.waiting = 0
+        self.socket = HandSocket()
 
-    def get_extra_info(self, _name: str) -> None:
-        return None
+    def get_extra_info(self, name: str) -> HandSocket | None:
+        return self.socket if name == "socket" else None
 
     def is_closing(self) -> bool:
         return bool(self.end)
@@ -117,10 +137,26 @@ class Connection:
     def send(self, data: bytes) -> None:
         self.protocol.data_received(data)
 
+    def begin_answer(self) -> None:
+        """As the route would: the head of the answer is out."""
+        assert self.protocol._due is not None
+        self.protocol._due.response_started = True
+
     def answer(self) -> None:
         """As the route would: the answer is complete."""
-        self.protocol.cycle.response_complete = True
+        assert self.protocol._due is not None
+        self.protocol._due.response_complete = True
         self.protocol.on_response_complete()
+
+    def check_late(self) -> None:
+        """The client has been told that its request came too late, and the connection ends soon after."""
+        written = self.transport.written
+        assert written.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
+        assert b"connection: close" in written
+        assert written.endswith(b'"type":"invalid_request_error","param":null,"code":"request_timeout"}}')
+        assert self.transport.end == ""
+        self.loop.advance(2.1)
+        assert (self.transport.end, self.transport.written) == ("abort", written)
 
     def seconds_until_end(self, limit: float = 1e6) -> float:
         began = self.loop.now
@@ -132,15 +168,24 @@ class Connection:
 async def _no_app(scope: Any, receive: Any, send: Any) -> None: ...
 
 
-@pytest.mark.parametrize("start", [b"", b"G", HEAD[:-1]])
-def test_a_head_has_ten_seconds(start: bytes) -> None:
+@pytest.mark.parametrize("start", [b"G", HEAD[:-1]])
+def test_a_head_has_ten_seconds_and_is_told_when_they_are_over(start: bytes) -> None:
+    """A slow head ended without a word, so that its client could not know whether to send it again."""
     connection = Connection()
-    if start:
-        connection.send(start)
+    connection.send(start)
+    connection.loop.advance(LIMITS.header_timeout_s - 0.1)
+    assert connection.transport.written == b""
+    connection.loop.advance(0.2)
+    connection.check_late()
+
+
+def test_a_connection_on_which_nothing_comes_ends_without_a_word() -> None:
+    """A browser opens some ahead of time; what is written would pass for the answer to its next request."""
+    connection = Connection()
     connection.loop.advance(LIMITS.header_timeout_s - 0.1)
     assert connection.transport.end == ""
     connection.loop.advance(0.2)
-    assert connection.transport.end == "abort"
+    assert (connection.transport.end, connection.transport.written) == ("abort", b"")
 
 
 def test_a_head_that_drips_has_no_more() -> None:
@@ -148,10 +193,10 @@ def test_a_head_that_drips_has_no_more() -> None:
     for byte in HEAD[:9]:
         connection.send(bytes([byte]))
         connection.loop.advance(1.0)
-    assert connection.transport.end == ""
+    assert connection.transport.written == b""
     connection.send(HEAD[9:10])
     connection.loop.advance(1.0)
-    assert connection.transport.end == "abort"
+    connection.check_late()
 
 
 def test_the_next_head_has_its_own_ten_seconds_from_its_first_byte() -> None:
@@ -161,9 +206,19 @@ def test_the_next_head_has_its_own_ten_seconds_from_its_first_byte() -> None:
     connection.loop.advance(LIMITS.keep_alive_timeout_s - 1)
     connection.send(HEAD[:5])
     connection.loop.advance(LIMITS.header_timeout_s - 0.1)
-    assert connection.transport.end == ""
+    assert connection.transport.written == b""
     connection.loop.advance(0.2)
-    assert connection.transport.end == "abort"
+    connection.check_late()
+
+
+def test_a_head_behind_a_request_whose_answer_is_not_complete_ends_without_a_word() -> None:
+    """What is written there would pass for a part of that answer."""
+    connection = Connection()
+    connection.send(HEAD)
+    connection.begin_answer()
+    connection.send(HEAD[:5])
+    connection.loop.advance(LIMITS.header_timeout_s + 0.1)
+    assert (connection.transport.end, connection.transport.written) == ("abort", b"")
 
 
 def test_an_idle_connection_is_closed_after_75_seconds_and_a_busy_one_is_not() -> None:
@@ -183,9 +238,21 @@ def test_a_body_that_stops_is_given_up() -> None:
     connection = Connection()
     connection.send(POST + b"Content-Length: 1000\r\n\r\n{")
     connection.loop.advance(LIMITS.body_timeout_s - 0.1)
-    assert connection.transport.end == ""
+    assert connection.transport.written == b""
     connection.loop.advance(0.2)
-    assert connection.transport.end == "abort"
+    assert connection.protocol.cycle.disconnected, "its route writes nothing behind the refusal"
+    connection.check_late()
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+def test_a_body_whose_answer_has_begun_ends_without_a_word(is_complete: bool) -> None:
+    connection = Connection()
+    connection.send(POST + b"Content-Length: 1000\r\n\r\n{")
+    connection.begin_answer()
+    if is_complete:
+        connection.answer()
+    connection.loop.advance(LIMITS.body_timeout_s + 0.1)
+    assert (connection.transport.end, connection.transport.written) in (("abort", b""), ("close", b""))
 
 
 @pytest.mark.parametrize("head", [b"Content-Length: 10000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n"])
@@ -195,10 +262,10 @@ def test_a_body_that_drips_ends_though_it_never_stops(head: bytes) -> None:
     connection.send(POST + head)
     piece = b"x" if b"Length" in head else b"1\r\nx\r\n"
     for _ in range(int(LIMITS.body_timeout_s) + 1):
-        assert connection.transport.end == ""
+        assert connection.transport.written == b""
         connection.send(piece)
         connection.loop.advance(1.0)
-    assert connection.transport.end == "abort"
+    connection.check_late()
 
 
 def test_a_body_at_the_least_rate_is_taken_however_long_it_is() -> None:
@@ -220,9 +287,9 @@ def test_a_body_that_we_do_not_read_is_not_the_clients_delay() -> None:
     connection.send(b"x" * 50_000)
     connection.loop.advance(1)
     connection.protocol.flow.resume_reading()  # as the route does when it takes the body
-    assert connection.transport.end == ""
+    assert connection.transport.written == b""
     connection.loop.advance(LIMITS.body_timeout_s)
-    assert connection.transport.end == "abort"
+    connection.check_late()
 
 
 def test_a_reader_that_takes_nothing_is_given_up_and_a_slow_one_is_not() -> None:
@@ -317,3 +384,109 @@ def test_trailers_are_no_headers() -> None:
     names = [name for name, _ in connection.protocol.scope["headers"]]
     assert names == [b"host", b"transfer-encoding"]
     assert connection.transport.end == ""
+
+
+@pytest.mark.parametrize("hosts", ["", "Host: localhost\r\nHost: localhost\r\n", "host: a\r\nHOST: b\r\n"])
+def test_a_request_has_one_host(hosts: str) -> None:
+    """RFC 9112, section 3.2: without one, or with two, a request is refused, and no route sees it."""
+    connection = Connection()
+    connection.send(f"GET /health HTTP/1.1\r\n{hosts}\r\n".encode())
+    assert connection.transport.written.startswith(b"HTTP/1.1 400 ")
+    assert b'"Refused: a request must have one Host header."' in connection.transport.written
+    assert connection.protocol.cycle is None
+
+
+def test_http_1_0_needs_no_host_and_has_no_two() -> None:
+    old = Connection()
+    old.send(b"GET /health HTTP/1.0\r\n\r\n")
+    assert old.protocol.cycle is not None
+    assert old.transport.written == b""
+    twice = Connection()
+    twice.send(b"GET /health HTTP/1.0\r\nHost: a\r\nHost: a\r\n\r\n")
+    assert twice.transport.written.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_client_that_has_closed_its_side_keeps_the_connection_until_its_answer_is_out() -> None:
+    connection = Connection()
+    connection.send(HEAD)
+    assert connection.protocol.eof_received()
+    assert connection.transport.written == b"HTTP/1.1 100 Continue\r\n\r\n", "one that has left resets"
+    assert not connection.protocol.cycle.keep_alive, "nothing can come behind it"
+    connection.loop.advance(100_000)
+    assert connection.transport.end == ""
+
+
+def test_one_that_has_left_altogether_is_noticed_within_half_a_second() -> None:
+    connection = Connection()
+    connection.send(HEAD)
+    connection.protocol.eof_received()
+    connection.loop.advance(1000)
+    connection.transport.socket.error = 32  # its host has answered what was written by a reset
+    connection.loop.advance(0.6)
+    assert connection.transport.end == "abort"
+
+
+def test_nobody_looks_after_a_connection_that_has_ended() -> None:
+    connection = Connection()
+    connection.send(HEAD)
+    connection.protocol.eof_received()
+    connection.transport.close()
+    connection.protocol.connection_lost(None)
+    connection.transport.socket.error = 32
+    connection.loop.advance(10)
+    assert connection.transport.end == "close"
+
+
+def test_a_stream_that_has_begun_is_probed_by_its_route() -> None:
+    probes: list[str] = []
+    connection = Connection()
+    connection.send(HEAD)
+    connection.protocol.cycle.scope[PROBE_KEY] = lambda: probes.append("ping")  # type: ignore[typeddict-unknown-key]
+    connection.begin_answer()
+    assert connection.protocol.eof_received()
+    assert (probes, connection.transport.written) == (["ping"], b"")
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", HEAD[:-1], POST + b"Content-Length: 5\r\n\r\n{", b"GET /health HTTP/1.0\r\n\r\n"]
+)
+def test_the_end_of_what_will_never_be_complete_or_cannot_be_probed_ends_the_connection(sent: bytes) -> None:
+    """In HTTP/1.0 there is no interim answer, and a proxy in between may speak it to us: whoever closes there
+    has left, until the answer has begun."""
+    connection = Connection()
+    if sent:
+        connection.send(sent)
+    assert not connection.protocol.eof_received()
+    assert connection.transport.written == b""
+
+
+def test_the_end_between_two_requests_ends_the_connection() -> None:
+    connection = Connection()
+    connection.send(HEAD)
+    connection.answer()
+    assert not connection.protocol.eof_received()
+
+
+def test_no_refusal_is_written_into_an_answer_that_has_begun() -> None:
+    connection = Connection()
+    connection.send(HEAD)
+    connection.begin_answer()
+    connection.send(b"NONSENSE\r\n\r\n")
+    assert (connection.transport.end, connection.transport.written) == ("abort", b"")
+
+
+@pytest.mark.parametrize("how", ["leaves", "sends nonsense"])
+def test_the_routes_of_all_pipelined_requests_learn_that_nobody_waits(how: str) -> None:
+    """The first one's went on, and its write to a connection that had ended was logged as a bug."""
+    connection = Connection()
+    connection.send(HEAD)
+    first = connection.protocol.cycle
+    connection.send(HEAD * 2)
+    assert connection.protocol.cycle is not first
+    if how == "leaves":
+        connection.protocol.connection_lost(None)
+    else:
+        connection.send(b"NONSENSE\r\n\r\n")
+        assert connection.transport.written.startswith(b"HTTP/1.1 400 ")
+    assert (first.disconnected, connection.protocol.cycle.disconnected) == (True, True)
+    assert first.message_event.is_set()

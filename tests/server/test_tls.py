@@ -140,13 +140,24 @@ def test_a_handshake_that_is_never_finished_ends(certificate: Certificate, sent:
         assert "bug" not in server.log.getvalue()
 
 
-@pytest.mark.parametrize("sent", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", b"\x00" * 64])
-def test_what_is_not_tls_ends_without_an_answer(certificate: Certificate, sent: bytes) -> None:
+@pytest.mark.parametrize(
+    ("sent", "hint"),
+    [
+        (b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", True),
+        (post_bytes("/v1/completions", PROMPT), True),
+        (b"\x00" * 64, False),
+    ],
+)
+def test_what_is_not_tls_ends_without_an_answer(certificate: Certificate, sent: bytes, hint: bool) -> None:
+    """Of plain HTTP, a URL that begins with http:// by mistake, the log says so in one line."""
     with https(certificate, header_timeout_s=NEVER_S) as server, server.connect() as connection:
         connection.sendall(sent)
         assert ended(connection)
         server.wait_for(lambda: connections(server) == 0)
-        assert server.log.getvalue() == ""
+        lines = server.log.getvalue().splitlines()
+        assert len(lines) == hint
+        assert all("WARNING api a client spoke plain HTTP to this HTTPS server" in line for line in lines)
+        assert all("https:// client=127.0.0.1" in line for line in lines)
 
 
 def test_connections_in_their_handshake_count(certificate: Certificate) -> None:
@@ -173,7 +184,8 @@ def test_clients_that_reset_their_handshake_leave_nothing(certificate: Certifica
 def test_a_head_that_never_ends_ends_the_connection(certificate: Certificate) -> None:
     with https(certificate, header_timeout_s=0.3) as server, secured(server, certificate) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\n")
-        assert ended(connection)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 408 ")
+        connection.close()
         server.wait_for(lambda: connections(server) == 0)
 
 

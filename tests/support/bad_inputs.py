@@ -26,8 +26,11 @@ def naughty_strings() -> list[str]:
 
 def is_taken(name: str) -> bool:
     """Whether our reader takes a file of the suite as JSON."""
-    return name.startswith("y_") or name in TAKEN
+    return (name.startswith("y_") and name not in DOUBLED) or name in TAKEN
 
+
+# The `y_` files that we refuse: an object has a key twice, and readers differ in which value counts.
+DOUBLED = frozenset({"y_object_duplicated_key.json", "y_object_duplicated_key_and_value.json"})
 
 # The `i_` files that we take: numbers too small to tell from 0 are 0, and integers have any size (fields that
 # hold one have bounds of their own). All others are refused: infinities, lone surrogates, bytes that are not

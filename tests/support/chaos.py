@@ -45,7 +45,7 @@ BAD_BODIES: list[bytes] = [
     b'{"model": "demo"}',
     b'{"model": "demo", "prompt": []}',
     b'{"model": "demo", "prompt": [99999999]}',
-    b'{"model": "demo", "prompt": "x", "max_tokens": -1}',
+    b'{"model": "demo", "prompt": "x", "max_tokens": -2}',
     b'{"model": "demo", "prompt": "x", "temperature": 1e400}',
     b'{"model": "none", "prompt": "x"}',
     b'{"model": "demo", "prompt": "\\ud800"}',

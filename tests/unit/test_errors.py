@@ -45,6 +45,16 @@ def test_a_message_carries_the_remedy() -> None:
     assert str(UsageError("no remedy.")) == "no remedy."
 
 
+def test_a_message_that_ends_with_another_sentence_ends_in_one_full_stop() -> None:
+    """Reasons, of lost stages and of chat templates, bring a full stop, and what quotes them sets one too."""
+    cause = StageLostError("stage 1 was lost.")
+    error = UsageError(f"it failed: {cause}.", remedy=f"See {cause}.")
+    assert (error.message, error.remedy) == ("it failed: stage 1 was lost.", "See stage 1 was lost.")
+    assert str(error) == "it failed: stage 1 was lost. See stage 1 was lost."
+    assert str(error_from_info(ErrorInfo(kind="UsageError", message="lost.."))) == "lost."
+    assert str(UsageError("and so on...")) == "and so on..."
+
+
 @pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
 def test_every_error_survives_the_wire(cls: type[PenstockError]) -> None:
     info = ErrorInfo(kind=cls.__name__, message="what and why.", remedy="Do this.", param="p", stage=1)

@@ -53,6 +53,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         admin_key_file: file of admin keys, one a line.
         allowed_origins: origins whose web pages may use the server, such as `https://chat.example`, beside
             its own.
+        allowed_hosts: host names that clients on other machines or in containers have for this one, such as
+            `host.docker.internal`; checked only while the server listens on a loopback address.
         profile_dir: directory where `/start_profile` writes profiles; None refuses them.
         insecure: allow an address other than loopback without a key.
         drain_s: seconds that running requests have to end after SIGTERM.
@@ -110,6 +112,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     )
     allowed_origins: Annotated[
         list[str], Setting("server", "web page that may use the server: https://chat.example")
+    ] = []
+    allowed_hosts: Annotated[
+        list[str], Setting("server", "name for this machine beside localhost: host.docker.internal")
     ] = []
     profile_dir: Annotated[
         str | None,

@@ -36,11 +36,12 @@ def listen(config: ServerConfig) -> socket.socket:
 
     Raises:
         UsageError: the address does not exist, or is open to others and has no key; or a key is blank, or an
-            origin of pages is none; or the certificate cannot be used.
+            origin of pages or a host name is none; or the certificate cannot be used.
         PortInUseError: the port is taken (names the process where it can be seen) or not allowed.
     """
     refuse_bad_keys(config.api_keys, config.admin_keys)
     refuse_bad_origins(config.allowed_origins)
+    refuse_bad_hosts(config.allowed_hosts)
     tls.server_context(config)
     family, address = _resolve(config)
     _require_key_unless_loopback(config, address[0])
@@ -108,6 +109,18 @@ def refuse_bad_origins(origins: Sequence[str]) -> None:
                 f"{named}; browsers leave out port {match['port']} there.",
                 remedy="Leave it out as well.",
                 param="allowed_origins",
+            )
+
+
+def refuse_bad_hosts(hosts: Sequence[str]) -> None:
+    """Raise `UsageError` for what is not a host name or address alone, as clients write it in a `Host`."""
+    for index, host in enumerate(hosts):
+        if re.fullmatch(_HOST, host.lower()) is None:
+            raise UsageError(
+                f"allowed_hosts[{index}] is {host[:128]!r}, which is no host name.",
+                remedy="Write the name alone, such as host.docker.internal: no scheme, no port, no pattern. "
+                "For several, give --allowed-hosts once for each.",
+                param="allowed_hosts",
             )
 
 

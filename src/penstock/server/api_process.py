@@ -116,7 +116,15 @@ class HttpServer(uvicorn.Server):
         def make_protocol() -> asyncio.Protocol:
             return protocol_class(config, state, self.lifespan.state)
 
-        return TlsListener(listener, context, self._limits, lambda: len(state.connections), make_protocol)
+        def on_plain_http(client: str) -> None:
+            self._log.warning(
+                "a client spoke plain HTTP to this HTTPS server; its URL must begin with https://",
+                client=client,
+            )
+
+        return TlsListener(
+            listener, context, self._limits, lambda: len(state.connections), make_protocol, on_plain_http
+        )
 
     async def _drain_and_end(self) -> None:
         self._log.event("draining", running=self._lifecycle.num_running, seconds=self._drain_s)

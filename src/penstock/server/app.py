@@ -159,7 +159,7 @@ def create_app(
     gate = Gate(
         routes,
         keys=ApiKeys(config.api_keys, config.admin_keys),
-        hosts=HostPolicy(config.host, config.allowed_origins),
+        hosts=HostPolicy(config.host, config.allowed_origins, config.allowed_hosts),
         pages=CrossOrigin(config.allowed_origins),
         log=log,
         metrics=metrics,

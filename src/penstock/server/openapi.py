@@ -39,6 +39,7 @@ from penstock.server.openai.openai_types import (
 from penstock.server.openai.prompts import ROLES
 from penstock.server.openai.responses_input import MAX_METADATA
 from penstock.server.openai.responses_types import ResponseObject, ResponsesRequest
+from penstock.server.openai.sampling import NO_LIMIT
 from penstock.server.routes.admin import (
     Aborted,
     Applied,
@@ -313,7 +314,7 @@ def _bounds(model: ServedModel, limits: Limits) -> dict[str, dict[str, dict[str,
     stop = {"type": "string", "minLength": 1, "maxLength": limits.max_stop_string_bytes}
     bad_word = {"type": "string", "minLength": 1, "maxLength": limits.max_bad_word_bytes}
     logprobs = {"integer": {"minimum": 0, "maximum": limits.max_logprobs}}
-    tokens = {"integer": {"minimum": 0, "maximum": model.max_model_len}}
+    tokens = {"integer": {"minimum": NO_LIMIT, "maximum": model.max_model_len}}
     sampled: dict[str, dict[str, Schema]] = {
         "temperature": {"number": {"minimum": 0, "maximum": 2}},
         "top_p": {"number": {"exclusiveMinimum": 0, "maximum": 1}},

@@ -178,6 +178,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --ssl-certfile /a.crt --ssl-keyfile /a.key
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
+--allowed-hosts host.docker.internal --allowed-hosts box
 --max-body-bytes 31 --max-prompt-bytes 32 --max-json-depth 33 --max-messages 34 --max-prompts 35
 --max-prompt-scores 45 --max-event-streams 49 --max-choices 11 --max-n 12
 --max-profile-seconds 50 --max-profile-bytes 1048576 --max-profiles 51 --profile-dir /tmp
@@ -263,6 +264,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "api_keys": ["k0", "k1", "k2"],
         "admin_keys": ["a0"],
         "allowed_origins": ["https://a.example", "http://localhost:3000"],
+        "allowed_hosts": ["host.docker.internal", "box"],
         "served_model_names": ["s"],
         "insecure": True,
         "reuse_port": True,

@@ -43,13 +43,17 @@ SIGNATURES = {
     "resume_writing": [],
     "shutdown": [],
     "timeout_keep_alive_handler": [],
+    "_start_asgi_task": ["cycle", "app"],
     "_unset_keepalive_if_required": [],
     "_unsupported_upgrade_warning": [],
 }
 # Attributes of what uvicorn puts into the protocol's own.
 NESTED = {
     "flow": ["read_paused", "pause_reading", "resume_reading", "resume_writing"],
-    "cycle": ["response_complete", "disconnected", "keep_alive", "body"],
+    "cycle": [
+        *("response_started", "response_complete", "disconnected", "message_event", "keep_alive", "body"),
+        *("scope", "send", "chunked_encoding", "expected_content_length"),  # for `unframed`
+    ],
 }
 
 

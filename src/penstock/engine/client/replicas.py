@@ -144,7 +144,7 @@ class Replicas:
         return EngineStatus(
             ready=is_ready,
             stage=None if is_ready else broken[0][1].stage,
-            reason="; ".join(f"replica {index}: {status.reason}" for index, status in broken),
+            reason="; ".join(f"replica {index}: {status.reason.rstrip('.')}" for index, status in broken),
             since=(min if is_ready else max)(status.since for status in statuses if status.ready == is_ready),
             stats=merged_stats([engine.status().stats for engine in self._engines]),
             is_full=is_ready and all(status.is_full for status in statuses if status.ready),
@@ -191,15 +191,24 @@ class Replicas:
         ]
 
     def _replica_for(self, operation: OpenSession | CloseSession) -> int:
+        """Return the replica that has the session, or is to have it.
+
+        Raises:
+            NotFoundError: none has the session that is to be closed.
+            UnavailableError: one that has not come yet, or not since this process was started again, may have
+                the session; opened elsewhere it would be open twice.
+        """
         try:
             home = self._home(operation.session_id)
             assert home is not None, "a session has a name"
             return home
-        except (NotFoundError, UnavailableError):
+        except (NotFoundError, UnavailableError) as error:
             for index, engine in enumerate(self._engines):
                 if operation.session_id in engine.sessions_asked:
                     return index  # it may be away, and will do what it was asked for when it is back
             if isinstance(operation, CloseSession):
+                raise
+            if isinstance(error, UnavailableError) and not operation.is_new:
                 raise
         is_ready = [status.ready for status in self.statuses()]
         counts = [len(engine.sessions or ()) for engine in self._engines]

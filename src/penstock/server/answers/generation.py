@@ -25,6 +25,7 @@ from penstock.server.answers.echo import Echo
 from penstock.server.answers.sse import PING, STREAM_HEADERS
 from penstock.server.engine_port import EngineLike, RequestStream
 from penstock.server.http.errors import json_response
+from penstock.server.http.half_closed import PROBE_KEY
 from penstock.server.http.keep_alive import Clock, KeepAlive
 from penstock.server.http.lifecycle import Interruptible, Lifecycle
 from penstock.server.http.memory_guard import MemoryGuard
@@ -244,6 +245,10 @@ class StreamedResponse(GenerationResponse):
         self._pings: set[asyncio.Task[None]] = set()
         self._send: Send
         self.last_sent_at = context.clock()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope[PROBE_KEY] = self.ping
+        await super().__call__(scope, receive, send)
 
     async def _generate(self, send: Send) -> None:
         self._send = send

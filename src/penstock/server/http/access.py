@@ -4,7 +4,7 @@ Paths of administrators are there only where an admin key is set, and need that 
 
 Browsers: a page of another origin is refused by its `Origin` header unless the server was told of that
 origin (`cross_origin`); a host name that was re-bound to this machine (DNS rebinding) is refused by the
-`Host` header while the server listens on a loopback address.
+`Host` header while the server listens on a loopback address, unless the operator has allowed the name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ipaddress
 from collections.abc import Iterable, Sequence
 
 from penstock.errors import AuthenticationError, NotFoundError
-from penstock.process.listening import refuse_bad_keys
+from penstock.process.listening import refuse_bad_hosts, refuse_bad_keys
 from penstock.server.http.errors import ForbiddenError
 
 ADMIN_PATHS = frozenset(
@@ -77,12 +77,19 @@ class HostPolicy:
     Args:
         host: the address that the server listens on.
         allowed_origins: whose pages may use the server beside its own.
+        allowed_hosts: names that clients may have for this machine beside the loopback ones.
+
+    Raises:
+        UsageError: one of these names is not a host name.
     """
 
-    def __init__(self, host: str, allowed_origins: Sequence[str] = ()) -> None:
+    def __init__(
+        self, host: str, allowed_origins: Sequence[str] = (), allowed_hosts: Sequence[str] = ()
+    ) -> None:
+        refuse_bad_hosts(allowed_hosts)
         self._allowed_origins = frozenset(origin.encode() for origin in allowed_origins)
         self._is_loopback = is_loopback(host)
-        self._own_name = host.lower()
+        self._own_names = {host.lower(), *(name.lower() for name in allowed_hosts)}
 
     def check(self, headers: Headers) -> None:
         """Raise `ForbiddenError` for a foreign `Host` on loopback, or an `Origin` that is neither our own nor
@@ -91,7 +98,8 @@ class HostPolicy:
         if self._is_loopback and host and not self._is_ours(_without_port(host)):
             raise ForbiddenError(
                 "This server listens on a loopback address and does not answer to that Host.",
-                remedy="Use http://127.0.0.1 or http://localhost.",
+                remedy="Use http://127.0.0.1 or http://localhost. Whoever runs the server can allow another "
+                "name, such as host.docker.internal, by --allowed-hosts.",
                 code="host_not_allowed",
             )
         sent = header_value(headers, b"origin")
@@ -103,7 +111,7 @@ class HostPolicy:
             )
 
     def _is_ours(self, name: str) -> bool:
-        return name == self._own_name or is_loopback(name)
+        return name in self._own_names or is_loopback(name)
 
 
 def is_loopback(host: str) -> bool:

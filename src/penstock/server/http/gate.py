@@ -81,6 +81,8 @@ class Gate:
             refuse_odd_path(scope["path"])
             await self._app(scope, receive, send_named)
         except Exception as error:
+            if isinstance(error, PenstockError):
+                record.error_code = record.error_code or error.code
             if record.status == 0:
                 await error_response(error, record.request_id)(scope, receive, send_named)
             if not isinstance(error, PenstockError):

@@ -5,10 +5,15 @@
 | 4,096 connections | 503 and close |
 | request line 8 KiB | 414 and close |
 | headers 16 KiB, 64 of them | 431 and close |
-| header time 10 s from the first byte (or the connect) | close |
-| 75 s without a byte of a body, or less than 1 KiB/s of it; 75 s idle between requests | close |
+| header time 10 s from the first byte | 408 and close |
+| 75 s without a byte of a body, or less than 1 KiB/s of it | 408 and close |
+| 10 s from the connect without a byte; 75 s idle between requests | close |
 | bytes around a body (chunk extensions, trailers): 16 KiB and 16 for each of its own | 400, 431 and close |
 | 60 s in which a client takes nothing of what is written | close |
+
+Nothing is told to a client in the middle of an answer: there a bound of time only closes. A request has one
+`Host` (RFC 9112, section 3.2), or none in HTTP/1.0. A client that has closed its sending side gets the
+answers that are due (`half_closed`), and one of HTTP/1.0 no chunks (`unframed`).
 
 Refusals carry an OpenAI error object. Given to uvicorn by `api_process`; knows nothing of routes.
 """
@@ -20,12 +25,15 @@ from http import HTTPStatus
 from typing import Any
 
 import msgspec
+from uvicorn._types import ASGI3Application
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from penstock.config.limits import ConnectionLimits
 from penstock.server.http.errors import RETRY_AFTER_S, ErrorBody, ErrorObject
+from penstock.server.http.half_closed import INTERIM, PROBE_KEY, ResetWatch
+from penstock.server.http.unframed import UnframedSend
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -53,6 +61,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._discarded_bytes = 0
         self._refusal = 0  # status of a refusal that is due
         self._is_refused = False
+        self._running: RequestResponseCycle | None = None  # whose answer is written now, or was last
+        self._reset_watch = ResetWatch(self.loop)
 
     # Connection
 
@@ -66,7 +76,44 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._stop_stall_timer()
+        self._reset_watch.end()
+        self._disconnect_all()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _due(self) -> RequestResponseCycle | None:
+        """The request whose answer the client expects next, if it expects any."""
+        return None if self._running is None or self._running.response_complete else self._running
+
+    def _disconnect_all(self) -> None:
+        """Let the routes of requests without an answer write nothing more; uvicorn stops the last one's."""
+        if self._due is not None:
+            for cycle in (self._due, *(waiting for waiting, _ in self.pipeline)):
+                cycle.disconnected = True
+                cycle.message_event.set()
+            self.pipeline.clear()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection for the answers that are due to a client that has closed its sending side."""
+        due = self._due
+        if due is None or self._in_body or self._is_refused:
+            return False
+        if not self.transport.can_write_eof():  # TLS has no half of an end
+            return False
+        if due.response_started:
+            due.scope.get(PROBE_KEY, _nothing)()  # type: ignore[operator]
+        elif due.scope["http_version"] in _OLD:  # it knows no interim answer, and may as well have left
+            return False
+        else:
+            self.transport.write(INTERIM)
+        self.cycle.keep_alive = False
+        self._disarm()
+        self._reset_watch.begin(self.transport)
+        return True
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -130,6 +177,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
+        is_old = self.parser.get_http_version() in _OLD
+        num_hosts = sum(name == b"host" for name, _ in self.headers)
+        if num_hosts > 1 or (num_hosts == 0 and not is_old):
+            self._refusal = self._refusal or 400
         if self._refusal:
             return  # before any route sees it
         self._in_body = True
@@ -137,6 +188,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._body_bytes = self._received_bytes = self._discarded_bytes = 0
         self._arm(self.limits.body_timeout_s)
         super().on_headers_complete()
+        if is_old:
+            self.cycle.keep_alive = False
+            self.cycle.send = UnframedSend(self.cycle)  # type: ignore[assignment,method-assign]
         if len(self.pipeline) > self.limits.max_pipelined:
             self.transport.abort()
         elif self.pipeline:
@@ -176,6 +230,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_refused = True
         if self.transport.is_closing():
             return
+        if self._due is not None and self._due.response_started:  # it would pass for a part of that answer
+            self.transport.abort()
+            return
+        self._disconnect_all()
         self.transport.write(_refusal_bytes(status, reason))
         if status == 503:
             self._disarm()
@@ -199,8 +257,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._in_body and self.flow.read_paused and not self._is_refused:  # it is we who do not read
             self._body_began = self.loop.time() - self._received_bytes / self.limits.min_body_rate
             self._arm(self.limits.body_timeout_s)
+        elif self._may_tell_of_delay():
+            self._refuse(408, _REASONS[408])
         else:
             self.transport.abort()
+
+    def _may_tell_of_delay(self) -> bool:
+        """Whether a request has begun, and the next bytes that its client expects are the answer to it."""
+        if self._is_refused:
+            return False
+        if self._in_body:
+            return self._due is self.cycle and not self.cycle.response_started
+        return self._head_bytes > 0 and self._due is None
 
     # Slow readers
 
@@ -228,9 +296,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._stall_timer = None
 
 
+def _nothing() -> None:
+    pass
+
+
+_OLD = frozenset({"0.9", "1.0"})  # versions without chunks, interim answers and a Host
 _LINGER_S = 2.0
 _BYTES_AROUND_ONE = 16  # of a body in chunks of one byte: its size and two line ends, with room for more
 _REASONS = {
+    400: "a request must have one Host header",
+    408: "the request was not complete in time",
     414: "the request line is too long",
     431: "the headers are too many or too long",
 }
@@ -252,6 +327,7 @@ def _refusal_bytes(status: int, reason: str) -> bytes:
 
 _CODES = {
     400: "bad_http",
+    408: "request_timeout",
     414: "request_line_too_long",
     431: "headers_too_large",
     503: "too_many_connections",

@@ -2,13 +2,15 @@
 
 Endpoints call `read_json`. A body is refused with 413 by its declared length before a byte of it is read, and
 by its true length while it is read. JSON is taken strictly: UTF-8 without a byte order mark, one value, no
-NaN, no lone surrogates, at most `max_json_depth` levels. Of a key given twice the last value counts.
+NaN, no lone surrogates, at most `max_json_depth` levels, no key twice in one object: of two values a proxy in
+front of the server may have checked the other one.
 `config.Limits` says what each bound means; those of request lines, headers, connections and time are
 `http_protocol`'s.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from penstock.errors import AbortedError, InvalidRequestError, TooLargeError
 from penstock.server.http.text_workers import TextWorkers
 
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_MAX_SHOWN_KEY = 64
 _NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
@@ -88,14 +91,49 @@ def parse_json(body: bytes, max_depth: int) -> Any:
         raise _bad_json(str(error)) from None
     except RecursionError:
         raise _too_deep(max_depth) from None
-    if not _within_depth(body, max_depth):
+    outside_strings = _STRING.sub(b"", body)
+    if not _within_depth(outside_strings, max_depth):
         raise _too_deep(max_depth)
+    if not _has_keys(value, outside_strings.count(b":")):
+        raise _bad_json(f"the key {_doubled_key(body)!r} stands twice in one object")
     return value
 
 
-def _within_depth(body: bytes, max_depth: int) -> bool:
+def _has_keys(value: Any, written: int) -> bool:
+    """Whether the objects in a decoded value have as many keys as its text, where a doubled key counts twice.
+
+    Looks no further than the last key: most bodies have a flat object and in it long lists.
+    """
+    containers = [value]
+    while written and containers:
+        container = containers.pop()
+        if isinstance(container, dict):
+            written -= len(container)
+            container = container.values()
+        elif not isinstance(container, list):
+            continue
+        containers += [inner for inner in container if isinstance(inner, dict | list)]
+    return written == 0
+
+
+def _doubled_key(body: bytes) -> str:
+    """Return the first key, cut to a readable length, that an object in this JSON has twice."""
+    doubled: list[str] = []
+
+    def look(pairs: list[tuple[str, object]]) -> None:
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                doubled.append(key)
+            seen.add(key)
+
+    json.loads(body, object_pairs_hook=look, parse_int=str, parse_float=str)
+    return doubled[0][:_MAX_SHOWN_KEY]
+
+
+def _within_depth(outside_strings: bytes, max_depth: int) -> bool:
     """Peel the innermost brackets of valid JSON once per level; linear work per level, all of it in C."""
-    skeleton = _STRING.sub(b"", body).translate(None, _NOT_BRACKETS)
+    skeleton = outside_strings.translate(None, _NOT_BRACKETS)
     for _ in range(max_depth):
         if not skeleton:
             return True

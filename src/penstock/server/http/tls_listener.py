@@ -11,7 +11,8 @@ connections that never finish it. Here they count from the first moment:
 
 After the handshake `http_protocol` has the connection, with all of its bounds. What waits
 for a client is counted before its encryption: a client that takes less than 64 KiB in `write_timeout_s`,
-while more than 512 KiB wait, counts as one that takes nothing. Used by `api_process`.
+while more than 512 KiB wait, counts as one that takes nothing. A client that speaks plain HTTP gets no answer
+that it could read; the log says so. Used by `api_process`.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class TlsListener:
         listener: bound; it begins to listen when this opens.
         num_connections: that have their protocol.
         make_protocol: for one connection.
+        on_plain_http: called with the address of a client that speaks HTTP without TLS.
     """
 
     def __init__(
@@ -44,12 +46,14 @@ class TlsListener:
         limits: ConnectionLimits,
         num_connections: Callable[[], int],
         make_protocol: Callable[[], asyncio.Protocol],
+        on_plain_http: Callable[[str], None],
     ) -> None:
         self._listener = listener
         self._context = context
         self._limits = limits
         self._num_connections = num_connections
         self._make_protocol = make_protocol
+        self._on_plain_http = on_plain_http
         self._handshakes: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None]
 
@@ -72,18 +76,18 @@ class TlsListener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, address = await loop.sock_accept(self._listener)
             except OSError:  # it was reset while it waited, or there are no descriptors
                 await asyncio.sleep(_PAUSE_S)
                 continue
             if self.num_handshakes + self._num_connections() >= self._limits.max_connections:
                 connection.close()
                 continue
-            task = loop.create_task(self._shake_hands(connection))
+            task = loop.create_task(self._shake_hands(connection, str(address[0])))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, connection: socket.socket) -> None:
+    async def _shake_hands(self, connection: socket.socket, client: str) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_protocol,
@@ -92,5 +96,7 @@ class TlsListener:
                 ssl_handshake_timeout=self._limits.header_timeout_s,
                 ssl_shutdown_timeout=_GOODBYE_S,
             )
-        except OSError:  # not TLS, no common version, too slow, or gone: no client waits for an answer
+        except OSError as error:  # not TLS, no common version, too slow, or gone: nobody waits for an answer
+            if isinstance(error, ssl.SSLError) and error.reason == "HTTP_REQUEST":
+                self._on_plain_http(client)
             connection.close()

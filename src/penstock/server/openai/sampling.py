@@ -15,6 +15,7 @@ from penstock.server.openai.structured import structured_outputs
 from penstock.tokenizer.bad_words import with_bad_words
 
 DEFAULT_COMPLETION_TOKENS = 16
+NO_LIMIT = -1  # of max_tokens: as many as fit behind the prompt
 _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -43,6 +44,11 @@ def completion_sampling(request: CompletionRequest, model: ServedModel, limits: 
         most = max(sampling.logprobs, sampling.prompt_logprobs or 0)
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
     return _settled(sampling, model, limits)
+
+
+def default_completion_tokens(request: CompletionRequest) -> int | None:
+    """Return the tokens of a completion that names no number; None fills the context."""
+    return None if request.max_tokens == NO_LIMIT else DEFAULT_COMPLETION_TOKENS
 
 
 def _settled(sampling: SamplingParams, model: ServedModel, limits: Limits) -> SamplingParams:
@@ -117,7 +123,14 @@ def _validated(
         for name, value in model.sampling_defaults.items()
         if name in _FROM_MODEL and name not in given
     }
-    fields: dict[str, Any] = silent | given | {"max_tokens": max_tokens, "logprobs": logprobs}
+    fields: dict[str, Any] = (
+        silent
+        | given
+        | {
+            "max_tokens": None if max_tokens == NO_LIMIT else max_tokens,
+            "logprobs": logprobs,
+        }
+    )
     fields["structured_outputs"] = structured_outputs(request)
     sampling = SamplingParams(**fields)
     sampling.validate(model.vocab_size)

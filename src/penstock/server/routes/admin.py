@@ -221,7 +221,12 @@ class AdminRoute:
                 param="idle_s",
                 code="out_of_range",
             )
-        operation = OpenSession(query.session_id or f"session-{uuid4().hex}", query.capacity_tokens, idle_s)
+        operation = OpenSession(
+            query.session_id or f"session-{uuid4().hex}",
+            query.capacity_tokens,
+            idle_s,
+            is_new=query.session_id is None,
+        )
         try:
             done = await self._engine.operate(operation, query.timeout_s)
         except WaitTimeoutError as error:

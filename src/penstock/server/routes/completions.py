@@ -21,9 +21,9 @@ from penstock.server.openai.openai_types import (
 )
 from penstock.server.openai.prompts import prompt_list
 from penstock.server.openai.sampling import (
-    DEFAULT_COMPLETION_TOKENS,
     check_choices,
     completion_sampling,
+    default_completion_tokens,
     fit_to_context,
 )
 from penstock.server.openai.structured import structured_field
@@ -67,10 +67,11 @@ class CompletionsRoute:
         limit, codec = intake.max_model_len, intake.model.codec
         all_ids = await intake.prompts.completions(request.prompt)
         check_choices(sampling, len(all_ids), intake.limits)
+        default = default_completion_tokens(request)
         return [
             Sequence(
                 prompt_token_ids=token_ids,
-                sampling=fit_to_context(sampling, len(token_ids), limit, default=DEFAULT_COMPLETION_TOKENS),
+                sampling=fit_to_context(sampling, len(token_ids), limit, default=default),
                 echo=Echo.of(prompt, token_ids, sampling, codec) if request.echo else None,
             )
             for prompt, token_ids in zip(prompt_list(request.prompt), all_ids, strict=True)

@@ -30,6 +30,7 @@ from penstock.server.openai.responses_types import (
     TextFormat,
     TextOptions,
 )
+from penstock.server.openai.sampling import NO_LIMIT
 from penstock.server.routes.chat_reader import ChatReader
 from penstock.server.routes.intake import Intake
 from penstock.server.routes.responder import Responder
@@ -77,13 +78,13 @@ class ResponsesRoute:
 
 def _begun(fields: ResponsesRequest, id_: str, model: str, sampling: SamplingParams) -> ResponseObject:
     """Return the response as it stands before any output."""
-    text = fields.text or TextOptions()
+    text, limit = fields.text or TextOptions(), fields.max_output_tokens
     return ResponseObject(
         id=id_,
         created_at=int(time.time()),
         model=model,
         instructions=fields.instructions,
-        max_output_tokens=fields.max_output_tokens,
+        max_output_tokens=None if limit == NO_LIMIT else limit,
         max_tool_calls=fields.max_tool_calls,
         metadata=fields.metadata or {},
         parallel_tool_calls=fields.parallel_tool_calls is not False,

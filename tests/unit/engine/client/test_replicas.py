@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 
 from core_numbers import core_stats
@@ -157,6 +158,13 @@ def test_r5_ready_while_one_is() -> None:
     assert status.reason == "replica 0: stage 1 is lost; replica 1: stage 1 is lost"
 
 
+def test_reasons_of_several_replicas_are_one_sentence() -> None:
+    away = OneEngine(ready=False)
+    whole = msgspec.structs.replace(away.status(), reason="stage 1 was lost.")
+    away.statuses = lambda: [whole]  # type: ignore[method-assign]
+    assert replicas(away, away).status().reason == "replica 0: stage 1 was lost; replica 1: stage 1 was lost"
+
+
 def test_r5_one_pipeline_is_enough_to_start_and_none_is_told() -> None:
     away = OneEngine(refusal=UnavailableError("away"))
     asyncio.run(replicas(away, OneEngine()).start())
@@ -241,7 +249,7 @@ def test_g4_a_session_that_was_asked_of_a_replica_that_went_away_is_opened_nowhe
         away.sessions = None
         (done,) = await both.operate(OpenSession("s"), 1.0)
         assert done.replica == 1
-        (done,) = await both.operate(OpenSession("t"), 1.0)
+        (done,) = await both.operate(OpenSession("t", is_new=True), 1.0)
         assert (done.replica, here.asked) == (0, ["OpenSession"])
 
     asyncio.run(run())
@@ -277,6 +285,19 @@ def test_g4_a_replica_that_has_not_come_yet_may_have_the_session() -> None:
         both.add("a", [1, 2], SamplingParams(session_id="s"))
     with pytest.raises(UnavailableError):
         asyncio.run(both.operate(CloseSession("s"), 1.0))
-    (done,) = asyncio.run(both.operate(OpenSession("s"), 1.0))
-    assert done.replica == 0
+    (done,) = asyncio.run(both.operate(OpenSession("made-up", is_new=True), 1.0))
+    assert done.replica == 0, "nobody can have it"
     assert both.add("b", [1, 2], GREEDY) is here
+
+
+def test_g4_a_session_is_not_opened_twice_when_a_front_was_started_again() -> None:
+    """The new front has heard from one replica, and the session is open in the other one."""
+    heard, silent = OneEngine(), OneEngine()
+    silent.sessions = None
+    both = replicas(heard, silent)
+    with pytest.raises(UnavailableError, match="replica 1 has not said yet"):
+        asyncio.run(both.operate(OpenSession("s"), 1.0))
+    assert (heard.asked, silent.asked) == ([], [])
+    silent.sessions = {"s"}
+    (done,) = asyncio.run(both.operate(OpenSession("s"), 1.0))
+    assert (done.replica, heard.asked) == (1, [])

@@ -1,0 +1,35 @@
+"""Answers to clients of HTTP/1.0, which know no chunks: a stream ends where its connection does.
+
+uvicorn writes every answer without a length in chunks, whatever the client speaks (RFC 9112, section 6.1: not
+to HTTP/1.0). Used by `http_protocol`; builds on the private parts of uvicorn that
+`tests/unit/server/test_uvicorn.py` watches.
+"""
+
+from __future__ import annotations
+
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+from penstock.server.http.access import header_value
+
+
+class UnframedSend:
+    """The `send` of one answer, without chunks.
+
+    Args:
+        cycle: uvicorn's state of the request; it closes the connection behind the answer.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._send = cycle.send
+        self._has_length = True
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = bool(header_value(message.get("headers", []), b"content-length"))
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:  # each piece is as long as it is said to be
+            self._cycle.expected_content_length = len(message.get("body", b""))
+        await self._send(message)  # type: ignore[arg-type]
