@@ -43,6 +43,8 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
         choice: one of these texts.
         grammar: in Lark's notation, as llguidance reads it.
         whitespace: JSON may have white space between its parts; without, there is none.
+        open_objects: objects of a JSON schema are as open as the schema says; without, those that only leave
+            undeclared fields open are closed, or their number of such fields is bounded.
     """
 
     json: str | None = None
@@ -51,6 +53,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults
     choice: list[str] | None = None
     grammar: str | None = None
     whitespace: bool = False
+    open_objects: bool = False
 
     def validate(self) -> None:
         """Raise `InvalidRequestError` unless exactly one constraint is given, and it can be met."""

@@ -18,6 +18,7 @@ import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from penstock.errors import InvalidRequestError
+from penstock.grammar.schema_text import json_schema, lark_grammar
 from penstock.grammar.special_tokens import name_by_id, set_apart
 from penstock.request import StructuredOutputs
 
@@ -42,9 +43,9 @@ _STOPS = {
     "ParserTooComplex": "it is too complex: too many ways to read the text",
     "LexerTooComplex": "it is too complex: a pattern in it grows too large",
 }
-_COMPACT = {"whitespace_flexible": False}
+_COMPACT: dict[str, object] = {"whitespace_flexible": False}
 # At most this much in one place: a model must not be able to go on with white space alone.
-_SPACED = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{1,32}"}
+_SPACED: dict[str, object] = {"whitespace_flexible": True, "whitespace_pattern": r"[ \t\n\r]{1,32}"}
 
 
 class Vocabulary:
@@ -136,21 +137,20 @@ class Matcher:
 
 def _grammar(structured: StructuredOutputs, special_ids: dict[str, int]) -> str:
     """As llguidance reads it."""
-    if structured.json is not None:
-        return _json_grammar(structured.json, structured.whitespace)
-    if structured.json_object:
-        return _json_grammar('{"type":"object"}', structured.whitespace)
+    if structured.json is not None or structured.json_object:
+        text = '{"type":"object"}' if structured.json is None else structured.json
+        schema = json_schema(text, open_objects=structured.open_objects)
+        options = _SPACED if structured.whitespace else _COMPACT
+        if schema.is_lenient:
+            options = options | {"lenient": True}
+        return str(LLMatcher.grammar_from_json_schema(schema.text, overrides=options))  # type: ignore[arg-type]
     if structured.regex is not None:
         return str(LLMatcher.grammar_from_regex(structured.regex))
     if structured.choice is not None:
         alternatives = [msgspec.json.encode(text).decode() for text in structured.choice]
         return str(LLMatcher.grammar_from_lark("start: " + " | ".join(alternatives)))
-    return str(LLMatcher.grammar_from_lark(name_by_id(structured.grammar or "", special_ids)))
-
-
-def _json_grammar(schema: str, whitespace: bool) -> str:
-    options = _SPACED if whitespace else _COMPACT
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))  # type: ignore[arg-type]
+    grammar = lark_grammar(structured.grammar or "", open_objects=structured.open_objects)
+    return str(LLMatcher.grammar_from_lark(name_by_id(grammar.text, special_ids)))
 
 
 def _reason(text: str) -> str:

@@ -25,31 +25,50 @@ import msgspec
 from penstock.errors import InvalidRequestError
 from penstock.grammar.frames import LENGTH_BYTES, ProofAnswer, framed
 from penstock.grammar.matcher import Matcher, Vocabulary, load_vocabulary
+from penstock.grammar.schema_text import is_lenient
 from penstock.request import StructuredOutputs
 
 # Less than what threads of the ranks have: what fits here fits there.
 _STACK_BYTES = 2 << 20
 _MEMORY_BYTES = 1 << 30  # beside what the vocabulary takes
 _PR_SET_PDEATHSIG = 1
-_UNSUPPORTED = re.compile(r"^(Unimplemented keys|Unknown format)|(not|only) supported")
-# Of the library's words: what stands before those on a schema within a grammar, an option that nobody has.
+# Of the library's words: those on schemas that are sound, and that it does not support.
+_UNSUPPORTED = re.compile(
+    r"^(Unimplemented keys|Unknown format|Failed to generate regex for"
+    r"|Unable to determine if|can't determine if|the schema has )"
+    r"|(not|only) supported|too many digits|are not disjoint"
+)
+# What stands before those on a schema within a grammar, and an option that nobody has.
 _NOT_TOLD = re.compile(r"^failed to compile JSON schema: |\.? Enable 'coerce_one_of'.*")
+# References are within the document; what the library looks for outside is what `$schema` names.
+_UNKNOWN_DRAFT = re.compile(r"^Resource ('.*') is not present in a registry.*")
 
 
 def tried(vocabulary: Vocabulary, structured: StructuredOutputs) -> ProofAnswer:
-    """Of what the last stage would do first with this grammar."""
+    """Return what came of doing what the last stage would do first with this grammar."""
     try:
-        matcher = Matcher(vocabulary, structured)
-        mask = matcher.mask()
+        if is_lenient(structured):  # what is not supported is found without bounds for open objects
+            answer = _built(vocabulary, msgspec.structs.replace(structured, open_objects=True))
+            if answer.error is not None:
+                return answer
+        return _built(vocabulary, structured)
+    except InvalidRequestError as error:
+        return ProofAnswer(error.info())
     except Exception as error:  # a panic of the library ends the process
         return _invalid(str(error))
+
+
+def _built(vocabulary: Vocabulary, structured: StructuredOutputs) -> ProofAnswer:
+    matcher = Matcher(vocabulary, structured)
+    mask = matcher.mask()
     if matcher.error:
         return _invalid(matcher.error)
     return ProofAnswer() if any(mask) else _invalid("no text satisfies it")
 
 
 def _invalid(reason: str) -> ProofAnswer:
-    why = _NOT_TOLD.sub("", reason)
+    told = _NOT_TOLD.sub("", reason)
+    why = _UNKNOWN_DRAFT.sub(r"the schema has $schema: \1 is not a draft that is known", told)
     return ProofAnswer(
         InvalidRequestError(
             f"structured output: {why}.",

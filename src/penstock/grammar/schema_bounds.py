@@ -10,20 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote
 
 import msgspec
 
 from penstock.config.limits import GrammarLimits
 from penstock.errors import InvalidRequestError
+from penstock.grammar.references import localize_references
+from penstock.grammar.schema_errors import refused, unsupported
+from penstock.grammar.schema_text import COUNTS, OPTIONS, schemas_within
+from penstock.grammar.subschemas import steps_of, subschemas, value_at
 from penstock.request import StructuredOutputs
 
 # Constraints of one draft or another that llguidance reads over without a word.
-_IGNORED = frozenset({"additionalItems", "disallow", "divisibleBy", "extends", "x-guidance"})
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_ALTERNATIVES = ("anyOf", "oneOf", "allOf", "prefixItems")
-_NESTED = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_IGNORED = frozenset({"additionalItems", "disallow", "divisibleBy", "extends", OPTIONS})
+# Options of the library that leave constraints unobeyed.
+_LENIENT = frozenset({"lenient", "coerce_one_of"})
 
 
 def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
@@ -32,7 +33,7 @@ def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
         try:
             size = len(text.encode())
         except UnicodeEncodeError:
-            raise _refused("it is not valid Unicode text (it may hold a lone surrogate)") from None
+            raise refused("it is not valid Unicode text (it may hold a lone surrogate)") from None
         _at_most("its length in bytes", size, limits.max_schema_bytes, "--max-schema-bytes")
     if structured.choice is not None:
         _at_most("the number of choices", len(structured.choice), limits.max_enum_items, "--max-enum-items")
@@ -40,11 +41,29 @@ def check_bounds(structured: StructuredOutputs, limits: GrammarLimits) -> None:
         _at_most("the length of all choices in bytes", size, limits.max_schema_bytes, "--max-schema-bytes")
     if structured.json is not None:
         check_schema(structured.json, limits)
+    if structured.grammar is not None:
+        _check_grammar(structured.grammar, limits)
 
 
 def check_schema(text: str, limits: GrammarLimits) -> None:
     """The same of a schema, but for its length: it is part of something whose length is bounded."""
-    _Reader(limits, _document(text, limits)).read_all()
+    _check_document(_document(text, limits), limits)
+
+
+def _check_grammar(grammar: str, limits: GrammarLimits) -> None:
+    """Check the schemas in a grammar; it may say by options of the library how their JSON is written."""
+    for schema in schemas_within(grammar):
+        if not isinstance(schema, dict):
+            continue
+        options = schema.pop(OPTIONS, {})
+        if not isinstance(options, dict) or options.keys() & _LENIENT:
+            raise unsupported(OPTIONS, "what a schema constrains is kept to")
+        _check_document(schema, limits)
+
+
+def _check_document(document: dict[str, Any], limits: GrammarLimits) -> None:
+    localize_references(document)
+    _Reader(limits, document).read_all()
 
 
 def _texts(structured: StructuredOutputs) -> Iterator[str]:
@@ -60,9 +79,9 @@ def _document(text: str, limits: GrammarLimits) -> dict[str, Any]:
     try:
         document = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _refused(f"the schema is not JSON: {error}") from None
+        raise refused(f"the schema is not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise _refused("the schema is no JSON object")
+        raise refused("the schema is no JSON object")
     return document
 
 
@@ -99,28 +118,30 @@ class _Reader:
         if isinstance(schema, bool) or id(schema) in self.seen:
             return
         if not isinstance(schema, dict):
-            raise _refused(f"a schema is an object or true or false, found {_kind(schema)}")
+            raise refused(f"a schema is an object or true or false, found {_kind(schema)}")
         self.seen.add(id(schema))
         self._check_keywords(schema)
-        for nested in _nested(schema):
+        for _, nested in subschemas(schema):
             self._read(nested, depth + 1)
 
     def _check_keywords(self, schema: dict[str, Any]) -> None:
         limits = self.limits
         for keyword in _IGNORED & schema.keys():
-            raise _unsupported(keyword, "it is not supported")
+            raise unsupported(keyword, "it is not supported")
         if isinstance(schema.get("items"), list):
-            raise _unsupported("items", "a list of schemas is not supported here; write prefixItems")
+            raise unsupported("items", "a list of schemas is not supported here; write prefixItems")
         for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             if isinstance(schema.get(keyword), bool):
-                raise _unsupported(keyword, "it is a number, which takes the place of minimum or maximum")
+                raise unsupported(keyword, "it is a number, which takes the place of minimum or maximum")
         for keyword in ("$ref", "$id"):
             self._check_reference(keyword, schema.get(keyword))
-        for keyword in _COUNTS:
+        for keyword in COUNTS:
             count = schema.get(keyword, 0)
             if isinstance(count, bool) or not isinstance(count, int | float):
-                raise _unsupported(keyword, f"it is a number, not {_kind(count)}")
+                raise unsupported(keyword, f"it is a number, not {_kind(count)}")
             _at_most(keyword, count, limits.max_repeats, "--max-repeats")
+            if count < 0 or count != int(count):
+                raise unsupported(keyword, f"it is a whole number from 0 on, not {count}")
         _check_num_fields(schema)
         for pattern in _patterns(schema):
             size = len(pattern.encode("utf-8", "replace"))
@@ -137,36 +158,9 @@ class _Reader:
         if target is None:
             return
         if not isinstance(target, str):
-            raise _unsupported(keyword, f"it is a text, not {_kind(target)}")
+            raise unsupported(keyword, f"it is a text, not {_kind(target)}")
         if keyword == "$ref":
-            self.found.append(self._resolved(target))
-
-    def _resolved(self, pointer: str) -> Any:
-        """What a JSON pointer (RFC 6901, as a fragment) leads to."""
-        if pointer != "#" and not pointer.startswith("#/"):
-            raise _unsupported("$ref", f"only #/... within the document is followed, not {pointer[:128]!r}")
-        value: Any = self.document
-        for step in unquote(pointer[2:]).split("/") if len(pointer) > 1 else ():
-            name = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(value, dict) and name in value:
-                value = value[name]
-            elif isinstance(value, list) and name.isdecimal() and int(name[:9]) < len(value):
-                value = value[int(name[:9])]
-            else:
-                raise _unsupported("$ref", f"nothing is at {pointer[:128]!r}")
-        return value
-
-
-def _nested(schema: dict[str, Any]) -> Iterator[Any]:
-    for keyword in _BY_NAME:
-        if isinstance(schema.get(keyword), dict):
-            yield from schema[keyword].values()
-    for keyword in _ALTERNATIVES:
-        if isinstance(schema.get(keyword), list):
-            yield from schema[keyword]
-    for keyword in _NESTED:
-        if keyword in schema:
-            yield schema[keyword]
+            self.found.append(value_at(self.document, steps_of(target)))
 
 
 def _check_num_fields(schema: dict[str, Any]) -> None:
@@ -175,7 +169,7 @@ def _check_num_fields(schema: dict[str, Any]) -> None:
     required = schema.get("required")
     surely = 1 + (len(required) if isinstance(required, list) else 0)
     if schema.get("minProperties", 0) > surely:
-        raise _unsupported("minProperties", f"of fields with different names only {surely} can be promised")
+        raise unsupported("minProperties", f"of fields with different names only {surely} can be promised")
 
 
 def _patterns(schema: dict[str, Any]) -> Iterator[str]:
@@ -206,19 +200,4 @@ def _too_deep(limits: GrammarLimits) -> InvalidRequestError:
         remedy="Make it flatter, or raise --max-schema-depth.",
         param="structured_outputs",
         code="out_of_range",
-    )
-
-
-def _unsupported(keyword: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"structured output: the schema has {keyword}: {why}.",
-        remedy=f"Leave {keyword} out, and check for it yourself.",
-        param="structured_outputs",
-        code="unsupported_schema",
-    )
-
-
-def _refused(why: str) -> InvalidRequestError:
-    return InvalidRequestError(
-        f"structured output: {why}.", param="structured_outputs", code="invalid_schema"
     )

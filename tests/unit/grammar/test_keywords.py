@@ -115,7 +115,11 @@ REFUSED: dict[str, Schema] = {
 # The same of what has no name of its own on the page, with the words that tell it.
 REFUSED_IN_WORDS: list[tuple[str, Schema]] = [
     ("$ref", {"$ref": "http://x.example/schema"}),
-    ("$ref", {"$ref": "#anchor", "$anchor": "anchor"}),
+    ("$ref", {"$ref": "#anchor"}),
+    ("$schema", {"$schema": "http://x.example/draft", "type": "null"}),
+    ("patternProperty", of() | {"patternProperties": {"a": NULL, "b": NULL}}),
+    ("multipleOf", {"type": "integer", "multipleOf": 123_456_789_012}),
+    ("1.8446744073709552e19", {"type": "number", "maximum": 2**64}),
     ("idn-email", {"type": "string", "format": "idn-email"}),
     ("regex", {"type": "string", "format": "regex"}),
     ("json-pointer", {"type": "string", "format": "json-pointer"}),

@@ -71,6 +71,8 @@ WRONG = [
     ({"minProperties": 2}, "only 1 can be promised", "Leave minProperties out"),
     ({"minProperties": 4, "required": ["a", "b"]}, "only 3 can be", "Leave minProperties out"),
     ({"minItems": "3"}, "minItems", "Leave minItems out"),
+    ({"minItems": 1.5}, "a whole number from 0 on, not 1.5", "Leave minItems out"),
+    ({"maxLength": -1}, "a whole number from 0 on, not -1", "Leave maxLength out"),
 ]
 
 
@@ -82,6 +84,21 @@ def test_r8_what_is_too_much_or_would_not_be_obeyed_is_named_wherever_it_stands(
         error = refused(schema)
         assert told in error.message
         assert remedy in error.remedy
+        grammar = StructuredOutputs(grammar=f'start: "a" %json {json.dumps(schema)}')
+        with pytest.raises(InvalidRequestError) as raised:
+            check_bounds(grammar, LIMITS)
+        assert told in raised.value.message or "x-guidance" in told
+
+
+@pytest.mark.parametrize("option", ["lenient", "coerce_one_of"])
+def test_r8_a_grammar_cannot_have_a_schema_in_it_be_passed_over(option: str) -> None:
+    """By options of the library, which are for spaces and escapes only."""
+    grammar = 'start: %%json {"not": {}, "x-guidance": %s}'
+    with pytest.raises(InvalidRequestError, match="x-guidance") as raised:
+        check_bounds(StructuredOutputs(grammar=grammar % json.dumps({option: True})), LIMITS)
+    assert raised.value.code == "unsupported_schema"
+    check_bounds(StructuredOutputs(grammar=grammar % '{"whitespace_flexible": false}'), LIMITS)
+    check_bounds(StructuredOutputs(grammar="start: %json true"), LIMITS)
 
 
 def test_r8_what_looks_like_a_keyword_and_is_data_is_none() -> None:

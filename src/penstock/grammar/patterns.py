@@ -1,0 +1,38 @@
+"""Regular expressions of JSON schemas, which are ECMAScript's, in the notation of the library of grammars.
+
+The two notations agree in most. What the library would silently read in another way is written anew: white
+space, of which ECMA-262 (22.2.2.9) has U+FEFF and not U+0085, and brackets and operators within a class of
+characters. So are control letters, which the library does not know.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+
+_SPACE = r"\t\n\x0B\x0C\r\x20\u{A0}\u{FEFF}\u{1680}\u{2000}-\u{200A}\u{2028}\u{2029}\u{202F}\u{205F}\u{3000}"
+_ANYWHERE = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
+_ANYWHERE |= {rf"\c{letter}": rf"\x{ord(letter) % 32:02X}" for letter in string.ascii_letters}
+_IN_CLASS = {"[": r"\[", "&": r"\&", "~": r"\~"}
+_EMPTY_CLASSES = {"[]": r"[a&&b]", "[^]": r"[\x00-\u{10FFFF}]"}
+_PART = re.compile(r"\\c[A-Za-z]|\\.|\[\^?\]?|.", re.DOTALL)
+
+
+def from_ecma(pattern: str) -> str:
+    """Return the expression in the library's notation that matches what `pattern` does."""
+    parts: list[str] = []
+    is_in_class = False
+    for found in _PART.finditer(pattern):
+        if found[0] in _ANYWHERE:
+            parts.append(_ANYWHERE[found[0]])
+        elif not is_in_class:
+            parts.append(_EMPTY_CLASSES.get(found[0], found[0]))
+            is_in_class = found[0] in ("[", "[^")
+        else:  # an opening bracket is a character here
+            parts += found[0] if found[0][0] == "\\" else map(_in_class, found[0])
+            is_in_class = not found[0].endswith("]") or found[0][0] == "\\"
+    return "".join(parts)
+
+
+def _in_class(character: str) -> str:
+    return _IN_CLASS.get(character, character)

@@ -1,0 +1,150 @@
+"""References of a JSON schema by `$id`, `$anchor` or URN, written as JSON pointers.
+
+A schema within a document may have an address of its own (`$id`), against which the references in it are
+resolved, and names (`$anchor`). They are resolved here, so that what is read for bounds is what the grammar
+is built of. Nothing outside the document is ever opened.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import unquote, urljoin
+
+from penstock.errors import InvalidRequestError
+from penstock.grammar.schema_errors import unsupported
+from penstock.grammar.subschemas import Steps, pointer_to, steps_of, subschemas, value_at
+
+_SHOWN_CHARACTERS = 128  # of a reference, in a refusal
+# Of a pointer: a document of many short references to a place with a long path would grow without bound.
+_MAX_POINTER_CHARACTERS = 512
+
+
+def localize_references(document: dict[str, Any]) -> None:
+    """Write every `$ref` of a document as a JSON pointer from its root; addresses and names are removed.
+
+    References that are such pointers already stay as they are.
+
+    Raises:
+        InvalidRequestError: a reference leads out of the document, or nowhere.
+    """
+    index = _Index(document, _address_keyword(document))
+    index.read((), document, "", names_count=True)
+    root_base = index.schemas[0].base
+    position = 0
+    while position < len(index.schemas):  # more come where references lead to places that hold no schemas
+        schema, base = index.schemas[position].schema, index.schemas[position].base
+        position += 1
+        reference = schema.get("$ref")
+        if isinstance(reference, str):
+            steps, target_base = index.resolve(reference, base)
+            if base != root_base or not (reference == "#" or reference.startswith("#/")):
+                schema["$ref"] = _pointer(steps, reference)
+            index.read(steps, value_at(document, steps), target_base, names_count=False)
+    if len(index.addresses) > 1 or index.names:
+        for found in index.schemas:
+            for keyword in (index.address_keyword, "$anchor"):
+                if isinstance(found.schema.get(keyword), str):
+                    del found.schema[keyword]
+
+
+def _address_keyword(document: dict[str, Any]) -> str:
+    draft = document.get("$schema")
+    return "id" if isinstance(draft, str) and "/draft-04/" in draft else "$id"
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A schema of the document, and the address that its references are resolved against."""
+
+    schema: dict[str, Any]
+    base: str
+
+
+@dataclass(slots=True)
+class _Index:
+    """The schemas of a document, with their addresses and names.
+
+    Attributes:
+        addresses: steps to the schema that has an address.
+        names: steps to the schema that has a name within an address.
+    """
+
+    document: dict[str, Any]
+    address_keyword: str
+    schemas: list[_Found] = field(default_factory=list)
+    addresses: dict[str, Steps] = field(default_factory=dict)
+    names: dict[tuple[str, str], Steps] = field(default_factory=dict)
+    seen: set[int] = field(default_factory=set)
+
+    def read(self, steps: Steps, value: Any, base: str, *, names_count: bool) -> None:
+        """Add the schema at these steps and those within it, unless they are there.
+
+        Args:
+            base: the address of what it stands in.
+            names_count: other schemas may refer to addresses and names in it.
+        """
+        waiting = [(steps, value, base)]
+        while waiting:
+            steps, schema, base = waiting.pop()
+            if not isinstance(schema, dict) or id(schema) in self.seen:
+                continue
+            self.seen.add(id(schema))
+            base = self._base_of(schema, steps, base, names_count=names_count)
+            self.schemas.append(_Found(schema, base))
+            waiting += [(steps + more, nested, base) for more, nested in subschemas(schema)]
+
+    def _base_of(self, schema: dict[str, Any], steps: Steps, base: str, *, names_count: bool) -> str:
+        """Return the address that holds in a schema; add it, and the schema's names."""
+        names = [schema.get("$anchor"), schema.get("$dynamicAnchor")]
+        given = schema.get(self.address_keyword)
+        address, _, name = given.partition("#") if isinstance(given, str) else ("", "", "")
+        names.append(name or None)  # the way in which older drafts write `$anchor`
+        base = _joined(base, address) if address else base
+        if names_count:
+            if address or not steps:
+                self.addresses.setdefault(base, steps)
+            for name in names:
+                if isinstance(name, str):
+                    self.names.setdefault((base, name), steps)
+        return base
+
+    def resolve(self, reference: str, base: str) -> tuple[Steps, str]:
+        """Return the steps to what a reference leads to, and the address that holds around it."""
+        address, _, fragment = _joined(base, reference).partition("#")
+        if address not in self.addresses:
+            raise _leads_nowhere(reference, "only what is within the document is followed, not")
+        steps = self.addresses[address]
+        if fragment.startswith("/"):
+            steps += steps_of("#" + fragment)
+        elif fragment:
+            name = (address, unquote(fragment))
+            if name not in self.names:
+                raise _leads_nowhere(reference, "nothing is at")
+            steps = self.names[name]
+        try:
+            value_at(self.document, steps)
+        except KeyError:
+            raise _leads_nowhere(reference, "nothing is at") from None
+        return steps, address
+
+
+def _joined(base: str, reference: str) -> str:
+    if not reference or reference.startswith("#"):
+        return base + reference  # of addresses that have no paths, too
+    try:
+        return urljoin(base, reference)
+    except ValueError:
+        raise _leads_nowhere(reference, "only addresses are followed, not") from None
+
+
+def _pointer(steps: Steps, reference: str) -> str:
+    if sum(map(len, steps)) > _MAX_POINTER_CHARACTERS:
+        raise _leads_nowhere(
+            reference, f"the names on the way to it are over {_MAX_POINTER_CHARACTERS} long:"
+        )
+    return pointer_to(steps)
+
+
+def _leads_nowhere(reference: str, why: str) -> InvalidRequestError:
+    return unsupported("$ref", f"{why} {reference[:_SHOWN_CHARACTERS]!r}")

@@ -1,0 +1,22 @@
+"""The refusals of a JSON schema, or of what stands in its place, before anything is built of it."""
+
+from __future__ import annotations
+
+from penstock.errors import InvalidRequestError
+
+
+def unsupported(keyword: str, why: str) -> InvalidRequestError:
+    """Return the refusal of a keyword that would not be obeyed."""
+    return InvalidRequestError(
+        f"structured output: the schema has {keyword}: {why}.",
+        remedy=f"Leave {keyword} out, and check for it yourself.",
+        param="structured_outputs",
+        code="unsupported_schema",
+    )
+
+
+def refused(why: str) -> InvalidRequestError:
+    """Return the refusal of a text that is not a schema."""
+    return InvalidRequestError(
+        f"structured output: {why}.", param="structured_outputs", code="invalid_schema"
+    )
