@@ -62,6 +62,33 @@ def test_the_openai_client_gets_what_its_schema_says(client: openai.OpenAI) -> N
         assert text == whole.choices[0].message.content
 
 
+def test_a_schema_of_plain_classes_ends_by_itself(client: openai.OpenAI) -> None:
+    """Without `additionalProperties: false`, as Pydantic writes it: where it may, the model goes on."""
+    part = {
+        "properties": {"n": {"maximum": 9, "minimum": 0, "title": "N", "type": "integer"}},
+        "required": ["n"],
+        "title": "Part",
+        "type": "object",
+    }
+    plain = {
+        "$defs": {"Part": part},
+        "properties": {
+            "whole": {"$ref": "#/$defs/Part"},
+            "kind": {"default": "small", "enum": ["small", "large"], "title": "Kind", "type": "string"},
+        },
+        "required": ["whole"],
+        "title": "Thing",
+        "type": "object",
+    }
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "thing", "schema": plain}}
+    for seed in range(5):
+        whole = client.chat.completions.create(
+            model="demo", messages=MESSAGES, response_format=schema, seed=seed, max_tokens=100
+        )
+        assert whole.choices[0].finish_reason == "stop"
+        assert json.loads(whole.choices[0].message.content or "").keys() <= {"whole", "kind"}
+
+
 @pytest.mark.parametrize(
     ("asked", "pattern"),
     [

@@ -247,6 +247,18 @@ def test_forced_calls_go_to_the_engine_as_a_grammar(choice: Any, num_calls: int)
         assert live.engine.added[-1][2].structured_outputs is None
 
 
+def test_arguments_are_as_open_as_the_server_and_the_request_say() -> None:
+    """The grammar of calls is made here; what it says of open objects follows from neither of its schemas."""
+    for is_open in (False, True):
+        with serving(ANSWERS["hermes"], config=ServerConfig(json_open_objects=is_open)) as live:
+            for options in ({}, {"json_object": True, "open_objects": not is_open}):
+                ask(live, tools=[tool("look", strict=True)], structured_outputs=options or None)
+                wanted = live.engine.added[-1][2].structured_outputs
+                assert wanted is not None
+                assert wanted.grammar is not None
+                assert wanted.open_objects is (is_open if not options else not is_open)
+
+
 def test_strict_tools_bind_their_own_calls_only() -> None:
     with serving(ANSWERS["hermes"]) as live:
         ask(live, tools=[tool("look", strict=True), tool("add")])

@@ -83,12 +83,44 @@ def test_response_format(server: LiveServer, path: str) -> None:
             StructuredOutputs(json='{"type":"null"}', whitespace=True),
         ),
         ({"json": {"type": "null"}, "regex": None}, StructuredOutputs(json='{"type":"null"}')),
+        (
+            {"json": {"type": "null"}, "open_objects": True},
+            StructuredOutputs(json='{"type":"null"}', open_objects=True),
+        ),
     ],
 )
 def test_structured_outputs(
     server: LiveServer, path: str, given: dict[str, Any], expected: StructuredOutputs
 ) -> None:
     assert asked_for(server, path, structured_outputs=given) == expected
+
+
+def test_how_json_is_written_may_be_said_beside_a_response_format(server: LiveServer) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}
+    for options in ({"open_objects": True}, {"whitespace": True}, {"open_objects": False, "json": None}):
+        found = asked_for(server, CHAT, response_format=schema, structured_outputs=options)
+        given = {name: value for name, value in options.items() if value is not None}
+        assert found == StructuredOutputs(json='{"type":"null"}', **given)
+    error = refused(
+        server,
+        CHAT,
+        response_format={"type": "json_schema", "json_schema": {"schema": {"not": {}}}},
+        structured_outputs={"open_objects": True},
+    )
+    assert error["param"] == "response_format"
+
+
+def test_objects_are_open_where_the_server_says_so_and_the_request_does_not() -> None:
+    """`--json-open-objects`; a request may say otherwise."""
+    config = ServerConfig(json_open_objects=True)
+    with LiveServer(config=config, model=fake_model(grammar_model=DEMO)) as live:
+        for path in (CHAT, TEXT):
+            for options, expected in (({}, True), ({"open_objects": False}, False)):
+                found = asked_for(live, path, structured_outputs={"json": {"type": "null"}} | options)
+                assert found is not None
+                assert found.open_objects is expected
+        found = asked_for(live, CHAT, response_format={"type": "json_object"})
+        assert found == StructuredOutputs(json_object=True, open_objects=True)
 
 
 FORMAT, OUTPUTS = "response_format", "structured_outputs"

@@ -57,6 +57,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             `host.docker.internal`; checked only while the server listens on a loopback address.
         profile_dir: directory where `/start_profile` writes profiles; None refuses them.
         insecure: allow an address other than loopback without a key.
+        json_open_objects: leave objects of JSON schemas as open as JSON Schema has them, where a request does
+            not say; else those that only leave undeclared fields open are closed or bounded.
         drain_s: seconds that running requests have to end after SIGTERM.
         log_format: format of the log on standard error.
         min_free_bytes: bytes of the host's memory; with less left new requests are answered 503. 0 never.
@@ -126,6 +128,9 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     insecure: Annotated[bool, Setting("server", "allow an open address without a key")] = False
+    json_open_objects: Annotated[bool, Setting("server", "JSON may have fields that schemas do not name")] = (
+        False
+    )
     drain_s: Annotated[
         float, Setting("server", "time for running work after SIGTERM", flag="--drain-seconds")
     ] = 30.0

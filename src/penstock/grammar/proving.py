@@ -185,9 +185,9 @@ class GrammarProver:
         check_bounds(structured, self._limits)
         await self._prove(structured)
 
-    async def prove_made(self, grammar: str) -> None:
+    async def prove_made(self, structured: StructuredOutputs) -> None:
         """The same of a grammar of ours. Its length is that of its parts, which were checked."""
-        await self._prove(StructuredOutputs(grammar=grammar))
+        await self._prove(structured)
 
     async def _prove(self, structured: StructuredOutputs) -> None:
         proof = self._begin(structured)

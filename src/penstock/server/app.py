@@ -139,7 +139,7 @@ def create_app(
         clock=clock,
     )
     grammars = GrammarProver(model.grammar_model, config.grammars)
-    intake = Intake(model, context, config.limits, workers)
+    intake = Intake(model, context, config, workers)
     responder = Responder(model, context, config.limits, workers)
     described = [
         *_generation_routes(intake, GrammarChecks(grammars), responder),

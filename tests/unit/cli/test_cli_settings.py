@@ -176,6 +176,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
  --max-waiting-tokens 30 --built-grammar-bytes 62
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
+--json-open-objects
 --ssl-certfile /a.crt --ssl-keyfile /a.key
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
 --allowed-hosts host.docker.internal --allowed-hosts box
@@ -271,6 +272,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
         "ssl_certfile": "/a.crt",
         "ssl_keyfile": "/a.key",
         "drain_s": 22.0,
+        "json_open_objects": True,
         "min_free_bytes": 44,
         "profile_dir": "/tmp",
         "limits": {

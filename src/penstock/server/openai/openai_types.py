@@ -48,6 +48,7 @@ class StructuredOutputFields(msgspec.Struct, frozen=True, kw_only=True, forbid_u
     choice: list[str] | None = None
     grammar: str | None = None
     whitespace: bool | None = None
+    open_objects: bool | None = None
 
 
 class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,12 +19,21 @@ NO_LIMIT = -1  # of max_tokens: as many as fit behind the prompt
 _FROM_MODEL = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def chat_sampling(request: ChatRequest, model: ServedModel, limits: Limits) -> SamplingParams:
-    """Sampling of a chat request; `max_tokens` None fills the context. Raises `InvalidRequestError`."""
+def chat_sampling(
+    request: ChatRequest, model: ServedModel, limits: Limits, *, open_objects: bool
+) -> SamplingParams:
+    """Return the sampling of a chat request; `max_tokens` None fills the context.
+
+    Args:
+        open_objects: objects of JSON schemas stay open where the request does not say.
+
+    Raises:
+        InvalidRequestError: a field is out of bounds, or does not fit the model; names it.
+    """
     most, name = min(limits.max_logprobs, model.vocab_size), output_field(request)
     limit, logprobs = getattr(request, name), _chat_logprobs(request, most)
     try:
-        sampling = _validated(request, model, max_tokens=limit, logprobs=logprobs)
+        sampling = _validated(request, model, max_tokens=limit, logprobs=logprobs, open_objects=open_objects)
     except InvalidRequestError as error:
         if error.param != "max_tokens":
             raise
@@ -38,8 +47,17 @@ def output_field(request: ChatRequest) -> str:
     return "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
 
 
-def completion_sampling(request: CompletionRequest, model: ServedModel, limits: Limits) -> SamplingParams:
-    sampling = _validated(request, model, max_tokens=request.max_tokens, logprobs=request.logprobs)
+def completion_sampling(
+    request: CompletionRequest, model: ServedModel, limits: Limits, *, open_objects: bool
+) -> SamplingParams:
+    """Return the sampling of a completions request; as `chat_sampling`."""
+    sampling = _validated(
+        request,
+        model,
+        max_tokens=request.max_tokens,
+        logprobs=request.logprobs,
+        open_objects=open_objects,
+    )
     if request.echo and sampling.logprobs is not None:
         most = max(sampling.logprobs, sampling.prompt_logprobs or 0)
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=most)
@@ -111,7 +129,12 @@ def check_choices(sampling: SamplingParams, num_prompts: int, limits: Limits) ->
 
 
 def _validated(
-    request: GenerateRequest, model: ServedModel, *, max_tokens: int | None, logprobs: int | None
+    request: GenerateRequest,
+    model: ServedModel,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    open_objects: bool,
 ) -> SamplingParams:
     given = {
         name: value
@@ -131,7 +154,7 @@ def _validated(
             "logprobs": logprobs,
         }
     )
-    fields["structured_outputs"] = structured_outputs(request)
+    fields["structured_outputs"] = structured_outputs(request, open_objects=open_objects)
     sampling = SamplingParams(**fields)
     sampling.validate(model.vocab_size)
     return sampling

@@ -13,22 +13,43 @@ from penstock.tokenizer.tool_grammar import has_rule, reasoned_grammar
 
 
 def structured_field(request: GenerateRequest) -> str:
-    """The field by which structured output is asked for, if it is."""
-    return "response_format" if request.structured_outputs is None else "structured_outputs"
+    """Return the field by which structured output is asked for, if it is."""
+    fields = request.structured_outputs
+    if fields is None or (request.response_format is not None and not _says_what(fields)):
+        return "response_format"
+    return "structured_outputs"
 
 
-def structured_outputs(request: GenerateRequest) -> StructuredOutputs | None:
-    """What the text must be; None where nothing is asked. Raises `InvalidRequestError` naming the field."""
+def structured_outputs(request: GenerateRequest, *, open_objects: bool) -> StructuredOutputs | None:
+    """Return what the text must be; None where nothing is asked.
+
+    Args:
+        open_objects: objects of JSON schemas stay open where the request does not say.
+
+    Raises:
+        InvalidRequestError: two fields say what the text must be, or one does not say it; names the field.
+    """
     of_format = None if request.response_format is None else _of_format(request.response_format)
-    if request.structured_outputs is None:
-        return of_format
-    if of_format is not None:
+    fields = request.structured_outputs or StructuredOutputFields()
+    if of_format is not None and _says_what(fields):
         raise InvalidRequestError(
             "response_format and structured_outputs both say what the text must be.",
             remedy="Leave one of them out.",
             param="response_format",
         )
-    return _of_fields(request.structured_outputs)
+    if of_format is None and request.structured_outputs is None:
+        return None
+    return msgspec.structs.replace(
+        of_format or _of_fields(fields),
+        whitespace=bool(fields.whitespace),
+        open_objects=open_objects if fields.open_objects is None else fields.open_objects,
+    )
+
+
+def _says_what(fields: StructuredOutputFields) -> bool:
+    """Return whether the fields say what the text must be, and not only how its JSON is written."""
+    given = (fields.json, fields.json_object or None, fields.regex, fields.choice, fields.grammar)
+    return any(value is not None for value in given)
 
 
 def in_place_of_calls(
@@ -98,7 +119,6 @@ def _of_fields(fields: StructuredOutputFields) -> StructuredOutputs:
         regex=fields.regex,
         choice=fields.choice,
         grammar=fields.grammar,
-        whitespace=bool(fields.whitespace),
     )
 
 

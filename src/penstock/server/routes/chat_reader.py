@@ -48,7 +48,7 @@ class ChatReader:
         """Return the request as read, with its grammar checked. An error names the field at fault."""
         intake, grammars = self._intake, self._grammars
         model = intake.model
-        sampling = chat_sampling(request, model, intake.limits)
+        sampling = chat_sampling(request, model, intake.limits, open_objects=intake.open_objects)
         check_choices(sampling, 1, intake.limits)
         use, options, unused = self._beside_messages(request)
         prompt = await intake.prompts.chat(request.messages, use, options)
@@ -65,9 +65,10 @@ class ChatReader:
             asked_by = "tools"
         for param, schema in bound_schemas(use).items():
             grammars.check_schema(schema, param)
-        sampling = _for_reading(sampling, reading, model, grammar)
-        if grammar is not None:
-            await grammars.check_made(grammar, asked_by)
+        made = None if grammar is None else self._made_grammar(grammar, sampling)
+        sampling = _for_reading(sampling, reading, model, made)
+        if made is not None:
+            await grammars.check_made(made, asked_by)
         return ReadChat(sequence=self._sequence(request, prompt, sampling), reading=reading, unused=unused)
 
     async def render(self, request: ChatRequest) -> tuple[str, Sequence, list[str]]:
@@ -76,7 +77,8 @@ class ChatReader:
         No grammar is checked.
         """
         prompts = self._intake.prompts
-        sampling = chat_sampling(request, self._intake.model, self._intake.limits)
+        intake = self._intake
+        sampling = chat_sampling(request, intake.model, intake.limits, open_objects=intake.open_objects)
         use, options, unused = self._beside_messages(request)
         prompt = await prompts.chat(request.messages, use, options)
         sequence = self._sequence(request, prompt, sampling)
@@ -86,6 +88,12 @@ class ChatReader:
         """Return tools and options for the chat template, and the fields that have no effect on it."""
         syntax, limits = self._intake.model.syntax, self._intake.limits
         return tool_use(request, syntax, limits), *template_options(request, syntax, limits)
+
+    def _made_grammar(self, grammar: str, sampling: SamplingParams) -> StructuredOutputs:
+        """Return a grammar of calls or reasoning; its objects are as open as the request's others."""
+        asked = sampling.structured_outputs
+        open_objects = self._intake.open_objects if asked is None else asked.open_objects
+        return StructuredOutputs(grammar=grammar, open_objects=open_objects)
 
     def _sequence(self, request: ChatRequest, prompt: list[int], sampling: SamplingParams) -> Sequence:
         fitted = fit_to_context(
@@ -100,14 +108,14 @@ class ChatReader:
 
 
 def _for_reading(
-    sampling: SamplingParams, reading: Reading | None, model: ServedModel, grammar: str | None
+    sampling: SamplingParams, reading: Reading | None, model: ServedModel, made: StructuredOutputs | None
 ) -> SamplingParams:
     """Return the sampling of an answer that can be read so, and that follows the grammar."""
     changes: dict[str, Any] = {}
     if markers := shown_markers(reading, model.syntax):
         changes["shown_special_tokens"] = markers
-    if grammar is not None:
-        changes["structured_outputs"] = StructuredOutputs(grammar=grammar)
+    if made is not None:
+        changes["structured_outputs"] = made
     changed = msgspec.structs.replace(sampling, **changes)
     changed.validate(model.vocab_size)
     return changed

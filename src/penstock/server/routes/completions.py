@@ -63,7 +63,7 @@ class CompletionsRoute:
     async def _sequences(self, request: CompletionRequest) -> list[Sequence]:
         """Return a sequence for each prompt."""
         intake = self._intake
-        sampling = completion_sampling(request, intake.model, intake.limits)
+        sampling = completion_sampling(request, intake.model, intake.limits, open_objects=intake.open_objects)
         limit, codec = intake.max_model_len, intake.model.codec
         all_ids = await intake.prompts.completions(request.prompt)
         check_choices(sampling, len(all_ids), intake.limits)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from penstock.errors import InvalidRequestError
 from penstock.grammar.proving import GrammarProver
-from penstock.request import SamplingParams
+from penstock.request import SamplingParams, StructuredOutputs
 
 
 class GrammarChecks:
@@ -33,10 +33,10 @@ class GrammarChecks:
             with _named(param):
                 await self._prover.prove(sampling.structured_outputs)
 
-    async def check_made(self, grammar: str, param: str) -> None:
+    async def check_made(self, structured: StructuredOutputs, param: str) -> None:
         """Check a grammar that was made of parts, each of which is within its bounds. Raises as above."""
         with _named(param):
-            await self._prover.prove_made(grammar)
+            await self._prover.prove_made(structured)
 
     def check_schema(self, schema: str, param: str) -> None:
         """Raise `InvalidRequestError` for a JSON schema that is out of bounds, its length apart, or would not

@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from starlette.requests import Request
 
-from penstock.config.limits import Limits
+from penstock.config.server import ServerConfig
 from penstock.errors import InvalidRequestError
 from penstock.server.answers.generation import GenerationContext, GenerationResponse, require_ready
 from penstock.server.engine_port import ServedModel
@@ -47,13 +47,15 @@ class Intake:
 
     Attributes:
         prompts: reads the prompts in a body.
+        open_objects: objects of JSON schemas stay open where a request does not say.
     """
 
     def __init__(
-        self, model: ServedModel, context: GenerationContext, limits: Limits, workers: TextWorkers
+        self, model: ServedModel, context: GenerationContext, config: ServerConfig, workers: TextWorkers
     ) -> None:
         self.model = model
-        self.limits = limits
+        self.limits = limits = config.limits
+        self.open_objects = config.json_open_objects
         self._bytes = ByteLimits.resolve(limits, model.max_model_len)
         self.prompts = PromptReader(model, limits, self._bytes.max_prompt, workers)
         self._context = context
