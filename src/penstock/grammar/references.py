@@ -104,9 +104,9 @@ class _Index:
         if names_count:
             if address or not steps:
                 self.addresses.setdefault(base, steps)
-            for name in names:
-                if isinstance(name, str):
-                    self.names.setdefault((base, name), steps)
+            for own in names:
+                if isinstance(own, str):
+                    self.names.setdefault((base, own), steps)
         return base
 
     def resolve(self, reference: str, base: str) -> tuple[Steps, str]:

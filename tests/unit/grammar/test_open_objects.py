@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
+from json_formats import CHECKER
 from masks import EOS, TOKENIZER, allowed, text_of, walk
 from penstock.config.limits import GrammarLimits
 from penstock.grammar.matcher import Matcher, Vocabulary
@@ -16,7 +19,7 @@ from penstock.grammar.open_objects import settle_objects
 from penstock.grammar.proving_process import tried
 from penstock.grammar.schema_bounds import check_bounds
 from penstock.request import StructuredOutputs
-from schemas import Schema
+from schemas import Schema, schemas
 
 NUMBER: Schema = {"type": "integer", "minimum": 0, "maximum": 9}
 PLAIN: Schema = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a"]}
@@ -184,6 +187,38 @@ def test_r8_what_is_not_supported_is_refused_beside_a_bounded_object_too(
         assert error is not None
         assert error.code == "unsupported_schema"
         assert keyword in error.message
+
+
+def opened(value: Any) -> Any:
+    """The schema without what closes its objects."""
+    if isinstance(value, list):
+        return [opened(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {name: opened(item) for name, item in value.items() if item is not False}
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_d12_what_is_drawn_is_valid_by_the_schema_as_it_was_given(vocabulary: Vocabulary, seed: int) -> None:
+    """Alone, in branches, combined: closing and bounding refuse no schema, and let no wrong text through."""
+    num_whole = 0
+    for first, second in itertools.pairwise(map(opened, schemas(16, seed=seed))):
+        defs = {"$defs": first.pop("$defs", {}) | second.get("$defs", {})}
+        for schema in (
+            first | defs,
+            {"anyOf": [first, {"type": "null"}], **defs},
+            {"oneOf": [first, {"type": "null"}], **defs},
+            {"allOf": [first, second], **defs},
+            {"$ref": "#/$defs/first", "maxProperties": 9, "$defs": defs["$defs"] | {"first": first}},
+        ):
+            asked = StructuredOutputs(json=json.dumps(schema))
+            error = tried(vocabulary, asked).error
+            assert error == tried(vocabulary, msgspec.structs.replace(asked, open_objects=True)).error
+            tokens, is_whole = walk(Matcher(vocabulary, asked), random.Random(seed)) if not error else ([], 0)
+            num_whole += is_whole
+            if is_whole:
+                jsonschema.validate(json.loads(text_of(tokens)), schema, format_checker=CHECKER)
+    assert num_whole > 20
 
 
 def test_a_text_of_a_plain_class_comes_to_its_end_by_itself(vocabulary: Vocabulary) -> None:
