@@ -39,6 +39,7 @@ from penstock.batch import (
 from penstock.config.engine import EvictionPolicy, ParallelConfig, Pooling, SchedulerConfig
 from penstock.engine.client.siblings import with_siblings
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.stall_limits import FixedLimit, StallLimit
 from penstock.errors import StageLostError
 from penstock.executor.base import KVPlan
 from penstock.kvcache.allocator import BlockAllocator
@@ -561,6 +562,7 @@ class CoreRig:
         scheduler: SchedulerConfig = SMALL_SCHEDULER,
         costs: tuple[StageCost, StageCost] | None = None,
         stall_timeout_s: float = math.inf,
+        stall_limit: StallLimit | None = None,
         recovers: bool = False,
     ) -> None:
         parallel = ParallelConfig(pipeline_parallel_size=num_stages, async_depth=async_depth)
@@ -606,7 +608,7 @@ class CoreRig:
             parallel,
             self.clock,
             recovers=recovers,
-            stall_timeout_s=stall_timeout_s,
+            stall_limit=stall_limit or FixedLimit(stall_timeout_s),
         )
         self.requests: dict[str, GenerationRequest] = {}
         self.updates: dict[str, list[RequestUpdate]] = {}

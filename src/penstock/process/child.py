@@ -71,10 +71,15 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="e
 
 
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_field="event"):
-    """The child could not go on because of others: it has left the epoch, and waits for the next."""
+    """The child could not go on because of others: it has left the epoch, and waits for the next.
+
+    Attributes:
+        leave_s: how long others may take to leave it as well, where the child knows.
+    """
 
     epoch: int
     error: ErrorInfo
+    leave_s: float | None = None
 
 
 class TextSideLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="text_side_loaded", tag_field="event"):

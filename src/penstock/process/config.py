@@ -149,8 +149,9 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         replica: which pipeline it is the core of; None where there is one.
-        stall_timeout_s: with plans in flight and no result for this long, the pipeline counts as lost; a
-            little more than the waits of the ranks, which know better what they wait for.
+        stall_timeout_s: with plans in flight and no result for this long, the pipeline counts as lost.
+        is_stall_timeout_fixed: the user has chosen it; else it holds until a plan with tokens has crossed the
+            stages, and from then on follows what plans take.
         cpus: cores that the core's process may use; empty: all.
         store: as for the ranks.
     """
@@ -163,6 +164,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: list[int]
     stall_timeout_s: float = 65.0
+    is_stall_timeout_fixed: bool = True
     replica: int | None = None
     cpus: tuple[int, ...] = ()
     store: StoreConfig | None = None

@@ -17,6 +17,7 @@ from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce
 from penstock.engine.core.pace import Pace
 from penstock.engine.core.plan_feed import PlanFeed
+from penstock.engine.core.stall_limits import NO_LIMIT, StallLimit
 from penstock.engine.core.steps_in_flight import StepsInFlight
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
@@ -36,9 +37,12 @@ class EngineCore:
         clock: monotonic seconds.
         calibration: where steps begin, how many plans are issued ahead, and what goes on learning.
         recovers: somebody will join a broken pipe again (`enter_epoch`); else its loss is the end.
-        stall_timeout_s: the pipeline is lost when plans are in flight and nothing has come for this long.
+        stall_limit: how long a plan may be in the stages until the pipeline is lost.
         epoch: that the executor was started for.
         restarts: of all processes before that epoch.
+
+    Attributes:
+        leave_s: how long stages may have needed for what was in them when the epoch was lost.
     """
 
     def __init__(
@@ -50,7 +54,7 @@ class EngineCore:
         *,
         calibration: Calibration | None = None,
         recovers: bool = False,
-        stall_timeout_s: float = math.inf,
+        stall_limit: StallLimit = NO_LIMIT,
         epoch: int = 0,
         restarts: Restarts = NO_RESTARTS,
     ) -> None:
@@ -65,7 +69,7 @@ class EngineCore:
             parallel,
             calibration.next_step,
             clock,
-            stall_timeout_s=stall_timeout_s,
+            stall_limit=stall_limit,
             concerned_by=lambda step_id: concerned(scheduler.requests_of(step_id)),
         )
         self._feed = PlanFeed(scheduler, self._steps, pace, self.operations, calibration)
@@ -73,6 +77,7 @@ class EngineCore:
         self._restarts = restarts
         self._failure: ErrorInfo | None = None
         self._loss: ErrorInfo | None = None
+        self.leave_s = math.inf
 
     @property
     def failure(self) -> ErrorInfo | None:
@@ -168,6 +173,7 @@ class EngineCore:
         if self.has_pipe:
             self._executor.abandon()
             self._executor = NO_EXECUTOR
+            self.leave_s = self._steps.loss_limit_s()
             self._steps.give_up()
             updates += self._scheduler.requeue()
         if is_final:

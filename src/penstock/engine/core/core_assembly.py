@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from penstock.engine.core.calibration import calibrate
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.stall_limits import FixedLimit, MeasuredLimit, StallLimit
 from penstock.engine.ipc import HEARTBEAT_S
 from penstock.errors import error_from_info
 from penstock.executor.base import Executor, KVPlan
@@ -58,11 +59,18 @@ def build_core(
         clock,
         calibration=calibration,
         recovers=recovers,
-        stall_timeout_s=config.stall_timeout_s,
+        stall_limit=_stall_limit(config, recovers),
         epoch=epoch,
         restarts=restarts,
     )
     return core, scheduler
+
+
+def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:
+    """Where nobody would join the pipe again the limit is generous: a debugger may hold up a thread."""
+    if config.is_stall_timeout_fixed or not recovers:
+        return FixedLimit(config.stall_timeout_s)
+    return MeasuredLimit(config.stall_timeout_s)
 
 
 def _pool(config: CoreConfig, num_blocks: int) -> BlockPool:

@@ -166,7 +166,7 @@ class CoreServer:
                 self._report(Ready(epoch=self._epoch))
             else:
                 self._use(NO_EXECUTOR)
-                self._report(Abandoned(epoch=self._epoch, error=loss))
+                self._report(Abandoned(epoch=self._epoch, error=loss, leave_s=self._core.leave_s))
             self._beat()
 
     def _patience(self) -> float:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from penstock.batch import ScheduledBatch, StepResult
 from penstock.config.engine import ParallelConfig
+from penstock.engine.core.stall_limits import StallLimit
 from penstock.errors import ProtocolError, WaitTimeoutError
 from penstock.pipeline.inflight import InflightQueue
 
@@ -40,7 +41,7 @@ class StepsInFlight:
         parallel: gives the largest depth, `P + async_depth` plans in flight (rows D1, S8).
         first_step: step id of the first plan.
         clock: monotonic seconds.
-        stall_timeout_s: the pipeline is lost when plans are in flight and nothing has come for this long.
+        stall_limit: how long a plan may take until the pipeline is lost.
         concerned_by: says whose a step is, for messages.
     """
 
@@ -50,7 +51,7 @@ class StepsInFlight:
         first_step: int,
         clock: Callable[[], float],
         *,
-        stall_timeout_s: float,
+        stall_limit: StallLimit,
         concerned_by: Callable[[int], str],
     ) -> None:
         self._inflight: InflightQueue[StepInFlight] = InflightQueue(
@@ -58,7 +59,7 @@ class StepsInFlight:
         )
         self._results: deque[StepResult] = deque()  # that have come, and are not settled
         self._clock = clock
-        self._stall_timeout_s = stall_timeout_s
+        self._stall_limit = stall_limit
         self._concerned_by = concerned_by
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
 
@@ -101,7 +102,10 @@ class StepsInFlight:
         """
         result = self._results.popleft()
         _check_result(result, self._inflight, epoch, self._concerned)
-        return self._inflight.pop().plan, result
+        step = self._inflight.pop()
+        if not step.plan.awaited:  # else its result has waited for the store
+            self._stall_limit.crossed(step.plan.total_tokens, step.submitted_at, self._clock())
+        return step.plan, result
 
     def note_result(self) -> None:
         """A result was settled now."""
@@ -131,8 +135,10 @@ class StepsInFlight:
 
     def check_progress(self) -> None:
         """Raise `WaitTimeoutError` when the pipeline counts as lost."""
-        stalled_s = self.stalled_s()
-        if stalled_s > self._stall_timeout_s:
+        counts_from = self._stall_limit.look(self._clock())
+        if self._has_lost(counts_from):
+            stalled_s = self.stalled_s()
+            self._stall_limit.exceeded(self._inflight.oldest().plan.total_tokens)
             raise WaitTimeoutError(
                 f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s."
                 f"{self._concerned()}",
@@ -141,12 +147,24 @@ class StepsInFlight:
 
     def due(self) -> float:
         """When the pipe counts as lost, or if it is empty when it is probed."""
-        if len(self._inflight):
-            return self._waiting_since() + self._stall_timeout_s
-        return self._last_result_at + PROBE_INTERVAL_S
+        if len(self._inflight) == 0:
+            return self._last_result_at + PROBE_INTERVAL_S
+        return min(self._waiting_since() + self.loss_limit_s(), self._stall_limit.next_look(self._clock()))
+
+    def loss_limit_s(self) -> float:
+        """How long the oldest step, or an empty one, may take until the pipe counts as lost."""
+        num_tokens = self._inflight.oldest().plan.total_tokens if len(self._inflight) else 0
+        return self._stall_limit.seconds(num_tokens)
 
     def check_invariants(self) -> None:
         self._inflight.check_invariants()
+
+    def _has_lost(self, counts_from: float) -> bool:
+        """Whether the oldest step has been in the stages for too long. A result that is here waits for the
+        store, and not for them."""
+        if len(self._inflight) == 0 or self.has_results:
+            return False
+        return self._clock() - max(self._waiting_since(), counts_from) > self.loss_limit_s()
 
     def _waiting_since(self) -> float:
         return max(self._last_result_at, self._inflight.oldest().submitted_at)

@@ -130,9 +130,7 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     _check_weights_fit(spec, ranges, parallel, form, homes)
     wait_timeout_s = _step_timeout_s(config) * stages
     ranks = _rank_configs(config, str(directory), form, ranges, max_model_len, wait_timeout_s, homes)
-    core = _core_config(
-        config, spec, max_model_len, wait_timeout_s + STALL_GRACE_S, cpus_of_core(ranks, hosts[0])
-    )
+    core = _core_config(config, spec, max_model_len, cpus_of_core(ranks, hosts[0]))
     kind = f"{spec.implementation}, {form.quantization} weights"
     if form.quantization != "none":
         kind += _widths(ranges, parallel.tp_sizes)
@@ -263,9 +261,10 @@ def _core_config(
     config: EngineConfig,
     spec: ModelSpec,
     max_model_len: int,
-    stall_timeout_s: float,
     cpus: tuple[int, ...],
 ) -> CoreConfig:
+    is_fixed = config.parallel.step_timeout_s is not None
+    num_waits = config.parallel.pipeline_parallel_size if is_fixed else 1
     return CoreConfig(
         parallel=config.parallel,
         cache=config.cache,
@@ -274,7 +273,8 @@ def _core_config(
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=list(spec.eos_token_ids),
-        stall_timeout_s=stall_timeout_s,
+        stall_timeout_s=_step_timeout_s(config) * num_waits + STALL_GRACE_S,
+        is_stall_timeout_fixed=is_fixed,
         cpus=cpus,
     )
 

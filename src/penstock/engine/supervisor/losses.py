@@ -110,6 +110,7 @@ class Losses:
         self.missing: set[int] | None = None
         self.causes: list[ErrorInfo] = []
         self._leave_s = leave_s
+        self._patience_s = leave_s  # in the epoch that is over
         self._left: dict[int, int] = {}  # the newest epoch that each member has left
         self._leave_by = math.inf
         self._back_off = BackOff()
@@ -119,17 +120,23 @@ class Losses:
         """Whether it has been tried so often that nobody should be kept waiting."""
         return self._back_off.is_repeated
 
-    def leave(self, epoch: int, cause: ErrorInfo, member: int) -> None:
-        """A member has left an epoch by itself: the present one is then over for all."""
+    def leave(self, epoch: int, cause: ErrorInfo, member: int, *, leave_s: float | None = None) -> None:
+        """A member has left an epoch by itself: the present one is then over for all.
+
+        Args:
+            leave_s: how long the others may take, where the member knows better than the configuration.
+        """
         self._left[member] = epoch
         if epoch == self.epoch and self.missing is None:
             self.causes.append(cause)
+            if leave_s is not None:
+                self._patience_s = min(leave_s, self._patience_s)
 
     def end(self, lost: Set[int], now: float) -> float:
         """The epoch is over, these members are lost. Returns the seconds until the next one should begin."""
         self.causes.clear()
         self.missing = (self.missing or set()) | lost
-        self._leave_by = now + self._leave_s
+        self._leave_by = now + self._patience_s
         return self._back_off.lose(now)
 
     def is_due(self, now: float) -> bool:
@@ -141,6 +148,7 @@ class Losses:
         started = sorted(self.missing or ())
         self._left |= dict.fromkeys(started, self.epoch)  # they were never there
         self.epoch, self.missing = self.epoch + 1, None
+        self._patience_s = self._leave_s
         self._back_off.begin()
         return started
 

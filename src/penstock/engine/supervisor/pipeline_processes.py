@@ -104,7 +104,7 @@ class PipelineProcesses:
                 replica = self._plan.core.replica
                 self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds))
         elif isinstance(event, child_process.Abandoned):
-            self._losses.leave(event.epoch, event.error, member.member_index)
+            self._losses.leave(event.epoch, event.error, member.member_index, leave_s=event.leave_s)
         elif isinstance(event, child_process.LoadProgressed):
             progress = LoadProgress(
                 **_named(self._plan.ranks[member.member_index]),

@@ -88,3 +88,16 @@ def test_who_does_not_leave_an_epoch_that_is_over_hangs(losses: Losses) -> None:
     assert losses.hung({0, 1, 2}, 59.0) == set()
     assert losses.hung({0, 1, 2}, 60.0) == {0}, "1 has left, 2 has been started again"
     assert losses.hung({0, 1, 2}, 61.0) == set(), "told once"
+
+
+def test_r2_who_finds_the_loss_says_how_long_others_may_take_to_leave(losses: Losses) -> None:
+    losses.leave(0, CAUSE, CORE, leave_s=5.0)
+    losses.leave(0, CAUSE, 0)
+    losses.end(set(), 100.0)
+    losses.begin()
+    assert losses.hung({0, 1}, 104.9) == set()
+    assert losses.hung({0, 1}, 105.0) == {1}
+    losses.leave(1, CAUSE, 0)
+    losses.end(set(), 200.0)
+    assert losses.hung({1}, 259.0) == set(), "of another epoch it may be otherwise"
+    assert losses.hung({1}, 260.0) == {1}

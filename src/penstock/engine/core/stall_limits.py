@@ -1,0 +1,123 @@
+"""How long the stages may take for a plan until the pipe counts as lost.
+
+Without `--step-timeout` the limit follows what plans have taken: twenty times the slowest of its size, at
+least five seconds. A plan larger than all that were seen is taken to cost as much a token as the largest of
+them; until one with tokens has crossed, the limit is that of a slow machine. Time in which the core itself
+stood still does not count: the machine may have been suspended, and the stages with it. Decides by numbers
+that `engine.core.steps_in_flight` tells; no clock here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+SLOWNESS = 20.0  # times what plans of the same size have taken
+LEAST_S = 5.0
+FADING = 0.98  # of the slowest plan of a size with each one that follows
+LOOK_S = 1.0  # the longest time between two looks of a core that nothing holds up
+LONG_LOOK_S = 2.0  # the core stood still
+AFTER_LOSS = 4.0  # a plan that was too slow once may take so many times as long when it comes again
+
+
+class StallLimit(Protocol):
+    """Decides how long a plan may take; sizes are tokens, times are clock seconds."""
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return how long a plan of this size may take."""
+
+    def look(self, now: float) -> float:
+        """Return since when waiting counts. Asked at each look of the core."""
+
+    def next_look(self, now: float) -> float:
+        """Return when the core should look again, even if nothing happens."""
+
+    def crossed(self, num_tokens: int, submitted_at: float, now: float) -> None:
+        """Note that a plan has crossed all stages."""
+
+    def exceeded(self, num_tokens: int) -> None:
+        """Note that a plan of this size has taken too long."""
+
+
+class FixedLimit:
+    """The same for every plan, as the user has asked.
+
+    Args:
+        limit_s: of silence with plans in flight.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+
+    def seconds(self, num_tokens: int) -> float:
+        return self._limit_s
+
+    def look(self, now: float) -> float:
+        return -math.inf
+
+    def next_look(self, now: float) -> float:
+        return math.inf
+
+    def crossed(self, num_tokens: int, submitted_at: float, now: float) -> None:
+        """It changes nothing."""
+
+    def exceeded(self, num_tokens: int) -> None:
+        """It changes nothing."""
+
+
+NO_LIMIT = FixedLimit(math.inf)
+
+
+class MeasuredLimit:
+    """Follows what plans have taken.
+
+    Args:
+        unmeasured_s: the limit while no plan with tokens has crossed.
+    """
+
+    def __init__(self, unmeasured_s: float) -> None:
+        self._unmeasured_s = unmeasured_s
+        self._slowest_s: dict[int, float] = {}  # by the bits of the number of tokens
+        self._looked_at = math.inf
+        self._awake_since = -math.inf
+        self._patience = 1.0
+        self._too_slow = 0  # tokens of the plan for which there is more patience
+
+    def seconds(self, num_tokens: int) -> float:
+        if num_tokens == 0:
+            return LEAST_S * self._patience
+        expected_s = self._expected_s(num_tokens)
+        limit_s = self._unmeasured_s if expected_s is None else max(LEAST_S, SLOWNESS * expected_s)
+        return limit_s * self._patience
+
+    def look(self, now: float) -> float:
+        if now - self._looked_at > LONG_LOOK_S:
+            self._awake_since = now
+        self._looked_at = now
+        return self._awake_since
+
+    def next_look(self, now: float) -> float:
+        return now + LOOK_S
+
+    def crossed(self, num_tokens: int, submitted_at: float, now: float) -> None:
+        if num_tokens == 0 or submitted_at < self._awake_since:
+            return  # an empty plan tells nothing, nor one that was there while the core stood still
+        size = num_tokens.bit_length()
+        self._slowest_s[size] = max(now - submitted_at, FADING * self._slowest_s.get(size, 0.0))
+        if num_tokens >= self._too_slow:
+            self._patience, self._too_slow = 1.0, 0
+
+    def exceeded(self, num_tokens: int) -> None:
+        self._patience *= AFTER_LOSS
+        self._too_slow = max(self._too_slow, num_tokens)
+
+    def _expected_s(self, num_tokens: int) -> float | None:
+        """Return what the slowest plan of this size took, or of the next size that was seen."""
+        size = num_tokens.bit_length()
+        larger = [seen for seen in self._slowest_s if seen >= size]
+        if larger:
+            return self._slowest_s[min(larger)]
+        if not self._slowest_s:
+            return None
+        largest = max(self._slowest_s)
+        return self._slowest_s[largest] * num_tokens / 2 ** (largest - 1)
