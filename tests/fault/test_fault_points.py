@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,22 @@ def test_r4_i14_a_stage_that_breaks_at_an_exact_place_costs_no_token(
             assert "InjectedError: a fault at stage.forward" in served.output
         if fault.endswith("=hang"):
             assert "faults.py" in served.output, "where the stage was"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("fault", ["stage.forward@1:33=hang", "stage.put@0:12=hang"])
+def test_r2_a_stage_that_hangs_is_noticed_in_seconds_with_the_settings_as_shipped(
+    golden: list[list[int]], fault: str, num_stages: int
+) -> None:
+    words = ("--pp", str(num_stages), "--threads-per-rank", "1", "--dtype", "float32")
+    with Served("demo", *words, env={"PENSTOCK_FAULTS": fault}) as served:
+        streams = [Stream(served, request | {"max_tokens": TOKENS}) for request in REQUESTS]
+        assert [[*stream] for stream in streams] == golden
+        (waited_s,) = re.findall(r"has been in the stages for (\d+) s", served.output)
+        assert int(waited_s) <= 6
+        assert "has not left epoch 0" in served.output
+        assert "faults.py" in served.output, "where the stage was"
 
 
 def test_r16_nan_in_one_row_ends_that_request_only(golden: list[list[int]]) -> None:

@@ -173,7 +173,7 @@ class EngineCore:
         if self.has_pipe:
             self._executor.abandon()
             self._executor = NO_EXECUTOR
-            self.leave_s = self._steps.loss_limit_s()
+            self.leave_s = self._steps.leave_s()
             self._steps.give_up()
             updates += self._scheduler.requeue()
         if is_final:

@@ -17,6 +17,7 @@ LEAST_S = 5.0
 FADING = 0.98  # of the slowest plan of a size with each one that follows
 LOOK_S = 1.0  # the longest time between two looks of a core that nothing holds up
 LONG_LOOK_S = 2.0  # the core stood still
+LEAVE_SHARE = 0.4  # of the limit, for stages to leave an epoch that a plan has ended: they have had all of it
 AFTER_LOSS = 4.0  # a plan that was too slow once may take so many times as long when it comes again
 
 
@@ -25,6 +26,9 @@ class StallLimit(Protocol):
 
     def seconds(self, num_tokens: int) -> float:
         """Return how long a plan of this size may take."""
+
+    def leave_s(self, num_tokens: int) -> float:
+        """Return how long stages may go on that have a plan of this size when it is given up."""
 
     def look(self, now: float) -> float:
         """Return since when waiting counts. Asked at each look of the core."""
@@ -50,6 +54,9 @@ class FixedLimit:
         self._limit_s = limit_s
 
     def seconds(self, num_tokens: int) -> float:
+        return self._limit_s
+
+    def leave_s(self, num_tokens: int) -> float:
         return self._limit_s
 
     def look(self, now: float) -> float:
@@ -84,11 +91,10 @@ class MeasuredLimit:
         self._too_slow = 0  # tokens of the plan for which there is more patience
 
     def seconds(self, num_tokens: int) -> float:
-        if num_tokens == 0:
-            return LEAST_S * self._patience
-        expected_s = self._expected_s(num_tokens)
-        limit_s = self._unmeasured_s if expected_s is None else max(LEAST_S, SLOWNESS * expected_s)
-        return limit_s * self._patience
+        return self._limit_s(num_tokens) * self._patience
+
+    def leave_s(self, num_tokens: int) -> float:
+        return self._limit_s(num_tokens) * LEAVE_SHARE
 
     def look(self, now: float) -> float:
         if now - self._looked_at > LONG_LOOK_S:
@@ -110,6 +116,13 @@ class MeasuredLimit:
     def exceeded(self, num_tokens: int) -> None:
         self._patience *= AFTER_LOSS
         self._too_slow = max(self._too_slow, num_tokens)
+
+    def _limit_s(self, num_tokens: int) -> float:
+        """Return the limit of a plan that comes for the first time."""
+        if num_tokens == 0:
+            return LEAST_S
+        expected_s = self._expected_s(num_tokens)
+        return self._unmeasured_s if expected_s is None else max(LEAST_S, SLOWNESS * expected_s)
 
     def _expected_s(self, num_tokens: int) -> float | None:
         """Return what the slowest plan of this size took, or of the next size that was seen."""

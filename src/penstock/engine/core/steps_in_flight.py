@@ -138,7 +138,7 @@ class StepsInFlight:
         counts_from = self._stall_limit.look(self._clock())
         if self._has_lost(counts_from):
             stalled_s = self.stalled_s()
-            self._stall_limit.exceeded(self._inflight.oldest().plan.total_tokens)
+            self._stall_limit.exceeded(self._oldest_tokens())
             raise WaitTimeoutError(
                 f"step {self._inflight.oldest_step} has been in the stages for {stalled_s:.0f} s."
                 f"{self._concerned()}",
@@ -153,8 +153,11 @@ class StepsInFlight:
 
     def loss_limit_s(self) -> float:
         """How long the oldest step, or an empty one, may take until the pipe counts as lost."""
-        num_tokens = self._inflight.oldest().plan.total_tokens if len(self._inflight) else 0
-        return self._stall_limit.seconds(num_tokens)
+        return self._stall_limit.seconds(self._oldest_tokens())
+
+    def leave_s(self) -> float:
+        """How long stages may go on with what is in them, once it is given up."""
+        return self._stall_limit.leave_s(self._oldest_tokens())
 
     def check_invariants(self) -> None:
         self._inflight.check_invariants()
@@ -165,6 +168,9 @@ class StepsInFlight:
         if len(self._inflight) == 0 or self.has_results:
             return False
         return self._clock() - max(self._waiting_since(), counts_from) > self.loss_limit_s()
+
+    def _oldest_tokens(self) -> int:
+        return self._inflight.oldest().plan.total_tokens if len(self._inflight) else 0
 
     def _waiting_since(self) -> float:
         return max(self._last_result_at, self._inflight.oldest().submitted_at)

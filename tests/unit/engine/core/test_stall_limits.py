@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from fakes import CoreRig
-from penstock.engine.core.stall_limits import AFTER_LOSS, LEAST_S, LONG_LOOK_S, FixedLimit, MeasuredLimit
+from penstock.engine.core.stall_limits import (
+    AFTER_LOSS,
+    LEAST_S,
+    LEAVE_SHARE,
+    LONG_LOOK_S,
+    FixedLimit,
+    MeasuredLimit,
+)
 
 
 def measured(*plans: tuple[int, float]) -> MeasuredLimit:
@@ -89,7 +96,7 @@ def test_r2_a_plan_that_does_not_come_back_is_lost_in_seconds() -> None:
         rig.step()
     assert waited_s == LEAST_S + 0.5
     assert rig.core.loss.kind == "WaitTimeoutError"
-    assert rig.core.leave_s == LEAST_S * AFTER_LOSS, "the others may still compute"
+    assert rig.core.leave_s == LEAST_S * LEAVE_SHARE, "others may still compute"
 
 
 def test_r2_a_core_that_was_suspended_gives_the_stages_time_to_answer() -> None:
