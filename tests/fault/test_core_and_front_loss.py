@@ -7,6 +7,7 @@ import http.client
 import random
 import re
 import signal
+from threading import Thread
 
 import pytest
 
@@ -71,6 +72,9 @@ def test_r5_not_ready_while_there_is_no_core(server: Server) -> None:
     named(server, CORE).kill()
     wait_until(lambda: health(server)[0] == 503, 10)
     code, body = health(server)
+    found: list[list[int]] = []
+    asked = Thread(target=lambda: found.append([*Stream(server, REQUESTS[0])]))
+    asked.start()
     while code == 503:
         assert (body["state"], body["reason"]) == (
             "not_ready",
@@ -79,6 +83,8 @@ def test_r5_not_ready_while_there_is_no_core(server: Server) -> None:
         code, body = health(server)
     assert code == 200
     assert server.metric("penstock_core_restarts_total") == before + 1
+    asked.join(60)
+    assert found == [server.golden[0]], "who comes meanwhile waits"
 
 
 @pytest.mark.soak

@@ -7,6 +7,7 @@ import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Thread
 
 import psutil
 import pytest
@@ -69,15 +70,19 @@ def test_r2_a_stopped_stage_counts_as_lost() -> None:
 def test_r5_not_ready_while_a_stage_is_lost_and_ready_when_a_token_has_come_through(
     demo_server: Server,
 ) -> None:
-    epoch = demo_server.metric("penstock_epoch")
+    epoch, found = demo_server.metric("penstock_epoch"), list[list[int]]()
     demo_server.stage(1).kill()
     wait_until(lambda: health(demo_server)[0] == 503, 10)
     code, body = health(demo_server)
+    asked = Thread(target=lambda: found.append([*Stream(demo_server, REQUESTS[0])]))
+    asked.start()
     while code == 503:
         assert (body["state"], body["stage"]) == ("not_ready", 1)
         assert "stage 1" in body["reason"]
         code, body = health(demo_server)
     assert body["state"] == "ready"
+    asked.join(60)
+    assert found == [demo_server.golden[0]], "who comes meanwhile waits"
     assert demo_server.metric("penstock_epoch") == epoch + 1
 
 

@@ -89,6 +89,9 @@ def test_health_tells_state_stage_reason_and_since() -> None:
         assert live.request("GET", "/health/live")[0].status == 200
         status, answer = live.post(TEXT, {"prompt": "a"})
         assert (status, answer["error"]["type"]) == (503, "service_unavailable")
+        engine.state = Status(ready=False, stage=1, is_recovering=True)
+        assert live.request("GET", "/health")[0].status == 503, "other servers should be asked first"
+        assert live.post(TEXT, {"prompt": "a"})[0] == 200, "who asks this one waits"
         engine.state = Status(stats=stats(num_waiting=4))
         assert live.request("GET", "/health")[0].status == 200
         assert live.request("HEAD", "/health")[0].status == 200

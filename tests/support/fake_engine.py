@@ -97,6 +97,7 @@ class Status:
     since: float = 1.0
     stats: CoreStats | None = None
     is_full: bool = False
+    is_recovering: bool = False
 
 
 @dataclass(kw_only=True)

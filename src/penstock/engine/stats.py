@@ -48,6 +48,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     stall_limit_s: float  # beyond it the pipe is not ready: seconds, more for a plan of many tokens
     epoch: int
     loss: ErrorInfo | None = None  # why the pipe is broken, until a step has crossed it again
+    is_loss_lasting: bool = False  # it has been tried again and again: nobody should wait for the pipe
     restarts: Restarts = Restarts()
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one
 

@@ -47,7 +47,8 @@ class RequestStream(Protocol):
 class StatusLike(Protocol):
     """Whether the pipe answers.
 
-    `since`: Unix time of the last change of `ready`; `is_full`: no more requests may wait.
+    `since`: Unix time of the last change of `ready`; `is_full`: no more requests may wait; `is_recovering`:
+    it is not ready, but who comes now may wait.
     """
 
     @property
@@ -62,6 +63,8 @@ class StatusLike(Protocol):
     def stats(self) -> CoreStats | None: ...
     @property
     def is_full(self) -> bool: ...
+    @property
+    def is_recovering(self) -> bool: ...
 
 
 class EngineLike(Protocol):

@@ -189,7 +189,7 @@ class AsyncEngine:
         return self._send_request(request, make)
 
     def _require_room(self, request: GenerationRequest) -> None:
-        self._health.require_core()
+        self._health.require_prospects()
         count = 1 + len(request.followers)
         if count <= self._max_alive < len(self._streams) + count:  # more than that the core refuses
             raise OverloadedError(
@@ -204,8 +204,11 @@ class AsyncEngine:
         streams = self._streams.open(request, make)
         assert self._seeds is not None, "nobody asks before a core is there"
         request = self._seeds.given(request)
-        self._live.add(request)
-        self._link.send(AddRequest(request))
+        if self._health.has_core:
+            self._live.add(request)
+            self._link.send(AddRequest(request))
+        else:
+            self._live.hold(request)  # for the core that comes
         return streams
 
     def status(self) -> EngineStatus:

@@ -61,6 +61,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
         since: Unix time of the last change of `ready`.
         stats: the core's numbers as of its last message; None where there is none to show.
         is_full: as many requests wait as may: one more would be refused.
+        is_recovering: it is not ready, but a request that comes now waits for what is being started again.
     """
 
     ready: bool
@@ -69,6 +70,7 @@ class EngineStatus(msgspec.Struct, frozen=True, kw_only=True):
     since: float
     stats: CoreStats | None
     is_full: bool = False
+    is_recovering: bool = False
 
 
 class CoreHealth:
@@ -130,11 +132,25 @@ class CoreHealth:
         return WaitTimeoutError(f"the engine core has said nothing for {self.silence_s():.0f} s.")
 
     def require_core(self) -> None:
-        """Raise the error that a new request must get, if any."""
+        """Raise the error that a question for the core must get, if any."""
         if self._gone_at is not None:
             raise error_from_info(CORE_AWAY.info())
+        self.require_prospects()
+
+    def require_prospects(self) -> None:
+        """Raise the error that a new request must get, if any; it may wait for what is started again."""
+        refusal = self._refusal()
+        if refusal is not None:
+            raise refusal
+
+    def _refusal(self) -> PenstockError | None:
         if self._heard_at is None:
-            raise UnavailableError("the engine is still loading.", remedy="Try again in some seconds.")
+            return UnavailableError("the engine is still loading.", remedy="Try again in some seconds.")
+        if self._gone_at is not None and self._clock() - self._gone_at >= AWAY_S:
+            return error_from_info(CORE_AWAY.info())
+        if self.stats is not None and self.stats.loss is not None and self.stats.is_loss_lasting:
+            return UnavailableError(self.stats.loss.message, stage=self.stats.loss.stage)
+        return None
 
     def status(self) -> EngineStatus:
         """Return whether tokens come through the pipe, and the core's numbers."""
@@ -151,6 +167,7 @@ class CoreHealth:
             since=self._since,
             stats=stats,
             is_full=stats is not None and stats.scheduler.num_waiting >= self._info.max_waiting_requests,
+            is_recovering=not ready and self._refusal() is None,
         )
 
     def _reason(self) -> str:

@@ -48,8 +48,15 @@ class LiveRequests:
 
     def add(self, request: GenerationRequest) -> None:
         """Add a request that is sent to the core. A later core is sent each of its sequences alone."""
+        self._add(request, is_sent=True)
+
+    def hold(self, request: GenerationRequest) -> None:
+        """Add a request while there is no core; the next one is sent it."""
+        self._add(request, is_sent=False)
+
+    def _add(self, request: GenerationRequest, *, is_sent: bool) -> None:
         for sequence in request.alone():
-            self._live[sequence.request_id] = _Live(self.num_asked, sequence)
+            self._live[sequence.request_id] = _Live(self.num_asked, sequence, is_sent=is_sent)
             self.num_asked += 1
 
     def note(self, update: RequestUpdate) -> None:

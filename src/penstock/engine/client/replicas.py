@@ -148,6 +148,7 @@ class Replicas:
             since=(min if is_ready else max)(status.since for status in statuses if status.ready == is_ready),
             stats=merged_stats([engine.status().stats for engine in self._engines]),
             is_full=is_ready and all(status.is_full for status in statuses if status.ready),
+            is_recovering=not is_ready and any(status.is_recovering for status in statuses),
         )
 
     def statuses(self) -> list[EngineStatus]:

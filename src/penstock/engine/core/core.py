@@ -77,6 +77,7 @@ class EngineCore:
         self._restarts = restarts
         self._failure: ErrorInfo | None = None
         self._loss: ErrorInfo | None = None
+        self._is_loss_lasting = False
         self.leave_s = math.inf
 
     @property
@@ -168,7 +169,7 @@ class EngineCore:
         Returns:
             The last update of each request that ends.
         """
-        self._loss = error
+        self._loss, self._is_loss_lasting = error, is_final
         updates: list[RequestUpdate] = []
         if self.has_pipe:
             self._executor.abandon()
@@ -224,6 +225,7 @@ class EngineCore:
             open_operations=self.operations.num_open,
             epoch=self._epoch,
             loss=self._loss,
+            is_loss_lasting=self._is_loss_lasting,
             restarts=self._restarts,
             stage_times=self._executor.stage_times(),
         )
@@ -264,4 +266,4 @@ class EngineCore:
             updates += self._scheduler.settle_result(plan, result)
             self.operations.settled(result.step_id, self._steps.next_step)
             self._steps.note_result()
-            self._loss = None
+            self._loss, self._is_loss_lasting = None, False

@@ -348,5 +348,5 @@ def require_ready(context: GenerationContext) -> None:
     context.lifecycle.refuse_new()
     context.memory.refuse_new()
     status = context.engine.status()
-    if not status.ready:
+    if not (status.ready or status.is_recovering):
         raise UnavailableError(f"The model is not ready: {status.reason or 'starting'}.", stage=status.stage)

@@ -9,7 +9,7 @@ import pytest
 from core_client import Rig, read_all, until, update, with_rig
 from core_numbers import core_stats
 from penstock.engine.ipc import AWAY_S, AddRequest, Hello
-from penstock.errors import QuarantinedError, StageLostError, WaitTimeoutError
+from penstock.errors import ErrorInfo, QuarantinedError, StageLostError, UnavailableError, WaitTimeoutError
 from penstock.request import RequestUpdate, SamplingParams, TokenLogprobs
 from penstock.scheduler.admission import derive_seed
 
@@ -133,5 +133,36 @@ def test_numbers_stay_while_there_is_no_core_but_not_those_of_its_only_replica()
         assert stats is not None
         assert (stats.scheduler.generated_tokens, stats.scheduler.num_running) == (3, 0)
         assert [status.stats for status in rig.engine.statuses()] == [None]
+
+    with_rig(body)
+
+
+def test_r5_a_request_waits_for_a_stage_that_comes_back_but_not_for_one_that_was_tried_in_vain() -> None:
+    loss = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
+
+    async def body(rig: Rig) -> None:
+        with pytest.raises(UnavailableError, match="still loading"):
+            rig.engine.add("early", [1], SAMPLING)
+        await rig.start()
+        rig.core.tell(stats=core_stats(loss=loss))
+        await until(lambda: not rig.engine.status().ready)
+        assert rig.engine.status().is_recovering
+        rig.add("patient")
+        rig.core.tell(stats=core_stats(loss=loss, is_loss_lasting=True))
+        await until(lambda: not rig.engine.status().is_recovering)
+        with pytest.raises(UnavailableError, match="stage 1 was killed"):
+            rig.engine.add("late", [1], SAMPLING)
+
+    with_rig(body)
+
+
+def test_r5_a_request_does_not_wait_for_a_core_that_has_not_come_for_a_minute() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        await rig.lose_core()
+        rig.clock.advance(AWAY_S)
+        assert not rig.engine.status().is_recovering
+        with pytest.raises(UnavailableError, match="the engine core went away"):
+            rig.engine.add("late", [1], SAMPLING)
 
     with_rig(body)
