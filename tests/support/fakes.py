@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from penstock.batch import (
     KNOWN,
@@ -402,6 +402,10 @@ class FakeExecutor:
 
     def abandon(self) -> None:
         """Nothing to leave."""
+
+    @property
+    def reports(self) -> Self:
+        return self
 
     def stage_times(self) -> list[StageTimes]:
         """Nobody counts."""

@@ -29,16 +29,12 @@ from faulty_links import (
 )
 from penstock.batch import (
     AllocateKV,
-    BuiltGrammar,
-    OrderResult,
     ScheduledBatch,
-    StageSpans,
-    StageTimes,
     StepResult,
-    StoreUse,
 )
 from penstock.config.engine import ParallelConfig, SchedulerConfig
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.stall_limits import FixedLimit
 from penstock.errors import ErrorInfo
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.executor.inprocess import connect_ranks
@@ -94,7 +90,7 @@ class EpochExecutor:
     """The core's end of one epoch."""
 
     def __init__(self, ranks: RankChannels, chains: Chains) -> None:
-        self._ranks = ranks
+        self._ranks, self.reports = ranks, ranks.reports
         self._chains = chains
 
     def start(self) -> KVPlan:
@@ -106,21 +102,6 @@ class EpochExecutor:
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll_results(timeout_s)
-
-    def stage_times(self) -> list[StageTimes]:
-        return self._ranks.reports.stage_times()
-
-    def spans(self) -> list[StageSpans]:
-        return self._ranks.reports.spans()
-
-    def finished_orders(self) -> list[OrderResult]:
-        return self._ranks.reports.finished_orders()
-
-    def store_use(self) -> StoreUse:
-        return self._ranks.reports.store_use()
-
-    def built_grammars(self) -> list[BuiltGrammar]:
-        return self._ranks.reports.built_grammars()
 
     def abandon(self) -> None:
         self._ranks.close()
@@ -232,7 +213,7 @@ class FaultyPipe:
             parallel,
             time.monotonic,
             recovers=True,
-            stall_timeout_s=2 * config.wait_timeout_s,
+            stall_limit=FixedLimit(2 * config.wait_timeout_s),
         )
 
     # What the supervisor does

@@ -17,16 +17,12 @@ from typing import Any
 
 from fakes import CoreRig, RankReplica
 from penstock.batch import (
-    BuiltGrammar,
     GrammarsBuilt,
     OrderResult,
     OrdersDone,
     RankLoaded,
     ScheduledBatch,
-    StageSpans,
-    StageTimes,
     StepResult,
-    StoreUse,
     TierOrder,
     decode_to_rank,
     encode,
@@ -151,7 +147,7 @@ class ReplicaPipe:
             rank.replica.builds_grammars = rank.stage == num_stages - 1
         self._num_stages, self._num_blocks = num_stages, num_blocks
         self._log = DecisionLog(epoch, first_step)
-        self._reports = RankReports(len(self.ranks), tp)
+        self.reports = RankReports(len(self.ranks), tp)
         self._in_flight: deque[ScheduledBatch] = deque()
         self.plans: list[ScheduledBatch] = []
         self.core_digests: dict[int, int] = {}
@@ -196,25 +192,10 @@ class ReplicaPipe:
         if self._chance is not None:
             for _ in range(self._chance.randrange(3 * len(self.ranks))):
                 self._move_any()
-            while timeout_s > 0 and not self._has_result() and not self._reports.has_answers:
+            while timeout_s > 0 and not self._has_result() and not self.reports.has_answers:
                 if not self._move_any():
                     break
         return self._results()
-
-    def finished_orders(self) -> list[OrderResult]:
-        return self._reports.finished_orders()
-
-    def store_use(self) -> StoreUse:
-        return self._reports.store_use()
-
-    def built_grammars(self) -> list[BuiltGrammar]:
-        return self._reports.built_grammars()
-
-    def stage_times(self) -> list[StageTimes]:
-        return []
-
-    def spans(self) -> list[StageSpans]:
-        return []
 
     def wait_sources(self) -> list[int]:
         return []
@@ -252,7 +233,7 @@ class ReplicaPipe:
             failed={number: why} if why else {},
             unable={number: late} if late else {},
         )
-        self._reports.keep(told)
+        self.reports.keep(told)
 
     def run_steps(self) -> None:
         """Every plan runs on every rank; orders stay as they are."""
@@ -304,7 +285,7 @@ class ReplicaPipe:
         done = [order for order, is_done in answers if is_done]
         failed = [order for order, is_done in answers if not is_done]
         if answers:
-            self._reports.keep(OrdersDone(done=done, failed=failed))
+            self.reports.keep(OrdersDone(done=done, failed=failed))
 
     @property
     def _output(self) -> Rank:

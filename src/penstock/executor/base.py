@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import msgspec
 
 from penstock.batch import (
-    NO_STORE_USE,
     AllocateKV,
     BuiltGrammar,
     GrammarsBuilt,
@@ -68,8 +67,38 @@ class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
         return [stranded_bytes(rank.max_blocks, self.num_blocks, rank.block_bytes) for rank in self.ranks]
 
 
+class Reports(Protocol):
+    """What the ranks have told beside results."""
+
+    def stage_times(self) -> list[StageTimes]:
+        """The newest report of each stage that has sent one, by stage."""
+        ...
+
+    def spans(self) -> list[StageSpans]:
+        """What each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage and time."""
+        ...
+
+    def finished_orders(self) -> list[OrderResult]:
+        """Orders that all ranks have answered since the last call, and what has become of each."""
+        ...
+
+    def store_use(self) -> StoreUse:
+        """What the ranks have told since the last call of what they did with the store; `NO_STORE_USE` itself
+        if nothing. `switched_off`: how many more have it switched off now."""
+        ...
+
+    def built_grammars(self) -> list[BuiltGrammar]:
+        """Grammars that all ranks of the last stage have told of since the last call, by number."""
+        ...
+
+
 class Executor(Protocol):
     """Runs plans on all ranks, in the order in which they are submitted."""
+
+    @property
+    def reports(self) -> Reports:
+        """What the ranks have told so far; kept by `poll_results`."""
+        ...
 
     def start(self) -> KVPlan:
         """Wait until all ranks have loaded, agree on the KV blocks, wait until all are ready.
@@ -105,27 +134,6 @@ class Executor(Protocol):
         """Let go of the ranks without a word: whoever of them lives waits for another epoch."""
         ...
 
-    def stage_times(self) -> list[StageTimes]:
-        """The newest report of each stage that has sent one, by stage."""
-        ...
-
-    def spans(self) -> list[StageSpans]:
-        """What each stage did in the last `rank_reports.TRACE_S` seconds or so, by stage and time."""
-        ...
-
-    def finished_orders(self) -> list[OrderResult]:
-        """Orders that all ranks have answered since the last call, and what has become of each."""
-        ...
-
-    def store_use(self) -> StoreUse:
-        """What the ranks have told since the last call of what they did with the store; `NO_STORE_USE` itself
-        if nothing. `switched_off`: how many more have it switched off now."""
-        ...
-
-    def built_grammars(self) -> list[BuiltGrammar]:
-        """Grammars that all ranks of the last stage have told of since the last call, by number."""
-        ...
-
     def wait_sources(self) -> list[int]:
         """Descriptors that become readable when `poll_results` may have something; empty if only that can
         wait.
@@ -139,6 +147,8 @@ class Executor(Protocol):
 class NoExecutor:
     """What there is between two epochs: no rank, to which nothing may be submitted and from which nothing
     comes."""
+
+    reports = RankReports(0)
 
     def start(self) -> KVPlan:
         raise AssertionError("there is no rank")
@@ -157,21 +167,6 @@ class NoExecutor:
 
     def abandon(self) -> None:
         """There is nobody to let go of."""
-
-    def stage_times(self) -> list[StageTimes]:
-        return []
-
-    def spans(self) -> list[StageSpans]:
-        return []
-
-    def finished_orders(self) -> list[OrderResult]:
-        return []
-
-    def store_use(self) -> StoreUse:
-        return NO_STORE_USE
-
-    def built_grammars(self) -> list[BuiltGrammar]:
-        return []
 
     def wait_sources(self) -> list[int]:
         return []

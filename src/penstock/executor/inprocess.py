@@ -12,13 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.batch import (
-    BuiltGrammar,
-    OrderResult,
     ScheduledBatch,
-    StageSpans,
-    StageTimes,
     StepResult,
-    StoreUse,
 )
 from penstock.distributed.group import memory_meeting
 from penstock.errors import WaitTimeoutError
@@ -47,6 +42,7 @@ class InprocessExecutor:
             wait=lambda timeout_s: QueueChannel.wait_any(core_endpoints, timeout_s),
             stages=[config.stage for config in self._configs],
         )
+        self.reports = self._ranks.reports
         connections = connect_ranks(self._configs, rank_endpoints)
         self._threads = [
             threading.Thread(
@@ -71,21 +67,6 @@ class InprocessExecutor:
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll_results(timeout_s)
-
-    def stage_times(self) -> list[StageTimes]:
-        return self._ranks.reports.stage_times()
-
-    def spans(self) -> list[StageSpans]:
-        return self._ranks.reports.spans()
-
-    def finished_orders(self) -> list[OrderResult]:
-        return self._ranks.reports.finished_orders()
-
-    def store_use(self) -> StoreUse:
-        return self._ranks.reports.store_use()
-
-    def built_grammars(self) -> list[BuiltGrammar]:
-        return self._ranks.reports.built_grammars()
 
     def wait_sources(self) -> list[int]:
         return []

@@ -11,13 +11,8 @@ from collections.abc import Callable
 
 from penstock.batch import (
     AllocateKV,
-    BuiltGrammar,
-    OrderResult,
     ScheduledBatch,
-    StageSpans,
-    StageTimes,
     StepResult,
-    StoreUse,
 )
 from penstock.executor.base import KVPlan, RankChannels
 from penstock.pipeline.links.channel_carriers import open_channel
@@ -52,6 +47,7 @@ class MpExecutor:
         self._ranks = RankChannels(
             self._channels, self._wait, results=self._results, start=start, stages=ends.stages
         )
+        self.reports = self._ranks.reports
 
     def start(self, is_over: Callable[[], bool] = lambda: False) -> KVPlan:
         return self._ranks.handshake(self._load_timeout_s, is_over)
@@ -64,21 +60,6 @@ class MpExecutor:
 
     def poll_results(self, timeout_s: float) -> list[StepResult]:
         return self._ranks.poll_results(timeout_s)
-
-    def stage_times(self) -> list[StageTimes]:
-        return self._ranks.reports.stage_times()
-
-    def spans(self) -> list[StageSpans]:
-        return self._ranks.reports.spans()
-
-    def finished_orders(self) -> list[OrderResult]:
-        return self._ranks.reports.finished_orders()
-
-    def store_use(self) -> StoreUse:
-        return self._ranks.reports.store_use()
-
-    def built_grammars(self) -> list[BuiltGrammar]:
-        return self._ranks.reports.built_grammars()
 
     def wait_sources(self) -> list[int]:
         return [source for channel in self._all_channels for source in channel.filenos()]

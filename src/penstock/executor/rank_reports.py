@@ -69,20 +69,20 @@ class RankReports:
             kept.popleft()
 
     def stage_times(self) -> list[StageTimes]:
-        """See `Executor.stage_times`."""
+        """See `Reports.stage_times`."""
         return [self._times[stage] for stage in sorted(self._times)]
 
     def spans(self) -> list[StageSpans]:
-        """See `Executor.spans`."""
+        """See `Reports.spans`."""
         return [spans for stage in sorted(self._spans) for spans in self._spans[stage]]
 
     def store_use(self) -> StoreUse:
-        """See `Executor.store_use`."""
+        """See `Reports.store_use`."""
         use, self._use = self._use, NO_STORE_USE
         return use
 
     def finished_orders(self) -> list[OrderResult]:
-        """See `Executor.finished_orders`."""
+        """See `Reports.finished_orders`."""
         finished = [
             OrderResult(order, max(answers, key=_SEVERITY.index))
             for order, answers in self._answers.items()
@@ -93,7 +93,7 @@ class RankReports:
         return finished
 
     def built_grammars(self) -> list[BuiltGrammar]:
-        """See `Executor.built_grammars`."""
+        """See `Reports.built_grammars`."""
         built = [
             max(reports, key=_gravity)
             for _, reports in sorted(self._grammars.items())

@@ -159,7 +159,7 @@ class _Trials:
                 self.costs.submitted(plan, alone=alone)
             self._submit(plan)
         self._await(self.next_step)
-        self.costs.learn(self._executor.spans())
+        self.costs.learn(self._executor.reports.spans())
         return self._came_at[first + count - 1] - self._came_at[first - 1]
 
     def finish(self) -> None:
@@ -176,7 +176,7 @@ class _Trials:
         deadline = self._clock() + self._config.stall_timeout_s
         while not all(self._has_reported(stage) for stage in range(self.num_stages)):
             self._poll(deadline)
-        self.costs.learn(self._executor.spans())
+        self.costs.learn(self._executor.reports.spans())
 
     def _plan(self, case: _Case) -> ScheduledBatch:
         """The next plan: rows that take the place of the plan's before; all of them write to one set of
@@ -235,5 +235,5 @@ class _Trials:
     def _has_reported(self, stage: int) -> bool:
         """Whether the report of a stage has come that the last plan asked for."""
         last = self.next_step - 1
-        reports = [spans for spans in self._executor.spans() if spans.stage == stage]
+        reports = [spans for spans in self._executor.reports.spans() if spans.stage == stage]
         return bool(reports) and any(step == last for _, step, _ in reports[-1].steps)

@@ -227,12 +227,12 @@ class EngineCore:
             loss=self._loss,
             is_loss_lasting=self._is_loss_lasting,
             restarts=self._restarts,
-            stage_times=self._executor.stage_times(),
+            stage_times=self._executor.reports.stage_times(),
         )
 
     def spans(self) -> list[StageSpans]:
         """What each stage did lately, for a trace."""
-        return self._executor.spans()
+        return self._executor.reports.spans()
 
     def check_invariants(self) -> None:
         """Assert that the parts agree. For tests, and when idle."""
@@ -259,8 +259,9 @@ class EngineCore:
         """Settle what has come. The result of a step that read blocks while they were being loaded waits
         until all ranks have said whether they were."""
         self._steps.add_results(executor.poll_results(timeout_s))
-        self._scheduler.settle_orders(executor.finished_orders(), executor.store_use())
-        updates += self._scheduler.settle_grammars(executor.built_grammars())
+        reports = executor.reports
+        self._scheduler.settle_orders(reports.finished_orders(), reports.store_use())
+        updates += self._scheduler.settle_grammars(reports.built_grammars())
         while self._steps.has_results and self._scheduler.prefixes.are_answered(self._steps.awaited):
             plan, result = self._steps.settle(self._epoch)
             updates += self._scheduler.settle_result(plan, result)

@@ -76,7 +76,7 @@ class PlanFeed:
 
     def learn(self, now: float, executor: Executor) -> None:
         """Learn what plans cost from the stages' reports; `now`: clock seconds."""
-        self._calibration.costs.follow(now, executor.spans)
+        self._calibration.costs.follow(now, executor.reports.spans)
 
     def _submit(self, plan: ScheduledBatch, executor: Executor, epoch: int) -> None:
         meta, self._meta = self._meta, NO_META

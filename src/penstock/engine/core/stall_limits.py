@@ -133,4 +133,4 @@ class MeasuredLimit:
         if not self._slowest_s:
             return None
         largest = max(self._slowest_s)
-        return self._slowest_s[largest] * num_tokens / 2 ** (largest - 1)
+        return self._slowest_s[largest] * num_tokens / (1 << (largest - 1))

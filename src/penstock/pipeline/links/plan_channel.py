@@ -140,7 +140,7 @@ class ZmqChannel:
 
 def has_message(socket: zmq.Socket[bytes]) -> bool:
     """Whether `recv` would return at once. An exception that says that it would not costs five times this."""
-    return bool(socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
 
 def wait_any(channels: Iterable[PolledChannel], timeout_s: float | None) -> None:

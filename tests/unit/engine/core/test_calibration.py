@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Self
 
 import msgspec
 import pytest
@@ -89,6 +90,10 @@ class SimulatedPipe:
             return []
         self.clock.now = max(self.clock.now, self._done_at.popleft())
         return [StepResult(step_id=len(self.plans) - len(self._done_at) - 1)]
+
+    @property
+    def reports(self) -> Self:
+        return self
 
     def spans(self) -> list[StageSpans]:
         return self._reports
