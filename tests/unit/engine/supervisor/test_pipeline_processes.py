@@ -79,8 +79,14 @@ class Replica:
 
 
 @pytest.fixture
-def replica() -> Iterator[Replica]:
-    made = Replica()
+def parallel() -> dict[str, Any]:
+    """Settings that a test may override by parameters of its own."""
+    return {}
+
+
+@pytest.fixture
+def replica(parallel: dict[str, Any]) -> Iterator[Replica]:
+    made = Replica(**parallel)
     yield made
     made.close()
 
@@ -142,9 +148,11 @@ def test_r3_a_rank_that_is_lost_elsewhere_is_started_there_again(replica: Replic
     assert fresh.epoch == 1
 
 
-def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied_head() -> None:
+@pytest.mark.parametrize("parallel", [{"tied_head": "transfer"}], ids=str)
+def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied_head(
+    replica: Replica,
+) -> None:
     """Issue 25, point 14: the other ranks send or await the head in every epoch."""
-    replica = Replica(tied_head="transfer")
     replica.processes.begin()
     lost = replica.other.members[0]
     for member in (replica.head.members[0], lost):
@@ -154,7 +162,6 @@ def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied
     lost.leave(-9)
     replica.processes.recover()
     assert [(rank.stage, rank.tied_head) for rank in replica.other.ranks] == [(1, "transfer")] * 2
-    replica.close()
 
 
 
