@@ -78,6 +78,7 @@ from penstock.residency import Residency
 from penstock.runner.kv_demand import KVDemand
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
+from penstock.trace.device_clock import DeviceClock, DeviceMark
 from penstock.trace.phases import PhaseClock, StageReporter
 
 START_POLL_S = 0.2
@@ -207,7 +208,7 @@ class Rank:
         if transfers_head(config, loaded.spec):
             _transfer_head(config, loaded, connections, has_it=self._runner is not None)
         runner = self._runner_for(start.num_blocks, loaded)
-        clock = PhaseClock(keeps_spans=True)
+        clock = phase_clock(loaded.device)
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
@@ -258,6 +259,19 @@ class Rank:
             raise ProtocolError(f"the core wants {num_blocks} KV blocks where there are {self._num_blocks}.")
         self._runner.reset()
         return self._runner
+
+
+def phase_clock(device: torch.device) -> PhaseClock:
+    """Return the clock of a rank on this device, for one epoch."""
+    if device.type != "cuda":
+        return PhaseClock(keeps_spans=True)
+
+    def mark() -> DeviceMark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return DeviceClock(mark, keeps_spans=True)
 
 
 def _transfer_head(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,7 +48,7 @@ class Pipe:
         self.tp_sizes, self.weight = tp_sizes, weight
         self.incoming: dict[RankAddress, CountedLink] = {}
         self.outgoing: dict[RankAddress, list[CountedLink]] = defaultdict(list)
-        for stage, (size, next_size) in enumerate(zip(tp_sizes, tp_sizes[1:], strict=False)):
+        for stage, (size, next_size) in enumerate(itertools.pairwise(tp_sizes)):
             for tp_rank in range(size):
                 for receiver in range(tp_rank, next_size, size):
                     link = CountedLink(f"{stage}.{tp_rank} -> {stage + 1}.{receiver}")

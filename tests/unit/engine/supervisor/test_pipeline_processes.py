@@ -164,7 +164,6 @@ def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied
     assert [(rank.stage, rank.tied_head) for rank in replica.other.ranks] == [(1, "transfer")] * 2
 
 
-
 def test_all_are_told_to_leave_and_who_still_loads_is_ended(replica: Replica) -> None:
     replica.head.members[0].say(Ready(rank=LOADED))
     replica.hear()
