@@ -223,7 +223,7 @@ class StageTimes(msgspec.Struct, frozen=True, tag="times", kw_only=True):
     stage: int
     num_steps: int  # those with tokens
     wall_ns: int
-    busy_ns: int  # CPU time of forward and sampling
+    busy_ns: int  # of forward and sampling: CPU time of the thread, or time of the GPU
     phase_ns: list[int]  # by `trace.phases.Phase`; their sum is `wall_ns`
     busy_ratio: float  # of the time since the report before
     exchange_ns: int = 0  # of what is counted above: in sums and gathers of the ranks that share the stage

@@ -9,6 +9,8 @@ import torch
 
 from hf_reference import MODELS, NUM_TOKENS, PROMPT, reference_greedy
 from penstock import LLM, SamplingParams
+from penstock.rank.rank import phase_clock
+from penstock.trace.phases import Phase, PhaseClock
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,3 +36,22 @@ def test_a10_i13_greedy_tokens_equal_the_reference(device: str, backend: str, tm
             SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True),
         )
     assert output.outputs[0].token_ids == expected
+
+
+def test_d6_busy_time_of_a_gpu_is_its_own() -> None:
+    """Issue 25, point 6: longer than the launches, and waited for as computing."""
+    device = torch.device("cuda", 0)
+    x = torch.randn(4096, 4096, device=device)
+    torch.mm(x, x)
+    torch.cuda.synchronize(device)
+    clock, launched = phase_clock(device), PhaseClock()
+    for each in (clock, launched):
+        each.begin(Phase.FORWARD)
+    for _ in range(200):
+        torch.mm(x, x)
+    for each in (clock, launched):
+        each.begin(Phase.PUT)
+    clock.await_device()
+    _, busy_ns, phase_ns = clock.totals()
+    assert busy_ns > 2 * launched.totals()[1]
+    assert phase_ns[Phase.FORWARD] > 0.9 * busy_ns

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoints import make_checkpoint
 from depth import sampled, soaked
 from hf_reference import (
     MIN_MARGIN,
@@ -95,4 +96,32 @@ def test_s2_a14_tied_head_by_load_or_by_transfer(model: RandomModel, num_stages:
     layout: dict[str, Any] = {"pipeline_parallel_size": num_stages, "max_num_batched_tokens": 40}
     expected = run(tmp_path, PROMPT, max_num_seqs=8, **layout).outputs[0]
     found = run(tmp_path, PROMPT, max_num_seqs=8, tied_head="transfer", **layout).outputs[0]
+    assert found.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("kernels", ["auto", *soaked("off")])
+@pytest.mark.parametrize(
+    ("tp", "dtype"),
+    [
+        *[("2,2", "float32"), ("4,4", "bfloat16"), ("2,4", "float32"), ("4,2", "bfloat16")],
+        *[pytest.param(tp, "float32", marks=pytest.mark.soak) for tp in ("1,2", "4,1", "1,4,2", "2,1,4")],
+    ],
+)
+def test_s2_a14_a_tied_head_that_ranks_share_gives_the_logits_of_a_loaded_one(
+    tp: str, dtype: str, kernels: str, tmp_path: Path
+) -> None:
+    """Issue 25, point 14. Blocks of 40 rows cut the shares of the 150 ids unevenly."""
+    make_checkpoint(tmp_path, tied=True, layers=3, vocab_size=150, seed=4)
+    layout: dict[str, Any] = {
+        "pipeline_parallel_size": len(tp.split(",")),
+        "tensor_parallel_size": tp,
+        "max_num_batched_tokens": 40,
+        "max_num_seqs": 8,
+        "dtype": dtype,
+        "kernels": kernels,
+    }
+    sampling = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, logprobs=5)
+    expected = run(tmp_path, PROMPT, sampling, **layout).outputs[0]
+    found = run(tmp_path, PROMPT, sampling, tied_head="transfer", **layout).outputs[0]
+    assert found.token_ids == expected.token_ids
     assert found.logprobs == expected.logprobs

@@ -88,6 +88,18 @@ def test_r4_streams_go_on_when_a_rank_is_killed(server: Server, name: str) -> No
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("name", ["stage 0 tp 1", "stage 1 tp 0"])
+def test_r4_s2_a_head_that_ranks_share_is_sent_again_when_a_rank_is_lost(name: str) -> None:
+    """Issue 25, point 14: by a rank that is new, or to one."""
+    with Server(2, "--tp", "2,4", "--tied-head", "transfer") as server:
+        victim, stream = named(server, f"penstock {name}"), iter(Stream(server, REQUESTS[0]))
+        found = [next(stream) for _ in range(9)]
+        victim.send_signal(signal.SIGKILL)
+        assert [*found, *stream] == server.golden[0]
+        wait_until(lambda: server.num_recoveries == 1, 30)
+
+
+@pytest.mark.soak
 def test_what_is_said_of_ranks(server: Server) -> None:
     assert "stages 2 x tp 2,1" in server.output
     assert "stage 0 tp 1  pid" in server.output

@@ -21,7 +21,7 @@ def make_rank_configs(
         tp: ranks of each stage; one each if nothing is said.
     """
     ranges = partition_layers(load_spec(model).num_layers, num_stages, "even")
-    sizes = [*(tp or [1] * num_stages), 1]
+    sizes = tuple(tp or [1] * num_stages)
     return [
         msgspec.structs.replace(
             RankConfig(
@@ -44,7 +44,7 @@ def make_rank_configs(
                 wait_timeout_s=30.0,
                 tp_rank=tp_rank,
                 tp_size=sizes[stage],
-                next_tp_size=sizes[stage + 1],
+                tp_sizes=sizes,
             ),
             **changes,
         )

@@ -113,6 +113,7 @@ class StandInHost:
     Attributes:
         news: readable when one of its members has something to say.
         members: that were started, in order.
+        ranks: what the ranks among them were told at the start, in order.
         made: ends of connections, with their kinds.
     """
 
@@ -120,6 +121,7 @@ class StandInHost:
         self.name = name
         self.kinds = list(kinds)
         self.members: list[StandInMember] = []
+        self.ranks: list[RankConfig] = []
         self.made: list[tuple[str, StandInEnd]] = []
         self.news, self._bell = socket.socketpair()
         self.news.setblocking(False)
@@ -141,6 +143,7 @@ class StandInHost:
         return HostResources(num_cpus=4, free_bytes=1 << 34, num_gpus=0, name=self.name)
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
+        self.ranks.append(rank)
         return self._start(name, rank.stage, member_index)
 
     def start_measuring(self, config: MeasureConfig, name: str) -> Member:

@@ -2,70 +2,189 @@
 
 The other way, and the default, is that the last stage reads the embedding from the checkpoint as well.
 Transfer is for a last stage whose host has not got that file. `rank.rank` calls it in each epoch, when
-all ranks have loaded and before the first plan; it uses the links of the pipe and nothing else.
+all ranks have loaded and before the first plan; it uses the links of the pipe and, where the ranks of the
+first stage hold other shares than those of the last, the group of the first stage.
 
-    first: sends its rows      middle: passes each block on      last: fills its own rows
+    first: sends the rows of each share      middle: passes each block on      last: takes its own share
+
+Each rank of the last stage gets the rows of its share and no others; a link carries what the ranks behind it
+need. Here with 2, 1 and 4 ranks:
+
+    rank 0 of 2 ──shares 0 to 3──▶ rank 0 of 1 ──share k──▶ rank k of 4
+       ▲ rows of rank 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from penstock.distributed.group import TensorGroup
+from penstock.distributed.share import Share, vocab_share
 from penstock.pipeline.links.frame import FrameHeader, FrameKind
 from penstock.pipeline.links.link import Link
 
+PutRows = Callable[[int, Tensor], None]  # first row within the rank's own share, rows
 
-def transfer_tied_head(
-    weight: Tensor,
-    *,
-    epoch: int,
-    incoming: Link | None,
-    outgoing: Link | None,
-    block_rows: int,
-    keep: Callable[[int, Tensor], None] | None = None,
-) -> None:
-    """Move the embedding one stage on.
+
+class HeadBlock(NamedTuple):
+    """Rows `[start, end)` of the embedding, which cross each link of their way in one frame."""
+
+    number: int
+    receiver: int  # rank of the last stage
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadRoute:
+    """The blocks of a tied head and their way through the pipe, as one rank sees them.
+
+    Attributes:
+        tp_sizes: ranks of each stage.
+        stage, tp_rank: this rank.
+        vocab_size: rows of the embedding.
+        block_rows: rows of one frame; a frame of the link holds as many tokens.
+        epoch: of the links.
+    """
+
+    tp_sizes: Sequence[int]
+    stage: int
+    tp_rank: int
+    vocab_size: int
+    block_rows: int
+    epoch: int
+
+    def share(self, tp_rank: int) -> Share:
+        """Return the rows that a rank of this stage holds, if the stage holds the embedding."""
+        return vocab_share(self.vocab_size, tp_rank, self.tp_sizes[self.stage])
+
+    @property
+    def own_share(self) -> Share:
+        return self.share(self.tp_rank)
+
+    def all_blocks(self) -> Iterator[HeadBlock]:
+        """Yield all blocks in the order in which every rank handles those that concern it.
+
+        The ranks of the last stage take turns, so that none waits for the whole head of another.
+        """
+        num_receivers = self.tp_sizes[-1]
+        shares = [vocab_share(self.vocab_size, rank, num_receivers) for rank in range(num_receivers)]
+        number = 0
+        for offset in range(0, max(share.size for share in shares), self.block_rows):
+            for receiver, share in enumerate(shares):
+                start = share.start + offset
+                if start < share.end:
+                    yield HeadBlock(number, receiver, start, min(start + self.block_rows, share.end))
+                    number += 1
+
+    def own_blocks(self) -> Iterator[HeadBlock]:
+        """Yield the blocks that this rank sends, passes on or takes."""
+        return (block for block in self.all_blocks() if self.rank_of(self.stage, block) == self.tp_rank)
+
+    def rank_of(self, stage: int, block: HeadBlock) -> int:
+        """Return the rank of a stage that the block goes through (`RankConfig.receivers`)."""
+        rank = block.receiver
+        for size in reversed(self.tp_sizes[stage:-1]):
+            rank %= size
+        return rank
+
+    def next_link(self, block: HeadBlock, links: Sequence[Link]) -> Link:
+        """Return the link by which the block leaves this rank.
+
+        Args:
+            links: of this rank, in the order of `RankConfig.receivers`.
+        """
+        return links[(self.rank_of(self.stage + 1, block) - self.tp_rank) // self.tp_sizes[self.stage]]
+
+    def header(self, block: HeadBlock, rows: Tensor) -> FrameHeader:
+        """Return what the frame of the block begins with."""
+        return FrameHeader(
+            epoch=self.epoch,
+            step_id=block.number,
+            kind=FrameKind.WEIGHT,
+            num_tokens=block.end - block.start,
+            width=rows.shape[1],
+            dtype=str(rows.dtype).removeprefix("torch."),
+            num_tensors=1,
+            digest=0,
+        )
+
+
+def send_head(route: HeadRoute, weight: Tensor, group: TensorGroup, links: Sequence[Link]) -> None:
+    """Send the embedding from a rank of the first stage.
+
+    A block whose rows the sender has not got, or not all of them, is gathered from the ranks of the stage;
+    all of them come to the same blocks in the same order.
 
     Args:
-        weight: [vocab, hidden]; read on the first stage, filled on the last. A middle stage, which does not
-            keep it, gives only its shape (`relay_weight`).
-        epoch: of the links.
-        incoming, outgoing: the stage's links; absent at the ends of the pipe.
-        block_rows: rows of one frame; a frame of the link holds as many tokens.
-        keep: takes (first row, rows) on a last stage that holds them in a form of its own; `weight`
-            then gives only the shape.
+        weight: [rows of the own share, hidden].
+        group: the ranks of the first stage.
+        links: as for `HeadRoute.next_link`.
 
-    Raises what the links raise: `WaitTimeoutError`, `LinkClosedError`, `ProtocolError`.
+    Raises what the links raise, `WaitTimeoutError`, `LinkClosedError` and `ProtocolError`, and the group.
     """
-    for number, first in enumerate(range(0, len(weight), block_rows)):
-        block = weight[first : first + block_rows]
-        if weight.stride(0) == 0:
-            block = torch.empty(block.shape, dtype=block.dtype, device=block.device)
-        header = _header(epoch, number, block)
-        if incoming is not None:
-            incoming.receive_frame(header, [block]).wait()
-        if outgoing is not None:
-            outgoing.send_frame(header, [block])
-        if keep is not None:
-            keep(first, block)
+    for block in route.all_blocks():
+        sender = route.rank_of(0, block)
+        held = route.share(sender)
+        rows = None
+        if block.start < held.start or block.end > held.end:
+            rows = _gathered(route, weight, group, block)
+        elif sender == route.tp_rank:
+            rows = weight[block.start - held.start : block.end - held.start]
+        if rows is not None and sender == route.tp_rank:
+            route.next_link(block, links).send_frame(route.header(block, rows), [rows])
 
 
-def relay_weight(vocab_size: int, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The shape of an embedding without its memory: [vocab, hidden], all rows the same."""
-    return torch.empty((1, hidden_size), dtype=dtype, device=device).expand(vocab_size, hidden_size)
+def pass_head_on(route: HeadRoute, buffer: Tensor, incoming: Link, links: Sequence[Link]) -> None:
+    """Pass blocks on, on a rank of a middle stage.
+
+    Args:
+        buffer: [block_rows, hidden], written over by each block.
+
+    Other arguments and errors are those of `send_head`.
+    """
+    for block in route.own_blocks():
+        rows = buffer[: block.end - block.start]
+        header = route.header(block, rows)
+        incoming.receive_frame(header, [rows]).wait()
+        route.next_link(block, links).send_frame(header, [rows])
 
 
-def _header(epoch: int, number: int, block: Tensor) -> FrameHeader:
-    return FrameHeader(
-        epoch=epoch,
-        step_id=number,
-        kind=FrameKind.WEIGHT,
-        num_tokens=len(block),
-        width=block.shape[1],
-        dtype=str(block.dtype).removeprefix("torch."),
-        num_tensors=1,
-        digest=0,
+def take_head(route: HeadRoute, buffer: Tensor, incoming: Link, put: PutRows) -> None:
+    """Take the rows of the own share, on a rank of the last stage.
+
+    Args:
+        buffer: as for `pass_head_on`.
+        put: keeps a block's rows; the buffer is written over afterwards.
+
+    Errors are those of `send_head`.
+    """
+    for block in route.own_blocks():
+        rows = buffer[: block.end - block.start]
+        incoming.receive_frame(route.header(block, rows), [rows]).wait()
+        put(block.start - route.own_share.start, rows)
+
+
+def _gathered(route: HeadRoute, weight: Tensor, group: TensorGroup, block: HeadBlock) -> Tensor:
+    """Return the rows of a block, each from the rank that holds it."""
+    shares = [route.share(rank) for rank in range(group.size)]
+    spans = [
+        (max(block.start, share.start), max(block.start, share.start, min(block.end, share.end)))
+        for share in shares
+    ]
+    own = torch.zeros((block.end - block.start, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+    start, end = spans[group.rank]
+    own_start = shares[group.rank].start
+    own[start - block.start : end - block.start] = weight[start - own_start : end - own_start]
+    parts = group.all_gather(own)
+    return torch.cat(
+        [
+            part[start - block.start : end - block.start]
+            for part, (start, end) in zip(parts, spans, strict=True)
+        ]
     )

@@ -71,7 +71,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
         faults: what a test has armed; a rank that takes the place of another has none.
         tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
-        next_tp_size: how many share those of the next stage.
+        tp_sizes: how many share those of each stage; empty: one rank each.
         expert_parallel: the ranks of a stage have experts whole, and not each a part of all.
         are_threads: the ranks are threads of one process.
         replica: which pipeline it belongs to; None where there is one.
@@ -107,7 +107,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     faults: list[Fault] = []
     tp_rank: int = 0
     tp_size: int = 1
-    next_tp_size: int = 1
+    tp_sizes: tuple[int, ...] = ()
     expert_parallel: bool = False
     are_threads: bool = False
     replica: int | None = None
@@ -137,6 +137,11 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     def is_output(self) -> bool:
         """Whether this rank tells what was sampled: the first of the last stage (row D8)."""
         return self.is_last and self.tp_rank == 0
+
+    @property
+    def next_tp_size(self) -> int:
+        """How many ranks share the layers of the next stage."""
+        return self.tp_sizes[self.stage + 1] if self.tp_sizes else 1
 
     @property
     def receivers(self) -> range:

@@ -18,6 +18,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.batch import (
@@ -50,7 +51,7 @@ from penstock.pipeline.ports import (
     carried_share,
 )
 from penstock.pipeline.stage import Stage, blaming, plans_from
-from penstock.pipeline.tied_head import relay_weight, transfer_tied_head
+from penstock.pipeline.tied_head import HeadRoute, pass_head_on, send_head, take_head
 from penstock.pipeline.token_return import TokenReceiver, TokenSender
 from penstock.pipeline.transfer_orders import NoTransfer, TransferOrders
 from penstock.process.child import (
@@ -77,6 +78,7 @@ from penstock.residency import Residency
 from penstock.runner.kv_demand import KVDemand
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
+from penstock.trace.device_clock import DeviceClock, DeviceMark
 from penstock.trace.phases import PhaseClock, StageReporter
 
 START_POLL_S = 0.2
@@ -206,7 +208,7 @@ class Rank:
         if transfers_head(config, loaded.spec):
             _transfer_head(config, loaded, connections, has_it=self._runner is not None)
         runner = self._runner_for(start.num_blocks, loaded)
-        clock = PhaseClock(keeps_spans=True)
+        clock = phase_clock(loaded.device)
         source = _choose_source(config, loaded, runner, connections, clock)
         sink = _choose_sink(config, loaded, runner, connections, clock)
         times = StageReporter(config.stage, clock, _teller(config, plans), lambda: loaded.group.exchange_ns)
@@ -259,28 +261,70 @@ class Rank:
         return self._runner
 
 
+def phase_clock(device: torch.device) -> PhaseClock:
+    """Return the clock of a rank on this device, for one epoch."""
+    if device.type != "cuda":
+        return PhaseClock(keeps_spans=True)
+
+    def mark() -> DeviceMark:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        return event
+
+    return DeviceClock(mark, keeps_spans=True)
+
+
 def _transfer_head(
     config: RankConfig, loaded: LoadedRank, connections: RankConnections, *, has_it: bool
 ) -> None:
-    """Once all ranks have loaded, so that nobody waits for another's disk. In every epoch: a rank cannot know
-    whether the last one has started anew; if it has the head still, it takes what comes and forgets it."""
+    """Send a tied head down the pipe, pass it on or take it.
+
+    All ranks have loaded by then, so that nobody waits for another's disk. It is done in every epoch: a rank
+    cannot know whether the last one has started anew. A rank that has the head still (`has_it`) takes what
+    comes and forgets it.
+    """
     spec = loaded.spec
-    weight = relay_weight(spec.vocab_size, spec.hidden_size, dtype=dtype_of(config), device=loaded.device)
-    embedding = loaded.model.get_submodule(EMBEDDING)
-    matrix = embedding.weight if isinstance(embedding, VocabEmbedding) else None
-    if isinstance(matrix, Tensor):
-        weight = matrix.data
-    packed = matrix if isinstance(matrix, Matrix) and not has_it else None
-    transfer_tied_head(
-        weight,
-        epoch=connections.epoch,
-        incoming=connections.incoming,
-        outgoing=next(iter(connections.outgoing), None),
+    route = HeadRoute(
+        tp_sizes=config.tp_sizes or (1,) * config.num_stages,
+        stage=config.stage,
+        tp_rank=config.tp_rank,
+        vocab_size=spec.vocab_size,
         block_rows=config.max_num_batched_tokens,
-        keep=None if packed is None else lambda first, rows: packed.put(first, rows, PLAIN),
+        epoch=connections.epoch,
     )
-    if packed is not None:
-        packed.finish()
+    if connections.incoming is None:
+        weight = _tied_embedding(loaded).weight
+        assert isinstance(weight, Tensor), "a quantised head cannot be sent; it was refused at the start"
+        send_head(route, weight.data, loaded.group, connections.outgoing)
+        return
+    shape = min(route.block_rows, spec.vocab_size), spec.hidden_size
+    buffer = torch.empty(shape, dtype=dtype_of(config), device=loaded.device)
+    if not config.is_last:
+        pass_head_on(route, buffer, connections.incoming, connections.outgoing)
+    elif has_it:
+        take_head(route, buffer, connections.incoming, lambda first, rows: None)
+    else:
+        _fill_head(route, buffer, connections.incoming, _tied_embedding(loaded).weight)
+
+
+def _tied_embedding(loaded: LoadedRank) -> VocabEmbedding:
+    embedding = loaded.model.get_submodule(EMBEDDING)
+    assert isinstance(embedding, VocabEmbedding), embedding
+    return embedding
+
+
+def _fill_head(route: HeadRoute, buffer: Tensor, incoming: Link, weight: Tensor | Matrix) -> None:
+    """Take the rows of the own share into the weight, in the form in which it is held."""
+    if isinstance(weight, Matrix):
+        take_head(route, buffer, incoming, lambda first, rows: weight.put(first, rows, PLAIN))
+        weight.finish()
+        return
+    own = weight.data
+
+    def put(first: int, rows: Tensor) -> None:
+        own[first : first + len(rows)] = rows
+
+    take_head(route, buffer, incoming, put)
 
 
 def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:

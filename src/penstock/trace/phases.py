@@ -39,8 +39,8 @@ class PhaseClock:
     """Counts the time of one thread by phase.
 
     Busy time is the thread's own CPU time in the phases that compute: a thread that another process has
-    pushed aside is not busy, whatever the wall clock says. (On a GPU this counts launches; its own time is
-    not known here.)
+    pushed aside is not busy, whatever the wall clock says. On a GPU that would count launches only; a rank
+    there has a `trace.device_clock.DeviceClock`.
 
     Args:
         wall, cpu: nanoseconds; tests give their own.
@@ -79,12 +79,19 @@ class PhaseClock:
             self._span_phases.append(ended)
             self._span_ns.append(spent)
         if (before in BUSY) != (phase in BUSY):
-            cpu = self._cpu()
             if before in BUSY:
-                self._busy_ns += cpu - self._busy_since
-            self._busy_since = cpu
+                self._end_busy()
+            else:
+                self._begin_busy()
         self._phase, self._since = phase, now
         return before
+
+    def await_device(self) -> None:
+        """Wait for what was launched and is still being computed, which counts as `FORWARD`.
+
+        For those who would wait for it anyway, in a phase that is not busy. On a CPU there is nothing to wait
+        for: a call that computes returns when it has.
+        """
 
     @property
     def num_spans(self) -> int:
@@ -108,7 +115,16 @@ class PhaseClock:
         Call it outside the busy phases.
         """
         self.begin(self._phase)
-        return self._since - self._started, self._busy_ns, list(self._totals)
+        return self._since - self._started, self._counted_busy_ns(), list(self._totals)
+
+    def _begin_busy(self) -> None:
+        self._busy_since = self._cpu()
+
+    def _end_busy(self) -> None:
+        self._busy_ns += self._cpu() - self._busy_since
+
+    def _counted_busy_ns(self) -> int:
+        return self._busy_ns
 
 
 class _NobodysClock(PhaseClock):

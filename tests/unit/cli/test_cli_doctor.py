@@ -145,7 +145,10 @@ def test_a_partition_that_will_be_measured_is_not_refused() -> None:
     ("words", "told"),
     [
         (("--tp", "3"), "tensor_parallel_size is 3, and"),
-        (("--pp", "2", "--tp", "2", "--tied-head", "transfer"), "a head that ranks share cannot be sent"),
+        (
+            ("--pp", "2", "--quantization", "int8", "--tied-head", "transfer"),
+            "a quantised head cannot be sent",
+        ),
         (("--max-model-len", "99999"), "max_model_len"),
         (("--pp", "2", "--partition", "5,5"), "5,5"),
     ],

@@ -216,7 +216,7 @@ def _rank_configs(
             tp_rank=coordinates.tp_rank,
             tp_size=sizes[coordinates.stage],
             expert_parallel=parallel.enable_expert_parallel,
-            next_tp_size=[*sizes, 1][coordinates.stage + 1],
+            tp_sizes=tuple(sizes),
             replica=coordinates.replica if replicas > 1 else None,
             model_impl=config.model.model_impl,
             host=homes[rank].name,
@@ -444,12 +444,6 @@ def _check_tensor_parallel(parallel: ParallelConfig, spec: ModelSpec, form: _Wei
     """Refuse what ranks of one stage cannot share, or what is not built for them."""
     if max(parallel.tp_sizes) == 1:
         return
-    if spec.tie_word_embeddings and parallel.pipeline_parallel_size > 1 and parallel.tied_head == "transfer":
-        raise UsageError(
-            "--tied-head is transfer; a head that ranks share cannot be sent down the pipe.",
-            remedy="Use --tied-head load.",
-            param="tied_head",
-        )
     layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
     for rank in range(layout.world_size):
         _check_devices_of_stage([form.devices[other] for other in layout.tensor_group(rank).ranks])

@@ -297,6 +297,7 @@ def _named(rank: RankConfig) -> dict[str, Any]:
 
 
 def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded]) -> RankConfig:
-    """As at the start, but for what the others have settled: they hold their KV cache, and their head."""
+    """Return the config of a rank that is started again: as at the start, but for what the others have
+    settled, which hold their KV cache. A tied head that is sent down the pipe is sent in every epoch."""
     num_blocks = min(message.max_blocks for message in ranks)
-    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, tied_head="load", faults=[])
+    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, faults=[])

@@ -45,6 +45,7 @@ class SharedMemoryLink(Carrier):
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_size(header, tensors, self._ring.frame_bytes)
+        clock.await_device()  # else a copy from a GPU would wait for it, and that would count as copying
         ring, before = self._ring, clock.begin(Phase.WAIT_NEXT)
         index = ring.reserve(self._timeout_s, header.purpose)
         clock.begin(Phase.COMM)
@@ -65,6 +66,7 @@ class SharedMemoryLink(Carrier):
         _check_size(header, out, self._ring.frame_bytes)
         ring, before = self._ring, clock.begin(Phase.WAIT_PREV)
         index = ring.take(self._timeout_s, header.purpose)
+        clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
         received = self._frames[begin : begin + ALIGNMENT]

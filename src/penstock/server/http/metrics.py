@@ -209,7 +209,8 @@ class Metrics:
         labels = ["model_name", "replica", "stage"]
         busy = GaugeMetricFamily(
             PREFIX + "pipeline_stage_busy_ratio",
-            "Share of the time between the stage's last two reports (a second or a step) spent computing.",
+            "Share of the time between the stage's last two reports (a second or a step) spent computing: "
+            "CPU time of its thread, or time of its GPU.",
             labels=labels,
         )
         bubbles = CounterMetricFamily(

@@ -37,7 +37,11 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds are totals since the stage's process began; `busy_ratio` is of the last second or so."""
+    """A stage as its first rank reports it.
+
+    Seconds are totals since the epoch of the stage began; `busy_ratio` is of the last second or so. Busy is
+    CPU time of the thread that computes, or time of the GPU.
+    """
 
     stage: int
     layers: list[int] | None = None  # first, and one after the last

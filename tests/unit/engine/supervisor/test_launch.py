@@ -509,12 +509,13 @@ def test_b9_ranks_that_cannot_share_a_stage_are_refused(
         plan_for(model, parallel=ParallelConfig(**parallel))
 
 
-def test_a14_a_tied_head_that_ranks_share_is_not_sent(model: str) -> None:
+def test_a14_ranks_know_the_sizes_of_all_stages_that_a_tied_head_goes_through(model: str) -> None:
+    """Issue 25, point 14."""
     (Path(model) / "config.json").write_text(json.dumps(FIELDS | {"tie_word_embeddings": True}))
     parallel = ParallelConfig(pipeline_parallel_size=2, tensor_parallel_size="1,2", tied_head="transfer")
-    with pytest.raises(UsageError, match="head that ranks share cannot be sent") as caught:
-        plan_for(model, parallel=parallel)
-    assert caught.value.param == "tied_head"
+    ranks = plan_for(model, parallel=parallel).ranks
+    assert {(rank.tied_head, rank.tp_sizes) for rank in ranks} == {("transfer", (1, 2))}
+    assert [(rank.next_tp_size, list(rank.receivers)) for rank in ranks[:1]] == [(2, [0, 1])]
 
 
 def test_quantised_groups_that_straddle_a_shard_are_refused(model: str) -> None:

@@ -49,11 +49,12 @@ def test_i4_no_replica_begins_before_the_weights_of_all_are_in_memory() -> None:
 class Replica:
     """Core and first stage at one host, the second stage at another; neither has a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, **parallel: Any) -> None:
         self.head, self.other = StandInHost("attic", "tcp"), StandInHost("cellar", "pigeon", "tcp")
         hosts = Hosts(self.head, self.other)
-        parallel = ParallelConfig(pipeline_parallel_size=2)
-        config = EngineConfig(model=ModelConfig(model="demo"), parallel=parallel)
+        config = EngineConfig(
+            model=ModelConfig(model="demo"), parallel=ParallelConfig(pipeline_parallel_size=2, **parallel)
+        )
         self.events: list[Event] = []
         self.watch = MemberWatch(lambda member, event: self.processes.take(member, event))
         self.processes = PipelineProcesses(resolve(config, hosts.resources()), hosts, self.watch, self)
@@ -78,8 +79,14 @@ class Replica:
 
 
 @pytest.fixture
-def replica() -> Iterator[Replica]:
-    made = Replica()
+def parallel() -> dict[str, Any]:
+    """Settings that a test may override by parameters of its own."""
+    return {}
+
+
+@pytest.fixture
+def replica(parallel: dict[str, Any]) -> Iterator[Replica]:
+    made = Replica(**parallel)
     yield made
     made.close()
 
@@ -139,6 +146,22 @@ def test_r3_a_rank_that_is_lost_elsewhere_is_started_there_again(replica: Replic
     (fresh,) = replica.other.members[1].handed
     assert isinstance(fresh, RankEndpoints)
     assert fresh.epoch == 1
+
+
+@pytest.mark.parametrize("parallel", [{"tied_head": "transfer"}], ids=str)
+def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied_head(
+    replica: Replica,
+) -> None:
+    """Issue 25, point 14: the other ranks send or await the head in every epoch."""
+    replica.processes.begin()
+    lost = replica.other.members[0]
+    for member in (replica.head.members[0], lost):
+        member.say(WeightsLoaded(bytes_read=2, seconds=0.1))
+        member.say(Ready(rank=LOADED))
+    replica.hear()
+    lost.leave(-9)
+    replica.processes.recover()
+    assert [(rank.stage, rank.tied_head) for rank in replica.other.ranks] == [(1, "transfer")] * 2
 
 
 def test_all_are_told_to_leave_and_who_still_loads_is_ended(replica: Replica) -> None:

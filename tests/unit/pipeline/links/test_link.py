@@ -19,6 +19,7 @@ from penstock.pipeline.links.link_carriers import open_link
 from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import Ring, close_handle, create_ring
 from penstock.process.endpoints import MemoryHandle
+from penstock.trace.phases import Phase, PhaseClock
 
 NAME = "stage 0 -> stage 1"
 Ends = tuple[Link, Link]
@@ -213,6 +214,33 @@ def test_an_endpoint_that_no_carrier_opens_is_refused_with_a_remedy() -> None:
 def test_a_link_in_memory_that_nobody_holds_is_closed() -> None:
     with pytest.raises(LinkClosedError, match="stage 0 -> stage 1: its memory is gone"):
         open_link(MemoryHandle(number=-1), NAME, 1.0)
+
+
+class AwaitingClock(PhaseClock):
+    """Notes what begins, and where the device is waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[str] = []
+
+    def begin(self, phase: Phase, was: Phase | None = None) -> Phase:
+        self.noted.append(phase.name)
+        return super().begin(phase, was)
+
+    def await_device(self) -> None:
+        self.noted.append("device")
+
+
+def test_d6_what_a_gpu_still_computes_is_awaited_before_the_copy_and_not_in_it() -> None:
+    """Issue 25, point 6."""
+    clock = AwaitingClock()
+    with ExitStack() as closing:
+        sender, receiver = connect_link("shared memory", closing, NAME, 30.0, num_frames=1)
+        sender.send_frame(header(), tensors(0, 3), clock)
+        assert clock.noted == ["device", "WAIT_NEXT", "COMM", "NO_WORK"]
+        clock.noted.clear()
+        receiver.receive_frame(header(), blank(3), clock=clock).wait()
+        assert clock.noted == ["WAIT_PREV", "device", "COMM", "NO_WORK"]
 
 
 def test_waits_end_with_a_typed_error(connect: Connect) -> None:
