@@ -2,7 +2,8 @@
 
 A `ScheduledBatch` is one micro-batch for one trip through the pipe. The core encodes it once and sends the
 same bytes to every rank; a rank works out no shape and no decision on its own. The last stage answers with a
-`StepResult` and sends `SampledTokens` to the earlier stages (`pipeline.token_return`).
+`StepResult`, and sends `SampledTokens` to the first stage and `SampledCounts` to those between
+(`pipeline.token_return`).
 
 Rows: a *row* is the index of a request in every rank's row table, the same on all ranks. A freed row may be
 used again; its *generation* then grows by one, so that late tokens of the former request are recognised.
@@ -159,13 +160,24 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
 
 
 class SampledTokens(msgspec.Struct, frozen=True, array_like=True):
-    """Token return of one step: one entry per row of the plan's need-sampled mask, in plan order."""
+    """Token return of one step to a stage that embeds: one entry per row of the plan's need-sampled mask, in
+    plan order."""
 
     step_id: int
     epoch: int
     digest: int
     token_ids: list[list[int]]  # accepted and sampled ids; exactly one without speculation; [-1] = failed row
     num_rejected: list[int]  # drafts of the row that were rejected; 0 without speculation
+
+
+class SampledCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Token return of one step to a stage that does not embed: as `SampledTokens`, without the ids."""
+
+    step_id: int
+    epoch: int
+    digest: int
+    num_ids: list[int]  # accepted and sampled ids of the row; 0 = failed row
+    num_rejected: list[int]  # as in `SampledTokens`: the stage computes positions with it
 
 
 class StepResult(msgspec.Struct, frozen=True, tag="result", kw_only=True, omit_defaults=True):
@@ -344,9 +356,10 @@ _encoder = msgspec.msgpack.Encoder()
 _to_rank: msgspec.msgpack.Decoder[CoreToRank] = msgspec.msgpack.Decoder(CoreToRank)
 _to_core: msgspec.msgpack.Decoder[RankToCore] = msgspec.msgpack.Decoder(RankToCore)
 _tokens = msgspec.msgpack.Decoder(SampledTokens)
+_counts = msgspec.msgpack.Decoder(SampledCounts)
 
 
-def encode(message: CoreToRank | RankToCore | SampledTokens) -> bytes:
+def encode(message: CoreToRank | RankToCore | SampledTokens | SampledCounts) -> bytes:
     return _encoder.encode(message)
 
 
@@ -361,6 +374,10 @@ def decode_to_core(frame: bytes) -> RankToCore:
 
 def decode_sampled_tokens(frame: bytes) -> SampledTokens:
     return _decode(_tokens, frame, "with samples")
+
+
+def decode_sampled_counts(frame: bytes) -> SampledCounts:
+    return _decode(_counts, frame, "with counts of samples")
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[Message], frame: bytes, which: str) -> Message:

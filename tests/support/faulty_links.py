@@ -15,12 +15,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from hashlib import blake2b
+from typing import TypeVar
 
 import msgspec
 import torch
 from torch import Tensor
 
-from penstock.batch import SampledTokens, StepResult, decode_sampled_tokens, encode
+from penstock.batch import SampledCounts, SampledTokens, StepResult, encode
 from penstock.pipeline.links.channel import SEND_TIMEOUT_S, MessageChannel
 from penstock.pipeline.links.frame import FrameHeader
 from penstock.pipeline.links.link import Link, RecvHandle
@@ -311,7 +312,10 @@ def change_plan(frame: bytes, kind: Kind, choice: random.Random) -> bytes:
 
 def change_samples(frame: bytes, kind: Kind, choice: random.Random) -> bytes:
     """Samples of another step, epoch or history, or of more or fewer rows."""
-    return encode(_changed(decode_sampled_tokens(frame), kind, choice))
+    try:
+        return encode(_changed(msgspec.msgpack.decode(frame, type=SampledTokens), kind, choice))
+    except msgspec.ValidationError:  # to a stage that does not embed
+        return encode(_changed(msgspec.msgpack.decode(frame, type=SampledCounts), kind, choice))
 
 
 def change_result(frame: bytes, kind: Kind, choice: random.Random) -> bytes:
@@ -319,9 +323,13 @@ def change_result(frame: bytes, kind: Kind, choice: random.Random) -> bytes:
     return encode(_changed(msgspec.msgpack.decode(frame, type=StepResult), kind, choice))
 
 
-def _changed(
-    message: SampledTokens | StepResult, kind: Kind, choice: random.Random
-) -> SampledTokens | StepResult:
+Samples = TypeVar("Samples", SampledTokens, SampledCounts, StepResult)
+
+
+def _changed(message: Samples, kind: Kind, choice: random.Random) -> Samples:
+    if kind is Kind.RESHAPE and isinstance(message, SampledCounts):
+        num_ids = choice.choice([[*message.num_ids, 1], message.num_ids[1:]])
+        return msgspec.structs.replace(message, num_ids=num_ids)
     if kind is Kind.RESHAPE:
         ids = message.token_ids
         other = choice.choice([[*ids, [1]], ids[1:]]) if ids else [[1]]

@@ -25,7 +25,7 @@ from penstock.models.intermediate import IntermediateTensors
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.pipeline.links.frame import FrameHeader, FrameKind
 from penstock.pipeline.links.link import AsyncIntermediateTensors, Link
-from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.pipeline.token_return import SampleReceiver, TokenSender
 from penstock.runner.forward_batch import ForwardBatch
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
@@ -129,7 +129,7 @@ class ForwardSink:
     def __init__(
         self,
         links: Sequence[tuple[Share, Link]],
-        tokens: TokenReceiver,
+        tokens: SampleReceiver,
         clock: PhaseClock = NOBODYS,
     ) -> None:
         self._links = list(links)

@@ -1,51 +1,83 @@
 """Token return: what the last stage sampled goes back to every earlier stage, on a path of its own.
 
-An earlier stage needs the ids (the first stage embeds them), how many there were and how many drafts were
-rejected (every stage computes positions). It does not wait for them when the step leaves, but when a plan
-says that it consumes them. In a full pipe of P stages that is P steps later:
+The first stage embeds the sampled ids, so it gets them (`SampledTokens`). Every other stage only computes
+positions, for which it needs to know how many ids there were and how many drafts were rejected; it gets no
+more than that (`SampledCounts`). A stage does not wait for samples when the step leaves, but when a plan says
+that it consumes them. In a full pipe of P stages that is P steps later:
 
     stage 0   | 0 | 1 | 2 | 3 |          plan 2 consumes the samples of step 0 (P = 2)
     stage 1       | 0 | 1 | 2 |
     samples           ^0  ^1  ^2
 
-`TokenSender` is used by the last stage's sink, `TokenReceiver` by every other stage's (`pipeline.ports`).
+`TokenSender` is used by the last stage's sink, a `SampleReceiver` by every other stage's (`pipeline.ports`).
 Both know from the plan's need-sampled mask whether there is a message at all (row E4). Rows carry a
 generation: a token for a row that was freed, or freed and given to another request, is dropped (rows E2, E7).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.batch import SampledTokens, ScheduledBatch, StepResult, decode_sampled_tokens, encode
+from penstock.batch import (
+    SampledCounts,
+    SampledTokens,
+    ScheduledBatch,
+    StepResult,
+    decode_sampled_counts,
+    decode_sampled_tokens,
+    encode,
+)
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError, concerned
 from penstock.pipeline.links.channel import MessageChannel, send_of_step
 from penstock.runner.request_rows import RequestRows, RowSnapshot
 
 
 class TokenSender:
-    """The last stage's end: the same message to every earlier stage."""
+    """The last stage's end.
 
-    def __init__(self, channels: Sequence[MessageChannel]) -> None:
-        self._channels = list(channels)
+    Args:
+        embedding: to the ranks of the first stage, which get the ids.
+        others: to the ranks of the stages between, which get counts.
+    """
+
+    def __init__(self, embedding: Sequence[MessageChannel], others: Sequence[MessageChannel] = ()) -> None:
+        self._embedding = list(embedding)
+        self._others = list(others)
 
     def send_samples(self, plan: ScheduledBatch, result: StepResult) -> None:
         """Send the samples of a step; nothing at all if the plan samples no row."""
         if not any(plan.need_sampled):
             return
-        frame = encode(
-            SampledTokens(
-                step_id=plan.step_id,
-                epoch=plan.epoch,
-                digest=plan.digest,
-                token_ids=result.token_ids,
-                num_rejected=result.num_rejected,
-            )
-        )
-        for channel in self._channels:
+        frame = encode(_tokens(plan, result))
+        for channel in self._embedding:
             send_of_step(channel, frame, "the samples", plan.step_id)
+        if self._others:
+            frame = encode(_counts(plan, result))
+        for channel in self._others:
+            send_of_step(channel, frame, "the samples", plan.step_id)
+
+
+def _tokens(plan: ScheduledBatch, result: StepResult) -> SampledTokens:
+    return SampledTokens(
+        step_id=plan.step_id,
+        epoch=plan.epoch,
+        digest=plan.digest,
+        token_ids=result.token_ids,
+        num_rejected=result.num_rejected,
+    )
+
+
+def _counts(plan: ScheduledBatch, result: StepResult) -> SampledCounts:
+    return SampledCounts(
+        step_id=plan.step_id,
+        epoch=plan.epoch,
+        digest=plan.digest,
+        num_ids=[len(ids) - ids.count(-1) for ids in result.token_ids],
+        num_rejected=result.num_rejected,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +90,7 @@ class PendingReturn:
     rows: RowSnapshot
 
 
-class TokenReceiver:
+class SampleReceiver(ABC):
     """An earlier stage's end: a queue of the steps whose samples have not been consumed yet.
 
     Args:
@@ -96,32 +128,55 @@ class TokenReceiver:
         """
         while self._pending and self._pending[0].step_id <= through_step:
             pending = self._pending.popleft()
-            tokens = self._receive(pending)
-            self._rows.post_update(pending.step_id, pending.rows, tokens.token_ids, tokens.num_rejected)
+            try:
+                self._write(pending, self._receive(pending))
+            except ProtocolError as error:
+                raise ProtocolError(
+                    f"token return {self._name}, where {_samples_of(pending)} were due: {error.message}"
+                    f"{concerned(pending.rows.request_ids)}"
+                ) from error
 
-    def _receive(self, pending: PendingReturn) -> SampledTokens:
-        tokens = self._read(pending)
-        expected = (pending.epoch, pending.step_id, pending.digest, len(pending.rows))
-        actual = (tokens.epoch, tokens.step_id, tokens.digest, len(tokens.token_ids))
-        if actual != expected:
-            raise ProtocolError(
-                f"token return {self._name}: expected (epoch, step, digest, rows) {expected}, found {actual}."
-                f"{concerned(pending.rows.request_ids)}"
-            )
-        return tokens
+    @abstractmethod
+    def _write(self, pending: PendingReturn, frame: bytes) -> None:
+        """Write the samples of a message to the rows; raises `ProtocolError` if it holds others."""
 
-    def _read(self, pending: PendingReturn) -> SampledTokens:
-        what = f"the samples of step {pending.step_id}"
+    def _receive(self, pending: PendingReturn) -> bytes:
+        what = _samples_of(pending)
         try:
             if (frame := self._channel.recv(self._timeout_s)) is not None:
-                return decode_sampled_tokens(frame)
+                return frame
         except LinkClosedError as error:
             raise LinkClosedError(f"token return {self._name} was closed before {what}.") from error
-        except ProtocolError as error:
-            names = concerned(pending.rows.request_ids)
-            raise ProtocolError(
-                f"token return {self._name}, where {what} were due: {error.message}{names}"
-            ) from error
         raise WaitTimeoutError(
             f"token return {self._name}: waited {self._timeout_s:g} s for {what}, and they did not come."
         )
+
+
+class TokenReceiver(SampleReceiver):
+    """The end of a stage that embeds."""
+
+    def _write(self, pending: PendingReturn, frame: bytes) -> None:
+        tokens = decode_sampled_tokens(frame)
+        _check(pending, tokens, len(tokens.token_ids))
+        self._rows.post_update(pending.step_id, pending.rows, tokens.token_ids, tokens.num_rejected)
+
+
+class CountReceiver(SampleReceiver):
+    """The end of a stage that neither embeds nor samples: no id comes to it."""
+
+    def _write(self, pending: PendingReturn, frame: bytes) -> None:
+        counts = decode_sampled_counts(frame)
+        _check(pending, counts, len(counts.num_ids))
+        self._rows.post_counts(pending.step_id, pending.rows, counts.num_ids, counts.num_rejected)
+
+
+def _check(pending: PendingReturn, samples: SampledTokens | SampledCounts, num_rows: int) -> None:
+    """Raise `ProtocolError` unless the samples are those that are due."""
+    expected = (pending.epoch, pending.step_id, pending.digest, len(pending.rows))
+    actual = (samples.epoch, samples.step_id, samples.digest, num_rows)
+    if actual != expected:
+        raise ProtocolError(f"expected (epoch, step, digest, rows) {expected}, found {actual}.")
+
+
+def _samples_of(pending: PendingReturn) -> str:
+    return f"the samples of step {pending.step_id}"

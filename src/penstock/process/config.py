@@ -129,6 +129,11 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.stage == self.num_stages - 1
 
     @property
+    def is_between(self) -> bool:
+        """Whether the stage neither embeds nor samples, so that it reads no token id."""
+        return not (self.is_first or self.is_last)
+
+    @property
     def name(self) -> str:
         """For messages within its pipeline."""
         return rank_name(self.stage, self.tp_rank, self.tp_size)
@@ -142,6 +147,11 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     def next_tp_size(self) -> int:
         """How many ranks share the layers of the next stage."""
         return self.tp_sizes[self.stage + 1] if self.tp_sizes else 1
+
+    @property
+    def first_tp_size(self) -> int:
+        """How many ranks share the layers of the first stage, which embeds."""
+        return self.tp_sizes[0] if self.tp_sizes else 1
 
     @property
     def receivers(self) -> range:

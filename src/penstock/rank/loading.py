@@ -39,7 +39,7 @@ from penstock.runner.buffers import BufferPool
 from penstock.runner.device_kv import DeviceKV
 from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.request_rows import RequestRows
+from penstock.runner.request_rows import KeptIds, NoIds, RequestRows
 from penstock.sample.grammar_rows import GrammarRows, NoGrammars
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
@@ -168,7 +168,8 @@ def build_runner(
     """The runner over a model and its KV storage."""
     model = loaded.model
     model.record(kv, config.max_num_batched_tokens)
-    rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size)
+    ids = NoIds if config.is_between else KeptIds
+    rows = RequestRows(config.max_num_seqs, config.max_model_len, config.block_size, ids=ids)
     buffers = BufferPool(
         config.depth,
         max_num_tokens=config.max_num_batched_tokens,

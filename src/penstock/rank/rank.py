@@ -52,7 +52,7 @@ from penstock.pipeline.ports import (
 )
 from penstock.pipeline.stage import Stage, blaming, plans_from
 from penstock.pipeline.tied_head import HeadRoute, pass_head_on, send_head, take_head
-from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.pipeline.token_return import CountReceiver, TokenReceiver, TokenSender
 from penstock.pipeline.transfer_orders import NoTransfer, TransferOrders
 from penstock.process.child import (
     Abandoned,
@@ -384,9 +384,11 @@ def _choose_sink(
 ) -> Sink:
     if config.is_last:
         results = connections.results if config.is_output else None
-        return SampleSink(runner, TokenSender(connections.tokens), results, clock)
+        embedding, others = _by_need(config, connections.tokens)
+        return SampleSink(runner, TokenSender(embedding, others), results, clock)
     (channel,) = connections.tokens
-    tokens = TokenReceiver(
+    receiver = TokenReceiver if config.is_first else CountReceiver
+    tokens = receiver(
         channel,
         runner.rows,
         name=f"stage {config.num_stages - 1} -> stage {config.stage}",
@@ -395,6 +397,13 @@ def _choose_sink(
     width, size = loaded.spec.hidden_size, config.next_tp_size
     shares = [carried_share(width, receiver, size) for receiver in config.receivers]
     return ForwardSink(list(zip(shares, connections.outgoing, strict=True)), tokens, clock)
+
+
+def _by_need(
+    config: RankConfig, channels: Sequence[MessageChannel]
+) -> tuple[Sequence[MessageChannel], Sequence[MessageChannel]]:
+    """Return the channels from the output rank to stages that embed, and to those that do not."""
+    return channels[: config.first_tp_size], channels[config.first_tp_size :]
 
 
 def _tell_core(stage: int, failed: ChildFailed, plans: MessageChannel) -> None:

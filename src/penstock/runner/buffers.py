@@ -42,10 +42,6 @@ class InputBuffer:
             self._device[: values.size].copy_(self._host[: values.size], non_blocking=True)
         return self._views.of(values.shape)
 
-    def view(self, shape: tuple[int, ...]) -> Tensor:
-        """What `publish` returns for values of this shape, whatever is in it now."""
-        return self._views.of(shape)
-
     def _view(self, shape: tuple[int, ...]) -> Tensor:
         return self._device[: math.prod(shape)].view(shape)
 

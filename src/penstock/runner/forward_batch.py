@@ -1,11 +1,12 @@
 """From a plan and the row table to the inputs of the model.
 
 `runner.model_runner` builds one `ForwardBatch` per step. Everything is worked out for all rows at once with
-numpy and written into persistent buffers. Input ids, those of a prompt chunk, of a decode and of drafts alike
-(row D7), are one gather from the row table: known tokens lie at their positions, and drafts behind them.
+numpy and written into persistent buffers.
 
 A batch is built in two parts, so that a stage can do most of it while it still waits for samples:
-`begin_batch` needs none, `complete_batch` fills in the ids once they are there.
+`begin_batch` needs none, `complete_batch` corrects the positions once they are there. What only one stage
+reads is no part of a batch: the first stage gathers its `input_ids`, the last one publishes its
+`sample_indices`.
 """
 
 from __future__ import annotations
@@ -27,10 +28,9 @@ class ForwardBatch:
     """One step's inputs on this rank. Tensors are views of buffers that later steps use again."""
 
     plan: ScheduledBatch
-    input_ids: Tensor  # [num_tokens] int64
     positions: Tensor  # [num_tokens] int64
     metadata: AttentionMetadata
-    sample_indices: Tensor  # [num_sampled] int64, the last token of each sampled row
+    sample_indices: NDArray[np.int64]  # [num_sampled] the last token of each sampled row
     addressed: RowSnapshot  # [num_rows]
     sampled: RowSnapshot  # [num_sampled]
     output_index: NDArray[np.int64]  # [num_sampled] how many tokens the row has generated before this one
@@ -52,7 +52,7 @@ def build_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
 
 
 def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
-    """All but `input_ids`, for a plan whose rows have been applied; samples that it consumes may be to come.
+    """Return the batch of a plan whose rows have been applied; samples that it consumes may be to come.
 
     Raises `ProtocolError` if the plan does not fit the row table.
     """
@@ -63,15 +63,23 @@ def begin_batch(plan: ScheduledBatch, rows: RequestRows, buffers: InputBuffers) 
 
 
 def complete_batch(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> ForwardBatch:
-    """The batch with its ids, once the samples that it consumes are in the row table.
+    """Return the batch as it is run, once the samples that it consumes are in the row table.
 
     Raises `ProtocolError` if they are not.
     """
     rows.check_sources(batch.plan)
     if rows.num_rejections != batch.num_rejections:  # so positions are others than the plan had hoped
         batch = _batch_at(rows.accepted_start_of(batch.plan), batch.plan, rows, buffers)
-    buffers.input_ids.publish(rows.token_ids[batch.row_of_token, batch.position_of_token])
     return batch
+
+
+def input_ids(batch: ForwardBatch, rows: RequestRows, buffers: InputBuffers) -> Tensor:
+    """Return the ids of a complete batch, [num_tokens] int64, on a stage that embeds.
+
+    Those of a prompt chunk, of a decode and of drafts alike (row D7) are one gather from the row table: known
+    tokens lie at their positions, and drafts behind them.
+    """
+    return buffers.input_ids.publish(rows.token_ids[batch.row_of_token, batch.position_of_token])
 
 
 def _batch_at(
@@ -93,10 +101,9 @@ def _batch_at(
         sampled, sampled_ends, sample_indices = addressed.select(chosen), ends[chosen], sample_indices[chosen]
     return ForwardBatch(
         plan=plan,
-        input_ids=buffers.input_ids.view(positions.shape),
         positions=buffers.positions.publish(positions),
         metadata=_metadata(plan, rows, buffers, row_of_token, positions, query_starts, ends),
-        sample_indices=buffers.sample_indices.publish(sample_indices),
+        sample_indices=sample_indices,
         addressed=addressed,
         sampled=sampled,
         output_index=sampled_ends - rows.prompt_len[sampled.rows],

@@ -22,7 +22,7 @@ from penstock.kernels.candidates import HeadOutput, HeadRequest
 from penstock.models.interfaces import BeforeLayer, SupportsPP
 from penstock.models.intermediate import IntermediateTensors
 from penstock.runner.buffers import BufferPool
-from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch
+from penstock.runner.forward_batch import ForwardBatch, begin_batch, complete_batch, input_ids
 from penstock.runner.request_rows import RequestRows
 from penstock.sample.grammar_rows import NoGrammars
 from penstock.sample.logit_changes import TokenHistory
@@ -94,7 +94,7 @@ class ModelRunner:
 
     def embed(self, batch: ForwardBatch) -> IntermediateTensors:
         """What the first layer takes. First stage only."""
-        return self._model.embed(batch.input_ids)
+        return self._model.embed(input_ids(batch, self.rows, self._buffers.for_step(batch.plan.step_id)))
 
     def forward(
         self, tensors: IntermediateTensors, batch: ForwardBatch, before_layer: BeforeLayer | None = None
@@ -116,7 +116,8 @@ class ModelRunner:
         head = self.grammars.constrained(params.head, rows)
         if head is not params.head:
             params = replace(params, head=head)
-        head_output = self._model.compute_candidates(tensors, batch.sample_indices, head)
+        indices = self._buffers.for_step(plan.step_id).sample_indices.publish(batch.sample_indices)
+        head_output = self._model.compute_candidates(tensors, indices, head)
         drawn = self._sampler.sample(head_output, params, batch.output_index)
         self.grammars.accept(rows, drawn.token_ids)
         is_finite = head_output.candidates.is_finite

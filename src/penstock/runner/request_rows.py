@@ -2,8 +2,9 @@
 
 Every rank keeps the same table and changes it in the same order: by the plans, and by the samples that come
 back. The last stage writes its samples at once, the others when a plan consumes them; at rest all tables are
-equal (rows D3, E6). `runner.forward_batch` reads it to build a step; `pipeline.token_return` and the last
-stage's sink write samples through `post_update`. Decides nothing and holds no tensor.
+equal (rows D3, E6), but for the token ids, which a stage that neither embeds nor samples does not keep.
+`runner.forward_batch` reads it to build a step; `pipeline.token_return` and the last stage's sink write
+samples through `post_update`, or `post_counts` where no ids are kept. Decides nothing and holds no tensor.
 
 Two clocks: `num_computed` counts tokens that have been *scheduled* (all drafts taken as accepted until their
 rejection is consumed), `total_len` counts tokens that are *known*.
@@ -11,8 +12,9 @@ rejection is consumed), `total_len` counts tokens that are *known*.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +43,40 @@ class RowSnapshot:
         return RowSnapshot(rows=self.rows[indices], generations=self.generations[indices], request_ids=names)
 
 
+class TokenIds(Protocol):
+    """The token ids of all rows, where a stage keeps them."""
+
+    @property
+    def by_row(self) -> NDArray[np.int64]:
+        """[num_rows, width]; width 0 where none are kept."""
+        ...
+
+    def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        """Write ids to a row, from the position `start` on."""
+        ...
+
+
+class KeptIds:
+    """The ids of the first stage, which embeds them, and of the last, which counts and scores them."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        # zeros, not empty: untouched pages of a long context cost no memory, and stay valid token ids.
+        self.by_row = np.zeros((num_rows, width), dtype=np.int64)
+
+    def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        self.by_row[row, start : start + len(token_ids)] = token_ids
+
+
+class NoIds:
+    """In place of the ids on a stage between the first and the last, which reads none."""
+
+    def __init__(self, num_rows: int, width: int) -> None:
+        self.by_row = np.zeros((num_rows, 0), dtype=np.int64)
+
+    def write(self, row: int, start: int, token_ids: Sequence[int]) -> None:
+        """They are not kept."""
+
+
 class RequestRows:
     """State of all rows of one rank.
 
@@ -49,14 +85,21 @@ class RequestRows:
         max_model_len: longest prompt + output in tokens.
         block_size: tokens per KV block.
         max_drafts: speculative tokens that one row may have beyond its known ones.
+        ids: makes what keeps the token ids, given the rows and the width: `KeptIds` or `NoIds`.
     """
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, max_drafts: int = 0) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        max_model_len: int,
+        block_size: int,
+        max_drafts: int = 0,
+        ids: Callable[[int, int], TokenIds] = KeptIds,
+    ) -> None:
         self.block_size = block_size
         width = max_model_len + 1 + max_drafts
-        # zeros, not empty: untouched pages of a long context cost no memory, and stay valid token and block
-        # ids.
-        self.token_ids = np.zeros((num_rows, width), dtype=np.int64)  # [num_rows, width]
+        self._ids = ids(num_rows, width)
+        # zeros, not empty, as for token ids.
         self.block_tables = np.zeros((num_rows, -(-width // block_size)), dtype=np.int64)
         self.num_blocks = np.zeros(num_rows, dtype=np.int64)  # blocks of the row's table
         self.prompt_len = np.zeros(num_rows, dtype=np.int64)
@@ -67,6 +110,11 @@ class RequestRows:
         self.sampled_step = np.full(num_rows, KNOWN, dtype=np.int64)  # step whose sample was consumed last
         self.request_ids = [""] * num_rows
         self.num_rejections = 0  # steps consumed that rejected drafts, of any row
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """[num_rows, width] known tokens at their positions, on a stage that keeps them."""
+        return self._ids.by_row
 
     @property
     def max_blocks_per_row(self) -> int:
@@ -91,7 +139,7 @@ class RequestRows:
     def add(self, new: NewRow) -> None:
         """A request enters, or enters again with what it had generated before it was preempted."""
         row, known, held = new.row, len(new.token_ids), len(new.blocks)
-        self.token_ids[row, :known] = new.token_ids
+        self._ids.write(row, 0, new.token_ids)
         self.block_tables[row, :held] = new.blocks
         self.num_blocks[row] = held
         self.prompt_len[row] = new.prompt_len
@@ -145,8 +193,7 @@ class RequestRows:
 
     def put_drafts(self, row: int, draft_ids: Sequence[int]) -> None:
         """Speculative tokens, placed behind a row's known ones; the next sample overwrites them (row D7)."""
-        known = self.total_len[row]
-        self.token_ids[row, known : known + len(draft_ids)] = draft_ids
+        self._ids.write(row, int(self.total_len[row]), draft_ids)
 
     def last_tokens(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The newest known token of each row. [num_rows]"""
@@ -170,11 +217,9 @@ class RequestRows:
         Rows that have changed hands since are skipped.
         """
         rows, ids = addressed.rows, _padded(token_ids)
-        rejected = np.array(num_rejected, dtype=np.int64) if any(num_rejected) else None
-        alive = self.generation[rows] == addressed.generations
+        alive = self._still_held(addressed)
         if False in alive.tolist():
             rows, ids = rows[alive], ids[alive]
-            rejected = None if rejected is None else rejected[alive]
         for column in ids.T:  # one column unless drafts were accepted
             known = rows
             if -1 in column.tolist():
@@ -182,7 +227,33 @@ class RequestRows:
             positions = self.total_len[known]
             self.token_ids[known, positions] = column
             self.total_len[known] = positions + 1
-        if rejected is not None:
+        self._settle(step_id, rows, alive, num_rejected)
+
+    def post_counts(
+        self, step_id: int, addressed: RowSnapshot, num_ids: Sequence[int], num_rejected: Sequence[int]
+    ) -> None:
+        """Do the same as `post_update` where no ids are kept.
+
+        Args:
+            num_ids: how many ids were accepted and sampled of each.
+        """
+        alive = self._still_held(addressed)
+        rows = addressed.rows[alive]
+        self.total_len[rows] += np.array(num_ids, dtype=np.int64)[alive]
+        self._settle(step_id, rows, alive, num_rejected)
+
+    def _still_held(self, addressed: RowSnapshot) -> NDArray[np.bool_]:
+        """Return which rows the requests of the snapshot still hold."""
+        rows = addressed.rows
+        alive: NDArray[np.bool_] = self.generation[rows] == addressed.generations
+        return alive
+
+    def _settle(
+        self, step_id: int, rows: NDArray[np.int64], alive: NDArray[np.bool_], num_rejected: Sequence[int]
+    ) -> None:
+        """Take back what was scheduled on rejected drafts, and note the step in the rows that are alive."""
+        if any(num_rejected):
+            rejected = np.array(num_rejected, dtype=np.int64)[alive]
             self.num_computed[rows] -= rejected
             self.num_rejected[rows] += rejected
             self.num_rejections += 1

@@ -45,10 +45,10 @@ from penstock.pipeline.links.ring import SharedMemoryLink
 from penstock.pipeline.links.ring_memory import close_handle, create_ring
 from penstock.pipeline.ports import EmbedSource, ForwardSink, LinkSource, SampleSink
 from penstock.pipeline.stage import Stage, plans_from
-from penstock.pipeline.token_return import TokenReceiver, TokenSender
+from penstock.pipeline.token_return import CountReceiver, TokenReceiver, TokenSender
 from penstock.runner.buffers import BufferPool
 from penstock.runner.model_runner import ModelRunner
-from penstock.runner.request_rows import RequestRows
+from penstock.runner.request_rows import KeptIds, NoIds, RequestRows
 from penstock.trace.phases import Phase, PhaseClock, StageReporter
 from tensor_ranks import joined
 
@@ -78,7 +78,10 @@ class Pipe:
         self.core_endpoints, rank_endpoints = QueueChannel.star(num_stages)
         links = [self._link(carrier, s, num_frames, timeout_s) for s in range(num_stages - 1)]
         tokens = [QueueChannel.pair() for _ in links]
-        self.runners = [self._runner(model) for model in models]
+        self.runners = [
+            self._runner(model, KeptIds if stage in (0, num_stages - 1) else NoIds)
+            for stage, model in enumerate(models)
+        ]
         self.stages: list[Stage] = []
         self.clocks = [PhaseClock(count().__next__, count().__next__) for _ in models]  # each look is a tick
         for stage, (runner, plans) in enumerate(zip(self.runners, rank_endpoints, strict=True)):
@@ -93,10 +96,12 @@ class Pipe:
                     clock=clock,
                 )
             if stage < num_stages - 1:
-                receiver = TokenReceiver(tokens[stage][1], runner.rows, name=f"{stage}", timeout_s=timeout_s)
+                kind = CountReceiver if stage else TokenReceiver
+                receiver = kind(tokens[stage][1], runner.rows, name=f"{stage}", timeout_s=timeout_s)
                 sink = ForwardSink([(Share.all(2), links[stage][0])], receiver, clock)
             else:
-                sink = SampleSink(runner, TokenSender([last for last, _ in tokens]), plans, clock)
+                lasts = [last for last, _ in tokens]
+                sink = SampleSink(runner, TokenSender(lasts[:1], lasts[1:]), plans, clock)
             self.stages.append(Stage(stage, runner, source, sink, StageReporter(stage, clock)))
         self.crew = Crew()
         for index, (stage, plans) in enumerate(zip(self.stages, rank_endpoints, strict=True)):
@@ -128,8 +133,8 @@ class Pipe:
         close_handle(handle)
         return ends
 
-    def _runner(self, model: ArithmeticModel) -> ModelRunner:
-        rows = RequestRows(NUM_ROWS, MAX_LEN, BLOCK)
+    def _runner(self, model: ArithmeticModel, ids: type[KeptIds] | type[NoIds]) -> ModelRunner:
+        rows = RequestRows(NUM_ROWS, MAX_LEN, BLOCK, ids=ids)
         buffers = BufferPool(
             2,
             max_num_tokens=MAX_TOKENS,
@@ -198,20 +203,29 @@ def test_d3_d4_d5_tokens_are_exact_in_every_layout(
         assert request.output == arithmetic_tokens(request.prompt, request.count, num_stages)
     assert len({str(live_rows(runner.rows)) for runner in pipe.runners}) == 1  # D3, E6: at rest all agree
     assert live_rows(pipe.runners[0].rows)
+    ends, between = {0, num_stages - 1}, range(1, num_stages - 1)
+    assert len({str(known_ids(pipe.runners[stage].rows)) for stage in ends}) == 1
+    assert not any(pipe.runners[stage].rows.token_ids.size for stage in between)
 
 
 def live_rows(rows: RequestRows) -> dict[int, tuple[object, ...]]:
-    """All that a table knows about the rows that a request holds."""
+    """All that a table knows about the rows that a request holds, but for the ids."""
     return {
         row: (
             rows.request_ids[row],
-            rows.token_ids[row, : rows.total_len[row]].tolist(),
+            rows.total_len[row].item(),
             rows.num_computed[row].item(),
             rows.sampled_step[row].item(),
             rows.block_tables[row, : rows.num_blocks[row]].tolist(),
         )
         for row in np.flatnonzero(rows.generation >= 0).tolist()
     }
+
+
+def known_ids(rows: RequestRows) -> dict[int, list[int]]:
+    """The ids of the rows that a request holds."""
+    held = np.flatnonzero(rows.generation >= 0).tolist()
+    return {row: rows.token_ids[row, : rows.total_len[row]].tolist() for row in held}
 
 
 def test_d9_an_empty_plan_crosses_every_stage_and_gives_a_result() -> None:

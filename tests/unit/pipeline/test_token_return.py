@@ -13,8 +13,8 @@ from penstock.batch import KNOWN, ScheduledBatch, StepResult
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.channel import SEND_TIMEOUT_S, MessageChannel
 from penstock.pipeline.links.plan_channel import QueueChannel
-from penstock.pipeline.token_return import TokenReceiver, TokenSender
-from penstock.runner.request_rows import RequestRows
+from penstock.pipeline.token_return import CountReceiver, SampleReceiver, TokenReceiver, TokenSender
+from penstock.runner.request_rows import KeptIds, NoIds, RequestRows
 
 
 class CountingChannel:
@@ -158,19 +158,67 @@ def test_e9_a_prefill_only_batch_and_an_empty_one_send_nothing() -> None:
     ends.receiver.consume_samples(1)
 
 
-def test_one_message_for_every_earlier_stage() -> None:
-    pairs = [QueueChannel.pair() for _ in range(3)]
-    plan = entering(0, 0)
-    TokenSender([last for last, _ in pairs]).send_samples(
+def test_ids_go_to_stages_that_embed_and_counts_to_the_others() -> None:
+    """Issue 25, point 5: rows stay in step everywhere, and between the ends of the pipe nobody has an id."""
+    pairs = [QueueChannel.pair() for _ in range(4)]
+    plan = make_plan(
+        0,
+        [Part(row=row, start=0, blocks=[row]) for row in range(4)],
+        new_rows=[new_row(row, [1]) for row in range(4)],
+    )
+    ends = [last for last, _ in pairs]
+    sampled = StepResult(step_id=0, token_ids=[[7], [8, 9, 6], [-1], [5]], num_rejected=[0, 1, 0, 2])
+    TokenSender(ends[:2], ends[2:]).send_samples(plan, sampled)
+    tables = []
+    for index, (_, early) in enumerate(pairs):
+        embeds = index < 2
+        rows = RequestRows(4, 16, 4, 3, ids=KeptIds if embeds else NoIds)
+        rows.apply(plan)
+        receiver = (TokenReceiver if embeds else CountReceiver)(early, rows, name="x", timeout_s=30.0)
+        receiver.expect_samples(plan, rows.snapshot(np.arange(4)))
+        rows.num_computed[:] = 9
+        rows.free(3)  # and its sample is dropped
+        receiver.consume_samples(0)
+        assert early.recv(0) is None
+        tables.append(rows)
+    for rows in tables:
+        assert rows.total_len.tolist() == [2, 4, 1, 1]
+        assert rows.num_computed.tolist() == [9, 8, 9, 9]
+        assert rows.num_rejected.tolist() == [0, 1, 0, 0]
+        assert rows.num_rejections == 1
+        assert rows.sampled_step.tolist() == [0, 0, 0, KNOWN]
+    assert [rows.token_ids[1, :4].tolist() for rows in tables[:2]] == [[1, 8, 9, 6]] * 2
+    assert [rows.token_ids.nbytes for rows in tables[2:]] == [0, 0]
+
+
+def test_no_id_crosses_to_a_stage_that_does_not_embed() -> None:
+    """Issue 25, point 5: one message is as long as another, whatever was sampled."""
+    (first, _), (between, early) = QueueChannel.pair(), QueueChannel.pair()
+    frames = []
+    for token_id in (3, 2**40):
+        TokenSender([first], [between]).send_samples(
+            entering(0, 0), StepResult(step_id=0, token_ids=[[token_id]], num_rejected=[0])
+        )
+        frames.append(early.recv(0))
+    assert frames[0] == frames[1]
+
+
+@pytest.mark.parametrize(
+    ("receiver", "channels"), [(TokenReceiver, "others"), (CountReceiver, "embedding")], ids=["ids", "counts"]
+)
+def test_dr1_a_return_for_another_kind_of_stage_is_refused(
+    receiver: type[SampleReceiver], channels: str
+) -> None:
+    last, early = QueueChannel.pair()
+    plan, rows = entering(0, 0), RequestRows(2, 16, 4)
+    rows.apply(plan)
+    TokenSender(**{"embedding": [], channels: [last]}).send_samples(
         plan, StepResult(step_id=0, token_ids=[[7]], num_rejected=[0])
     )
-    for _, early in pairs:
-        rows = RequestRows(2, 16, 4)
-        rows.apply(plan)
-        receiver = TokenReceiver(early, rows, name="x", timeout_s=30.0)
-        receiver.expect_samples(plan, rows.snapshot(np.array([0])))
-        receiver.consume_samples(0)
-        assert rows.token_ids[0, :2].tolist() == [1, 7]
+    waiting = receiver(early, rows, name="stage 3 -> stage 0", timeout_s=30.0)
+    waiting.expect_samples(plan, rows.snapshot(np.array([0])))
+    with pytest.raises(ProtocolError, match=r"stage 3 -> stage 0.*samples of step 0.*request-0-0"):
+        waiting.consume_samples(0)
 
 
 def test_a_missing_return_is_a_typed_error_with_path_and_step() -> None:

@@ -11,7 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 from penstock.errors import UsageError
 from penstock.process.config import RankConfig
-from penstock.rank.loading import device_of
+from penstock.rank.loading import build_runner, device_of, load_rank
 from rank_configs import make_rank_configs
 
 
@@ -33,3 +33,13 @@ def test_i13_a_gpu_that_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(UsageError, match=f"stage 1 is to run on cuda:1, .* {seen}.*--device cpu"):
         device_of(msgspec.structs.replace(rank, device="cuda:1"))
+
+
+def test_only_stages_that_embed_or_sample_keep_token_ids(tmp_path: Path) -> None:
+    """Issue 25, point 5."""
+    sizes = []
+    for config in make_rank_configs(make_checkpoint(tmp_path), 3):
+        loaded = load_rank(config, lambda done, total: None)
+        rows = build_runner(config, loaded, loaded.storage.allocate(4)).rows
+        sizes.append(rows.token_ids.size)
+    assert sizes == [4 * 257, 0, 4 * 257]  # rows, and positions of each with one to come

@@ -12,7 +12,13 @@ from hand_core import Part, make_plan, new_row
 from penstock.batch import ScheduledBatch
 from penstock.errors import ProtocolError
 from penstock.runner.buffers import BufferPool
-from penstock.runner.forward_batch import ForwardBatch, begin_batch, build_batch, complete_batch
+from penstock.runner.forward_batch import (
+    ForwardBatch,
+    begin_batch,
+    build_batch,
+    complete_batch,
+    input_ids,
+)
 from penstock.runner.request_rows import RequestRows
 
 BLOCK, MAX_TOKENS, NUM_ROWS, MAX_LEN = 4, 40, 6, 31
@@ -46,10 +52,12 @@ def expected_tokens(parts: list[Part], known: dict[int, list[int]], blocks: dict
     ]
 
 
-def check(batch: ForwardBatch, parts: list[Part], known: dict[int, list[int]], blocks: dict) -> None:
+def check(
+    batch: ForwardBatch, ids: list[int], parts: list[Part], known: dict[int, list[int]], blocks: dict
+) -> None:
     found = list(
         zip(
-            batch.input_ids.tolist(),
+            ids,
             batch.positions.tolist(),
             batch.metadata.slot_mapping.tolist(),
             strict=True,
@@ -62,13 +70,13 @@ def check(batch: ForwardBatch, parts: list[Part], known: dict[int, list[int]], b
     assert batch.metadata.seq_lens == ends
     for part, end, table in zip(parts, ends, batch.metadata.block_tables.tolist(), strict=True):
         assert table[: -(-end // BLOCK)] == blocks[part.row][: -(-end // BLOCK)]
-    check_kernel_step(batch)
+    check_kernel_step(batch, ids)
     sampled = [i for i, part in enumerate(parts) if part.sampled]
     assert batch.sample_indices.tolist() == [starts[i + 1] - 1 for i in sampled]
     assert batch.sampled.rows.tolist() == [parts[i].row for i in sampled]
 
 
-def check_kernel_step(batch: ForwardBatch) -> None:
+def check_kernel_step(batch: ForwardBatch, ids: list[int]) -> None:
     """What the kernels are told is what torch is told."""
     step, metadata = batch.metadata.kernel_step, batch.metadata
     assert step is not None
@@ -78,7 +86,7 @@ def check_kernel_step(batch: ForwardBatch) -> None:
 
     num_rows, width = metadata.block_tables.shape
     assert (step.num_tokens, step.num_rows, step.block_table_stride) == (batch.num_tokens, num_rows, width)
-    assert numbers(step.input_ids, step.num_tokens) == batch.input_ids.tolist()
+    assert numbers(step.input_ids, step.num_tokens) == ids
     assert numbers(step.positions, step.num_tokens) == batch.positions.tolist()
     assert numbers(step.slot_mapping, step.num_tokens) == metadata.slot_mapping.tolist()
     assert numbers(step.query_starts, num_rows + 1) == metadata.query_starts
@@ -102,7 +110,7 @@ def test_d7_chunked_prompts_and_decodes_mix_in_one_step() -> None:
             Part(row=3, num_tokens=2, start=0, blocks=blocks[3][:1], sampled=False),
         ]
         batch = build(make_plan(0, first, new_rows=enter), rows, pool)
-        check(batch, first, prompts, blocks)
+        check(batch, input_ids(batch, rows, pool.for_step(0)).tolist(), first, prompts, blocks)
         assert batch.output_index.tolist() == [0]
         rows.post_update(0, batch.sampled, [[77]], [0])
         prompts[4].append(77)
@@ -112,7 +120,7 @@ def test_d7_chunked_prompts_and_decodes_mix_in_one_step() -> None:
             Part(row=3, num_tokens=len(prompts[3]) - 2, start=2, blocks=blocks[3][1:]),
         ]
         batch = build(make_plan(1, second), rows, pool)
-        check(batch, second, prompts, blocks)
+        check(batch, input_ids(batch, rows, pool.for_step(1)).tolist(), second, prompts, blocks)
         assert batch.output_index.tolist() == [1, 0, 0]
         assert batch.metadata.num_decodes >= 1
 
@@ -148,7 +156,7 @@ def test_e5_samples_that_come_while_the_batch_is_begun_give_the_same_batch(rejec
 
     plan = make_plan(2, [Part(row=2, start=3, token_from=1), Part(row=0, start=5, token_from=1)])
     samples = [[61] if rejected else [60, 62], [9]]
-    batches = []
+    batches, ids = [], []
     for early in (True, False):
         rows, pool, drafted = after_drafts()
         if early:
@@ -158,9 +166,10 @@ def test_e5_samples_that_come_while_the_batch_is_begun_give_the_same_batch(rejec
         else:
             rows.post_update(1, drafted.sampled, samples, [rejected, 0])
             batches.append(build(plan, rows, pool))
+        ids.append(input_ids(batches[-1], rows, pool.for_step(2)).tolist())
         assert rows.num_computed[[0, 2]].tolist() == [6 - rejected, 4]
     first, second = batches
-    assert first.input_ids.tolist() == second.input_ids.tolist() == [9, 61 if rejected else 62]
+    assert ids == [[9, 61 if rejected else 62]] * 2
     assert first.positions.tolist() == second.positions.tolist() == [3, 5 - rejected]
     assert first.metadata.slot_mapping.tolist() == second.metadata.slot_mapping.tolist()
     assert first.metadata.seq_lens == second.metadata.seq_lens
@@ -212,11 +221,11 @@ def test_c7_tensors_of_every_step_lie_at_the_same_addresses() -> None:
         part = Part(row=0, num_tokens=count, start=start, blocks=blocks)
         batch = build(make_plan(step, [part], new_rows=enter), rows, pool)
         views = (
-            batch.input_ids,
+            input_ids(batch, rows, pool.for_step(step)),
             batch.positions,
             batch.metadata.slot_mapping,
             batch.metadata.block_tables,
-            batch.sample_indices,
+            pool.for_step(step).sample_indices.publish(batch.sample_indices),
         )
         addresses.add(tuple(view.data_ptr() for view in views))
     assert len(addresses) == 1

@@ -458,6 +458,7 @@ def test_d13_ranks_of_a_ragged_pipeline(ragged: LaunchPlan) -> None:
         (2, 1, 2),
     ]
     assert [list(rank.receivers) for rank in ragged.ranks] == [[0], [], [0, 1], [], []]
+    assert {rank.first_tp_size for rank in ragged.ranks} == {2}
     assert [rank.threads for rank in ragged.ranks] == [1] * 5, "six cores for five ranks"
     assert {rank.num_sharers for rank in ragged.ranks} == {5}
     assert ragged.num_stages == 3
