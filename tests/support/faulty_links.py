@@ -2,7 +2,8 @@
 
 What happens to a frame is a pure function of (seed, name of the link, number of the frame), so that a run can
 be played again: `Faults.kind_of` answers without any run. A frame is changed where its receiver can notice:
-in its header, and in the shape of what it carries. The numbers in it bear no checksum on one host.
+in its header, and in the shape of what it carries. That the numbers in it cannot change unseen behind a link
+is tested where they lie in shared memory (`tests/unit/pipeline/links`).
 """
 
 from __future__ import annotations

@@ -1,28 +1,34 @@
-"""The header that goes before the tensors of every frame, and the size of a frame.
+"""The header and the checksum that go before the tensors of every frame, and the size of a frame.
 
 Both ends of a link work the header out from the plan; the receiver compares all of it before it believes one
-byte of the payload (rows DR1, DR2, d1). Called by `pipeline.links.link` and, for the size of a link, by
-`engine.supervisor.launch`. No torch here.
+byte of the payload (rows DR1, DR2, d1). The checksum is that of the payload as it lies in the frame, and the
+receiver compares it before it takes the payload out. Called by the carriers of links (`pipeline.links.link`)
+and, for the size of a link, by `engine.supervisor.launch`. No torch here.
 
-    0       4     6      8       12       16     24           28      32      34            36      64
-    | magic | ver | kind | epoch | digest | step | num_tokens | width | dtype | num_tensors | zeros | payload
+    0       4     6      8       12       16     24           28      32      34        36      56         64
+    | magic | ver | kind | epoch | digest | step | num_tokens | width | dtype | tensors | zeros | checksum |
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from enum import IntEnum
 
+import xxhash
+
 from penstock.errors import ProtocolError, concerned
 
-ALIGNMENT = 64  # of the header and of every tensor in a frame: one cache line
+ALIGNMENT = 64  # of the payload and of every tensor in a frame: one cache line
+HEADER_BYTES = 56  # and then the checksum, up to the payload
+CHANGED_REMEDY = "The request is run again; if this happens more than once, test the memory of the host."
 NUM_CARRIED = 2  # hidden_states and residual
 
 _MAGIC = b"PSTK"
-_VERSION = 1
+_VERSION = 2
 _LAYOUT = struct.Struct("<4sHHIIQIIHH")
+_CHECKSUM = struct.Struct("<Q")
 _DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
 _DTYPE_NAMES = {code: name for name, code in _DTYPES.items()}
 
@@ -51,7 +57,7 @@ class FrameHeader:
     digest: int  # of the plan
 
     def pack(self) -> bytes:
-        """The header as it stands in front of a frame, `ALIGNMENT` bytes."""
+        """The header as it stands in front of a frame, `HEADER_BYTES` bytes."""
         packed = _LAYOUT.pack(
             _MAGIC,
             _VERSION,
@@ -64,7 +70,7 @@ class FrameHeader:
             _DTYPES[self.dtype],
             self.num_tensors,
         )
-        return packed.ljust(ALIGNMENT, b"\0")
+        return packed.ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, frame: bytes | memoryview) -> FrameHeader:
@@ -122,6 +128,40 @@ def check_packed(
     except ProtocolError as error:
         raise _not_of_this_step(expected, error.message.rstrip("."), link, requests) from error
     check_header(expected, unpacked, link, requests)
+    raise _not_of_this_step(expected, "the bytes behind the header are not zeros", link, requests)
+
+
+def payload_checksum(parts: Iterable[bytes | memoryview]) -> bytes:
+    """Return the checksum of a payload as it stands behind the header: XXH3-64, carried on from part to part.
+
+    Args:
+        parts: the bytes of the tensors, without what pads them.
+    """
+    checksum = 0
+    for part in parts:
+        checksum = xxhash.xxh3_64_intdigest(part, checksum)
+    return _CHECKSUM.pack(checksum)
+
+
+def check_payload(
+    expected: FrameHeader,
+    received: bytes | memoryview,
+    parts: Iterable[bytes | memoryview],
+    link: str,
+    requests: Sequence[str],
+) -> None:
+    """Raise `ProtocolError` naming link, step and requests if the payload has changed on its way.
+
+    Args:
+        received: the checksum that came with the frame.
+        parts: as for `payload_checksum`.
+    """
+    if received != payload_checksum(parts):
+        raise ProtocolError(
+            f"link {link} delivered {expected.purpose}, but its bytes have changed on the way: the checksum "
+            f"does not match.{concerned(requests)}",
+            remedy=CHANGED_REMEDY,
+        )
 
 
 def _not_of_this_step(expected: FrameHeader, why: str, link: str, requests: Sequence[str]) -> ProtocolError:

@@ -3,7 +3,8 @@
 `pipeline.ports` sends and receives through the `Link` seam. Two carriers: `SharedMemoryLink` between
 processes of one host, `MemoryLink` between threads (ranks in one process, tests). Both copy on `send_frame`,
 so the caller may write over its tensors at once (row C6), and both check the header of a frame before they
-touch its payload.
+touch its payload. A payload that leaves its process bears a checksum (`frame.payload_checksum`), which the
+receiver checks before it fills a tensor: within a host, and always between hosts.
 
 There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
 elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A link
@@ -77,7 +78,8 @@ class Link(Protocol):
             requests: ids named in the error if another frame comes.
             clock: as for `send_frame`.
 
-        The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`.
+        The handle's `wait` raises `ProtocolError`, `WaitTimeoutError` or `LinkClosedError`. `out` is not
+        touched if another frame came, or if the payload of this one has changed on its way.
         """
         ...
 

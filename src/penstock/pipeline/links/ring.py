@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,15 @@ from torch import Tensor
 
 from penstock.errors import ProtocolError
 from penstock.kernels.views import KeptViews
-from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, check_packed, padded
+from penstock.pipeline.links.frame import (
+    ALIGNMENT,
+    HEADER_BYTES,
+    FrameHeader,
+    check_packed,
+    check_payload,
+    padded,
+    payload_checksum,
+)
 from penstock.pipeline.links.link import Carrier, check_shapes
 from penstock.pipeline.links.ring_memory import Ring
 from penstock.process.endpoints import RingHandle
@@ -27,6 +36,14 @@ class FrameSlot(NamedTuple):
     num_tensors: int
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Where the tensors of a frame lie, behind its header: as tensors and as bytes."""
+
+    tensors: list[Tensor]
+    parts: list[memoryview]
+
+
 class SharedMemoryLink(Carrier):
     """A link through a ring of frames that two processes map.
 
@@ -41,7 +58,7 @@ class SharedMemoryLink(Carrier):
         self._frames = self._ring.frames
         self._timeout_s = timeout_s
         self._bytes = torch.frombuffer(self._frames, dtype=torch.uint8)
-        self._places: KeptViews[FrameSlot, list[Tensor]] = KeptViews(self._view)
+        self._payloads: KeptViews[FrameSlot, Payload] = KeptViews(self._view)
 
     def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
         _check_size(header, tensors, self._ring.frame_bytes)
@@ -50,10 +67,11 @@ class SharedMemoryLink(Carrier):
         index = ring.reserve(self._timeout_s, header.purpose)
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
-        self._frames[begin : begin + ALIGNMENT] = header.pack()
+        payload = self._payload_of(index, header, tensors)
         if header.num_tokens:
-            for slot, tensor in zip(self._places_of(index, header, tensors), tensors, strict=True):
+            for slot, tensor in zip(payload.tensors, tensors, strict=True):
                 slot.copy_(tensor)
+        self._frames[begin : begin + ALIGNMENT] = header.pack() + payload_checksum(payload.parts)
         ring.publish()
         clock.begin(before)
 
@@ -69,29 +87,31 @@ class SharedMemoryLink(Carrier):
         clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
         clock.begin(Phase.COMM)
         begin = index * ring.frame_bytes
-        received = self._frames[begin : begin + ALIGNMENT]
-        check_packed(header, received, ring.name, requests)
+        check_packed(header, self._frames[begin : begin + HEADER_BYTES], ring.name, requests)
+        payload = self._payload_of(index, header, out)
+        checksum = self._frames[begin + HEADER_BYTES : begin + ALIGNMENT]
+        check_payload(header, checksum, payload.parts, ring.name, requests)
         if header.num_tokens:
-            for tensor, slot in zip(out, self._places_of(index, header, out), strict=True):
+            for tensor, slot in zip(out, payload.tensors, strict=True):
                 tensor.copy_(slot)
         ring.release()
         clock.begin(before)
 
-    def _places_of(self, index: int, header: FrameHeader, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Where the tensors lie in the frame, behind its header."""
-        return self._places.of(
+    def _payload_of(self, index: int, header: FrameHeader, tensors: Sequence[Tensor]) -> Payload:
+        return self._payloads.of(
             FrameSlot(index, header.num_tokens, header.width, tensors[0].dtype, header.num_tensors)
         )
 
-    def _view(self, at: FrameSlot) -> list[Tensor]:
-        views = []
+    def _view(self, at: FrameSlot) -> Payload:
+        views, parts = [], []
         begin = at.frame * self._ring.frame_bytes + ALIGNMENT
         num_bytes = at.num_tokens * at.width * at.dtype.itemsize
         for _ in range(at.num_tensors):
             raw = self._bytes[begin : begin + num_bytes]
             views.append(raw.view(at.dtype).view(at.num_tokens, at.width))
+            parts.append(self._frames[begin : begin + num_bytes])
             begin += padded(num_bytes)
-        return views
+        return Payload(views, parts)
 
 
 def _check_size(header: FrameHeader, tensors: Sequence[Tensor], capacity: int) -> None:

@@ -1,22 +1,28 @@
 """Messages of any length over a ring: samples and results on their way back, on one host.
 
 One direction of a `MessageChannel`. Needs no thread of its own, unlike a socket of zmq, and touches little
-memory, which counts behind a forward pass that has emptied the caches. A message begins with its length; a
-long one goes on in the frames behind. That the other end was killed is not noticed here: the supervisor is.
+memory, which counts behind a forward pass that has emptied the caches. A message begins with its length and
+its checksum (XXH3-64); a long one goes on in the frames behind. That the other end was killed is not noticed
+here: the supervisor is.
 """
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
+import xxhash
+
+from penstock.errors import ProtocolError
 from penstock.pipeline.links.channel import SEND_TIMEOUT_S
+from penstock.pipeline.links.frame import CHANGED_REMEDY
 from penstock.pipeline.links.ring_memory import Ring, create_ring
 from penstock.process.endpoints import RingHandle
 
 FRAME_BYTES = 16 * 1024  # the samples of a thousand rows; log-probabilities take several
 _LEAST_FRAMES = 16
 _ROW_BYTES = 16  # of a sampled row in a message, at most
-_LENGTH_BYTES = 8
+_HEAD = struct.Struct("<QQ")  # length and checksum
 _LONG_S = 3600.0
 
 
@@ -28,7 +34,7 @@ def create_channel_ring(num_messages: int, num_rows: int) -> RingHandle:
             plan consumes them, and the last stage must not wait for that.
         num_rows: sampled rows of a message.
     """
-    frames_each = -(-(_LENGTH_BYTES + num_rows * _ROW_BYTES) // FRAME_BYTES) + 1
+    frames_each = -(-(_HEAD.size + num_rows * _ROW_BYTES) // FRAME_BYTES) + 1
     return create_ring(FRAME_BYTES, max(_LEAST_FRAMES, num_messages * frames_each))
 
 
@@ -60,12 +66,15 @@ class RingChannel:
 
     def send(self, frame: bytes, timeout_s: float = SEND_TIMEOUT_S) -> None:
         """See `MessageChannel.send`."""
-        message = len(frame).to_bytes(_LENGTH_BYTES, "little") + frame
+        message = _HEAD.pack(len(frame), xxhash.xxh3_64_intdigest(frame)) + frame
         for begin in range(0, len(message), FRAME_BYTES):
             self._ring.write(message[begin : begin + FRAME_BYTES], timeout_s, self._purpose)
 
     def recv(self, timeout_s: float | None) -> bytes | None:
-        """See `MessageChannel.recv`. What has come of a message is kept until the rest is there."""
+        """See `MessageChannel.recv`. What has come of a message is kept until the rest is there.
+
+        Raises `ProtocolError`, too, if the message has changed on its way.
+        """
         while not self._is_whole():
             index = self._ring.take_if_any(_LONG_S if timeout_s is None else timeout_s, self._purpose)
             if index is not None:
@@ -74,15 +83,18 @@ class RingChannel:
                 self._ring.release()
             elif timeout_s is not None:
                 return None
-        message = bytes(self._parts[_LENGTH_BYTES : _LENGTH_BYTES + self._length()])
+        length, checksum = _HEAD.unpack_from(self._parts)
+        message = bytes(self._parts[_HEAD.size : _HEAD.size + length])
         self._parts.clear()
+        if xxhash.xxh3_64_intdigest(message) != checksum:
+            raise ProtocolError(
+                f"{self._purpose} has changed on the way: its checksum does not match.", remedy=CHANGED_REMEDY
+            )
         return message
 
-    def _length(self) -> int:
-        return int.from_bytes(self._parts[:_LENGTH_BYTES], "little")
-
     def _is_whole(self) -> bool:
-        return len(self._parts) > 0 and len(self._parts) >= _LENGTH_BYTES + self._length()
+        """Whether all of a message has come; a frame holds its head and more."""
+        return len(self._parts) > 0 and len(self._parts) >= _HEAD.size + _HEAD.unpack_from(self._parts)[0]
 
     def close(self) -> None:
         """See `MessageChannel.close`."""

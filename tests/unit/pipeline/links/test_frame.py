@@ -9,11 +9,14 @@ import pytest
 from penstock.errors import ProtocolError
 from penstock.pipeline.links.frame import (
     ALIGNMENT,
+    HEADER_BYTES,
     FrameHeader,
     FrameKind,
     check_header,
     check_packed,
+    check_payload,
     frame_bytes,
+    payload_checksum,
 )
 
 HEADER = FrameHeader(
@@ -30,7 +33,8 @@ HEADER = FrameHeader(
 
 def test_d1_a_header_survives_the_wire() -> None:
     packed = HEADER.pack()
-    assert len(packed) == ALIGNMENT
+    assert len(packed) == HEADER_BYTES
+    assert len(packed) + len(payload_checksum([])) == ALIGNMENT
     assert FrameHeader.unpack(packed) == HEADER
     assert FrameHeader.unpack(memoryview(packed)) == HEADER
 
@@ -74,12 +78,24 @@ def test_d1_garbage_is_refused(offset: int, value: bytes) -> None:
         check_packed(HEADER, bytes(packed), "a -> b", ["req-a"])
 
 
-@pytest.mark.parametrize("bit", range(8 * 36))
+@pytest.mark.parametrize("bit", range(8 * HEADER_BYTES))
 def test_d1_no_flipped_bit_of_a_header_goes_unnoticed(bit: int) -> None:
     packed = bytearray(HEADER.pack())
     packed[bit // 8] ^= 1 << bit % 8
     with pytest.raises(ProtocolError, match=rf"step {HEADER.step_id}"):
         check_packed(HEADER, bytes(packed), "a -> b", [])
+
+
+def test_d1_a_payload_that_is_another_is_refused_naming_link_step_and_requests() -> None:
+    """Issue 25, point 4."""
+    checksum = payload_checksum([b"hidden states", b"residual"])
+    check_payload(HEADER, checksum, [memoryview(b"hidden states"), memoryview(b"residual")], "a -> b", [])
+    names = rf"link a -> b .*hidden states of step {HEADER.step_id}.*checksum.*Requests of the step: req-a"
+    others = [[b"residual", b"hidden states"], [b"hidden states", b"residua"], [b"", b"residual"], []]
+    for parts in others:
+        with pytest.raises(ProtocolError, match=names) as caught:
+            check_payload(HEADER, checksum, parts, "a -> b", ["req-a"])
+        assert "memory of the host" in caught.value.remedy
 
 
 def test_i8_a_frame_holds_header_hidden_states_and_residual() -> None:

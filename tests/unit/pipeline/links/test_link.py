@@ -183,6 +183,41 @@ def test_dr1_another_frame_is_refused_before_its_payload(connect: Connect, chang
     assert all(bool((place == 99.0).all()) for place in out)
 
 
+def test_d1_no_changed_bit_of_a_payload_goes_unnoticed() -> None:
+    """Issue 25, point 4: numbers that change in the memory between two processes are refused."""
+    size = frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4)
+    handle = create_ring(size, 1)
+    sender, receiver = (SharedMemoryLink(handle, NAME, 30.0) for _ in range(2))
+    memory = Ring(handle, NAME)
+    close_handle(handle)
+    tensor_bytes = 3 * WIDTH * 4
+    payload = [*range(tensor_bytes), *range(128, 128 + tensor_bytes)]  # each tensor begins at a cache line
+    checksum = range(-8, 0)
+    for place in (*checksum, *payload[::5], payload[-1]):
+        sender.send_frame(header(), tensors(0, 3))
+        memory.frames[64 + place] ^= 1 << place % 8
+        out = blank(3)
+        with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1.*hidden states of step 0.*request-a"):
+            receiver.receive_frame(header(), out, ["request-a"]).wait()
+        assert all(bool((tensor == 99.0).all()) for tensor in out)
+        receiver._ring.release()  # as if it had been taken
+    for end in (sender, receiver, memory):
+        end.close()
+
+
+def test_d1_a_changed_frame_without_tokens_is_noticed_too() -> None:
+    handle = create_ring(frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=4), 1)
+    sender, receiver = (SharedMemoryLink(handle, NAME, 30.0) for _ in range(2))
+    memory = Ring(handle, NAME)
+    close_handle(handle)
+    sender.send_frame(header(num_tokens=0), tensors(0, 0))
+    memory.frames[60] ^= 1
+    with pytest.raises(ProtocolError, match="step 0"):
+        receiver.receive_frame(header(num_tokens=0), blank(0)).wait()
+    for end in (sender, receiver, memory):
+        end.close()
+
+
 def test_dr2_tensors_must_be_what_their_header_says(connect: Connect) -> None:
     sender, receiver = connect()
     with pytest.raises(AssertionError):

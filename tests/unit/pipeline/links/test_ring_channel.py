@@ -9,9 +9,9 @@ import pytest
 
 from hand_core import Crew
 from penstock.batch import SampledTokens, encode
-from penstock.errors import LinkClosedError, WaitTimeoutError
+from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.ring_channel import FRAME_BYTES, RingChannel, create_channel_ring
-from penstock.pipeline.links.ring_memory import close_handle
+from penstock.pipeline.links.ring_memory import Ring, close_handle
 
 LONG = 30.0
 Ends = tuple[RingChannel, RingChannel]
@@ -29,7 +29,7 @@ def ends() -> Iterator[Ends]:
 
 @pytest.mark.parametrize(
     "length",
-    [0, 1, FRAME_BYTES - 9, FRAME_BYTES - 8, FRAME_BYTES - 7, 2 * FRAME_BYTES - 8, 3 * FRAME_BYTES + 5],
+    [0, 1, FRAME_BYTES - 17, FRAME_BYTES - 16, FRAME_BYTES - 15, 2 * FRAME_BYTES - 16, 3 * FRAME_BYTES + 5],
 )
 def test_a_message_of_any_length_arrives_whole(ends: Ends, length: int) -> None:
     sender, receiver = ends
@@ -49,6 +49,24 @@ def test_messages_longer_than_the_ring_and_many_of_them_arrive_in_order(ends: En
     crew.start(lambda: [sender.send(message, LONG) for message in messages])
     assert [receiver.recv(None) for _ in messages] == messages
     crew.join()
+
+
+def test_d1_no_changed_bit_of_a_message_goes_unnoticed() -> None:
+    """Issue 25, point 4: samples and results that change in the memory between two processes are refused."""
+    handle = create_channel_ring(num_messages=16, num_rows=64)
+    sender, receiver = RingChannel(handle, "samples"), RingChannel(handle, "samples")
+    memory = Ring(handle, "samples")
+    close_handle(handle)
+    message = encode(SampledTokens(7, 0, 5, [[3], [500]], [0, 0]))
+    for number, place in enumerate(range(8, 16 + len(message))):
+        sender.send(message, LONG)
+        memory.frames[number % memory.num_frames * memory.frame_bytes + place] ^= 1 << place % 8
+        with pytest.raises(ProtocolError, match=r"a message of samples has changed.*checksum"):
+            receiver.recv(LONG)
+    sender.send(message, LONG)
+    assert receiver.recv(LONG) == message
+    for end in (sender, receiver, memory):
+        end.close()
 
 
 def test_a_sender_whose_receiver_takes_nothing_gives_up_at_its_deadline(ends: Ends) -> None:
