@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from penstock.batch import NO_STORE_USE, OrderResult, StoreUse, TierOrder
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.kvcache.prefetching import LoadedBlocks, Prefetching
+from penstock.kvcache.prefetching import LoadedBlocks, Prefetching, PrefetchPatience
 from penstock.kvcache.stored_names import Catalogue, Emptying, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 from penstock.kvcache.write_back import WriteBack
@@ -36,11 +36,11 @@ from penstock.kvcache.write_back import WriteBack
 class TierPolicy:
     """Attributes:
     store_when_found: 0 stores a block when it is named; n when it has been found n times.
-    patience_s: how long a request may wait for its blocks.
+    patience: how long a request may wait for its blocks.
     """
 
     store_when_found: int = 0
-    patience_s: float = 2.0
+    patience: PrefetchPatience = PrefetchPatience(2.0, 2.0)  # noqa: RUF009  a frozen value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class StorageTier:
         self._stored = StoredNames(catalogue)
         self._write_back = WriteBack(allocator, self._stored, self._orders, policy.store_when_found)
         self._prefetching = Prefetching(
-            allocator, catalogue, self._stored, self._orders, clock, policy.patience_s
+            allocator, catalogue, self._stored, self._orders, clock, policy.patience
         )
         self.totals = TierTotals()
 

@@ -17,6 +17,7 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.prefetching import prefetch_patience
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier, StorageTier, TierPolicy
 from penstock.kvstore.opening import open_guarded
@@ -85,7 +86,7 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
         clock,
         TierPolicy(
             store_when_found=config.cache.kv_store_when_found,
-            patience_s=config.cache.kv_store_patience_s,
+            patience=prefetch_patience(config.cache.kv_prefetch_policy, config.cache.kv_store_patience_s),
         ),
     )
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
 from penstock.engine.supervisor.placement import (
     cpus_of_core,
     cpus_of_ranks,
@@ -170,6 +170,12 @@ def _notes_of_unused(config: EngineConfig, spec: ModelSpec) -> Iterator[str]:
         yield f"--enable-expert-parallel changes nothing: {spec.architecture} has no experts."
     elif config.parallel.enable_expert_parallel and max(config.parallel.tp_sizes) == 1:
         yield "--enable-expert-parallel changes nothing: each stage has one rank (--tp), with all experts."
+    patience_s, policy = config.cache.kv_store_patience_s, config.cache.kv_prefetch_policy
+    if policy != "timeout" and patience_s != CacheConfig().kv_store_patience_s:
+        yield (
+            f"--kv-store-patience {patience_s:g} is not used: --kv-prefetch-policy is {policy}, which has no "
+            "time-out."
+        )
     if config.cache.num_blocks is not None and config.cache.kv_cache_bytes is not None:
         yield (
             f"--kv-cache-bytes is not used: --num-blocks {config.cache.num_blocks} says how large the KV "
