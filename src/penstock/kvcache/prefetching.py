@@ -18,6 +18,7 @@ from typing import NamedTuple
 from penstock.batch import OrderStatus
 from penstock.config.engine import PrefetchPolicy
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.host_names import AnyHostNames
 from penstock.kvcache.stored_names import Catalogue, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 
@@ -117,6 +118,7 @@ class Prefetching:
         catalogue: of what is in the store.
         stored: what this core knows of it.
         orders: takes the orders to the ranks.
+        memory: that ranks keep what they load in.
         patience: how long a request may wait for its blocks.
     """
 
@@ -126,11 +128,12 @@ class Prefetching:
         catalogue: Catalogue,
         stored: StoredNames,
         orders: TierOrders,
+        memory: AnyHostNames,
         clock: Callable[[], float],
         patience: PrefetchPatience,
     ) -> None:
         self._allocator, self._catalogue, self._stored = allocator, catalogue, stored
-        self._orders = orders
+        self._orders, self._memory = orders, memory
         self._clock = clock
         self._patience = patience
         self._prefetches: dict[int, Prefetch] = {}  # by the arrival number of the request
@@ -216,10 +219,12 @@ class Prefetching:
             prefetch = self._prefetches.get(arrival)
             if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
                 continue
+            count = self._memory.count_there(prefetch.names[:count])
             self._reserve(prefetch, count, num_spare)
             self._stored.learn(prefetch.names[:count], gone=prefetch.names[count:])
             prefetch.ordered_at, prefetch.give_up_at = self._clock(), asked_at + self._patience.load_s
             for index, block in enumerate(prefetch.blocks):
+                self._memory.begin_copy(prefetch.names[index])
                 order = self._orders.order_copy(True, block, prefetch.names[index])
                 prefetch.open_orders[order] = index
                 self._loads[order] = arrival
@@ -245,10 +250,12 @@ class Prefetching:
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         index = prefetch.open_orders.pop(order)
+        name = prefetch.names[index]
+        self._memory.end_load(name, status)
         if status == "done":
             prefetch.good.add(index)
         elif status == "failed":
-            self._stored.distrust([prefetch.names[index]])
+            self._stored.distrust([name])
         if prefetch.open_orders:
             return []
         del self._prefetches[arrival]
@@ -256,6 +263,7 @@ class Prefetching:
         come = prefetch.num_come()
         took_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
         self._manner.block_s = took_s / wanted
+        self._memory.use([*prefetch.before, *prefetch.names[:come]])
         self._release(prefetch, 0 if prefetch.is_flushed else come)
         return [LoadedBlocks(arrival, len(prefetch.before), wanted, come)]
 

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.engine.supervisor.host_blocks import host_blocks
 from penstock.engine.supervisor.placement import (
     cpus_of_core,
     cpus_of_ranks,
@@ -136,7 +137,8 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     kind = f"{spec.implementation}, {form.quantization} weights"
     if form.quantization != "none":
         kind += _widths(ranges, parallel.tp_sizes)
-    store = _store_config(config, directory, kind, form.dtype, len(ranks))
+    num_host_blocks = host_blocks(config.cache.kv_host_bytes, spec, ranks, ITEM_SIZES[form.dtype])
+    store = _store_config(config, directory, kind, form.dtype, num_host_blocks)
     core = msgspec.structs.replace(core, store=store)
     ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
     size = len(ranks) // parallel.data_parallel_size
@@ -298,13 +300,13 @@ def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
 
 
 def _store_config(
-    config: EngineConfig, directory: Path, kind: str, dtype: str, num_ranks: int
+    config: EngineConfig, directory: Path, kind: str, dtype: str, num_host_blocks: int
 ) -> StoreConfig | None:
     """How the tiers beyond the pool are opened, and what their records of this model are called.
 
     Args:
         kind: whatever else decides the numbers.
-        num_ranks: of all replicas, that share the host tier's memory.
+        num_host_blocks: that each rank has room for in the host tier.
     """
     cache = config.cache
     if cache.kv_store is None and not cache.kv_host_bytes:
@@ -327,7 +329,7 @@ def _store_config(
         quota_bytes=quota_bytes,
         namespace=names,
         description=encoded(description),
-        host_bytes=cache.kv_host_bytes // num_ranks,
+        host_blocks=num_host_blocks,
         writes_back=cache.kv_store_policy == "write-back",
         write_bytes_per_s=cache.kv_write_bytes_per_s,
     )
