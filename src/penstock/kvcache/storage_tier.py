@@ -159,10 +159,8 @@ class StorageTier:
                 loaded += self._prefetching.settle_order(order, status)
                 self.totals.num_loaded += status == "done"
             elif self._write_back.has_ordered(order):
-                name = self._write_back.settle_order(order, status)
-                if status == "done":
-                    entered.append(name)
-                    self.totals.num_stored += 1
+                entered += self._write_back.settle_order(order, status)
+                self.totals.num_stored += status == "done"
             else:
                 continue
             self.totals.num_failed += status != "done"
@@ -173,6 +171,7 @@ class StorageTier:
     def distrust(self, names: Sequence[bytes]) -> None:
         """What the store has under these names is not to be found any more."""
         self._stored.distrust(names)
+        self._write_back.disown(names)
         self._memory.drop(names)
 
     def lose_all(self) -> None:

@@ -46,6 +46,7 @@ class WriteBack:
         self._stores: dict[int, tuple[int, bytes]] = {}  # open: block and name
         self._to_store: deque[tuple[int, bytes]] = deque()
         self._pending: set[bytes] = set()  # names of both
+        self._disowned: set[bytes] = set()  # names of open ones that are not to be found
 
     @property
     def open_orders(self) -> list[int]:
@@ -71,13 +72,20 @@ class WriteBack:
             if cache.num_uses(block) >= self._store_when_found
         )
 
-    def settle_order(self, order: int, status: OrderStatus) -> bytes:
-        """All ranks have answered this order; returns the name that it was to store."""
+    def disown(self, names: Sequence[bytes]) -> None:
+        """What is being stored under these names is not to be found, though ranks may yet store it."""
+        self._disowned.update({name for _, name in self._stores.values()}.intersection(names))
+
+    def settle_order(self, order: int, status: OrderStatus) -> list[bytes]:
+        """All ranks have answered this order; returns the name that is stored now, if one is."""
         block, name = self._stores.pop(order)
         self._allocator.unpin([block])
         self._pending.discard(name)
+        if name in self._disowned:
+            self._disowned.discard(name)
+            status = "failed"
         self._memory.end_store(name, status)
-        return name
+        return [name] if status == "done" else []
 
     def lose_all(self) -> None:
         """No order will be answered any more."""
@@ -85,6 +93,7 @@ class WriteBack:
             self._allocator.unpin([block])
         self._to_store.clear()
         self._pending.clear()
+        self._disowned.clear()
         self._stores.clear()
 
     def flush_orders(self) -> None:

@@ -291,14 +291,22 @@ def test_h8_blocks_may_be_stored_only_when_they_are_found() -> None:
         assert len(catalogue.names) == (2 if number == 2 else 0), number
 
 
-def test_r7_numbers_that_are_no_good_leave_the_store() -> None:
-    one, catalogue = rig()
+@pytest.mark.parametrize("host_blocks", [0, 20])
+@pytest.mark.parametrize("answers_at_once", [True, False])
+def test_r7_numbers_that_are_no_good_leave_the_store(answers_at_once: bool, host_blocks: int) -> None:
+    """Also where ranks answer, when they are known to be no good, that they have stored them."""
+    one, catalogue = rig(tier_policy=TierPolicy(host_blocks=host_blocks))
+    one.executor.answers_at_once = answers_at_once
     one.executor.fail_rows[2] = [0]
     run_failed = [1] * 9
     one.add("a", run_failed, max_tokens=8, ignore_eos=True)
     one.run_until_idle()
-    settle_store(one)
     assert one.updates["a"][-1].finish_reason == "error"
+    one.executor.answer(9)
+    settle_store(one)
+    assert catalogue.names == set()
+    assert one.tier is not None
+    assert one.tier.names_in_memory == set()
     other = again(one, catalogue)
     assert run(other, "b", run_failed) == 0
 
