@@ -57,7 +57,7 @@ def keep_what_is_saved() -> dict[bytes, bytes]:
     def save_and_keep(self: KVTransfer, orders: Sequence[TierOrder]) -> None:
         for order in orders:
             exported = self._codec.export_blocks([(kv, order.block) for kv in self._kv])
-            taken.update(zip(self._all_keys(order), exported, strict=True))
+            taken.update(zip(self._all_keys(order.name), exported, strict=True))
         save(self, orders)
 
     KVTransfer._save = save_and_keep  # type: ignore[method-assign]

@@ -140,6 +140,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True, tag="plan", kw_only=True, omit
     freed_rows: list[int] = []
     new_rows: list[NewRow] = []
     dropped_grammars: list[int] = []  # numbers that no row will have any more; before the new rows
+    given_up: list[bytes] = []  # names of blocks that no rank keeps in host memory; before the orders
     orders: list[TierOrder] = []  # carried out once this rank has run all steps before this one
     # Numbers of orders to load blocks that this step reads: a rank runs a layer when that layer is there, or
     # will not come. The core holds its result until all ranks have answered, and drops it if one has failed.

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import checkpoints
 from depth import soaked
 from penstock.errors import UsageError
-from small_engines import BLOCK, GRID, LAYOUTS, findable, run, small_engine
+from small_engines import BLOCK, GRID, LAYOUTS, findable, run, small_engine, wait_until_stored
 
 PROMPTS = [[(11 * index + 5 * number) % 90 for index in range(41)] for number in range(4)]
 NUM_FOUND = findable(PROMPTS[0])
 POOL = 2 * (len(PROMPTS[0]) + 6) // BLOCK + 2  # for one prompt and a half
 HOST_BYTES = 64 << 20
+SIX_LAYER_BLOCK = 6 * 2 * (BLOCK * 2 * 8 * 4 + 52 + 200)  # two heads of eight numbers, float32
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model")
     checkpoints.make_checkpoint(directory, layers=3, vocab_size=150, seed=2)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def six_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("six")
+    checkpoints.make_checkpoint(directory, layers=6, vocab_size=150, max_positions=1024, seed=3)
     return directory
 
 
@@ -46,9 +55,36 @@ def test_h1_what_the_pool_has_given_up_is_found_in_host_memory(
         assert stats.cache.evicted_blocks
         assert stats.store.use.host_bytes_read > stats.store.use.host_records_read > 0
         assert stats.store.use.host_bytes_written
-        assert stats.store.use.host_bytes_used <= HOST_BYTES * 12, "of each rank"
+        assert stats.store.use.host_bytes_used <= HOST_BYTES, "of all ranks"
         assert not stats.store.failed_blocks
         assert (stats.store.use.records_read, stats.store.use.bytes_read) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"pipeline_parallel_size": 2, "partition": "3,3"},
+        {"pipeline_parallel_size": 2, "partition": "5,1"},
+        {"pipeline_parallel_size": 2, "partition": "1,5", "tensor_parallel_size": "1,2"},
+    ],
+    ids=["3,3", "5,1", "1,5, tp 1,2"],
+)
+def test_h1_h9_unequal_stages_find_what_equal_ones_find(six_layers: Path, layout: dict[str, Any]) -> None:
+    """Point 7 of issue 25: host memory has room for 165 blocks of all layers, whoever has which of them, and
+    the pool for one prompt and a little."""
+    prompt, other = [(11 * index) % 90 for index in range(641)], [(7 * index) % 90 for index in range(601)]
+    settings = {"num_blocks": 90, "kv_host_bytes": 165 * SIX_LAYER_BLOCK, "dtype": "float32"}
+    with small_engine(six_layers, **settings | layout) as llm:
+        cold, num_found = run(llm, [prompt])
+        assert num_found == 0
+        wait_until_stored(llm, [prompt], cold)
+        wait_until_stored(llm, [prompt, other], [*cold, *run(llm, [other])[0]])
+        warm, num_found = run(llm, [prompt])
+        assert num_found == findable(prompt)
+        assert warm == cold
+        stats = llm.stats()
+        assert stats is not None
+        assert stats.store.use.host_bytes_used <= 165 * SIX_LAYER_BLOCK
 
 
 def test_h8_write_back_stores_what_host_memory_gives_up_and_the_rest_at_the_end(

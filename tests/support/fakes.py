@@ -12,7 +12,7 @@ import struct
 import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -63,6 +63,7 @@ from penstock.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
 SMALL_SCHEDULER = SchedulerConfig(max_num_seqs=8)
+PLAIN_TIERS = TierPolicy()
 
 
 class FakeClock:
@@ -547,6 +548,7 @@ class CoreRig:
         costs: of every stage, shared and alone, if plans are to be sized by time.
         eviction: policy of the prefix cache, if there is one.
         catalogue: of a store, if there is one.
+        tier_policy: of the tiers beyond the pool, but for `store_when_found`.
     """
 
     def __init__(
@@ -560,6 +562,7 @@ class CoreRig:
         eviction: EvictionPolicy | None = None,
         catalogue: Catalogue | None = None,
         store_when_found: int = 0,
+        tier_policy: TierPolicy = PLAIN_TIERS,
         max_model_len: int = 64,
         eos_token_ids: Sequence[int] = (1,),
         seed: int = 0,
@@ -581,9 +584,8 @@ class CoreRig:
         self.allocator = BlockAllocator(BlockPool(num_blocks, self.cache), block_size)
         self.tier = None
         if catalogue is not None:
-            self.tier = StorageTier(
-                self.allocator, catalogue, self.clock, TierPolicy(store_when_found=store_when_found)
-            )
+            policy = replace(tier_policy, store_when_found=store_when_found)
+            self.tier = StorageTier(self.allocator, catalogue, self.clock, policy)
         self.scheduler = Scheduler(
             scheduler,
             self.allocator,

@@ -72,6 +72,8 @@ class Rank:
         """The next step: its orders are given when all steps before it have run, and it waits for those that
         load what it reads."""
         plan = self.plans.popleft()
+        for name in plan.given_up:
+            self.part.pop(name, None)
         self.copies += plan.orders
         for order in [order for order in self.copies if order.order in plan.awaited]:
             self.copy(self.copies.index(order))

@@ -116,6 +116,7 @@ def test_dr1_the_digest_covers_every_field() -> None:
         "freed_rows": [],
         "new_rows": [],
         "dropped_grammars": [3],
+        "given_up": [b"name"],
         "orders": [TierOrder(0, True, 1, b"name")],
         "awaited": [0],
         "scored": [ScoredTokens(2, 1, 16)],

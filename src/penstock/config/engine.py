@@ -30,6 +30,7 @@ ModelImpl = Literal["auto", "penstock", "transformers"]
 Pooling = Literal["last", "mean", "cls"]
 
 StorePolicy = Literal["write-through", "write-back"]
+PrefetchPolicy = Literal["timeout", "best-effort", "wait-all"]
 
 Value = TypeVar("Value")
 
@@ -304,7 +305,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
         kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
         kv_store_bytes: bytes that a store on disk holds at most.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
-        kv_store_patience_s: seconds that a request may wait for its blocks.
+        kv_store_patience_s: seconds that a request may wait for its blocks, by the policy `timeout`.
+        kv_prefetch_policy: how long a request waits for its blocks from the store: `timeout` for
+            `kv_store_patience_s`, `best-effort` not at all, `wait-all` until each has come or failed.
         kv_host_bytes: bytes of host memory for blocks, with a store or without; all ranks share them.
         kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
         kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
@@ -328,6 +331,9 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_store_bytes: Annotated[int, Setting("kv", "of that directory at most")] = 16 << 30
     kv_store_when_found: Annotated[int, Setting("kv", "store a block when found so often; 0: at once")] = 0
     kv_store_patience_s: Annotated[float, Setting("kv", "seconds a request may wait for its blocks")] = 2.0
+    kv_prefetch_policy: Annotated[
+        PrefetchPolicy, Setting("kv", "wait for blocks so long; or not at all; or for each of them")
+    ] = "timeout"
     kv_host_bytes: Annotated[int, Setting("kv", "host memory for KV blocks beyond the pool; for GPUs")] = 0
     kv_write_bytes_per_s: Annotated[
         int,

@@ -4,6 +4,7 @@
         └──────nothing found, no room, or too late──▶ (no longer waits)
 
 Blocks are reserved in the pool before they are ordered, and found by others once all ranks have answered.
+How long a request waits is a policy (row H3): for a time, not at all, or until each block has come or failed.
 Called by `kvcache.storage_tier`.
 """
 
@@ -15,12 +16,41 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from penstock.batch import OrderStatus
+from penstock.config.engine import PrefetchPolicy
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.host_names import AnyHostNames
 from penstock.kvcache.stored_names import Catalogue, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 
 EARLY_S = 0.5  # that a load may take, by how long the last one took, for somebody to begin before it is done
 LOOK_S = 0.001  # between two looks for what the catalogue has answered
+ANSWER_S = 10.0  # for the catalogue's answer, where a request waits for all of its blocks
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchPatience:
+    """How long a request waits, in seconds since its blocks were asked for.
+
+    Attributes:
+        answer_s: for the catalogue to say which of them are stored.
+        load_s: for those that are; an order that a rank cannot carry out fails by itself.
+    """
+
+    answer_s: float
+    load_s: float
+
+
+def prefetch_patience(policy: PrefetchPolicy, timeout_s: float) -> PrefetchPatience:
+    """Return how long requests wait by this policy.
+
+    Args:
+        timeout_s: of the policy `timeout`.
+    """
+    return {
+        "timeout": PrefetchPatience(timeout_s, timeout_s),
+        "best-effort": PrefetchPatience(0.0, 0.0),
+        "wait-all": PrefetchPatience(ANSWER_S, math.inf),
+    }[policy]
 
 
 @dataclass(slots=True)
@@ -88,7 +118,8 @@ class Prefetching:
         catalogue: of what is in the store.
         stored: what this core knows of it.
         orders: takes the orders to the ranks.
-        patience_s: how long a request may wait for its blocks.
+        memory: that ranks keep what they load in.
+        patience: how long a request may wait for its blocks.
     """
 
     def __init__(
@@ -97,13 +128,14 @@ class Prefetching:
         catalogue: Catalogue,
         stored: StoredNames,
         orders: TierOrders,
+        memory: AnyHostNames,
         clock: Callable[[], float],
-        patience_s: float,
+        patience: PrefetchPatience,
     ) -> None:
         self._allocator, self._catalogue, self._stored = allocator, catalogue, stored
-        self._orders = orders
+        self._orders, self._memory = orders, memory
         self._clock = clock
-        self._patience_s = patience_s
+        self._patience = patience
         self._prefetches: dict[int, Prefetch] = {}  # by the arrival number of the request
         self._tickets: dict[int, tuple[int, float]] = {}  # of open questions: whose, and asked when
         self._manner = _Manner()
@@ -132,7 +164,7 @@ class Prefetching:
         """A request waits: are its blocks from its `first` on in the store?"""
         if len(names) > first:
             wanted, now = list(names[first:]), self._clock()
-            give_up_at = now + self._patience_s
+            give_up_at = now + self._patience.answer_s
             self._prefetches[arrival] = Prefetch(list(names[:first]), wanted, give_up_at)
             ticket = self._orders.next_number()
             self._tickets[ticket] = arrival, now
@@ -152,11 +184,13 @@ class Prefetching:
 
     def on_the_way(self, arrival: int) -> tuple[int, list[int]]:
         """The blocks of a waiting request that are being loaded, and which of its own the first of them is;
-        none where one has not come, or where the store is not as quick as a step."""
+        none where one has not come, where the store is not as quick as a step, or where the request no longer
+        waits: it would wait on, within its step."""
         prefetch = self._prefetches.get(arrival)
         if prefetch is None or prefetch.is_flushed or not prefetch.blocks:
             return 0, []
-        if len(prefetch.blocks) * self._manner.block_s > EARLY_S:
+        is_slow = len(prefetch.blocks) * self._manner.block_s > EARLY_S
+        if is_slow or self._clock() >= prefetch.give_up_at:
             return 0, []
         is_whole = len(prefetch.open_orders) + len(prefetch.good) == len(prefetch.blocks)
         return len(prefetch.before), prefetch.blocks if is_whole else []
@@ -180,15 +214,17 @@ class Prefetching:
         """
         for ticket, count in self._catalogue.answers():
             arrival, asked_at = self._tickets.pop(ticket, (-1, -math.inf))
-            if self._clock() - asked_at < self._patience_s:
+            if self._clock() - asked_at < self._patience.answer_s:
                 self._manner.is_slow = False
             prefetch = self._prefetches.get(arrival)
             if prefetch is None:  # it has started, or gone, or the ranks were lost since it was asked
                 continue
+            count = self._memory.count_there(prefetch.names[:count])
             self._reserve(prefetch, count, num_spare)
             self._stored.learn(prefetch.names[:count], gone=prefetch.names[count:])
-            prefetch.ordered_at = self._clock()
+            prefetch.ordered_at, prefetch.give_up_at = self._clock(), asked_at + self._patience.load_s
             for index, block in enumerate(prefetch.blocks):
+                self._memory.begin_copy(prefetch.names[index])
                 order = self._orders.order_copy(True, block, prefetch.names[index])
                 prefetch.open_orders[order] = index
                 self._loads[order] = arrival
@@ -214,10 +250,12 @@ class Prefetching:
         arrival = self._loads.pop(order)
         prefetch = self._prefetches[arrival]
         index = prefetch.open_orders.pop(order)
+        name = prefetch.names[index]
+        self._memory.end_load(name, status)
         if status == "done":
             prefetch.good.add(index)
         elif status == "failed":
-            self._stored.distrust([prefetch.names[index]])
+            self._stored.distrust([name])
         if prefetch.open_orders:
             return []
         del self._prefetches[arrival]
@@ -225,6 +263,7 @@ class Prefetching:
         come = prefetch.num_come()
         took_s = self._clock() - prefetch.ordered_at if come == wanted else math.inf
         self._manner.block_s = took_s / wanted
+        self._memory.use([*prefetch.before, *prefetch.names[:come]])
         self._release(prefetch, 0 if prefetch.is_flushed else come)
         return [LoadedBlocks(arrival, len(prefetch.before), wanted, come)]
 

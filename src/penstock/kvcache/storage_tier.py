@@ -13,8 +13,8 @@ for each layer before they run it, and the core waits with the result until all 
 do not come it drops that, and the request begins again behind those that have.
 
 A block that is being copied is pinned in the pool. Three parts: `kvcache.write_back` is the way there,
-`kvcache.prefetching` the way back, `kvcache.stored_names` what is known of the store. Called by the
-scheduler, in the core's thread.
+`kvcache.prefetching` the way back, `kvcache.stored_names` what is known of the store; `kvcache.host_names`
+knows which blocks ranks keep in host memory in front of it. Called by the scheduler, in the core's thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from penstock.batch import NO_STORE_USE, OrderResult, StoreUse, TierOrder
 from penstock.errors import ErrorInfo
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.kvcache.prefetching import LoadedBlocks, Prefetching
+from penstock.kvcache.host_names import AnyHostNames, HostNames, NoHostNames, OnlyHostNames
+from penstock.kvcache.prefetching import LoadedBlocks, Prefetching, PrefetchPatience
 from penstock.kvcache.stored_names import Catalogue, Emptying, StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 from penstock.kvcache.write_back import WriteBack
@@ -36,11 +37,15 @@ from penstock.kvcache.write_back import WriteBack
 class TierPolicy:
     """Attributes:
     store_when_found: 0 stores a block when it is named; n when it has been found n times.
-    patience_s: how long a request may wait for its blocks.
+    host_blocks: that each rank has room for in host memory; 0: none is kept there.
+    has_store: a store is behind host memory.
+    patience: how long a request may wait for its blocks.
     """
 
     store_when_found: int = 0
-    patience_s: float = 2.0
+    host_blocks: int = 0
+    has_store: bool = True
+    patience: PrefetchPatience = PrefetchPatience(2.0, 2.0)  # noqa: RUF009  a frozen value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,9 +77,10 @@ class StorageTier:
         self._catalogue = catalogue
         self._orders = TierOrders()
         self._stored = StoredNames(catalogue)
-        self._write_back = WriteBack(allocator, self._stored, self._orders, policy.store_when_found)
+        self._memory = memory = _host_names(policy, self._stored)
+        self._write_back = WriteBack(allocator, self._stored, self._orders, memory, policy.store_when_found)
         self._prefetching = Prefetching(
-            allocator, catalogue, self._stored, self._orders, clock, policy.patience_s
+            allocator, catalogue, self._stored, self._orders, memory, clock, policy.patience
         )
         self.totals = TierTotals()
 
@@ -91,6 +97,15 @@ class StorageTier:
     def take_orders(self) -> list[TierOrder]:
         """For the plan that is issued now."""
         return self._orders.take_orders()
+
+    @property
+    def names_in_memory(self) -> frozenset[bytes]:
+        """Names of all blocks of which ranks may have parts in host memory."""
+        return self._memory.names
+
+    def take_given_up(self) -> list[bytes]:
+        """Names of blocks that ranks are to forget before the orders of the plan that is issued now."""
+        return self._memory.take_given_up()
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These blocks can be found from now on."""
@@ -144,10 +159,8 @@ class StorageTier:
                 loaded += self._prefetching.settle_order(order, status)
                 self.totals.num_loaded += status == "done"
             elif self._write_back.has_ordered(order):
-                name = self._write_back.settle_order(order)
-                if status == "done":
-                    entered.append(name)
-                    self.totals.num_stored += 1
+                entered += self._write_back.settle_order(order, status)
+                self.totals.num_stored += status == "done"
             else:
                 continue
             self.totals.num_failed += status != "done"
@@ -158,11 +171,14 @@ class StorageTier:
     def distrust(self, names: Sequence[bytes]) -> None:
         """What the store has under these names is not to be found any more."""
         self._stored.distrust(names)
+        self._write_back.disown(names)
+        self._memory.drop(names)
 
     def lose_all(self) -> None:
         """No order will be answered any more."""
         self._write_back.lose_all()
         self._prefetching.lose_all()
+        self._memory.lose_all()
         self._orders.clear()
 
     def flush_orders(self) -> frozenset[int]:
@@ -184,11 +200,18 @@ class StorageTier:
 
     def empty_store(self) -> Emptying:
         """Delete all that is in it of this model; nothing may be on its way there."""
+        self._memory.drop_all()
         return self._stored.empty()
 
     def close(self) -> None:
         """The last call."""
         self._catalogue.close()
+
+
+def _host_names(policy: TierPolicy, stored: StoredNames) -> AnyHostNames:
+    if not policy.host_blocks:
+        return NoHostNames()
+    return HostNames(policy.host_blocks) if policy.has_store else OnlyHostNames(policy.host_blocks, stored)
 
 
 class _NothingToEmpty:
@@ -211,6 +234,9 @@ class NoStorageTier:
         return math.inf
 
     def take_orders(self) -> list[TierOrder]:
+        return []
+
+    def take_given_up(self) -> list[bytes]:
         return []
 
     def store_named(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
+from penstock.batch import OrderStatus
 from penstock.kvcache.allocator import BlockAllocator
+from penstock.kvcache.host_names import AnyHostNames
 from penstock.kvcache.stored_names import StoredNames
 from penstock.kvcache.tier_orders import TierOrders
 
@@ -25,19 +27,26 @@ class WriteBack:
         allocator: of the pool's blocks.
         stored: names that need not be stored again.
         orders: takes the orders to the ranks.
+        memory: that ranks keep what they store in.
         store_when_found: 0 stores a block when it is named; n when it has been found n times.
     """
 
     def __init__(
-        self, allocator: BlockAllocator, stored: StoredNames, orders: TierOrders, store_when_found: int
+        self,
+        allocator: BlockAllocator,
+        stored: StoredNames,
+        orders: TierOrders,
+        memory: AnyHostNames,
+        store_when_found: int,
     ) -> None:
         self._allocator = allocator
         self._known = stored
-        self._orders = orders
+        self._orders, self._memory = orders, memory
         self._store_when_found = store_when_found
         self._stores: dict[int, tuple[int, bytes]] = {}  # open: block and name
         self._to_store: deque[tuple[int, bytes]] = deque()
         self._pending: set[bytes] = set()  # names of both
+        self._disowned: set[bytes] = set()  # names of open ones that are not to be found
 
     @property
     def open_orders(self) -> list[int]:
@@ -56,18 +65,27 @@ class WriteBack:
     def store_found(self, blocks: Sequence[int], names: Sequence[bytes]) -> None:
         """These were found by a request that starts."""
         cache = self._allocator.pool.cache
+        self._memory.use(names)
         self._store(
             (block, name)
             for block, name in zip(blocks, names, strict=True)
             if cache.num_uses(block) >= self._store_when_found
         )
 
-    def settle_order(self, order: int) -> bytes:
-        """All ranks have answered this order; returns the name that it was to store."""
+    def disown(self, names: Sequence[bytes]) -> None:
+        """What is being stored under these names is not to be found, though ranks may yet store it."""
+        self._disowned.update({name for _, name in self._stores.values()}.intersection(names))
+
+    def settle_order(self, order: int, status: OrderStatus) -> list[bytes]:
+        """All ranks have answered this order; returns the name that is stored now, if one is."""
         block, name = self._stores.pop(order)
         self._allocator.unpin([block])
         self._pending.discard(name)
-        return name
+        if name in self._disowned:
+            self._disowned.discard(name)
+            status = "failed"
+        self._memory.end_store(name, status)
+        return [name] if status == "done" else []
 
     def lose_all(self) -> None:
         """No order will be answered any more."""
@@ -75,6 +93,7 @@ class WriteBack:
             self._allocator.unpin([block])
         self._to_store.clear()
         self._pending.clear()
+        self._disowned.clear()
         self._stores.clear()
 
     def flush_orders(self) -> None:
@@ -83,19 +102,26 @@ class WriteBack:
         self._to_store.clear()
 
     def _store(self, candidates: Iterable[tuple[int, bytes]]) -> None:
+        candidates = list(candidates)
         for block, name in candidates:
             is_known = name in self._known or name in self._pending
             if not is_known and len(self._to_store) < MAX_WAITING_STORES:
                 self._pending.add(name)
                 self._to_store.append((block, name))
         self.order_more()
+        self._memory.use([name for _, name in candidates])
 
     def order_more(self) -> None:
-        """Order as many of the waiting blocks to be stored as may be on their way at once."""
+        """Order as many of the waiting blocks to be stored as may be on their way at once, and as host memory
+        has room for."""
         most = min(MAX_OPEN_STORES, max(1, self._allocator.num_blocks // 4))
         while self._to_store and len(self._stores) < most:
-            block, name = self._to_store.popleft()
-            if self._allocator.find([name]) == [block]:
+            block, name = self._to_store[0]
+            is_there = self._allocator.find([name]) == [block]
+            if is_there and not self._memory.make_room(name):
+                return  # until an order is answered
+            self._to_store.popleft()
+            if is_there:
                 self._allocator.pin([block])
                 self._stores[self._orders.order_copy(False, block, name)] = block, name
             else:  # it was given up meanwhile

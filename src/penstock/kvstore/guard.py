@@ -181,6 +181,9 @@ class GuardedStore:
         if keys:
             self._ask(lambda: self._store.delete(keys))
 
+    def release(self, keys: Sequence[bytes]) -> None:
+        """Keep these in memory no longer; they are not deleted, and here is no memory."""
+
     def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
         """Forget all records whose keys begin so, in so many seconds; None, or why some may be left."""
 

@@ -4,9 +4,11 @@
     wanted   ◀─get─── memory ◀──what is not there─────────────────────────────────────────────────── store
 
 It is a guarded store with something in front, so whoever uses one can use this. Each rank has one of its own
-part of each block; which parts are in memory may differ from rank to rank, since nothing counts before all
-of them have answered. Worth its memory where blocks lie on a device: on a host whose KV cache is in the same
-memory the cache itself had better be larger (docs/perf-log.md has the figures).
+part of each block. The core chooses which blocks stay (`kvcache.host_names`) and every rank does as told by
+`release`, so a block is in memory on all ranks or on none. A rank gives up payloads by itself only where it
+would need more than its bytes: after a loss, or for a load that is larger than memory. Worth its memory where
+blocks lie on a device: on a host whose KV cache is in the same memory the cache itself had better be larger
+(docs/perf-log.md has the figures).
 """
 
 from __future__ import annotations
@@ -19,11 +21,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from penstock.batch import StoreUse
+from penstock.errors import ErrorInfo
 from penstock.kvstore.found import Found
 from penstock.kvstore.guard import GuardedStore
+from penstock.kvstore.names import KEY_BYTES
 from penstock.kvstore.store import KVStore
 
 ENTRY_BYTES = 200  # of memory for each payload, beside it and its key
+
+
+def block_bytes(num_records: int, record_bytes: int) -> int:
+    """Return the bytes that the records of a block take in memory."""
+    return num_records * (KEY_BYTES + record_bytes + ENTRY_BYTES)
 
 
 class NoStore:
@@ -110,6 +119,20 @@ class HostTier(GuardedStore):
             for key in keys:
                 self._drop(key)
         super().delete(keys)
+
+    def release(self, keys: Sequence[bytes]) -> None:
+        """Keep these in memory no longer; the store gets what it has not."""
+        with self._memory_lock:
+            unwritten = {key: self._payloads[key] for key in keys if key in self._unwritten}
+            for key in keys:
+                self._drop(key)
+        self._write(unwritten)
+
+    def clear(self, prefix: bytes, seconds: float) -> ErrorInfo | None:
+        with self._memory_lock:
+            for key in [key for key in self._payloads if key.startswith(prefix)]:
+                self._drop(key)
+        return super().clear(prefix, seconds)
 
     def close(self) -> None:
         """The store gets what it has not."""

@@ -27,6 +27,7 @@ from penstock.config.engine import (
     ModelImpl,
     PinThreads,
     Pooling,
+    PrefetchPolicy,
     Quantization,
     StorePolicy,
     TiedHead,
@@ -110,7 +111,9 @@ class LLM:
         kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
         kv_store_bytes: bytes that a store on disk holds at most.
         kv_store_when_found: 0 stores each block when it is computed; n when it has been found n times.
-        kv_store_patience_s: seconds that a request may wait for its blocks.
+        kv_store_patience_s: seconds that a request may wait for its blocks, by the policy `timeout`.
+        kv_prefetch_policy: how long a request waits for its blocks from the store: `timeout` for
+            `kv_store_patience_s`, `best-effort` not at all, `wait-all` until each has come or failed.
         kv_host_bytes: bytes of host memory for blocks, with a store or without; all ranks share them.
         kv_write_bytes_per_s: bytes a second that each rank copies out of the pool at most; 0: no bound.
         kv_store_policy: `write-through` stores a block at once, `write-back` when host memory is full.
@@ -164,6 +167,7 @@ class LLM:
         kv_store_bytes: int = 16 << 30,
         kv_store_when_found: int = 0,
         kv_store_patience_s: float = 2.0,
+        kv_prefetch_policy: PrefetchPolicy = "timeout",
         kv_host_bytes: int = 0,
         kv_write_bytes_per_s: int = 1 << 30,
         kv_store_policy: StorePolicy = "write-through",

@@ -85,7 +85,7 @@ class Stage:
         """Orders and rows, then all that can be done without the samples that the plan consumes, then
         those."""
         self._orders.send_answers()
-        self._orders.take_orders(plan.orders)
+        self._orders.take_orders(plan.orders, plan.given_up)
         self._runner.admit(plan)
         batch = self._runner.begin(plan)
         self._sink.consume_samples(plan)

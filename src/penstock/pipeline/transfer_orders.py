@@ -24,6 +24,8 @@ class Transfer(Protocol):
 
     def submit_orders(self, orders: list[TierOrder]) -> None: ...
 
+    def forget_blocks(self, names: Sequence[bytes]) -> None: ...
+
     def collect(self) -> OrdersDone | None: ...
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer: ...
@@ -50,6 +52,9 @@ class NoTransfer:
 
     def submit_orders(self, orders: list[TierOrder]) -> None:
         self._refused += [order.order for order in orders]
+
+    def forget_blocks(self, names: Sequence[bytes]) -> None:
+        """It keeps none."""
 
     def collect(self) -> OrdersDone | None:
         refused, self._refused = self._refused, []
@@ -80,8 +85,14 @@ class TransferOrders:
     def __init__(self, transfer: Transfer, core: MessageChannel, builds: Builds) -> None:
         self._transfer, self._core, self._builds = transfer, core, builds
 
-    def take_orders(self, orders: list[TierOrder]) -> None:
-        """Those of a plan; the rank has run all steps before it."""
+    def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
+        """Those of a plan; the rank has run all steps before it.
+
+        Args:
+            given_up: names of blocks that host memory is not to keep, before the orders.
+        """
+        if given_up:
+            self._transfer.forget_blocks(given_up)
         if orders:
             self._transfer.submit_orders(orders)
 
@@ -107,7 +118,7 @@ class NoOrders:
 
     patience_s = None
 
-    def take_orders(self, orders: list[TierOrder]) -> None:
+    def take_orders(self, orders: list[TierOrder], given_up: Sequence[bytes] = ()) -> None:
         """There are none."""
 
     def layers_of(self, orders: Sequence[int]) -> BeforeLayer | None:

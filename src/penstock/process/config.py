@@ -43,7 +43,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         url: of the store; None: there is the host tier alone.
-        host_bytes: of each rank, for the host tier.
+        host_blocks: that each rank has room for in the host tier; 0: there is none.
         writes_back: see `kvstore.host_tier`.
         write_bytes_per_s: see `runner.kv_transfer`.
         namespace: of all records of this model, dtype, quantisation and block size (`kvstore.names`).
@@ -54,7 +54,7 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     quota_bytes: int | None
     namespace: bytes
     description: bytes = b""
-    host_bytes: int = 0
+    host_blocks: int = 0
     writes_back: bool = False
     write_bytes_per_s: int = 0
 

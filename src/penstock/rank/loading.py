@@ -21,6 +21,7 @@ from penstock.families.sharding import HeadShares
 from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.collective import SharedGroup
 from penstock.kernels.cpu.ops import CpuKernels
+from penstock.kvstore.host_tier import block_bytes
 from penstock.kvstore.opening import open_guarded
 from penstock.layers.compute import Compute
 from penstock.models.decoder import EMBEDDING, Decoder
@@ -201,14 +202,16 @@ def kv_transfer(config: RankConfig, loaded: LoadedRank, kv: Sequence[AnyKV]) -> 
     if config.store is None:
         return None
     heads = HeadShares.of(loaded.spec, loaded.group)
+    codec = loaded.model.attention.block_codec(config.block_size)
     return KVTransfer(
         open_guarded(
             config.store.url,
             quota_bytes=config.store.quota_bytes,
-            host_bytes=config.store.host_bytes,
+            host_bytes=config.store.host_blocks
+            * block_bytes(len(kv) * codec.num_records, codec.record_bytes),
             writes_back=config.store.writes_back,
         ),
-        loaded.model.attention.block_codec(config.block_size),
+        codec,
         kv,
         first_layer=config.start_layer,
         first_head=heads.keys.start if loaded.spec.latent is None else 0,

@@ -1,6 +1,7 @@
 """Copies blocks between a rank's KV cache and the store, beside its steps.
 
     plan with orders ──submit──▶ thread: export + put, or get + import ──▶ answers ──collect──▶ core
+    blocks given up ──forget──▶ thread: out of host memory, before the orders of the same plan
 
 The stage loop submits the orders of a plan when all steps before it have run, so a block that is to be stored
 is filled. The core holds every block of an order until all ranks have answered, so nobody writes to it; and
@@ -11,6 +12,7 @@ the block is the core's again, and is not touched any more, whatever the store s
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import threading
@@ -115,6 +117,7 @@ class KVTransfer:
         self._lock = threading.Condition()  # of what follows, and of blocks that are being copied
         self._open: dict[int, _Open] = {}  # by the order's number
         self._waiting = _Waiting(write_bytes_per_s)
+        self._given_up: list[bytes] = []  # names; not even lost with an epoch, since memory outlives it
         self._is_closed = False
         self._answers: deque[OrderResult] = deque()
         self._thread = threading.Thread(target=self._run, name="kv transfer", daemon=True)
@@ -131,6 +134,12 @@ class KVTransfer:
             deadline = self._clock() + DEADLINE_S
             self._open.update({order.order: _Open(order, deadline) for order in orders})
             self._waiting.add(orders)
+            self._lock.notify_all()
+
+    def forget_blocks(self, names: Sequence[bytes]) -> None:
+        """Keep these in host memory no longer; done before any order that is submitted later."""
+        with self._lock:
+            self._given_up += names
             self._lock.notify_all()
 
     def collect(self) -> OrdersDone | None:
@@ -190,31 +199,40 @@ class KVTransfer:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        while (orders := self._next()) is not None:
-            (self._load if orders[0].is_load else self._save)(orders)
+        while (job := self._next()) is not None:
+            job()
 
-    def _next(self) -> Sequence[TierOrder] | None:
-        """Orders of one kind; None: it is to end."""
+    def _next(self) -> Callable[[], None] | None:
+        """What to do now; None: it is to end."""
         with self._lock:
             while not self._is_closed:
+                if self._given_up:
+                    names, self._given_up = self._given_up, []
+                    return functools.partial(self._forget, names)
                 pause_s = self._waiting.due_in(self._clock())
                 if pause_s <= 0:
-                    return self._waiting.take()
+                    orders = self._waiting.take()
+                    return functools.partial(self._load if orders[0].is_load else self._save, orders)
                 self._lock.wait(None if math.isinf(pause_s) else pause_s)
             return None
+
+    def _forget(self, names: Sequence[bytes]) -> None:
+        self._store.release([key for name in names for key in self._all_keys(name)])
 
     def _load(self, orders: Sequence[TierOrder]) -> None:
         """Load layer by layer, so that a step can run the first layers while the others come."""
         for layer in range(len(self._kv)):
             for some in some_at_a_time(self._still_open(orders), LOAD_AT_ONCE):
-                records = iter(self._store.get([key for order in some for key in self._keys(order, layer)]))
+                records = iter(
+                    self._store.get([key for order in some for key in self._keys(order.name, layer)])
+                )
                 fetched = {order: list(itertools.islice(records, self._codec.num_records)) for order in some}
                 with self._lock:
                     self._put_in(layer, {order: fetched[order] for order in self._still_open(some)})
                     self._lock.notify_all()
         loaded = self._still_open(orders)
         if loaded:
-            self._store.used([key for order in loaded for key in self._all_keys(order)])
+            self._store.used([key for order in loaded for key in self._all_keys(order.name)])
         with self._lock:
             self._answer([order.order for order in self._still_open(loaded)], "done")
 
@@ -242,7 +260,7 @@ class KVTransfer:
                 if self._is_open(order):
                     layer_blocks = [(kv, order.block) for kv in self._kv]
                     exported = self._codec.export_blocks(layer_blocks)
-                    records |= zip(self._all_keys(order), exported, strict=True)
+                    records |= zip(self._all_keys(order.name), exported, strict=True)
                     taken.append(order)
         self._waiting.saved(len(records) * self._codec.record_bytes, self._clock())
         status: OrderStatus = "done" if records and self._store.put(records) else "failed"
@@ -267,12 +285,12 @@ class KVTransfer:
         if orders:
             self._lock.notify_all()
 
-    def _keys(self, order: TierOrder, layer: int) -> list[bytes]:
+    def _keys(self, name: bytes, layer: int) -> list[bytes]:
         """Of the records of a block of one layer on this rank."""
         return [
-            record_key(self._namespace, order.name, self._first_layer + layer, self._first_head + head)
+            record_key(self._namespace, name, self._first_layer + layer, self._first_head + head)
             for head in range(self._codec.num_records)
         ]
 
-    def _all_keys(self, order: TierOrder) -> list[bytes]:
-        return [key for layer in range(len(self._kv)) for key in self._keys(order, layer)]
+    def _all_keys(self, name: bytes) -> list[bytes]:
+        return [key for layer in range(len(self._kv)) for key in self._keys(name, layer)]

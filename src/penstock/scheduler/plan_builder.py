@@ -76,6 +76,7 @@ class PlanBuilder:
         consume_through: int,
         freed_rows: list[int],
         dropped_grammars: list[int],
+        given_up: Sequence[bytes] = (),
         orders: Sequence[TierOrder] = (),
         residency: int = 0,
     ) -> ScheduledBatch:
@@ -92,6 +93,7 @@ class PlanBuilder:
             freed_rows=freed_rows,
             new_rows=self.new_rows,
             dropped_grammars=dropped_grammars,
+            given_up=list(given_up),
             orders=list(orders),
             residency=residency,
             awaited=self.awaited,

@@ -171,6 +171,10 @@ class PrefixReuse:
         """For the plan that is issued now."""
         return self._tier.take_orders()
 
+    def take_given_up(self) -> list[bytes]:
+        """Names of blocks that ranks are to forget, for the plan that is issued now, with its orders."""
+        return self._tier.take_given_up()
+
     def settle_orders(self, finished: list[OrderResult], use: StoreUse = NO_STORE_USE) -> RequestState | None:
         """Take what became of orders to the ranks (`batch.TierOrder`), and order more.
 

@@ -249,6 +249,7 @@ class Scheduler:
             consume_through=self._issued.issue(draft),
             freed_rows=self._rows.announce_freed(),
             dropped_grammars=self.grammars.take_dropped(),
+            given_up=self.prefixes.take_given_up(),
             orders=orders,
             residency=residency,
         )

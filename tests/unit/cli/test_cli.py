@@ -113,6 +113,7 @@ def test_help_of_a_part_shows_that_part_only() -> None:
         "--kv-store-bytes",
         "--kv-store-when-found",
         "--kv-store-patience",
+        "--kv-prefetch-policy",
         "--kv-host-bytes",
         "--kv-write-rate",
         "--kv-store-policy",

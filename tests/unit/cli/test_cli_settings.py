@@ -171,6 +171,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --kernels -attention,-head --pin-threads off --model-impl penstock --pooling cls
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
 --kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
+--kv-prefetch-policy wait-all
 --kv-host-bytes 47 --kv-write-rate 48 --kv-store-policy write-back
 --max-num-seqs 16 --max-num-batched-tokens 17 --prefill-chunk 18 --max-waiting-requests 19
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
@@ -239,6 +240,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "kv_store_bytes": 1 << 21,
             "kv_store_when_found": 1,
             "kv_store_patience_s": 46.0,
+            "kv_prefetch_policy": "wait-all",
             "kv_host_bytes": 47,
             "kv_write_bytes_per_s": 48,
             "kv_store_policy": "write-back",

@@ -80,6 +80,26 @@ def test_h1_memory_is_asked_first_and_the_store_for_the_rest() -> None:
     assert (use.records_read, use.bytes_read, use.bytes_written) == (0, 0, 400)
 
 
+@pytest.mark.parametrize("writes_back", [False, True])
+def test_h9_what_is_released_leaves_memory_and_stays_in_the_store(writes_back: bool) -> None:
+    store = MemoryStore()
+    tier = HostTier(store, 4 * SIZE, writes_back=writes_back)
+    tier.put(records(0, 1, 2))
+    tier.release([KEYS[1], KEYS[0], KEYS[9]])
+    assert in_memory(tier) == [2]
+    assert tier.num_bytes == SIZE
+    assert stored(store) == ({0, 1} if writes_back else {0, 1, 2})
+    assert tier.get([KEYS[1]]) == [payload(1)]
+
+
+def test_g4_what_is_cleared_is_in_memory_no_longer() -> None:
+    tier = HostTier(NoStore(), 4 * SIZE)
+    tier.put(records(0, 1))
+    assert tier.clear(KEYS[0][:16], 1.0) is None
+    assert tier.get(KEYS[:2]) == [None, payload(1)]
+    assert tier.num_bytes == SIZE
+
+
 def test_h9_what_belongs_together_stays_from_its_beginning() -> None:
     tier = HostTier(NoStore(), 4 * SIZE)
     tier.put(records(0, 1, 2, 3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from penstock.batch import (
     GrammarsBuilt,
@@ -27,6 +28,7 @@ class FakeTransfer:
     def __init__(self) -> None:
         self.given: list[TierOrder] = []
         self.num_asked = 0
+        self.heard: list[TierOrder | bytes] = []
 
     @property
     def is_busy(self) -> bool:
@@ -34,6 +36,10 @@ class FakeTransfer:
 
     def submit_orders(self, orders: list[TierOrder]) -> None:
         self.given += orders
+        self.heard += orders
+
+    def forget_blocks(self, names: Sequence[bytes]) -> None:
+        self.heard += names
 
     def collect(self) -> OrdersDone | None:
         self.num_asked += 1
@@ -63,6 +69,14 @@ def test_answers_go_out_while_there_is_no_plan() -> None:
     assert [plan.step_id for plan in plans] == [0]
     thread.join(60)
     assert orders.patience_s is None
+
+
+def test_h9_what_is_given_up_makes_room_before_the_orders_of_its_plan() -> None:
+    transfer = FakeTransfer()
+    orders = TransferOrders(transfer, QueueChannel.pair()[1], NoBuilds())
+    orders.take_orders([], [b"older"])
+    orders.take_orders([ORDER], [b"old"])
+    assert transfer.heard == [b"older", b"old", ORDER]
 
 
 class FakeBuilds:

@@ -18,6 +18,7 @@ from penstock.attention.metadata import LayerKV
 from penstock.batch import NO_STORE_USE, OrdersDone, StoreUse, TierOrder
 from penstock.errors import StoreError
 from penstock.kvstore.guard import MAX_FAILURES, GuardedStore
+from penstock.kvstore.host_tier import HostTier, NoStore, block_bytes
 from penstock.kvstore.names import record_key
 from penstock.kvstore.store import MemoryStore
 from penstock.runner.kv_transfer import AWAIT_S, DEADLINE_S, SAVE_AT_ONCE, KVTransfer
@@ -79,9 +80,10 @@ def transfer(
     first_layer: int = 0,
     clock: Callable[[], float] = time.monotonic,
     write_bytes_per_s: int = 0,
+    tier: GuardedStore | None = None,
 ) -> Iterator[KVTransfer]:
     made = KVTransfer(
-        GuardedStore(store),
+        tier or GuardedStore(store),
         codec(),
         kv,
         first_layer=first_layer,
@@ -352,6 +354,24 @@ def test_h2_what_is_to_be_stored_leaves_steps_their_bandwidth_and_holds_up_no_lo
         clock.advance(1.0)
         one.submit_orders([TierOrder(51, True, 11, NAMES[0])])  # whoever waits looks at the clock again
         assert set(answers(one)) == {8, 9, 51}
+
+
+def test_h9_blocks_that_are_given_up_leave_host_memory_before_the_orders_that_follow() -> None:
+    """Point 7 of issue 25: with room for two blocks the rank itself would give up another one."""
+    size = block_bytes(LAYERS * HEADS, codec().record_bytes)
+    tier = HostTier(NoStore(), 2 * size)
+    with transfer(MemoryStore(), layers(seed=1), tier=tier) as one:
+        one.submit_orders(stores(0))
+        assert answers(one) == {0: True}
+        one.submit_orders([TierOrder(1, False, 1, NAMES[1])])
+        assert answers(one) == {1: True}
+        one.forget_blocks([NAMES[1], NAMES[9]])
+        one.reset()  # memory outlives an epoch: what is given up is given up
+        one.submit_orders([TierOrder(2, False, 2, NAMES[2])])
+        assert answers(one) == {2: True}
+        assert tier.num_bytes == 2 * size
+        one.submit_orders([TierOrder(10 + n, True, 5 + n, NAMES[n]) for n in range(3)])
+        assert answers(one) == {10: True, 11: False, 12: True}
 
 
 def test_h2_loads_go_before_what_is_to_be_stored() -> None:

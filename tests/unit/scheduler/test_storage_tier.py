@@ -15,7 +15,10 @@ from depth import sampled
 from fake_catalogue import FakeCatalogue
 from fakes import SMALL_SCHEDULER, VOCAB_SIZE, CoreRig
 from penstock.batch import StoreUse
+from penstock.config.engine import PrefetchPolicy, SchedulerConfig
 from penstock.errors import ErrorInfo
+from penstock.kvcache.prefetching import ANSWER_S, prefetch_patience
+from penstock.kvcache.storage_tier import TierPolicy
 from stored_core import BLOCK, again, rig, run, settle_store, tokens_of
 
 
@@ -96,6 +99,72 @@ def test_h3_a_request_that_waits_no_longer_begins_with_what_has_come(
     assert other.core.stats().cache.free_blocks == 16
     assert run(other, "c", prompt) == 12
     assert tokens_of(other, "c") == tokens_of(one, "a")
+
+
+@pytest.mark.parametrize(
+    ("policy", "wait_s", "num_found"),
+    [("timeout", 0.0, None), ("timeout", 2.5, 4), ("best-effort", 0.0, 4), ("wait-all", 3 * ANSWER_S, None)],
+)
+def test_h3_a_policy_says_how_long_a_request_waits(
+    policy: PrefetchPolicy, wait_s: float, num_found: int | None
+) -> None:
+    """Point 8 of issue 25. One of three blocks has come when a request's turn comes, behind another one."""
+    one, catalogue = rig()
+    prompt = list(range(2, 15))
+    run(one, "a", prompt)
+    settle_store(one)
+    limits = TierPolicy(patience=prefetch_patience(policy, 2.0))
+    other = again(one, catalogue, scheduler=SchedulerConfig(max_num_seqs=1), tier_policy=limits)
+    other.executor.answers_at_once = False
+    other.add("before", [30], max_tokens=6, ignore_eos=True)
+    other.add("b", prompt, max_tokens=4, ignore_eos=True)
+    for _ in range(3):
+        other.step(timeout_s=1.0)
+    other.executor.answer(1)
+    other.clock.advance(wait_s)
+    for _ in range(12):
+        other.step(timeout_s=1.0)
+    started = [update.num_cached_tokens for update in other.updates["b"][:1]]
+    assert started == ([] if num_found is None else [num_found])
+    other.executor.answer(4)
+    other.run_until_idle()
+    assert other.updates["b"][0].num_cached_tokens == (12 if num_found is None else num_found)
+    assert tokens_of(other, "b") == tokens_of(one, "a")
+    other.executor.answer(9)
+    settle_store(other)
+    assert other.core.stats().cache.free_blocks == 64
+
+
+@pytest.mark.parametrize(
+    ("policy", "answer_s"), [("timeout", 2.0), ("best-effort", 0.0), ("wait-all", ANSWER_S)]
+)
+def test_h3_no_policy_waits_for_ever_for_a_store_that_does_not_answer(
+    policy: PrefetchPolicy, answer_s: float
+) -> None:
+    """Point 8 of issue 25."""
+    one, catalogue = rig(tier_policy=TierPolicy(patience=prefetch_patience(policy, 2.0)))
+    catalogue.is_slow = True
+    one.add("a", [1] * 13, max_tokens=1)
+    if answer_s:
+        one.clock.advance(answer_s - 0.1)
+        one.step()
+        assert not one.executor.plans[-1:] or not one.executor.plans[-1].rows, "it waits"
+        assert one.core.next_wakeup() <= one.clock() + 0.2
+        one.clock.advance(0.2)
+    one.run_until_idle()
+    assert one.updates["a"]
+
+
+@pytest.mark.parametrize("policy", ["timeout", "wait-all"])
+def test_h3_a_block_that_fails_ends_the_wait_for_it(policy: PrefetchPolicy) -> None:
+    """Point 8 of issue 25."""
+    one, catalogue = rig()
+    run(one, "a", [1] * 13)
+    settle_store(one)
+    other = again(one, catalogue, tier_policy=TierPolicy(patience=prefetch_patience(policy, 2.0)))
+    del other.executor.stored[list(other.executor.stored)[1]]
+    assert run(other, "b", [1] * 13) == BLOCK
+    assert tokens_of(other, "b") == tokens_of(one, "a")
 
 
 def test_nobody_wakes_up_for_a_request_that_waits_no_longer() -> None:
@@ -222,14 +291,22 @@ def test_h8_blocks_may_be_stored_only_when_they_are_found() -> None:
         assert len(catalogue.names) == (2 if number == 2 else 0), number
 
 
-def test_r7_numbers_that_are_no_good_leave_the_store() -> None:
-    one, catalogue = rig()
+@pytest.mark.parametrize("host_blocks", [0, 20])
+@pytest.mark.parametrize("answers_at_once", [True, False])
+def test_r7_numbers_that_are_no_good_leave_the_store(answers_at_once: bool, host_blocks: int) -> None:
+    """Also where ranks answer, when they are known to be no good, that they have stored them."""
+    one, catalogue = rig(tier_policy=TierPolicy(host_blocks=host_blocks))
+    one.executor.answers_at_once = answers_at_once
     one.executor.fail_rows[2] = [0]
     run_failed = [1] * 9
     one.add("a", run_failed, max_tokens=8, ignore_eos=True)
     one.run_until_idle()
-    settle_store(one)
     assert one.updates["a"][-1].finish_reason == "error"
+    one.executor.answer(9)
+    settle_store(one)
+    assert catalogue.names == set()
+    assert one.tier is not None
+    assert one.tier.names_in_memory == set()
     other = again(one, catalogue)
     assert run(other, "b", run_failed) == 0
 

@@ -18,14 +18,16 @@ from penstock.kvcache.allocator import BlockAllocator
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.catalogue import StoreCatalogue
 from penstock.kvcache.eviction import eviction_order
+from penstock.kvcache.prefetching import prefetch_patience
 from penstock.kvcache.prefix_cache import PrefixCache
 from penstock.kvcache.storage_tier import AnyStorageTier, NoStorageTier, StorageTier, TierPolicy
+from penstock.kvstore.host_tier import block_bytes
 from penstock.kvstore.opening import open_guarded
 from penstock.process.config import CoreConfig
 from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.scheduler.scheduler import Scheduler
 
-CATALOGUE_BYTES = 32 << 20  # a quarter of a kilobyte for each block
+CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
 
 
 def build_core(
@@ -85,7 +87,8 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
         return NoStorageTier()
     url = config.store.url
     # Without a store the list of what the ranks have in memory is in memory too.
-    listed = CATALOGUE_BYTES if url is None else 0
+    num_blocks = config.store.host_blocks
+    listed = CATALOGUE_BYTES + num_blocks * block_bytes(1, 0) if url is None else 0
     store = open_guarded(url, quota_bytes=config.store.quota_bytes, host_bytes=listed)
     return StorageTier(
         allocator,
@@ -93,7 +96,9 @@ def _tier(config: CoreConfig, allocator: BlockAllocator, clock: Callable[[], flo
         clock,
         TierPolicy(
             store_when_found=config.cache.kv_store_when_found,
-            patience_s=config.cache.kv_store_patience_s,
+            host_blocks=num_blocks,
+            has_store=url is not None,
+            patience=prefetch_patience(config.cache.kv_prefetch_policy, config.cache.kv_store_patience_s),
         ),
     )
 

@@ -17,7 +17,8 @@ from typing import Literal
 
 import msgspec
 
-from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.engine.supervisor.host_blocks import host_blocks
 from penstock.engine.supervisor.placement import (
     cpus_of_core,
     cpus_of_ranks,
@@ -134,7 +135,8 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     kind = f"{spec.implementation}, {form.quantization} weights"
     if form.quantization != "none":
         kind += _widths(ranges, parallel.tp_sizes)
-    store = _store_config(config, directory, kind, form.dtype, len(ranks))
+    num_host_blocks = host_blocks(config.cache.kv_host_bytes, spec, ranks, ITEM_SIZES[form.dtype])
+    store = _store_config(config, directory, kind, form.dtype, num_host_blocks)
     core = msgspec.structs.replace(core, store=store)
     ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
     size = len(ranks) // parallel.data_parallel_size
@@ -168,6 +170,12 @@ def _notes_of_unused(config: EngineConfig, spec: ModelSpec) -> Iterator[str]:
         yield f"--enable-expert-parallel changes nothing: {spec.architecture} has no experts."
     elif config.parallel.enable_expert_parallel and max(config.parallel.tp_sizes) == 1:
         yield "--enable-expert-parallel changes nothing: each stage has one rank (--tp), with all experts."
+    patience_s, policy = config.cache.kv_store_patience_s, config.cache.kv_prefetch_policy
+    if policy != "timeout" and patience_s != CacheConfig().kv_store_patience_s:
+        yield (
+            f"--kv-store-patience {patience_s:g} is not used: --kv-prefetch-policy is {policy}, which has no "
+            "time-out."
+        )
     if config.cache.num_blocks is not None and config.cache.kv_cache_bytes is not None:
         yield (
             f"--kv-cache-bytes is not used: --num-blocks {config.cache.num_blocks} says how large the KV "
@@ -292,13 +300,13 @@ def _widths(ranges: Sequence[tuple[int, int]], sizes: Sequence[int]) -> str:
 
 
 def _store_config(
-    config: EngineConfig, directory: Path, kind: str, dtype: str, num_ranks: int
+    config: EngineConfig, directory: Path, kind: str, dtype: str, num_host_blocks: int
 ) -> StoreConfig | None:
     """How the tiers beyond the pool are opened, and what their records of this model are called.
 
     Args:
         kind: whatever else decides the numbers.
-        num_ranks: of all replicas, that share the host tier's memory.
+        num_host_blocks: that each rank has room for in the host tier.
     """
     cache = config.cache
     if cache.kv_store is None and not cache.kv_host_bytes:
@@ -321,7 +329,7 @@ def _store_config(
         quota_bytes=quota_bytes,
         namespace=names,
         description=encoded(description),
-        host_bytes=cache.kv_host_bytes // num_ranks,
+        host_blocks=num_host_blocks,
         writes_back=cache.kv_store_policy == "write-back",
         write_bytes_per_s=cache.kv_write_bytes_per_s,
     )

@@ -642,7 +642,16 @@ def test_settings_that_change_nothing_are_named(model: str) -> None:
     assert said == "--enable-expert-parallel changes nothing: LlamaForCausalLM has no experts."
     (said,) = notes_of(model, ParallelConfig(), CacheConfig(num_blocks=77, kv_cache_bytes=1 << 20))
     assert said == "--kv-cache-bytes is not used: --num-blocks 77 says how large the KV cache is."
-    for cache in (CacheConfig(num_blocks=77), CacheConfig(kv_cache_bytes=1 << 20)):
+    (said,) = notes_of(
+        model, ParallelConfig(), CacheConfig(kv_prefetch_policy="wait-all", kv_store_patience_s=0.5)
+    )
+    assert said.startswith("--kv-store-patience 0.5 is not used: --kv-prefetch-policy is wait-all")
+    for cache in (
+        CacheConfig(num_blocks=77),
+        CacheConfig(kv_cache_bytes=1 << 20),
+        CacheConfig(kv_prefetch_policy="best-effort"),
+        CacheConfig(kv_store_patience_s=0.5),
+    ):
         assert notes_of(model, ParallelConfig(), cache) == ()
 
 

@@ -1,0 +1,195 @@
+"""Which blocks lie in host memory (L2): the same ones on every rank, chosen by the core.
+
+    store or load ordered ──▶ in memory on every rank ──memory is full, or a copy failed──▶ given up by all
+
+Every rank has room for an equal number of blocks, however many bytes its own part of a block takes
+(`engine.supervisor.host_blocks`). So the core alone chooses what memory gives up: what was used longest ago.
+A plan tells all ranks, which forget those blocks before they carry out the orders of that plan. Without a
+store behind memory, such a block is struck from the catalogue at once: nobody waits for half of a block.
+
+A block counts from the order to copy it on, so that memory is never fuller than it seems. Called by
+`kvcache.storage_tier` and its parts; knows no bytes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterable, Sequence
+
+from penstock.batch import OrderStatus
+from penstock.kvcache.stored_names import StoredNames
+
+MOST_UNHEARD = 4096  # given-up names that the plans in flight may bear; they are lost with an epoch
+
+
+class HostNames:
+    """The names of the blocks in host memory, in front of a store.
+
+    Args:
+        max_blocks: that each rank has room for, at least one.
+    """
+
+    def __init__(self, max_blocks: int) -> None:
+        self._max_blocks = max_blocks
+        self._names: OrderedDict[bytes, None] = OrderedDict()  # what was used longest ago comes first
+        self._copying: Counter[bytes] = Counter()  # open orders of each; such a block is not given up
+        self._doomed: set[bytes] = set()  # of these, those that are to be given up when they may be
+        self._given_up: list[bytes] = []  # that no plan has told yet
+        self._told: deque[bytes] = deque(maxlen=MOST_UNHEARD)
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def names(self) -> frozenset[bytes]:
+        """All of them."""
+        return frozenset(self._names)
+
+    def make_room(self, name: bytes) -> bool:
+        """Begin to store a block; returns False, and does nothing, while orders hold all of the memory."""
+        if name not in self._names and len(self._names) >= self._max_blocks:
+            oldest = self._oldest_idle()
+            if oldest is None:
+                return False
+            self._give_up(oldest)
+        self.begin_copy(name)
+        return True
+
+    def begin_copy(self, name: bytes) -> None:
+        """An order to copy this block is made; what was used longest ago makes room for it."""
+        self._names[name] = None
+        self._names.move_to_end(name)
+        self._copying[name] += 1
+        self._shrink()
+
+    def end_store(self, name: bytes, status: OrderStatus) -> None:
+        """All ranks have answered an order to store this block; if one has failed, others may have a part."""
+        if status == "done":
+            self._doomed.discard(name)
+        else:
+            self._doomed.add(name)
+        self._end_copy(name)
+
+    def end_load(self, name: bytes, status: OrderStatus) -> None:
+        """All ranks have answered an order to load this block; if one has failed, its part is nowhere."""
+        if status == "failed":
+            self._doomed.add(name)
+        self._end_copy(name)
+
+    def _end_copy(self, name: bytes) -> None:
+        self._copying[name] -= 1
+        if not self._copying[name]:
+            del self._copying[name]
+            if name in self._doomed:
+                self._give_up(name)
+        self._shrink()
+
+    def use(self, names: Sequence[bytes]) -> None:
+        """A chain of blocks is used; its first one counts as used last, for without it none is found."""
+        for name in reversed(names):
+            if name in self._names:
+                self._names.move_to_end(name)
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Give these up: now, or when no order is open that copies them, unless one stores them anew."""
+        for name in names:
+            if name in self._copying:
+                self._doomed.add(name)
+            elif name in self._names:
+                self._give_up(name)
+
+    def drop_all(self) -> None:
+        """Give up everything."""
+        self.drop(list(self._names))
+
+    def count_there(self, names: Sequence[bytes]) -> int:
+        """Return how many of the first of these, which the catalogue has, can be loaded."""
+        return len(names)
+
+    def take_given_up(self) -> list[bytes]:
+        """What ranks are to forget, for the plan that is issued now."""
+        names, self._given_up = self._given_up, []
+        self._told.extend(names)
+        return names
+
+    def lose_all(self) -> None:
+        """No order will be answered any more, and ranks may not have heard of what was given up last."""
+        self._copying.clear()
+        self.drop(self._doomed & self._names.keys())
+        self._given_up = [*dict.fromkeys([*self._told, *self._given_up])]
+        self._told.clear()
+        self._shrink()
+
+    def _shrink(self) -> None:
+        while len(self._names) > self._max_blocks and (oldest := self._oldest_idle()) is not None:
+            self._give_up(oldest)
+
+    def _oldest_idle(self) -> bytes | None:
+        return next((name for name in self._names if name not in self._copying), None)
+
+    def _give_up(self, name: bytes) -> None:
+        del self._names[name]
+        self._doomed.discard(name)
+        self._given_up.append(name)
+
+
+class OnlyHostNames(HostNames):
+    """The names of the blocks in host memory, where no store is behind it: what it gives up is nowhere.
+
+    Args:
+        stored: is told what is nowhere.
+    """
+
+    def __init__(self, max_blocks: int, stored: StoredNames) -> None:
+        super().__init__(max_blocks)
+        self._stored = stored
+
+    def count_there(self, names: Sequence[bytes]) -> int:
+        """The catalogue may have answered before a block was given up."""
+        return next((index for index, name in enumerate(names) if name not in self), len(names))
+
+    def _give_up(self, name: bytes) -> None:
+        super()._give_up(name)
+        self._stored.distrust([name])
+
+
+class NoHostNames:
+    """Host memory that keeps no blocks."""
+
+    names: frozenset[bytes] = frozenset()
+
+    def make_room(self, name: bytes) -> bool:
+        return True
+
+    def begin_copy(self, name: bytes) -> None:
+        """Nothing is kept."""
+
+    def end_store(self, name: bytes, status: OrderStatus) -> None:
+        """Nothing was kept."""
+
+    def end_load(self, name: bytes, status: OrderStatus) -> None:
+        """Nothing was kept."""
+
+    def use(self, names: Sequence[bytes]) -> None:
+        """Nothing is kept."""
+
+    def drop(self, names: Iterable[bytes]) -> None:
+        """Nothing is kept."""
+
+    def drop_all(self) -> None:
+        """Nothing is kept."""
+
+    def count_there(self, names: Sequence[bytes]) -> int:
+        return len(names)
+
+    def take_given_up(self) -> list[bytes]:
+        return []
+
+    def lose_all(self) -> None:
+        """Nothing was kept."""
+
+
+AnyHostNames = HostNames | NoHostNames

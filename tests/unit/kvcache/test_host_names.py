@@ -1,0 +1,130 @@
+"""Which blocks host memory keeps: at most so many, the same on all ranks, never one that is being copied."""
+
+from __future__ import annotations
+
+import random
+
+from fake_catalogue import FakeCatalogue
+from penstock.kvcache.host_names import HostNames, OnlyHostNames
+from penstock.kvcache.stored_names import StoredNames
+
+NAMES = [bytes([number]) * 32 for number in range(30)]
+
+
+def store(memory: HostNames, *numbers: int) -> None:
+    """Blocks that all ranks have stored."""
+    for number in numbers:
+        assert memory.make_room(NAMES[number])
+        memory.end_store(NAMES[number], "done")
+
+
+def given_up(memory: HostNames) -> list[int]:
+    return [NAMES.index(name) for name in memory.take_given_up()]
+
+
+def test_h9_what_was_used_longest_ago_makes_room() -> None:
+    memory = HostNames(3)
+    store(memory, 0, 1, 2)
+    assert given_up(memory) == []
+    memory.use([NAMES[0], NAMES[1]])
+    store(memory, 3, 4)
+    assert given_up(memory) == [2, 1], "the first one of a chain stays longest"
+    assert given_up(memory) == [], "each is told once"
+    assert [NAMES[number] in memory for number in range(5)] == [True, False, False, True, True]
+
+
+def test_h9_what_is_being_copied_is_not_given_up() -> None:
+    memory = HostNames(2)
+    assert memory.make_room(NAMES[0])
+    memory.begin_copy(NAMES[0])
+    assert memory.make_room(NAMES[1])
+    assert not memory.make_room(NAMES[2]), "orders hold all of it"
+    memory.end_load(NAMES[0], "done")
+    assert not memory.make_room(NAMES[2]), "one order to copy it is open still"
+    memory.end_store(NAMES[0], "done")
+    assert memory.make_room(NAMES[2])
+    assert given_up(memory) == [0]
+
+
+def test_h13_a_block_that_a_rank_has_lost_is_given_up_when_it_is_not_being_copied_any_more() -> None:
+    memory = HostNames(4)
+    for _ in range(2):
+        memory.begin_copy(NAMES[0])
+        memory.begin_copy(NAMES[1])
+    memory.end_load(NAMES[0], "failed")
+    memory.end_load(NAMES[1], "failed")
+    assert given_up(memory) == []
+    memory.end_load(NAMES[0], "done")
+    assert given_up(memory) == [0], "the catalogue has it no longer"
+    memory.end_store(NAMES[1], "done")
+    assert given_up(memory) == [], "all ranks have it anew"
+    memory.begin_copy(NAMES[2])
+    memory.end_load(NAMES[2], "late")
+    assert given_up(memory) == [], "what the ranks have may be good"
+    memory.begin_copy(NAMES[2])
+    memory.end_store(NAMES[2], "late")
+    memory.begin_copy(NAMES[3])
+    memory.drop([NAMES[3]])
+    memory.lose_all()
+    assert given_up(memory) == [0, 2, 3]
+
+
+def test_h9_a_load_that_is_larger_than_memory_leaves_it_full() -> None:
+    memory = HostNames(2)
+    for name in NAMES[:5]:
+        memory.begin_copy(name)
+    assert len(memory) == 5
+    for name in NAMES[:5]:
+        memory.end_load(name, "done")
+    assert len(memory) == 2
+    assert given_up(memory) == [0, 1, 2]
+
+
+def test_h1_without_a_store_what_is_given_up_is_struck_and_not_loaded() -> None:
+    catalogue = FakeCatalogue()
+    stored = StoredNames(catalogue)
+    memory = OnlyHostNames(2, stored)
+    for number in range(3):
+        store(memory, number)
+        stored.enter([NAMES[number]])
+    assert catalogue.names == set(NAMES[1:3])
+    assert NAMES[0] not in stored
+    assert memory.count_there(NAMES[1:4]) == 2
+    assert memory.count_there(NAMES[:3]) == 0, "the catalogue had answered before"
+    memory.drop_all()
+    assert catalogue.names == set()
+
+
+def test_d6_ranks_that_may_not_have_heard_are_told_again() -> None:
+    memory = HostNames(1)
+    store(memory, 0, 1)
+    assert given_up(memory) == [0]
+    store(memory, 2)
+    memory.make_room(NAMES[3])
+    memory.lose_all()
+    assert given_up(memory) == [0, 1, 2]
+    store(memory, 4)
+    assert given_up(memory) == [3], "its order was lost"
+
+
+def test_h9_names_are_bounded_whatever_happens() -> None:
+    chance, memory = random.Random(7), HostNames(5)
+    open_copies: list[bytes] = []
+    there: set[bytes] = set()
+    for _ in range(2_000):
+        name = chance.choice(NAMES)
+        what = chance.random()
+        if what < 0.5 and memory.make_room(name):
+            open_copies.append(name)
+            there.add(name)
+        elif what < 0.9 and open_copies:
+            ended = open_copies.pop(chance.randrange(len(open_copies)))
+            chance.choice([memory.end_store, memory.end_load])(ended, chance.choice(["done", "failed"]))
+        elif what < 0.95:
+            memory.drop([name])
+        else:
+            memory.use(chance.sample(NAMES, 4))
+        there.difference_update(memory.take_given_up())
+        assert there == {name for name in NAMES if name in memory}
+        assert len(memory) <= 5
+        assert set(open_copies) <= there
