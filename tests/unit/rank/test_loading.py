@@ -1,4 +1,4 @@
-"""Where a rank lives."""
+"""Where a rank lives, and that one which takes the place of another gets the same weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from checkpoints import make_checkpoint
-from penstock.errors import UsageError
-from penstock.process.config import RankConfig
-from penstock.rank.loading import device_of
+from penstock.errors import ModelChangedError, UsageError
+from penstock.families.registry import load_spec
+from penstock.kvstore import names
+from penstock.process.config import FirstLoad, RankConfig
+from penstock.rank.loading import LoadedRank, device_of, load_rank
+from penstock.weights.checkpoint import read_header
 from rank_configs import make_rank_configs
+
+MIDDLE = "model.layers.3.mlp.down_proj.weight"  # of stage 1
 
 
 @pytest.fixture
@@ -33,3 +38,94 @@ def test_i13_a_gpu_that_is_not_there_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     with pytest.raises(UsageError, match=f"stage 1 is to run on cuda:1, .* {seen}.*--device cpu"):
         device_of(msgspec.structs.replace(rank, device="cuda:1"))
+
+
+# --- a rank that takes the place of another ----------------------------------------------------------
+
+
+def load(config: RankConfig) -> LoadedRank:
+    return load_rank(config, lambda done, total: None)
+
+
+def load_all(configs: list[RankConfig]) -> None:
+    for config in configs:
+        load(config)
+
+
+def replacement(config: RankConfig, first: LoadedRank) -> RankConfig:
+    table = first.samples.table + first.report.digests
+    first_load = FirstLoad(identity=first.samples.identity, digests=table)
+    return msgspec.structs.replace(config, first_load=first_load)
+
+
+def change_one_element(directory: Path, tensor: str) -> None:
+    """Change the element in the middle of a tensor by the lowest bit."""
+    entry = read_header(directory / "model.safetensors")[tensor]
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek((entry.begin + entry.end) // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("tp", [(1, 1), (1, 2)])
+def test_r3_one_changed_element_of_a_tensor_is_refused(
+    tmp_path: Path, tp: tuple[int, int], quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Point 1 of the list of defects: the samples do not see it, as they are small here."""
+    monkeypatch.setattr(names, "SAMPLE_BYTES", 16)
+    make_checkpoint(tmp_path, layers=4)
+    configs = make_rank_configs(
+        tmp_path, 2, tp=tp, quantization=quantization, are_threads=True, kernels="off"
+    )
+    again = [replacement(config, load(config)) for config in configs]
+    load_all(again)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    change_one_element(tmp_path, MIDDLE)
+    load_all(again[:1])  # the other stage: it has the same bytes still
+    with pytest.raises(ModelChangedError) as caught:
+        load_all(again[1:])  # one of the ranks has the element
+    assert (caught.value.file, caught.value.tensor) == ("model.safetensors", MIDDLE)
+    assert caught.value.code == "model_changed"
+    (tmp_path / "model.safetensors").write_bytes(content)
+    load_all(again)
+
+
+def test_r3_a_head_that_came_down_the_pipe_is_compared_with_the_embedding_of_the_first_stage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "SAMPLE_BYTES", 16)
+    make_checkpoint(tmp_path, layers=4, tied=True)
+    assert load_spec(tmp_path).tie_word_embeddings
+    first, last = make_rank_configs(tmp_path, 2, tied_head="transfer")
+    loaded = [load(first), load(last)]
+    table = b"".join(rank.samples.table + rank.report.digests for rank in loaded)
+    again = msgspec.structs.replace(
+        last,
+        tied_head="load",
+        first_load=FirstLoad(identity=loaded[1].samples.identity, digests=table),
+    )
+    load(again)
+    change_one_element(tmp_path, "model.embed_tokens.weight")
+    with pytest.raises(ModelChangedError, match=r"tensor model\.embed_tokens\.weight"):
+        load(again)
+
+
+def test_r3_another_config_is_refused_before_a_weight_is_read(rank: RankConfig) -> None:
+    """Equal weights under other numbers in config.json are another model."""
+    again = replacement(rank, load(rank))
+    config = Path(rank.model_path) / "config.json"
+    before = config.read_text()
+    config.write_text(before.replace("{", '{"rope_theta": 5000.0,', 1))
+    with pytest.raises(ModelChangedError, match=r"^config\.json: expected the bytes"):
+        load(again)
+    config.write_text(before)
+    load(again)
+
+
+def test_r3_a_file_whose_samples_differ_is_named(rank: RankConfig) -> None:
+    again = replacement(rank, load(rank))
+    change_one_element(Path(rank.model_path), "model.norm.weight")
+    with pytest.raises(ModelChangedError, match=r"^model\.safetensors: expected the bytes"):
+        load(again)
