@@ -8,13 +8,12 @@ import msgspec
 import pytest
 import torch
 
-from checkpoints import make_checkpoint
+from checkpoints import change_one_element, make_checkpoint
 from penstock.errors import ModelChangedError, UsageError
 from penstock.families.registry import load_spec
 from penstock.kvstore import names
 from penstock.process.config import FirstLoad, RankConfig
 from penstock.rank.loading import LoadedRank, device_of, load_rank
-from penstock.weights.checkpoint import read_header
 from rank_configs import make_rank_configs
 
 MIDDLE = "model.layers.3.mlp.down_proj.weight"  # of stage 1
@@ -56,16 +55,6 @@ def replacement(config: RankConfig, first: LoadedRank) -> RankConfig:
     table = first.samples.table + first.report.digests
     first_load = FirstLoad(identity=first.samples.identity, digests=table)
     return msgspec.structs.replace(config, first_load=first_load)
-
-
-def change_one_element(directory: Path, tensor: str) -> None:
-    """Change the element in the middle of a tensor by the lowest bit."""
-    entry = read_header(directory / "model.safetensors")[tensor]
-    with (directory / "model.safetensors").open("r+b") as file:
-        file.seek((entry.begin + entry.end) // 2)
-        (byte,) = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 1]))
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
