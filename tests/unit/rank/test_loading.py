@@ -10,7 +10,6 @@ import torch
 
 from checkpoints import change_one_element, make_checkpoint
 from penstock.errors import ModelChangedError, UsageError
-from penstock.families.registry import load_spec
 from penstock.kvstore import names
 from penstock.process.config import FirstLoad, RankConfig
 from penstock.rank.loading import LoadedRank, device_of, load_rank
@@ -79,26 +78,6 @@ def test_r3_one_changed_element_of_a_tensor_is_refused(
     assert caught.value.code == "model_changed"
     (tmp_path / "model.safetensors").write_bytes(content)
     load_all(again)
-
-
-def test_r3_a_head_that_came_down_the_pipe_is_compared_with_the_embedding_of_the_first_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(names, "SAMPLE_BYTES", 16)
-    make_checkpoint(tmp_path, layers=4, tied=True)
-    assert load_spec(tmp_path).tie_word_embeddings
-    first, last = make_rank_configs(tmp_path, 2, tied_head="transfer")
-    loaded = [load(first), load(last)]
-    table = b"".join(rank.samples.table + rank.report.digests for rank in loaded)
-    again = msgspec.structs.replace(
-        last,
-        tied_head="load",
-        first_load=FirstLoad(identity=loaded[1].samples.identity, digests=table),
-    )
-    load(again)
-    change_one_element(tmp_path, "model.embed_tokens.weight")
-    with pytest.raises(ModelChangedError, match=r"tensor model\.embed_tokens\.weight"):
-        load(again)
 
 
 def test_r3_another_config_is_refused_before_a_weight_is_read(rank: RankConfig) -> None:

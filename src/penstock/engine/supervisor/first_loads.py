@@ -1,7 +1,6 @@
 """What the ranks of a pipeline read when it was loaded first, for the ranks that take their places.
 
-One table serves all ranks of a pipeline. A rank may need what another one has read: the last stage reads a
-tied head itself when it is started again, though it got the head down the pipe at first.
+One table serves all ranks of a pipeline, so that what several of them have read is kept once.
 """
 
 from __future__ import annotations
