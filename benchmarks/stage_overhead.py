@@ -30,6 +30,7 @@ from penstock.pipeline.token_return import TokenSender
 from penstock.process.config import RankConfig
 from penstock.rank.compute_choice import load_kernels
 from penstock.rank.loading import LoadedRank, build_model, build_runner
+from penstock.rank.model_samples import ModelSamples
 from penstock.runner.device_kv import DeviceKV
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import load_weights
@@ -137,6 +138,7 @@ def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleS
         model.attention, num_layers=spec.num_layers, block_size=config.block_size, device=device
     )
     loaded = LoadedRank(
+        samples=ModelSamples(identity=b"", table=b""),
         spec=spec,
         device=device,
         group=SOLO,

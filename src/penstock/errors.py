@@ -7,6 +7,7 @@
     │   ├── ModelConfigError       config.json (or a sibling) is bad
     │   │   └── UnsupportedModelError   an architecture that we do not know
     │   └── CheckpointError        a safetensors file is bad: file, tensor, expected, found
+    │       └── ModelChangedError  a stage that starts again finds other weights   HTTP 503
     ├── NotEnoughMemoryError       weights or KV cache do not fit              exit 4
     ├── PeerError                  a port, process or link                     exit 5, HTTP 503
     │   ├── PortInUseError
@@ -138,6 +139,29 @@ class CheckpointError(ModelError):
         self.tensor = tensor
         self.expected = expected
         self.found = found
+
+
+class ModelChangedError(CheckpointError):
+    """A stage that is started again finds another model than the engine has loaded at its start.
+
+    Args:
+        file: name of the file.
+        tensor: name of the tensor whose bytes differ, or "" when the difference was seen before any was read.
+    """
+
+    http_status = 503
+    error_type = "service_unavailable"
+    default_code = "model_changed"
+
+    def __init__(self, *, file: str, tensor: str = "") -> None:
+        super().__init__(
+            file=file,
+            tensor=tensor,
+            expected="the bytes that the engine has loaded at its start",
+            found="others",
+            remedy="Put the file of that start back, and the stage comes back by itself; or start the engine "
+            "again to serve the changed model.",
+        )
 
 
 class NotEnoughMemoryError(PenstockError):

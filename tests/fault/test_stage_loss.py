@@ -12,7 +12,7 @@ from threading import Thread
 import psutil
 import pytest
 
-from checkpoints import make_checkpoint
+from checkpoints import change_one_element, make_checkpoint
 from depth import sampled, soaked
 from disturbed import REQUESTS, Server, Stream, StreamFailedError, health, named
 from served import Served, is_alive, title_of, wait_until
@@ -147,6 +147,27 @@ def test_it_goes_on_trying_with_pauses_and_running_requests_end_with_the_cause(t
         wait_until(lambda: "recovered in" in served.output, 60)
         assert len(served.post("/v1/completions", prompt=[5], max_tokens=4, model=model.name)["choices"]) == 1
         assert served.metric("penstock_stage_restarts_total") >= 4
+
+
+@pytest.mark.soak
+def test_r3_a_stage_whose_weights_have_changed_is_refused_until_they_are_back(tmp_path: Path) -> None:
+    """Point 1 of the list of defects: no token comes from a mix of two models."""
+    tensor = "model.layers.3.mlp.down_proj.weight"  # its middle is in none of the samples
+    model = make_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=512)
+    weights = model / "model.safetensors"
+    content = weights.read_bytes()
+    request = {"prompt": [5], "max_tokens": 20, "temperature": 0, "model": model.name}
+    with Served(str(model), "--pp", "2", "--threads-per-rank", "1") as served:
+        expected = served.post("/v1/completions", **request)["choices"]
+        change_one_element(model, tensor)
+        named(served, "penstock stage 1 tp 0").kill()
+        wait_until(lambda: health(served)[1].get("code") == "model_changed", 60)
+        code, body = health(served)
+        assert (code, body["state"], body["stage"]) == (503, "not_ready", 1)
+        assert f"model.safetensors: tensor {tensor}: expected the bytes" in body["reason"]
+        weights.write_bytes(content)
+        wait_until(lambda: "recovered in" in served.output, 60)
+        assert served.post("/v1/completions", **request)["choices"] == expected
 
 
 @pytest.mark.soak

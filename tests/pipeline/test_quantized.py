@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
 import checkpoints
 from hand_core import Wanted, small_core
+from penstock.errors import ModelChangedError
 from penstock.executor.inprocess import InprocessExecutor
+from penstock.kvstore import names
 from penstock.models.decoder import Decoder
-from penstock.process.config import RankConfig
+from penstock.process.config import FirstLoad, RankConfig
 from penstock.rank.compute_choice import load_kernels
 from penstock.rank.loading import load_rank
 from penstock.weights.mapping import tensor_slots
@@ -21,6 +24,7 @@ from stage_driver import StageDriver
 
 SIZES = {"layers": 3, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 96}
 PROMPTS = [[(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)] for i in range(3)]
+SUFFIXES = {"gptq": "qweight", "awq": "qweight", "packed": "weight_packed", "int8": "weight"}
 LAYOUTS = [("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("int8", 8)]
 
 
@@ -69,6 +73,24 @@ def test_a_quantised_checkpoint_gives_the_same_tokens_with_any_number_of_stages(
     assert all(len(output) == 12 for output in one)
     assert outputs(tmp_path, 2) == one
     assert outputs(tmp_path, 3) == one
+
+
+@pytest.mark.parametrize(("layout", "bits"), LAYOUTS)
+def test_r3_a_changed_element_of_a_quantised_checkpoint_is_refused_in_a_later_load(
+    tmp_path: Path, layout: checkpoints.QuantizedLayout, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(names, "SAMPLE_BYTES", 16)
+    group_size = None if layout == "int8" else 16
+    checkpoints.make_quantized_checkpoint(tmp_path, layout, bits=bits, group_size=group_size, **SIZES)
+    (config,) = make_rank_configs(tmp_path, 1)
+    first = load_rank(config, lambda done, total: None)
+    table = FirstLoad(identity=first.samples.identity, digests=first.samples.table + first.report.digests)
+    again = msgspec.structs.replace(config, first_load=table)
+    assert load_rank(again, lambda done, total: None).report.digests == first.report.digests
+    tensor = f"model.layers.1.mlp.up_proj.{SUFFIXES[layout]}"
+    checkpoints.change_one_element(tmp_path, tensor)
+    with pytest.raises(ModelChangedError, match=f"tensor {tensor}"):
+        load_rank(again, lambda done, total: None)
 
 
 @pytest.mark.parametrize("tied", [False, True])

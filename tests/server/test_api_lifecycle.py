@@ -16,7 +16,7 @@ from live_server import LiveServer, events, post_bytes
 from penstock.batch import StageSpans, StageTimes
 from penstock.config.server import ServerConfig
 from penstock.engine.stats import CoreStats
-from penstock.errors import UnavailableError
+from penstock.errors import ModelChangedError, UnavailableError
 from penstock.server.http.lifecycle import Interruptible
 from penstock.server.routes import health
 from penstock.trace.phases import Phase
@@ -98,6 +98,15 @@ def test_health_tells_state_stage_reason_and_since() -> None:
         engine.state = Status(stats=stats(num_waiting=5), is_full=True)
         response, raw = live.request("GET", "/health")
         assert (response.status, json.loads(raw)["state"]) == (503, "overloaded")
+
+
+def test_health_has_the_code_of_the_error_that_a_stage_was_lost_with() -> None:
+    loss = ModelChangedError(file="model.safetensors", tensor="model.norm.weight").info()
+    state = Status(ready=False, stage=1, reason=loss.message, stats=stats(loss=loss))
+    with LiveServer(FakeEngine(state=state)) as live:
+        body = json.loads(live.request("GET", "/health")[1])
+    assert (body["state"], body["code"]) == ("not_ready", "model_changed")
+    assert body["reason"].startswith("model.safetensors: tensor model.norm.weight: ")
 
 
 def test_r10_a_host_without_memory_gets_no_new_work() -> None:

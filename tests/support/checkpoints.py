@@ -16,6 +16,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from penstock.weights.checkpoint import read_header
+
 Family = Literal["llama", "qwen2", "mixtral", "qwen2_moe", "qwen3_moe"]
 
 _ARCHITECTURES = {
@@ -434,3 +436,13 @@ def make_quantized_checkpoint(
         make_checkpoint(plain, seed=seed, **config)
         write_weights(plain, dequantized)
     return dequantized
+
+
+def change_one_element(directory: Path, tensor: str) -> None:
+    """Change the element in the middle of a tensor by the lowest bit."""
+    entry = read_header(directory / "model.safetensors")[tensor]
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek((entry.begin + entry.end) // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 1]))

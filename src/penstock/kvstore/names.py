@@ -7,12 +7,14 @@
 So records of one block, and of one layer within it, follow each other in byte order. Two stages never meet,
 as they hold other layers (row H17), yet no stage, rank or epoch is in a name: what was written with two
 stages of one rank is found with three, or by two ranks (row d15). Called by whoever moves blocks to a store
-and back. Reads files of the model for `model_identity`; nothing else here touches anything.
+and back, and by whoever must know whether a model is the same still. Reads files of the model for
+`model_identity` and `file_identities`; nothing else here touches anything.
 """
 
 from __future__ import annotations
 
 import hashlib
+import stat
 import struct
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -32,6 +34,7 @@ ENTRY_LAYER = 0xFFFF  # of the catalogue's entries, in place of a layer; no mode
 _MAX_HEADER_BYTES = 100 << 20  # as `weights.checkpoint` allows
 _LENGTH_BYTES = 8
 SAMPLE_BYTES = 64 << 10
+_CONFIG_FILE = "config.json"
 
 
 class _Hash(Protocol):
@@ -87,22 +90,34 @@ def model_identity(directory: Path) -> bytes:
         CheckpointError: there is no safetensors file, or one that is none.
     """
     state = hashlib.sha256(b"penstock model\0")
-    try:
-        _add(state, (directory / "config.json").read_bytes())
-    except OSError as error:
-        raise ModelConfigError(
-            f"{directory / 'config.json'} cannot be read: {error.strerror}.",
-            remedy="Give the directory of a Hugging Face style checkpoint.",
-        ) from error
+    _add_config(state, directory)
     for path in _weight_files(directory):
         _add(state, path.name.encode("utf-8", "surrogateescape"))
-        try:
-            _add_file(state, path)
-        except OSError as error:
-            raise CheckpointError(
-                file=path.name, expected="a file to read", found=error.strerror or str(error)
-            ) from error
+        _add_file(state, path)
     return state.digest()
+
+
+def file_identities(directory: Path) -> dict[str, bytes]:
+    """Return 16 bytes for config.json and for each weight file, over what `model_identity` takes of it.
+
+    Raises what `model_identity` raises.
+    """
+    states = {_CONFIG_FILE: hashlib.sha256()}
+    _add_config(states[_CONFIG_FILE], directory)
+    for path in _weight_files(directory):
+        states[path.name] = hashlib.sha256()
+        _add_file(states[path.name], path)
+    return {name: state.digest()[:NAMESPACE_BYTES] for name, state in states.items()}
+
+
+def _add_config(state: _Hash, directory: Path) -> None:
+    try:
+        _add(state, (directory / _CONFIG_FILE).read_bytes())
+    except OSError as error:
+        raise ModelConfigError(
+            f"{directory / _CONFIG_FILE} cannot be read: {error.strerror}.",
+            remedy="Give the directory of a Hugging Face style checkpoint.",
+        ) from error
 
 
 def _weight_files(directory: Path) -> list[Path]:
@@ -118,7 +133,19 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _add_file(state: _Hash, path: Path) -> None:
-    size = path.stat().st_size
+    try:
+        _add_content(state, path)
+    except OSError as error:
+        raise CheckpointError(
+            file=path.name, expected="a file to read", found=error.strerror or str(error)
+        ) from error
+
+
+def _add_content(state: _Hash, path: Path) -> None:
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):  # anything else could block for ever
+        raise CheckpointError(file=path.name, expected="a file to read", found="something else")
+    size = status.st_size
     _add(state, str(size).encode())
     with path.open("rb") as file:
         length = file.read(_LENGTH_BYTES)

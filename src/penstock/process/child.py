@@ -13,6 +13,7 @@ import contextlib
 import ctypes
 import faulthandler
 import os
+import select
 import signal
 import sys
 import threading
@@ -28,6 +29,7 @@ from penstock.batch import RankLoaded
 from penstock.errors import ErrorInfo, PenstockError, UsageError, describe
 
 ALIVE_INTERVAL_S = 1.0
+ROOM_LIMIT_S = 60.0  # for a supervisor to read what a rank has said
 STUCK_S = 3.0  # a main loop that has not turned for so long stands still
 _PR_SET_PDEATHSIG = 1
 _PIPE_ATOMIC_BYTES = 4096  # PIPE_BUF: a line this short is written whole or not at all
@@ -52,11 +54,22 @@ class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", 
     total: int
 
 
+class TensorsRead(msgspec.Struct, frozen=True, kw_only=True, tag="read", tag_field="event"):
+    """Digests of what the rank has read: some records of a table of `weights.read_digests`."""
+
+    digests: bytes
+
+
 class WeightsLoaded(msgspec.Struct, frozen=True, kw_only=True, tag="loaded", tag_field="event"):
-    """Weights are in memory."""
+    """Weights are in memory, and all `TensorsRead` have been sent.
+
+    Attributes:
+        identity: of the sampled model (`kvstore.names.model_identity`).
+    """
 
     bytes_read: int
     seconds: float
+    identity: bytes = b""
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="event"):
@@ -112,7 +125,15 @@ class ChildFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_f
 
 
 StatusEvent = (
-    LoadProgressed | WeightsLoaded | TextSideLoaded | Ready | Abandoned | Alive | Measured | ChildFailed
+    LoadProgressed
+    | TensorsRead
+    | WeightsLoaded
+    | TextSideLoaded
+    | Ready
+    | Abandoned
+    | Alive
+    | Measured
+    | ChildFailed
 )
 
 _events: msgspec.json.Decoder[StatusEvent] = msgspec.json.Decoder(StatusEvent)
@@ -132,7 +153,11 @@ def failure(error: BaseException) -> ChildFailed:
 
 
 class StatusWriter:
-    """The child's end of its status pipe. Never blocks, never fails: the supervisor may be slow or gone."""
+    """The child's end of its status pipe. Never fails: the supervisor may be slow or gone.
+
+    Blocks, for a while, only for what a rank reports once it has loaded: those lines may be more than the
+    pipe holds.
+    """
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -144,8 +169,16 @@ class StatusWriter:
         if isinstance(event, LoadProgressed) and not self._is_news(event):
             return
         line = msgspec.json.encode(event) + b"\n"
+        if isinstance(event, TensorsRead | WeightsLoaded):
+            self._await_room()
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
             os.write(self._fd, line)
+
+    def _await_room(self) -> None:
+        """Wait until the pipe takes a line whole, or its reader is gone."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        poll.poll(1000 * ROOM_LIMIT_S)
 
     def _is_news(self, progress: LoadProgressed) -> bool:
         percent = 100 * progress.done // max(progress.total, 1)

@@ -59,6 +59,19 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     write_bytes_per_s: int = 0
 
 
+class FirstLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank read when its engine started, for the rank that takes its place. Empty: it has no
+    predecessor.
+
+    Attributes:
+        identity: of the sampled model (`kvstore.names.model_identity`).
+        digests: a table of `weights.read_digests`, of samples and of every tensor.
+    """
+
+    identity: bytes = b""
+    digests: bytes = b""
+
+
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What one rank is told at start. Its layers are `[start_layer, end_layer)`.
 
@@ -78,6 +91,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         model_impl: whose layers run, as in `ModelConfig`.
         store: where KV blocks are kept beyond the cache; None: nowhere.
         host: name of the machine that it runs on.
+        first_load: what must be on the disk still.
     """
 
     model_path: str  # resolved directory
@@ -114,6 +128,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_impl: ModelImpl = "auto"
     store: StoreConfig | None = None
     host: str = THIS_HOST
+    first_load: FirstLoad = FirstLoad()
 
     @property
     def device_type(self) -> str:

@@ -36,6 +36,7 @@ from penstock.rank.compute_choice import (
     pin_threads,
     quantized_checkpoint,
 )
+from penstock.rank.model_samples import ModelSamples, sample_model
 from penstock.runner.buffers import BufferPool
 from penstock.runner.device_kv import DeviceKV
 from penstock.runner.kv_transfer import KVTransfer
@@ -45,6 +46,7 @@ from penstock.sample.grammar_rows import GrammarRows, NoGrammars
 from penstock.weights.checkpoint import Checkpoint
 from penstock.weights.loader import LoadReport, load_weights
 from penstock.weights.quantized_formats import QuantizedCheckpoint
+from penstock.weights.read_digests import ReadDigests
 
 if TYPE_CHECKING:
     from penstock.grammar.matcher import Vocabulary
@@ -57,6 +59,7 @@ class LoadedRank:
     """Weights in memory.
 
     Attributes:
+        samples: of the model's files, taken before the weights were read.
         group: the ranks that share them; it is joined in every epoch.
         storage: of the KV cache; nothing is allocated yet.
         kernels: which run, or why none do.
@@ -64,6 +67,7 @@ class LoadedRank:
         is_invariant: whether a number is the same bits whatever is computed together with it.
     """
 
+    samples: ModelSamples
     spec: ModelSpec
     device: torch.device
     group: TensorGroup
@@ -80,16 +84,21 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
 
     Args:
         progress: called with (bytes done, bytes in all).
+
+    Raises:
+        ModelChangedError: the rank takes the place of another, and the files are not those of the first load.
     """
     torch.set_num_threads(config.threads)
     device = device_of(config)
-    spec = load_spec(Path(config.model_path), config.model_impl)
+    directory, first = Path(config.model_path), config.first_load
+    samples = sample_model(directory, identity=first.identity, table=first.digests)
+    spec = load_spec(directory, config.model_impl)
     is_quantized = config.quantization != "none" or spec.quantization is not None
     is_ours = spec.implementation == "penstock"
     kernels, description = load_kernels(config, is_quantized=is_quantized) if is_ours else (None, _NO_KERNELS)
     pin_threads(config, kernels)
     require_pp(Decoder if is_ours else TransformersModel)
-    checkpoint = Checkpoint(Path(config.model_path))
+    checkpoint = Checkpoint(directory, ReadDigests(first.digests))
     quantized = quantized_checkpoint(checkpoint, spec)
     group = tensor_group(config, kernels)
     model = (
@@ -103,6 +112,7 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     num_layers = config.end_layer - config.start_layer
     storage = DeviceKV(model.attention, num_layers=num_layers, block_size=config.block_size, device=device)
     return LoadedRank(
+        samples=samples,
         spec=spec,
         device=device,
         group=group,

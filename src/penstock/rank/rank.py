@@ -60,6 +60,7 @@ from penstock.process.child import (
     LoadProgressed,
     Ready,
     StatusEvent,
+    TensorsRead,
     WeightsLoaded,
     failure,
 )
@@ -80,8 +81,10 @@ from penstock.runner.kv_transfer import KVTransfer
 from penstock.runner.model_runner import ModelRunner
 from penstock.trace.device_clock import DeviceClock, DeviceMark
 from penstock.trace.phases import PhaseClock, StageReporter
+from penstock.weights.read_digests import RECORD_BYTES
 
 START_POLL_S = 0.2
+DIGESTS_PER_LINE = 80  # a line of 3.5 kB
 
 Report = Callable[[StatusEvent], None]
 
@@ -188,9 +191,7 @@ class Rank:
             self._loaded = load(
                 self._config, lambda done, total: report(LoadProgressed(done=done, total=total))
             )
-            report(
-                WeightsLoaded(bytes_read=self._loaded.report.bytes_read, seconds=self._loaded.report.seconds)
-            )
+            _report_loaded(self._loaded, report)
         return self._loaded
 
     def serve(self, connections: RankConnections) -> None:
@@ -325,6 +326,20 @@ def _fill_head(route: HeadRoute, buffer: Tensor, incoming: Link, weight: Tensor 
         own[first : first + len(rows)] = rows
 
     take_head(route, buffer, incoming, put)
+
+
+def _report_loaded(loaded: LoadedRank, report: Report) -> None:
+    """Report what was read, in lines that a status pipe takes whole, and that it is in memory."""
+    table = loaded.samples.table + loaded.report.digests
+    for first in range(0, len(table), DIGESTS_PER_LINE * RECORD_BYTES):
+        report(TensorsRead(digests=table[first : first + DIGESTS_PER_LINE * RECORD_BYTES]))
+    report(
+        WeightsLoaded(
+            bytes_read=loaded.report.bytes_read,
+            seconds=loaded.report.seconds,
+            identity=loaded.samples.identity,
+        )
+    )
 
 
 def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from penstock.errors import CheckpointError
+from penstock.weights.read_digests import ReadDigests
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -78,9 +79,14 @@ class Checkpoint:
 
     Headers of shards are read when a tensor of theirs is first asked for, so a stage opens only its own
     files.
+
+    Args:
+        digests: of the tensor bytes that readers of this checkpoint read; by default they are compared with
+            nothing.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, digests: ReadDigests | None = None) -> None:
+        self.digests = ReadDigests() if digests is None else digests
         self._directory = directory
         self._headers: dict[str, dict[str, TensorEntry]] = {}
         self._files = self._locate()

@@ -33,6 +33,7 @@ from penstock.weights.mapping import (
     unused_names,
 )
 from penstock.weights.quantized_formats import QuantizedCheckpoint
+from penstock.weights.read_digests import ReadDigests
 from penstock.weights.tensor_bytes import TORCH_DTYPES, opened, read_exactly
 
 CHUNK_BYTES = 4 << 20
@@ -48,6 +49,7 @@ class LoadReport:
     bytes_read: int  # tensor data; headers are not counted
     tensor_bytes: int  # of the weights as held
     seconds: float
+    digests: bytes  # of the bytes read: a table of `weights.read_digests`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,16 @@ class _Load:
             first = run_end
 
     @property
+    def band(self) -> str:
+        """The name of the columns that are read, where they are not all."""
+        columns = self.slot.read_columns
+        return "" if columns is None else f"{columns.start}:{columns.end}"
+
+    def place_in_band(self, element: int) -> int:
+        """Return where an element is in the tensor, the columns that are not read left out."""
+        return self.slot.rows.start * self.columns + element
+
+    @property
     def is_direct(self) -> bool:
         """Whether the file's bytes are the weight's bytes."""
         if isinstance(self.slot, RowSlot):
@@ -116,6 +128,7 @@ def load_weights(
 
     Raises:
         CheckpointError: a tensor is missing, surplus, of another shape or dtype, cut short, or not finite.
+        ModelChangedError: a tensor is not that of the first load (`Checkpoint.digests`).
     """
     started = time.perf_counter()
     slots = tensor_slots(model)
@@ -129,11 +142,12 @@ def load_weights(
     if quantized is not None:
         total += sum(quantized.num_bytes(_projection(slot)) for slot in packed)
     done = 0
-    for num_bytes in _filled(loads, packed, quantized):
+    for num_bytes in _filled(loads, packed, quantized, checkpoint.digests):
         done += num_bytes
         progress(done, total)
+    digests = checkpoint.digests.finish()
     seconds = time.perf_counter() - started
-    return LoadReport(bytes_read=done, tensor_bytes=held_bytes(model), seconds=seconds)
+    return LoadReport(bytes_read=done, tensor_bytes=held_bytes(model), seconds=seconds, digests=digests)
 
 
 def held_bytes(module: nn.Module) -> int:
@@ -142,7 +156,9 @@ def held_bytes(module: nn.Module) -> int:
     return parameters + sum(sink.nbytes for sink in row_sinks(module))
 
 
-def _filled(loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoint | None) -> Iterator[int]:
+def _filled(
+    loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoint | None, digests: ReadDigests
+) -> Iterator[int]:
     """Fill all, and give the bytes read after each tensor. A weight that is complete is finished at once."""
     slots = (*(load.slot for load in loads), *packed)
     missing = Counter(id(slot.sink) for slot in slots if isinstance(slot, RowSlot))
@@ -151,7 +167,7 @@ def _filled(loads: list[_Load], packed: list[Slot], quantized: QuantizedCheckpoi
     for path, of_file in _by_file(loads):
         with opened(path) as descriptor:
             for load in of_file:
-                _fill(load, descriptor, buffer)
+                _fill(load, descriptor, buffer, digests)
                 _finish(load.slot, missing)
                 yield load.num_bytes
     for slot in packed:
@@ -272,10 +288,10 @@ def _by_file(loads: list[_Load]) -> Iterator[tuple[Path, list[_Load]]]:
         yield path, [load for load in loads if load.entry.path == path]
 
 
-def _fill(load: _Load, descriptor: int, buffer: Tensor) -> None:
-    """Read one tensor chunk by chunk, so that the check for NaN finds the bytes still in the cache."""
+def _fill(load: _Load, descriptor: int, buffer: Tensor, digests: ReadDigests) -> None:
+    """Read one tensor chunk by chunk, so that digest and check for NaN find the bytes still in the cache."""
     if isinstance(load.slot, RowSlot):
-        _fill_rows(load, load.slot, descriptor, buffer)
+        _fill_rows(load, load.slot, descriptor, buffer, digests)
         return
     source_dtype = _FLOAT_DTYPES[load.entry.dtype]
     step = CHUNK_BYTES // source_dtype.itemsize
@@ -285,21 +301,21 @@ def _fill(load: _Load, descriptor: int, buffer: Tensor) -> None:
         staged = target
         if not load.is_direct:
             staged = buffer[: target.numel() * source_dtype.itemsize].view(source_dtype)
-        _read(descriptor, staged, load, first)
+        _read(descriptor, staged, load, first, digests)
         _check_finite(staged, load, first)
         if staged is not target:
             target.copy_(staged)
             _check_representable(target, load.entry)
 
 
-def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor) -> None:
+def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor, digests: ReadDigests) -> None:
     """The same for a weight that takes rows."""
     source_dtype, num_rows, in_size = _FLOAT_DTYPES[load.entry.dtype], slot.rows.size, load.columns
     step, row_bytes = _rows_at_once(load), _row_bytes(load)
     for first in range(0, num_rows, step):
         count = min(step, num_rows - first)
         staged = buffer[: count * row_bytes].view(source_dtype)
-        _read(descriptor, staged, load, first * in_size)
+        _read(descriptor, staged, load, first * in_size, digests)
         _check_finite(staged, load, first * in_size)
         rows = staged
         if slot.sink.dtype != source_dtype:
@@ -309,13 +325,15 @@ def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor) -> N
         slot.put(first, rows.view(count, in_size))
 
 
-def _read(descriptor: int, into: Tensor, load: _Load, first: int) -> None:
-    """Fill `into` with the elements from `first` on."""
+def _read(descriptor: int, into: Tensor, load: _Load, first: int, digests: ReadDigests) -> None:
+    """Fill `into` with the elements from `first` on, and digest their bytes."""
     memory = memoryview(into.view(torch.uint8).numpy())  # type: ignore[arg-type]
     size = load.itemsize
     for begin, end in load.runs(first, first + into.numel()):
         piece = memory[(begin - first) * size : (end - first) * size]
         read_exactly(piece, descriptor, load.entry, load.place(begin) * size)
+    entry = load.entry
+    digests.add(entry.path.name, entry.name, load.place_in_band(first) * size, memory, load.band)
 
 
 def _check_finite(chunk: Tensor, load: _Load, first: int) -> None:

@@ -250,7 +250,7 @@ class QuantizedCheckpoint:
         entry = self._optional(part.name, "weight_shape")
         if entry is None:
             return
-        stored_shape = read_tensor(entry).tolist()
+        stored_shape = self._read(entry).tolist()
         if stored_shape != [part.out_size, part.in_size]:
             raise self._surprise(
                 entry.name, f"{[part.out_size, part.in_size]} by config.json", _shortened(str(stored_shape))
@@ -262,7 +262,7 @@ class QuantizedCheckpoint:
         """Return the scales, [out, groups], in their stored dtype; raise unless finite and above zero."""
         by_column = part.scheme.layout in ("gptq", "awq")
         entry = self._checkpoint.entry(f"{part.name}.{'scales' if by_column else 'weight_scale'}")
-        scales = read_tensor(entry)
+        scales = self._read(entry)
         good = torch.isfinite(scales) & (scales > 0)
         if not bool(good.all()):
             bad = int(good.view(-1).logical_not().nonzero()[0])
@@ -279,7 +279,7 @@ class QuantizedCheckpoint:
         if entry is None:  # left out by the writer where all of them are zero
             size = (part.out_size, part.num_groups)
             return torch.full(size, part.scheme.middle, dtype=torch.uint8)
-        stored = read_tensor(entry)
+        stored = self._read(entry)
         zeros = _zeros_by_column(part, stored) if by_column else _zeros_by_row(part, stored)
         if not part.scheme.symmetric:
             return zeros
@@ -293,7 +293,7 @@ class QuantizedCheckpoint:
         entry = self._optional(part.name, "g_idx") or self._optional(part.name, "weight_g_idx")
         if entry is None or part.scheme.layout in ("awq", "int8") or part.num_groups == 1:
             return None
-        groups = read_tensor(entry).to(torch.int64)
+        groups = self._read(entry).to(torch.int64)
         low, high = int(groups.min()), int(groups.max())
         if low == high and low in (0, -1):  # written, but never set
             return None
@@ -317,23 +317,27 @@ class QuantizedCheckpoint:
         layout, bits = part.scheme.layout, part.scheme.bits
         mark = "weight" if layout == "int8" else _MARKS[layout]
         entry = self._checkpoint.entry(f"{part.name}.{mark}")
+        digests = self._checkpoint.digests
         if layout == "int8":
-            return lambda first, last: _shifted(read_rows(entry, first, last))
+            return lambda first, last: _shifted(read_rows(entry, first, last, digests))
         if layout == "packed":
-            return lambda first, last: _unpacked(read_rows(entry, first, last), bits, part.in_size)
-        words = read_tensor(entry)
+            return lambda first, last: _unpacked(read_rows(entry, first, last, digests), bits, part.in_size)
+        words = self._read(entry)
         if layout == "gptq":
             return lambda first, last: _unpacked(_transposed(words[:, first:last]), bits, part.in_size)
         return lambda first, last: _awq_columns(words, first, last)
 
     # --- Small things -----------------------------------------------------------------------------------
 
+    def _read(self, entry: TensorEntry) -> Tensor:
+        return read_tensor(entry, self._checkpoint.digests)
+
     def _optional(self, projection: str, suffix: str) -> TensorEntry | None:
         name = f"{projection}.{suffix}"
         return self._checkpoint.entry(name) if name in self._names else None
 
     def _is_zero(self, entry: TensorEntry) -> bool:
-        return entry.dtype in _FLOATS and len(entry.shape) == 1 and not bool(read_tensor(entry).any())
+        return entry.dtype in _FLOATS and len(entry.shape) == 1 and not bool(self._read(entry).any())
 
     def _check_representable(self, part: _Projection, dense: Tensor) -> None:
         low, high = dense.aminmax()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from penstock.errors import CheckpointError
 from penstock.weights.checkpoint import TensorEntry
+from penstock.weights.read_digests import ReadDigests
 
 TORCH_DTYPES = {
     "F32": torch.float32,
@@ -29,15 +30,18 @@ TORCH_DTYPES = {
 }
 
 
-def read_tensor(entry: TensorEntry) -> Tensor:
-    """All of it, in its own dtype and shape. Raises `CheckpointError` if the file ends too early."""
-    return _read(entry, entry.shape, 0)
+def read_tensor(entry: TensorEntry, digests: ReadDigests) -> Tensor:
+    """Read a tensor in its own dtype and shape, and digest its bytes.
+
+    Raises `CheckpointError` if the file ends too early, `ModelChangedError` as `ReadDigests` says.
+    """
+    return _read(entry, entry.shape, 0, digests)
 
 
-def read_rows(entry: TensorEntry, first: int, last: int) -> Tensor:
-    """Rows `[first, last)` of its first dimension. Raises `CheckpointError` if the file ends too early."""
+def read_rows(entry: TensorEntry, first: int, last: int, digests: ReadDigests) -> Tensor:
+    """Read rows `[first, last)` of the first dimension, otherwise like `read_tensor`."""
     row_bytes = math.prod(entry.shape[1:]) * _dtype(entry).itemsize
-    return _read(entry, (last - first, *entry.shape[1:]), first * row_bytes)
+    return _read(entry, (last - first, *entry.shape[1:]), first * row_bytes, digests)
 
 
 def _dtype(entry: TensorEntry) -> torch.dtype:
@@ -48,11 +52,12 @@ def _dtype(entry: TensorEntry) -> torch.dtype:
     return dtype
 
 
-def _read(entry: TensorEntry, shape: tuple[int, ...], offset: int) -> Tensor:
+def _read(entry: TensorEntry, shape: tuple[int, ...], offset: int, digests: ReadDigests) -> Tensor:
     values = torch.empty(shape, dtype=_dtype(entry))
     memory = memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
     with opened(entry.path) as descriptor:
         read_exactly(memory, descriptor, entry, offset)
+    digests.add(entry.path.name, entry.name, offset, memory)
     return values
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
 import subprocess
 import sys
+import termios
+import threading
 
 import msgspec
 import pytest
@@ -15,11 +18,14 @@ from penstock.batch import RankLoaded
 from penstock.errors import CheckpointError, StageLostError, UsageError
 from penstock.process.child import (
     STUCK_S,
+    Alive,
     ChildFailed,
     LoadProgressed,
     Pulse,
     Ready,
+    StatusEvent,
     StatusWriter,
+    TensorsRead,
     WeightsLoaded,
     decode_status,
     encode_config,
@@ -90,15 +96,48 @@ def test_events_are_json_lines() -> None:
     failed = failure(CheckpointError(file="f", tensor="t", expected="a", found="b"))
     events = [
         LoadProgressed(done=1, total=2),
-        WeightsLoaded(bytes_read=7, seconds=0.5),
+        TensorsRead(digests=bytes(range(64))),
+        WeightsLoaded(bytes_read=7, seconds=0.5, identity=b"model"),
         Ready(epoch=1, rank=rank),
         failed,
     ]
     for event in events:
         status.write(event)
     lines = lines_of(read_fd, write_fd)
-    assert [json.loads(line)["event"] for line in lines] == ["progress", "loaded", "ready", "failed"]
+    assert [json.loads(line)["event"] for line in lines] == ["progress", "read", "loaded", "ready", "failed"]
     assert [decode_status(line) for line in lines] == events
+
+
+def test_what_a_rank_has_read_comes_whole_though_the_pipe_is_full() -> None:
+    """More lines than a pipe holds, read by somebody who comes late."""
+    read_fd, write_fd = os.pipe()
+    status = StatusWriter(write_fd)
+    events = [TensorsRead(digests=bytes([number]) * 2560) for number in range(60)]
+    while True:  # fill it: this event is dropped where there is no room
+        before = num_waiting(read_fd)
+        status.write(Alive())
+        if num_waiting(read_fd) == before:
+            break
+    found: list[StatusEvent] = []
+
+    def read() -> None:
+        with os.fdopen(read_fd, "rb") as pipe:
+            found.extend(decode_status(line) for line in pipe)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for event in events:
+        status.write(event)
+    status.write(WeightsLoaded(bytes_read=7, seconds=0.5))
+    os.close(write_fd)
+    reader.join()
+    told = [event for event in found if not isinstance(event, Alive)]
+    assert told == [*events, WeightsLoaded(bytes_read=7, seconds=0.5)]
+
+
+def num_waiting(fd: int) -> int:
+    """Bytes in a pipe."""
+    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), "little")
 
 
 def test_progress_is_told_once_per_percent() -> None:

@@ -1,4 +1,4 @@
-"""Where a rank lives."""
+"""Where a rank lives, and that one which takes the place of another gets the same weights."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import msgspec
 import pytest
 import torch
 
-from checkpoints import make_checkpoint
-from penstock.errors import UsageError
-from penstock.process.config import RankConfig
-from penstock.rank.loading import build_runner, device_of, load_rank
+from checkpoints import change_one_element, make_checkpoint
+from penstock.errors import ModelChangedError, UsageError
+from penstock.kvstore import names
+from penstock.process.config import FirstLoad, RankConfig
+from penstock.rank.loading import LoadedRank, build_runner, device_of, load_rank
 from rank_configs import make_rank_configs
+
+MIDDLE = "model.layers.3.mlp.down_proj.weight"  # of stage 1
 
 
 @pytest.fixture
@@ -43,3 +46,64 @@ def test_only_stages_that_embed_or_sample_keep_token_ids(tmp_path: Path) -> None
         rows = build_runner(config, loaded, loaded.storage.allocate(4)).rows
         sizes.append(rows.token_ids.size)
     assert sizes == [4 * 257, 0, 4 * 257]  # rows, and positions of each with one to come
+
+
+# --- a rank that takes the place of another ----------------------------------------------------------
+
+
+def load(config: RankConfig) -> LoadedRank:
+    return load_rank(config, lambda done, total: None)
+
+
+def load_all(configs: list[RankConfig]) -> None:
+    for config in configs:
+        load(config)
+
+
+def replacement(config: RankConfig, first: LoadedRank) -> RankConfig:
+    table = first.samples.table + first.report.digests
+    first_load = FirstLoad(identity=first.samples.identity, digests=table)
+    return msgspec.structs.replace(config, first_load=first_load)
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+@pytest.mark.parametrize("tp", [(1, 1), (1, 2)])
+def test_r3_one_changed_element_of_a_tensor_is_refused(
+    tmp_path: Path, tp: tuple[int, int], quantization: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Point 1 of the list of defects: the samples do not see it, as they are small here."""
+    monkeypatch.setattr(names, "SAMPLE_BYTES", 16)
+    make_checkpoint(tmp_path, layers=4)
+    configs = make_rank_configs(
+        tmp_path, 2, tp=tp, quantization=quantization, are_threads=True, kernels="off"
+    )
+    again = [replacement(config, load(config)) for config in configs]
+    load_all(again)
+    content = (tmp_path / "model.safetensors").read_bytes()
+    change_one_element(tmp_path, MIDDLE)
+    load_all(again[:1])  # the other stage: it has the same bytes still
+    with pytest.raises(ModelChangedError) as caught:
+        load_all(again[1:])  # one of the ranks has the element
+    assert (caught.value.file, caught.value.tensor) == ("model.safetensors", MIDDLE)
+    assert caught.value.code == "model_changed"
+    (tmp_path / "model.safetensors").write_bytes(content)
+    load_all(again)
+
+
+def test_r3_another_config_is_refused_before_a_weight_is_read(rank: RankConfig) -> None:
+    """Equal weights under other numbers in config.json are another model."""
+    again = replacement(rank, load(rank))
+    config = Path(rank.model_path) / "config.json"
+    before = config.read_text()
+    config.write_text(before.replace("{", '{"rope_theta": 5000.0,', 1))
+    with pytest.raises(ModelChangedError, match=r"^config\.json: expected the bytes"):
+        load(again)
+    config.write_text(before)
+    load(again)
+
+
+def test_r3_a_file_whose_samples_differ_is_named(rank: RankConfig) -> None:
+    again = replacement(rank, load(rank))
+    change_one_element(Path(rank.model_path), "model.norm.weight")
+    with pytest.raises(ModelChangedError, match=r"^model\.safetensors: expected the bytes"):
+        load(again)

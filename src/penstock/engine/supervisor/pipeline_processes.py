@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from penstock.batch import RankLoaded
+from penstock.engine.supervisor.first_loads import FirstLoads
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.engine.supervisor.losses import CORE, Losses
 from penstock.engine.supervisor.reports import (
@@ -41,7 +42,7 @@ from penstock.hosts.member import Member
 from penstock.hosts.member_watch import CAUSE_GRACE_S, MemberWatch
 from penstock.hosts.rank_host import Hosts
 from penstock.process import child as child_process
-from penstock.process.config import RankConfig
+from penstock.process.config import FirstLoad, RankConfig
 from penstock.process.control import EpochLost, Stop
 from penstock.process.endpoints import Restarts
 from penstock.runner.kv_demand import stranded_bytes
@@ -70,6 +71,7 @@ class PipelineProcesses:
         self._wiring = Wiring(plan, hosts)
         self._members: dict[int, Member] = {}  # by member index, those that have not been buried
         self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
+        self._first_loads = FirstLoads()
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
         self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
@@ -112,7 +114,10 @@ class PipelineProcesses:
                 total_bytes=event.total,
             )
             self._reporter.report(progress)
+        elif isinstance(event, child_process.TensorsRead):
+            self._first_loads.add(event.digests)
         elif isinstance(event, child_process.WeightsLoaded):
+            self._first_loads.identify(member.member_index, event.identity)
             self._reporter.report(
                 StageLoaded(
                     **_named(self._plan.ranks[member.member_index]),
@@ -202,7 +207,7 @@ class PipelineProcesses:
     def _start_rank(self, index: int) -> Member:
         rank = self._plan.ranks[index]
         if self._losses.epoch > 0:
-            rank = _replacement(rank, self._ranks.values())
+            rank = _replacement(rank, self._ranks.values(), self._first_loads.of(index))
         return self._hosts[rank.host].start_rank(rank, of_replica(rank.replica, rank.name), index)
 
     def _hand_endpoints(self) -> None:
@@ -296,8 +301,11 @@ def _named(rank: RankConfig) -> dict[str, Any]:
     return {"replica": rank.replica, "stage": rank.stage, "tp_rank": tp_rank}
 
 
-def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded]) -> RankConfig:
+def _replacement(rank: RankConfig, ranks: Iterable[RankLoaded], first_load: FirstLoad) -> RankConfig:
     """Return the config of a rank that is started again: as at the start, but for what the others have
-    settled, which hold their KV cache. A tied head that is sent down the pipe is sent in every epoch."""
+    settled, which hold their KV cache and the weights of the first load. A tied head that is sent down the
+    pipe is sent in every epoch."""
     num_blocks = min(message.max_blocks for message in ranks)
-    return msgspec.structs.replace(rank, num_blocks=num_blocks, num_sharers=1, faults=[])
+    return msgspec.structs.replace(
+        rank, num_blocks=num_blocks, num_sharers=1, faults=[], first_load=first_load
+    )

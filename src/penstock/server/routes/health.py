@@ -2,7 +2,7 @@
 
 Ready means: every stage has answered lately, the queue takes requests, there is memory, and the server is
 neither paused nor shutting down. Live means: this process's event loop turns. Generate means: a token has
-just come out of the pipe. A 503 says why as `{state, stage, reason, since}`.
+just come out of the pipe. A 503 says why as `{state, stage, reason, code, since}`.
 """
 
 from __future__ import annotations
@@ -33,11 +33,13 @@ State = Literal["ready", "not_ready", "overloaded", "draining", "paused", "stuck
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """`since`: Unix time from which on this state holds, where it is known."""
+    """`since`: Unix time from which on this state holds, where it is known. `code`: of the error that is the
+    reason, where it has one."""
 
     state: State
     stage: int | None = None
     reason: str = ""
+    code: str | msgspec.UnsetType = msgspec.UNSET
     since: float | None = None
 
 
@@ -122,8 +124,13 @@ class HealthRoute:
             return Health(state="draining", reason=reason, since=lifecycle.draining_since)
         status = self._context.engine.status()
         if not status.ready:
+            loss = None if status.stats is None else status.stats.loss
             return Health(
-                state="not_ready", stage=status.stage, reason=status.reason or "starting", since=status.since
+                state="not_ready",
+                stage=status.stage,
+                reason=status.reason or "starting",
+                code=msgspec.UNSET if loss is None or loss.code is None else loss.code,
+                since=status.since,
             )
         if status.stats is not None and status.stats.scheduler.paused:
             return Health(state="paused", reason="an administrator has paused the engine")

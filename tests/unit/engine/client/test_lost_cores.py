@@ -138,6 +138,7 @@ def test_numbers_stay_while_there_is_no_core_but_not_those_of_its_only_replica()
 
 
 def test_r5_a_request_waits_for_a_stage_that_comes_back_but_not_for_one_that_was_tried_in_vain() -> None:
+    """Issue 25, point 3."""
     loss = ErrorInfo(kind="StageLostError", message="stage 1 was killed.", stage=1)
 
     async def body(rig: Rig) -> None:

@@ -1,4 +1,4 @@
-"""How long plans may take follows what they have taken (R2, R3)."""
+"""How long plans may take follows what they have taken (R2, R3; issue 25, point 2)."""
 
 from __future__ import annotations
 

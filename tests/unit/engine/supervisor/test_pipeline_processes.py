@@ -15,7 +15,8 @@ from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, beg
 from penstock.engine.supervisor.reports import Event, StageLoaded, StageLost
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import Hosts
-from penstock.process.child import Ready, WeightsLoaded
+from penstock.process.child import Ready, TensorsRead, WeightsLoaded
+from penstock.process.config import FirstLoad
 from penstock.process.control import EpochLost, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
 from stand_in_hosts import StandInHost
@@ -162,6 +163,27 @@ def test_r4_s2_a_rank_that_is_started_again_takes_part_in_the_transfer_of_a_tied
     lost.leave(-9)
     replica.processes.recover()
     assert [(rank.stage, rank.tied_head) for rank in replica.other.ranks] == [(1, "transfer")] * 2
+
+
+def test_r3_a_replacement_is_given_what_the_first_load_read(replica: Replica) -> None:
+    """The table of the first load stays, whatever later ranks read."""
+    read = {name: name.encode() * 16 + b"1" * 16 for name in "abc"}
+    replica.processes.begin()
+    for member, parts in ((replica.head.members[0], "ab"), (replica.other.members[0], "c")):
+        for part in parts:
+            member.say(TensorsRead(digests=read[part]))
+        member.say(WeightsLoaded(bytes_read=2, seconds=0.1, identity=b"the model"))
+        member.say(Ready(rank=LOADED))
+    replica.hear()
+    assert replica.other.ranks[0].first_load == FirstLoad()
+    for number in (1, 2):
+        replica.other.members[-1].leave(-9)
+        replica.processes.recover()
+        first_load = replica.other.ranks[number].first_load
+        assert first_load == FirstLoad(identity=b"the model", digests=b"".join(read.values()))
+        replica.other.members[-1].say(TensorsRead(digests=b"c" * 16 + b"2" * 16))
+        replica.other.members[-1].say(WeightsLoaded(bytes_read=2, seconds=0.1, identity=b"another"))
+        replica.hear()
 
 
 def test_all_are_told_to_leave_and_who_still_loads_is_ended(replica: Replica) -> None:

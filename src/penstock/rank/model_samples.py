@@ -1,0 +1,59 @@
+"""Checks, before a rank reads weights, that the model's files look like those of the engine's first load.
+
+`weights.read_digests` compares every byte that the rank reads. This check takes milliseconds: it compares
+config.json, the headers of all weight files, and samples of their data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.errors import ModelChangedError
+from penstock.kvstore.names import file_identities, model_identity
+from penstock.weights.read_digests import parse_table, record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSamples:
+    """What the samples of a model's files say.
+
+    Attributes:
+        identity: of the model (`model_identity`).
+        table: of the single files, in the form of `weights.read_digests`.
+    """
+
+    identity: bytes
+    table: bytes
+
+
+def sample_model(directory: Path, *, identity: bytes, table: bytes) -> ModelSamples:
+    """Sample the files of a model, and compare them with those of the first load.
+
+    Args:
+        identity, table: of the first load; empty while there is none.
+
+    Raises:
+        ModelChangedError: a file differs; it is named if it was there at the first load.
+    """
+    samples = ModelSamples(
+        identity=model_identity(directory),
+        table=b"".join(_file_records(directory).values()),
+    )
+    if identity and samples.identity != identity:
+        raise ModelChangedError(file=_changed_file(directory, table))
+    return samples
+
+
+def _file_records(directory: Path) -> dict[str, bytes]:
+    """Return a record for each file, by the file's name."""
+    return {name: record(f"\0sampled\0{name}", sample) for name, sample in file_identities(directory).items()}
+
+
+def _changed_file(directory: Path, table: bytes) -> str:
+    """Return the name of the first file that differs; that of the directory if files came or went."""
+    expected = parse_table(table)
+    for name, found in _file_records(directory).items():
+        if any(expected.get(key, digest) != digest for key, digest in parse_table(found).items()):
+            return name
+    return directory.name

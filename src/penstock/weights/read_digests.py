@@ -1,0 +1,107 @@
+"""Digests of the tensor bytes that a rank reads, and their comparison with those of the first load.
+
+A stage that is started again must hold the weights that its pipeline has served with since its start. The
+rank digests by xxh3-128 what it reads (`weights.loader`, `weights.quantized_formats`), in the order of the
+tensor's bytes. The supervisor keeps the digests of the first load and gives them to the replacement. Other
+bytes are a `ModelChangedError`, before the first step.
+
+A table is a string of records without order: 16 bytes that name a range of a tensor, and 16 bytes of digest.
+A range that the table does not have is not compared. Torch-free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import xxhash
+
+from penstock.errors import ModelChangedError
+
+RECORD_BYTES = 32
+_KEY_BYTES = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class _Range:
+    """Bytes `[begin, end)` of a tensor, or of a band of its columns, that were read one after the other."""
+
+    file: str
+    tensor: str
+    band: str
+    begin: int
+    end: int
+    state: xxhash.xxh3_128 = field(default_factory=xxhash.xxh3_128)
+
+    def continues(self, tensor: str, band: str, offset: int) -> bool:
+        """Return whether a read from `offset` on begins where this range ends."""
+        return self.end == offset and self.tensor == tensor and self.band == band
+
+    def record(self) -> bytes:
+        return record(f"{self.tensor}\0{self.band}\0{self.begin}\0{self.end}", self.state.digest())
+
+
+class ReadDigests:
+    """The digests of one load. Only the range that is being read has a state; the others are records.
+
+    Args:
+        expected: table of the first load; empty while there is none.
+    """
+
+    def __init__(self, expected: bytes = b"") -> None:
+        self._expected = parse_table(expected)
+        self._range: _Range | None = None
+        self._ranges_read: dict[tuple[str, str], list[tuple[int, int]]] = {}  # by tensor and band
+        self._records: list[bytes] = []
+
+    def add(self, file: str, tensor: str, offset: int, memory: memoryview, band: str = "") -> None:
+        """Add the bytes just read. A repeated read is not digested again.
+
+        Args:
+            file, tensor: their names.
+            offset: of the bytes in the tensor, or in the band.
+            band: the columns that are read, where they are not all.
+
+        Raises:
+            ModelChangedError: the range before this one, now complete, is not that of the first load.
+        """
+        current = self._range
+        if current is None or not current.continues(tensor, band, offset):
+            self._complete()
+            if self._has_read(tensor, band, offset, offset + len(memory)):
+                return
+            current = self._range = _Range(file=file, tensor=tensor, band=band, begin=offset, end=offset)
+        current.state.update(memory)
+        current.end += len(memory)
+
+    def finish(self) -> bytes:
+        """Check the last range and return the table of this load. Raises `ModelChangedError`."""
+        self._complete()
+        return b"".join(self._records)
+
+    def _has_read(self, tensor: str, band: str, begin: int, end: int) -> bool:
+        ranges = self._ranges_read.get((tensor, band), [])
+        return any(first <= begin and end <= last for first, last in ranges)
+
+    def _complete(self) -> None:
+        """Make a record of the range that was read, and compare it."""
+        done, self._range = self._range, None
+        if done is None:
+            return
+        self._ranges_read.setdefault((done.tensor, done.band), []).append((done.begin, done.end))
+        made = done.record()
+        self._records.append(made)
+        if self._expected.get(made[:_KEY_BYTES], made[_KEY_BYTES:]) != made[_KEY_BYTES:]:
+            raise ModelChangedError(file=done.file, tensor=done.tensor)
+
+
+def record(name: str, digest: bytes) -> bytes:
+    """A record of a table: of whatever `name` stands for, with a digest of 16 bytes."""
+    return xxhash.xxh3_128_digest(name.encode("utf-8", "surrogatepass")) + digest
+
+
+def parse_table(table: bytes) -> dict[bytes, bytes]:
+    """Return the digests of a table by what they belong to."""
+    return {
+        table[begin : begin + _KEY_BYTES]: table[begin + _KEY_BYTES : begin + RECORD_BYTES]
+        for begin in range(0, len(table), RECORD_BYTES)
+    }
