@@ -14,6 +14,7 @@ pytestmark = pytest.mark.doors
 
 PROGRAM = REPOSITORY / "tests" / "support" / "benchmark_help.py"
 PARTS = {  # of others, without a command line
+    "cpu_time.py",
     "generated_vocabulary.py",
     "measured_rank.py",
     "observed.py",

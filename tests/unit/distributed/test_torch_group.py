@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,8 +48,11 @@ def test_b1_gloo_sums_in_the_order_of_ranks(place: MeetingPlace, dtype: torch.dt
 
 
 def test_r2_a_rank_that_goes_or_does_not_come_is_missed(place: MeetingPlace) -> None:
+    both_have_joined = threading.Barrier(2)
+
     def act(group: TorchGroup) -> object:
         group.join(place)
+        both_have_joined.wait(60)
         if group.rank == 1:
             return group.close()
         return group.all_reduce(torch.ones(2, 2))
