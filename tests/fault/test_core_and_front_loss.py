@@ -63,7 +63,9 @@ def lose_core(server: Server, after: int, number: int) -> None:
 def test_r2_a_stopped_core_counts_as_lost_and_all_say_where_they_are() -> None:
     with Server(2, "--heartbeat-limit", "2") as served:
         lose_core(served, 9, signal.SIGSTOP)
-        assert re.search(r"core \(pid \d+\) has given no sign of life for (?:[2-9]|\d\d)\.\d s", served.output)
+        assert re.search(
+            r"core \(pid \d+\) has given no sign of life for (?:[2-9]|\d\d)\.\d s", served.output
+        )
         assert len(re.findall(r"^(?:Current thread|Thread) 0x", served.output, re.MULTILINE)) >= 2
 
 

@@ -64,7 +64,9 @@ def test_r4_streams_go_on_whichever_stage_is_killed_at_whichever_step(server: Se
 def test_r2_a_stopped_stage_counts_as_lost() -> None:
     with Server(2, "--heartbeat-limit", "2") as served:
         disturb(served, 1, 9, signal.SIGSTOP)
-        assert re.search(r"stage 1 \(pid \d+\) has given no sign of life for (?:[2-9]|\d\d)\.\d s", served.output)
+        assert re.search(
+            r"stage 1 \(pid \d+\) has given no sign of life for (?:[2-9]|\d\d)\.\d s", served.output
+        )
 
 
 def test_r5_not_ready_while_a_stage_is_lost_and_ready_when_a_token_has_come_through(
