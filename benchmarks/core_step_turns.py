@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratios import compared, in_turns
+from ratios import in_turns, print_compared
 
 COST = re.compile(r"^(\w+) +([\d.]+) ms of CPU", re.MULTILINE)
 PROCESSES = ("core", "api")
@@ -42,10 +42,7 @@ def main() -> int:
     options = parser.parse_args()
     here, other = Path(__file__).resolve().parent.parent, options.other.resolve()
     rounds = in_turns((here, other, other), lambda root: costs(root, options.steps), options.rounds)
-    print("| ms of CPU a step | here | other | here/other | control |")
-    print("|---|---|---|---|---|")
-    for name in PROCESSES:
-        print(compared(name, rounds))
+    print_compared("ms of CPU a step", PROCESSES, rounds)
     return 0
 
 

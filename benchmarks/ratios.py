@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 RESAMPLES = 4000
@@ -39,8 +39,14 @@ def shown(ratios: Sequence[float]) -> str:
     return f"{statistics.median(ratios):.3f} ({low:.3f} to {high:.3f})"
 
 
-def compared(name: str, rounds: Sequence[Sequence[dict[str, float]]]) -> str:
-    """Return a line of a Markdown table for one figure of "here", "other" and "other" again, the control."""
+def print_compared(title: str, names: Iterable[str], rounds: Sequence[Sequence[dict[str, float]]]) -> None:
+    """Print a Markdown table of the figures of "here", "other" and "other" again, the control."""
+    print(f"| {title} | here | other | here/other | control |\n|---|---|---|---|---|")
+    for name in names:
+        print(_compared(name, rounds))
+
+
+def _compared(name: str, rounds: Sequence[Sequence[dict[str, float]]]) -> str:
     here, other = (statistics.median(figures[place][name] for figures in rounds) for place in (0, 1))
     ratios, control = ([figures[place][name] / figures[1][name] for figures in rounds] for place in (0, 2))
     return f"| {name} | {here:.3f} | {other:.3f} | {shown(ratios)} | {shown(control)} |"

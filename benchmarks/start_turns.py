@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from ratios import compared, in_turns
+from ratios import in_turns, print_compared
 
 SERVE = ("serve", "demo", "--pp", "2", "--port", "0")
 
@@ -70,10 +70,7 @@ def main() -> int:
     options = parser.parse_args()
     here, other = Path(__file__).resolve().parent.parent, options.other.resolve()
     rounds = in_turns((here, other, other), figures, options.rounds, warm_up=1)
-    print("| measure | here | other | here/other | control |")
-    print("|---|---|---|---|---|")
-    for name in MEASURES:
-        print(compared(name, rounds))
+    print_compared("measure", MEASURES, rounds)
     return 0
 
 

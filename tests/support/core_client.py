@@ -46,6 +46,19 @@ class ByteTokenizer(AbsentTokenizer):
         return ByteDetokenizer(PieceTable(lambda token_id: bytes([token_id])))
 
 
+def heard(socket: CoreSocket, count: int) -> tuple[bytes, list[object]]:
+    """The next `count` messages, and the client that has sent them."""
+    client, received = b"", list[object]()
+    while len(received) < count:
+        socket.wait([], WAIT_S)
+        entries = socket.drain()
+        assert entries, "the client has said nothing"
+        client = entries[0][0]
+        received += [message for _, message in entries]
+    assert len(received) == count
+    return client, received
+
+
 class FakeCore:
     """The core's end of the socket. Its waits block the event loop, but zmq sends on a thread of its own."""
 
@@ -59,15 +72,8 @@ class FakeCore:
 
     def hear(self, count: int = 1) -> list[object]:
         """The next `count` messages."""
-        received: list[object] = []
-        while len(received) < count:
-            self.socket.wait([], WAIT_S)
-            entries = self.socket.drain()
-            assert entries, "the client has said nothing"
-            self.client = entries[0][0]
-            received += [message for _, message in entries]
-        assert len(received) == count
-        return received
+        self.client, messages = heard(self.socket, count)
+        return messages
 
     def tell(self, *updates: RequestUpdate, stats: CoreStats = STATS) -> None:
         self.socket.send(self.client, StepUpdates(list(updates), stats))

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.batch import RankLoaded
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.rank_host import HostEnd, Need
@@ -21,6 +22,17 @@ from penstock.process.child import StatusEvent
 from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
 from penstock.process.control import ControlMessage
 from penstock.process.endpoints import MemoryHandle
+
+LOADED = RankLoaded(
+    stage=1,
+    max_blocks=7,
+    block_bytes=1,
+    tensor_bytes=2,
+    bytes_read=2,
+    load_seconds=0.1,
+    kernels="all",
+    is_invariant=True,
+)
 
 
 class StandInMember(Member):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from core_client import WAIT_S, heard
 from core_numbers import core_stats
 from penstock.config.engine import EngineConfig, ModelConfig
 from penstock.engine.client.outputs import output_assembler
@@ -26,7 +27,6 @@ from penstock.llm.progress import ProgressDisplay
 from penstock.request import FinishReason, RequestUpdate, SamplingParams, VectorShape
 from penstock.tokenizer.tokenizer import AbsentTokenizer
 
-WAIT_S = 10.0  # a bound for hangs, never waited for
 CONFIG = EngineConfig(model=ModelConfig(model="demo"))
 PLAN: Any = SimpleNamespace(core=SimpleNamespace(max_model_len=64, vocab_size=256))
 TEXT: Any = SimpleNamespace(tokenizer=AbsentTokenizer(), vector=VectorShape(size=0), pooling="last")
@@ -70,15 +70,8 @@ class HandCore:
 
     def hear(self, count: int) -> list[object]:
         """The next messages."""
-        received: list[object] = []
-        while len(received) < count:
-            self.socket.wait([], WAIT_S)
-            entries = self.socket.drain()
-            assert entries, "the client has said nothing"
-            self.client = entries[0][0]
-            received += [message for _, message in entries]
-        assert len(received) == count
-        return received
+        self.client, messages = heard(self.socket, count)
+        return messages
 
     def welcome(self) -> None:
         assert self.hear(1) == [Hello()]

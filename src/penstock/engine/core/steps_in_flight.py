@@ -130,8 +130,7 @@ class StepsInFlight:
 
     def stall_limit_s(self) -> float:
         """How long a healthy pipe may be silent now: an empty plan crosses at once, a large one does not."""
-        num_tokens = self._inflight.oldest().plan.total_tokens if len(self._inflight) else 0
-        return STALL_BASE_S + STALL_PER_TOKEN_S * num_tokens
+        return STALL_BASE_S + STALL_PER_TOKEN_S * self._oldest_tokens()
 
     def check_progress(self) -> None:
         """Raise `WaitTimeoutError` when the pipeline counts as lost."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from penstock.batch import RankLoaded
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
@@ -19,7 +18,7 @@ from penstock.process.child import Ready, TensorsRead, WeightsLoaded
 from penstock.process.config import FirstLoad
 from penstock.process.control import EpochLost, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
-from stand_in_hosts import StandInHost
+from stand_in_hosts import LOADED, StandInHost
 
 
 @dataclass
@@ -90,18 +89,6 @@ def replica(parallel: dict[str, Any]) -> Iterator[Replica]:
     made = Replica(**parallel)
     yield made
     made.close()
-
-
-LOADED = RankLoaded(
-    stage=1,
-    max_blocks=7,
-    block_bytes=1,
-    tensor_bytes=2,
-    bytes_read=2,
-    load_seconds=0.1,
-    kernels="all",
-    is_invariant=True,
-)
 
 
 def test_each_rank_is_started_and_connected_by_its_host(replica: Replica) -> None:

@@ -6,9 +6,9 @@ import socket
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
-from penstock.batch import RankLoaded
 from penstock.config.engine import EngineConfig, ModelConfig
 from penstock.engine.supervisor import supervisor
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
@@ -19,20 +19,9 @@ from penstock.hosts.member import Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Ready, TextSideLoaded
-from stand_in_hosts import StandInHost, StandInMember
+from stand_in_hosts import LOADED, StandInHost, StandInMember
 
 DEMO = EngineConfig(model=ModelConfig(model="demo"))
-
-LOADED = RankLoaded(
-    stage=0,
-    max_blocks=7,
-    block_bytes=1,
-    tensor_bytes=2,
-    bytes_read=2,
-    load_seconds=0.1,
-    kernels="all",
-    is_invariant=True,
-)
 
 
 class Events:
@@ -114,7 +103,7 @@ def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHos
     with signals, other_end:
         engine._start()
         front.member.say(TextSideLoaded(prompt_form="text", cautions=["tools will not work."]))
-        host.members[0].say(Ready(rank=LOADED))
+        host.members[0].say(Ready(rank=msgspec.structs.replace(LOADED, stage=0)))
         engine._hear(timeout_s=10.0)
         assert events.given == [], "the stages come first"
         engine._announce()
