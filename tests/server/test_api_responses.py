@@ -11,11 +11,21 @@ import msgspec
 import openai
 import pytest
 
-from fake_engine import DEMO, ByteCodec, FakeEngine, SeenCodec, fake_logprobs, fake_model, syntax_of
+from fake_engine import (
+    DEMO,
+    ByteCodec,
+    ByteDetokenizer,
+    FakeEngine,
+    SeenCodec,
+    fake_logprobs,
+    fake_model,
+    syntax_of,
+)
 from live_server import LiveServer
 from penstock.engine.client.outputs import TextDelta
 from penstock.errors import StageLostError
 from penstock.server.answers.responses_output import Output
+from penstock.server.answers.text_logprobs import PlacedLogprobs
 from penstock.server.openai.message_reader import Reading
 from penstock.server.openai.responses_types import OutputMessage
 from penstock.tokenizer.tool_formats import ModelSyntax
@@ -289,8 +299,44 @@ def test_logprobs_are_those_of_the_messages_text(live: LiveServer, client: opena
     assert "".join(event["delta"] for event in deltas) == "user: é"
 
 
+@pytest.mark.parametrize("shows_reasoning", [True, False])
+def test_logprobs_of_a_message_beside_reasoning_and_calls(shows_reasoning: bool) -> None:
+    """Issue 25, point 18. A token is a byte here, and the whole answer has one more, which ends it."""
+    asked = {
+        "tools": TOOLS,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+        "include_reasoning": shows_reasoning,
+    }
+    with serving(THOUGHT + "Né", reasoning="qwen3") as live:
+        _, answer = live.post(PATH, {"input": "hi"} | asked)
+        got = stream(live, **asked)
+    *_, first, call, last = answer["output"]
+    (said,), (behind,) = first["content"], last["content"]
+    assert [entry["token"] for entry in said["logprobs"]] == [*"Well."]
+    assert [entry["token"] for entry in behind["logprobs"]] == ["N", "bytes:\\xc3", "bytes:\\xa9", ""]
+    assert "logprobs" not in call
+    assert without_times(got[-1]["response"]) == without_times(answer)
+    deltas = [event for event in got if event["type"] == "response.output_text.delta"]
+    entries = [entry for event in deltas for entry in event["logprobs"]]
+    assert entries == said["logprobs"] + behind["logprobs"]
+    done = [event["logprobs"] for event in got if event["type"] == "response.output_text.done"]
+    assert done == [said["logprobs"], behind["logprobs"]]
+
+
+def test_logprobs_are_the_same_where_tools_could_have_been_called(live: LiveServer) -> None:
+    """Issue 25, point 18."""
+    asked = {"input": "Grüße", "include": ["message.output_text.logprobs"]}
+    _, plain = live.post(PATH, asked)
+    with serving() as other:
+        _, beside = other.post(PATH, asked | {"tools": TOOLS})
+    assert beside["output"][0]["content"] == plain["output"][0]["content"]
+    assert plain["output"][0]["content"][0]["logprobs"]
+
+
 def test_log_probabilities_are_encoded_once() -> None:
-    output = Output("u", Reading().reader("r", 0), lambda token_id: bytes([token_id]))
+    logprobs = PlacedLogprobs(lambda token_id: bytes([token_id]), ByteDetokenizer())
+    output = Output("u", Reading().reader("r", 0), logprobs)
     deltas = [
         TextDelta(text="ab", token_ids=[97, 98], logprobs=[fake_logprobs(97, 1), fake_logprobs(98, 1)]),
         TextDelta(text="", token_ids=[], logprobs=[]),
@@ -375,7 +421,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"add_special_tokens": True}, "add_special_tokens"),
     ({"reasoning": {"max_tokens": 64}}, "reasoning.max_tokens"),
     ({"reasoning": {"effort": "low", "budget_tokens": 64}}, "reasoning.budget_tokens"),
-    ({"tools": TOOLS, "include": ["message.output_text.logprobs"]}, "include"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "messages[99]"}}, "tool_choice"),
     ({"tools": [{"type": "function", "name": "messages[9] "}]}, "tools[0].name"),
     ({"chat_template_kwargs": {"messages[7]": 1}}, "chat_template_kwargs"),

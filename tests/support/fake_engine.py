@@ -55,7 +55,7 @@ class ByteCodec:
         return bytes([token_id]) if token_id < 256 else b""
 
     def detokenizer(
-        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
     ) -> ByteDetokenizer:
         return ByteDetokenizer()
 

@@ -123,8 +123,14 @@ class TextCodec(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that one id stands for; empty for ids without text."""
 
-    def detokenizer(self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True) -> Detokenizer:
-        """From ids to text, piece by piece, of what follows this prompt."""
+    def detokenizer(
+        self, prompt_token_ids: list[int], *, skip_special_tokens: bool = True, shown: Sequence[str] = ()
+    ) -> Detokenizer:
+        """From ids to text, piece by piece, of what follows this prompt.
+
+        Args:
+            shown: special tokens that are not skipped.
+        """
 
 
 class ModelCodec:

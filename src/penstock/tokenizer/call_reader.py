@@ -40,6 +40,8 @@ class CallReader:
     Attributes:
         is_done: the calls have ended.
         ends_in_text: what was taken for the next call was none.
+        content: that text, and all of what had begun as a call when no more text came; it ends where reading
+            ended.
         broken: once it is done: all of the last call, where that is not sound and nothing follows it yet.
         rest: white space that was read behind that.
     """
@@ -49,6 +51,7 @@ class CallReader:
     ) -> None:
         self.is_done = False
         self.ends_in_text = False
+        self.content = ""
         self.broken = ""
         self.rest = ""
         self._form = form
@@ -90,7 +93,7 @@ class CallReader:
             except _NotACall:
                 raw.pop()
                 self._give_broken(self._broken_end)
-                self._pieces.give("content", "".join(raw))
+                self.content = "".join(raw)
                 self.is_done = self.ends_in_text = True
                 return index
         self._give_arguments()
@@ -102,7 +105,7 @@ class CallReader:
         if self._arguments_at is not None or self._broken_end:
             self._pieces.give("broken", raw)
         elif not self._is_sound or raw.strip(SPACES + _SEPARATORS + "]"):
-            self._pieces.give("content", raw)
+            self.content = raw
 
     def _calls(self) -> _Reading:
         yield from self._spaces()

@@ -18,28 +18,40 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         kind: "content" and "reasoning": text. "call": a call begins; the text is its name. "arguments": more
             of its arguments. "broken": it is not sound; the text is all of it, its markers included.
+        begin: of content: characters of the text that was looked through for calls which stand before it.
     """
 
     kind: PieceKind
     text: str
+    begin: int = 0
 
 
 class PieceList:
-    """Pieces until they are taken; content that follows content is one with it."""
+    """Pieces until they are taken; content that follows content without a gap is one with it."""
 
     def __init__(self) -> None:
         self._pieces: list[Piece] = []
         self._content: list[str] = []  # behind them
+        self._content_end = 0  # in the text that it is from
 
     def give(self, kind: PieceKind, text: str) -> None:
-        """Add a piece, unless it is empty."""
-        if not text:
-            return
-        if kind == "content":
-            self._content.append(text)
-        else:
+        """Add a piece other than content, unless it is empty."""
+        if text:
             self._end_content()
             self._pieces.append(Piece(kind, text))
+
+    def give_content(self, text: str, end: int) -> None:
+        """Add content, unless it is empty.
+
+        Args:
+            end: characters of the text that it is from, up to its end.
+        """
+        if not text:
+            return
+        if end - len(text) != self._content_end:
+            self._end_content()
+        self._content.append(text)
+        self._content_end = end
 
     def taken(self) -> list[Piece]:
         """All of them, which are not here any more."""
@@ -49,7 +61,8 @@ class PieceList:
 
     def _end_content(self) -> None:
         if self._content:
-            self._pieces.append(Piece("content", "".join(self._content)))
+            text = "".join(self._content)
+            self._pieces.append(Piece("content", text, self._content_end - len(text)))
             self._content.clear()
 
 

@@ -75,6 +75,8 @@ class ToolCallParser:
         self.num_sound = 0
         self._form = form
         self._names = names
+        self._num_fed = 0  # characters
+        self._base = 0  # characters before the text in hand
         self._pieces = PieceList()
         self._spaces: list[str] = []  # content, unless a call or its closing marker follows
         self._partial = ""  # behind them; may be the beginning of a marker
@@ -86,7 +88,9 @@ class ToolCallParser:
 
     def feed(self, text: str) -> list[Piece]:
         """What these characters bring."""
+        self._num_fed += len(text)
         text, self._partial = self._partial + text, ""
+        self._base = self._num_fed - len(text)
         markers = self._markers_in(text)
         pos = 0
         while pos < len(text):
@@ -100,6 +104,7 @@ class ToolCallParser:
         """What was held back, when no more text comes."""
         if self._reader is not None:
             self._reader.finish()
+            self._pieces.give_content(self._reader.content, self._num_fed)
             self.num_sound += self._reader.num_sound
             self._reader = None
         held, self._partial = self._led(self._partial), ""
@@ -108,7 +113,7 @@ class ToolCallParser:
             self._pieces.give("broken", self._broken + held)
         elif not is_closing:
             self._give_broken()
-            self._pieces.give("content", held)
+            self._pieces.give_content(held, self._num_fed)
         self._broken = ""
         return self._pieces.taken()
 
@@ -119,6 +124,7 @@ class ToolCallParser:
         """Let calls be read; where the text behind them begins."""
         pos = reader.read(text, pos)
         if reader.is_done:
+            self._pieces.give_content(reader.content, self._base + pos)
             self._reader = None
             self.num_sound += reader.num_sound
             self._broken, spaces = reader.broken, reader.rest
@@ -142,7 +148,7 @@ class ToolCallParser:
             return len(text)
         if marker == self._form.opening:
             return self._begin(text, pos, at, marker)
-        self._closing(self._led(text[pos:at]), marker)
+        self._closing(self._led(text[pos:at]), marker, self._base + at)
         return at + len(marker)
 
     def _begin(self, text: str, pos: int, at: int, marker: str) -> int:
@@ -150,21 +156,30 @@ class ToolCallParser:
         self._give_broken()
         before = self._led(text[pos:at])
         kept = before.rstrip(SPACES)
-        self._pieces.give("content", kept)
-        before = before[len(kept) :] + marker
+        before = before[len(kept) :]
+        self._pieces.give_content(kept, self._base + at - len(before))
+        before += marker
         self._at_start = self._after_call = self._closing_is_due = False
         self._reader = CallReader(self._form, self._names, self._pieces, before, is_marked=bool(marker))
         return at + len(marker)
 
-    def _closing(self, before: str, marker: str) -> None:
-        """A closing marker is content only where it closes no call."""
+    def _closing(self, before: str, marker: str, at: int) -> None:
+        """A closing marker is content only where it closes no call.
+
+        Args:
+            at: characters before it.
+        """
         if self._broken and not before.strip(SPACES):
             self._broken += before + marker
             self._give_broken()
             return
         self._give_broken()
         belongs, self._closing_is_due = self._closing_is_due, False
-        self._pieces.give("content", before.rstrip(SPACES) if belongs else before + marker)
+        if belongs:
+            kept = before.rstrip(SPACES)
+            self._pieces.give_content(kept, at - len(before) + len(kept))
+        else:
+            self._pieces.give_content(before + marker, at + len(marker))
         self._after_call = belongs
 
     def _hold_back(self, text: str, pos: int) -> None:
@@ -174,7 +189,7 @@ class ToolCallParser:
         if shown:
             self._give_broken()
             self._after_call = False
-            self._pieces.give("content", self._led(shown))
+            self._pieces.give_content(self._led(shown), self._base + pos + len(shown))
         if len(shown) < len(behind):
             self._spaces.append(behind[len(shown) :])
 

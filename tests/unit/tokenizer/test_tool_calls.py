@@ -337,7 +337,7 @@ def test_json_that_is_no_call_is_not_held_back() -> None:
     parser = ToolCallParser(FORMS["json"], NAMES)
     assert parser.feed('{"answer": ') == []  # it may be a call up to its first key
     assert parser.feed("7") == [Piece("content", '{"answer": 7')]
-    assert parser.feed(", 8") == [Piece("content", ", 8")]
+    assert parser.feed(", 8") == [Piece("content", ", 8", 12)]
 
 
 def test_long_hostile_text_takes_time_in_proportion() -> None:

@@ -6,8 +6,9 @@ An item is a message, what the model thought, or a call of a function. Grammar o
 `error` and `response.failed`, without `[DONE]`. Every event has a `sequence_number`; `: ping` may stand
 anywhere. A whole answer is the last event's `response`, so that both forms say the same.
 
-Log-probabilities stand in the delta that they come with, and all of them in each of the last four events:
-they are encoded once, and copied from then on.
+Log-probabilities are those of a message's text (`text_logprobs`). They stand in the delta that they come
+with, and all of a message's in the three events that complete it and in the last one: they are encoded once,
+and copied from then on.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from penstock.engine.client.outputs import TextDelta
 from penstock.request import FinishReason
 from penstock.server.answers.generation import EventWriter
 from penstock.server.answers.sse import DONE
+from penstock.server.answers.text_logprobs import TextLogprobs
 from penstock.server.http.errors import error_object
-from penstock.server.openai.logprobs import TokenBytes, chat_logprobs
 from penstock.server.openai.message_reader import MessageReader
 from penstock.server.openai.openai_types import ChatTokenLogprob, Usage
 from penstock.server.openai.responses_types import (
@@ -183,17 +184,16 @@ class Output:
 
     Args:
         unique: what its id ends with; those of its items have it too.
-        token_bytes: None: no log-probabilities.
+        logprobs: of its tokens.
     """
 
-    def __init__(self, unique: str, reader: MessageReader, token_bytes: TokenBytes | None) -> None:
+    def __init__(self, unique: str, reader: MessageReader, logprobs: TextLogprobs) -> None:
         self.items: list[OutputItem] = []
         self.finish_reason: FinishReason | None = None
         self._unique = unique
         self._reader = reader
-        self._token_bytes = token_bytes
+        self._logprobs = logprobs
         self._open: _OpenItem | None = None
-        self._logprobs: list[ChatTokenLogprob] = []  # of tokens whose text has not come
 
     @property
     def reasoning_tokens(self) -> int | None:
@@ -203,8 +203,7 @@ class Output:
         """What the delta brings. The last one completes all items."""
         reason = delta.finish_reason
         self._reader.note_tokens(delta.token_ids)
-        if self._token_bytes is not None:
-            self._logprobs += chat_logprobs(delta.token_ids, delta.logprobs or [], self._token_bytes).content
+        self._logprobs.add(delta.token_ids, delta.logprobs or [])
         events: list[Event] = []
         for piece in self._reader.read(delta.text, is_last=reason is not None):
             events += self._piece(piece)
@@ -222,7 +221,13 @@ class Output:
             events += self._close() + self._begin(
                 _OpenMessage(self._name()) if piece.kind == "content" else _OpenReasoning(self._name())
             )
-        return events + self._add(piece.text)
+        return events + self._add(piece.text, self._logprobs_of(piece))
+
+    def _logprobs_of(self, piece: Piece) -> list[ChatTokenLogprob]:
+        if piece.kind != "content":
+            return []
+        begin = self._reader.num_before_content + piece.begin
+        return self._logprobs.take(begin, begin + len(piece.text))
 
     def _call(self, name: str) -> list[Event]:
         closed = self._close()
@@ -233,8 +238,9 @@ class Output:
         events: list[Event] = []
         if self._open is None and not self.items:
             events += self._begin(_OpenMessage(self._name()))
-        if self._logprobs and self._open is not None and self._open.kind == "content":
-            events += self._add("")
+        if self._open is not None and self._open.kind == "content":
+            rest = self._logprobs.take_rest(self._reader.num_characters)
+            events += self._add("", rest) if rest else []
         return events + self._close("incomplete" if reason == "length" and self._is_cut else "completed")
 
     @property
@@ -252,9 +258,8 @@ class Output:
         added = {"type": "response.output_item.added", "item": opened.item("in_progress")}
         return [self._placed(added)] + [self._placed(event) for event in opened.begin()]
 
-    def _add(self, text: str) -> list[Event]:
+    def _add(self, text: str, logprobs: list[ChatTokenLogprob]) -> list[Event]:
         assert self._open is not None
-        logprobs, self._logprobs = self._logprobs, []
         return [self._placed(self._open.add(text, logprobs))]
 
     def _close(self, status: Status = "completed") -> list[Event]:

@@ -47,8 +47,13 @@ class _AllContent:
     is_closed = False
     is_thinking = False
 
+    def __init__(self) -> None:
+        self._num_fed = 0  # characters
+
     def feed(self, text: str) -> list[Piece]:
-        return [Piece("content", text)] if text else []
+        begin = self._num_fed
+        self._num_fed += len(text)
+        return [Piece("content", text, begin)] if text else []
 
     def finish(self) -> list[Piece]:
         return []
@@ -86,10 +91,13 @@ class MessageReader:
 
     Attributes:
         num_calls: calls that `new_call_id` has named.
+        num_characters: of the text so far.
     """
 
     def __init__(self, reading: Reading, name: str) -> None:
         self.num_calls = 0
+        self.num_characters = 0
+        self._num_behind_reasoning = 0  # of these characters
         self._reading = reading
         self._name = name
         self._splitter: _Splitter = _AllContent()
@@ -113,6 +121,11 @@ class MessageReader:
         return self._num_tokens if self._splitter.is_thinking else 0
 
     @property
+    def num_before_content(self) -> int:
+        """Characters before the text that pieces of content count from: the reasoning and its markers."""
+        return self.num_characters - self._num_behind_reasoning
+
+    @property
     def is_thinking(self) -> bool:
         """Whether the reasoning has begun, and has not ended."""
         return self._splitter.is_thinking
@@ -128,12 +141,14 @@ class MessageReader:
 
     def read(self, text: str, *, is_last: bool) -> list[Piece]:
         """Return the pieces that `text` completes; with the last text, also all that was held back."""
+        self.num_characters += len(text)
         pieces = self._splitter.feed(text)
         if is_last:
             pieces += self._splitter.finish()
         answer_pieces: list[Piece] = []
         for piece in pieces:
             if piece.kind == "content":
+                self._num_behind_reasoning += len(piece.text)
                 answer_pieces += self._calls.feed(piece.text)
             elif self._reading.shows_reasoning:
                 answer_pieces.append(piece)

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 from penstock.config.limits import Limits
 from penstock.errors import InvalidRequestError, RequestError
 from penstock.server.openai.fields import REASONING_BUDGETS, unknown_fields
-from penstock.server.openai.message_reader import Reading
 from penstock.server.openai.openai_types import (
     ChatMessage,
     ChatRequest,
@@ -168,20 +167,6 @@ _CHAT_NAME = re.compile(  # behind a quote are the client's own words
     r"(?<!['\"])\bmessages\[(?P<message>\d{1,9})\](?P<calls>(?:\.| has )tool_calls\b)?"
     r"|\btools\[(?P<tool>\d+)\]\.function|(?<!['\"])\b(?:" + "|".join(map(re.escape, _OWN_NAMES)) + r")\b"
 )
-
-
-def check_logprobs(request: ChatRequest, reading: Reading | None) -> None:
-    """Raise `InvalidRequestError` if log-probabilities are requested and not all of the answer may be text.
-
-    The tokens of the text cannot be told apart from the other tokens then.
-    """
-    if request.logprobs and reading is not None:
-        raise _wrong(
-            "log-probabilities are not told of answers that may have reasoning or calls of tools.",
-            "include",
-            remedy="Ask by /v1/chat/completions, or leave out the tools.",
-            code="unsupported_parameter",
-        )
 
 
 def _wrong(message: str, param: str, *, remedy: str = "", code: str | None = None) -> InvalidRequestError:

@@ -11,15 +11,16 @@ from starlette.responses import Response
 from penstock.engine.client.outputs import TextDelta
 from penstock.errors import RequestError
 from penstock.request import SamplingParams
-from penstock.server.answers.generation import GenerationResponse, with_reasoning_tokens
+from penstock.server.answers.generation import GenerationResponse, Sequence, with_reasoning_tokens
 from penstock.server.answers.responses_output import Output, ResponseText, finished
+from penstock.server.answers.text_logprobs import NoTextLogprobs, PlacedLogprobs, TextLogprobs
+from penstock.server.engine_port import TextCodec
 from penstock.server.http.request_record import record_of
 from penstock.server.openai.fields import convert, warning_headers
 from penstock.server.openai.message_reader import Reading
 from penstock.server.openai.openai_types import Usage
 from penstock.server.openai.responses_input import (
     ChatOfResponse,
-    check_logprobs,
     refuse_fields_of_chats,
     unknown_here,
 )
@@ -59,11 +60,10 @@ class ResponsesRoute:
             read = await self._chats.read(chat.request)
         except RequestError as error:
             raise chat.renamed(error) from None
-        check_logprobs(chat.request, read.reading)
         unique = record_of(request.scope).unique_id
         response = _begun(fields, f"resp_{unique}", intake.model.name, read.sequence.sampling)
-        token_bytes = intake.model.codec.token_bytes if chat.request.logprobs else None
-        output = Output(unique, (read.reading or Reading()).reader(response.id, 0), token_bytes)
+        logprobs = _logprobs_of(read.sequence, intake.model.codec)
+        output = Output(unique, (read.reading or Reading()).reader(response.id, 0), logprobs)
 
         def make_body(outcomes: list[TextDelta], usage: Usage) -> bytes:
             output.take(outcomes[0])
@@ -74,6 +74,19 @@ class ResponsesRoute:
         headers = warning_headers(unknown_here(body), unused)
         text = ResponseText(response, output) if fields.stream else None
         return self._responder.start(request, [read.sequence], headers, make_body, text)
+
+
+def _logprobs_of(sequence: Sequence, codec: TextCodec) -> TextLogprobs:
+    """Return the log-probabilities of the answer's tokens, which have the text that the engine gives them."""
+    sampling = sequence.sampling
+    if sampling.logprobs is None:
+        return NoTextLogprobs()
+    detokenizer = codec.detokenizer(
+        sequence.prompt_token_ids,
+        skip_special_tokens=sampling.skip_special_tokens,
+        shown=sampling.shown_special_tokens,
+    )
+    return PlacedLogprobs(codec.token_bytes, detokenizer)
 
 
 def _begun(fields: ResponsesRequest, id_: str, model: str, sampling: SamplingParams) -> ResponseObject:
