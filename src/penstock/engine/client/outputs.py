@@ -62,6 +62,38 @@ def merge_deltas(deltas: Sequence[TextDelta]) -> TextDelta:
     )
 
 
+MAX_NUMBERS_AT_ONCE = 4096  # of a delta for a stream, some 6 ms of work to write
+
+
+def num_at_once(deltas: Sequence[TextDelta]) -> int:
+    """Return how many deltas, from the first on, a stream writes at once: one, or as many as are small."""
+    if len(deltas) == 1:
+        return 1
+    num_numbers = 0
+    for index, delta in enumerate(deltas):
+        num_numbers += _num_numbers(delta)
+        if num_numbers > MAX_NUMBERS_AT_ONCE:
+            return max(index, 1)
+    return len(deltas)
+
+
+def small_deltas(delta: TextDelta) -> list[TextDelta]:
+    """Return a delta as several, if it has more log-probabilities of a prompt than are written at once."""
+    scores = delta.prompt_logprobs
+    if not scores or _num_numbers(delta) <= MAX_NUMBERS_AT_ONCE:
+        return [delta]
+    most = max(MAX_NUMBERS_AT_ONCE // (1 + len(scores[0].top_ids)), 1)
+    parts = [scores[begin : begin + most] for begin in range(0, len(scores), most)]
+    before = [TextDelta("", [], prompt_logprobs=part) for part in parts[:-1]]
+    return [*before, msgspec.structs.replace(delta, prompt_logprobs=parts[-1])]
+
+
+def _num_numbers(delta: TextDelta) -> int:
+    """Return how many ids and log-probabilities a delta has."""
+    lists = [delta.logprobs or [], delta.prompt_logprobs]
+    return len(delta.token_ids) + sum(len(one) * (1 + len(one[0].top_ids)) for one in lists if one)
+
+
 class Assembler(Protocol):
     """Makes what a client gets of what the core says: text (`OutputAssembler`) or a vector
     (`engine.client.vectors`)."""

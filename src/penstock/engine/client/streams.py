@@ -1,6 +1,7 @@
 """What comes of one sequence in the core: a stream of text, or one vector, for one reader.
 
-What came between two reads is merged, so a stream never holds more than the output of its own request.
+What came between two reads is merged, so a stream never holds more than the output of its own request. A
+reader that comes late gets much of it in pieces, between which the event loop serves others.
 `OpenStreams` hands each update of the core to the stream that it belongs to, for every kind of client.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 
-from penstock.engine.client.outputs import Assembler, TextDelta, merge_deltas
+from penstock.engine.client.outputs import Assembler, TextDelta, merge_deltas, num_at_once, small_deltas
 from penstock.engine.client.routing import DECODE_TOKENS
 from penstock.errors import AbortedError, ErrorInfo, PenstockError, error_from_info
 from penstock.request import GenerationRequest, RequestUpdate
@@ -44,6 +45,7 @@ class RequestStream:
         self._assembler = assembler
         self._abort = abort
         self._deltas: list[TextDelta] = []
+        self._is_behind = False  # the reader has not had all that had come when it read last
         self._news: asyncio.Future[None] | None = None  # the reader waits for any update
         self._end: asyncio.Future[None] | None = None  # the reader waits for the last one
 
@@ -53,18 +55,22 @@ class RequestStream:
         return self._assembler.num_tokens
 
     async def next(self) -> TextDelta:
-        """Wait for news, and return everything that came since the last call as one delta.
+        """Wait for news, and return what came since the last call as one delta, or the first part of much.
 
         Raises:
             PenstockError: the request failed, or was cancelled. Deltas that came before are given first.
         """
+        if self._is_behind:
+            await asyncio.sleep(0)  # the part before has taken long enough
         while not self._deltas and not self.has_ended:
             self._news = asyncio.get_running_loop().create_future()
             try:
                 await self._news
             finally:
                 self._news = None
-        return self._unread()
+        count = num_at_once(self._deltas)
+        self._is_behind = count < len(self._deltas)
+        return self._unread(count)
 
     async def whole(self) -> TextDelta:
         """Wait for the end, without waking at each update before it, and return what `result` does."""
@@ -81,7 +87,7 @@ class RequestStream:
         """
         if self.error is not None:
             raise self.error
-        return self._unread()
+        return self._unread(len(self._deltas))
 
     def cancel(self) -> None:
         """Abort in the core at once. Harmless after the end and when called twice."""
@@ -98,7 +104,7 @@ class RequestStream:
             self.queue_seconds = update.queue_seconds
             self.cached_tokens = min(update.num_cached_tokens, self.prompt_tokens)
         delta = self._assembler.append(update)
-        self._deltas.append(delta)
+        self._deltas += small_deltas(delta)
         if delta.finish_reason is not None:
             if update.finish_reason is None:  # a stop string, which the core does not know
                 self._abort(self.request_id)
@@ -117,10 +123,11 @@ class RequestStream:
         _wake(self._news)
         _wake(self._end)
 
-    def _unread(self) -> TextDelta:
+    def _unread(self, count: int) -> TextDelta:
+        """Return the next deltas as one."""
         if not self._deltas:
             raise self.error or AbortedError(f"request {self.request_id} has ended.")
-        deltas, self._deltas = self._deltas, []
+        deltas, self._deltas = self._deltas[:count], self._deltas[count:]
         return merge_deltas(deltas)
 
 
