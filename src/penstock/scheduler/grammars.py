@@ -84,6 +84,15 @@ class GrammarBuilds:
         others = sum(known.num_bytes for known in in_use if known.key != key)
         return others == 0 or others + _estimated(key) <= self._max_bytes
 
+    def is_kept_by_older(self, request: RequestState, arrival: int) -> bool:
+        """Return whether the request needs no room: it has no grammar, or a row that is older than `arrival`
+        has the same."""
+        structured = _wanted(request)
+        if structured is None:
+            return True
+        grammar = self._known.get(_key(structured))
+        return grammar is not None and any(row.arrival < arrival for row in grammar.rows)
+
     def enter(self, request: RequestState) -> int:
         """It gets a row: the number of its grammar."""
         structured = _wanted(request)

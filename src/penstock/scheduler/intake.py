@@ -1,6 +1,6 @@
 """The way in: requests are checked and join the line, and those that wait for too long leave it.
 
-    request ──admission──▶ line ──▶ (`scheduler.placement` starts the head)
+    request ──admission──▶ line ──▶ (`scheduler.placement` starts requests)
                              └── longer than `queue_timeout_s` without a start ──▶ error
 
 Called by `scheduler.scheduler`.

@@ -32,6 +32,7 @@ from penstock.scheduler.preemption import choose_victim, preempt_youngest
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
 from penstock.scheduler.rows import RowPool
+from penstock.scheduler.start_order import StartOrder
 
 _by_last_sample = attrgetter("last_sampled_step")
 
@@ -72,6 +73,7 @@ class Placement:
         self._admission = admission
         self._prefixes = prefixes
         self._grammars = grammars
+        self._order = StartOrder(queues, grammars)
         self._clock = clock
         self.num_preemptions = 0
         self.num_micro_batches = budget.num_stages
@@ -172,33 +174,34 @@ class Placement:
                     draft.awaited += self._prefixes.awaited(request)
 
     def _admit(self, draft: PlanBuilder, budget: PromptBudget, newcomers: bool) -> None:
-        """Start requests in order of arrival; the first that does not fit holds up those behind it."""
-        while self._rows.num_free and (head := self._queues.head()) is not None:
-            if not (newcomers or head.has_started):
-                return
-            must_wait = self._prefixes.must_wait(head)  # where it need not, more may be found
-            cached_blocks = self._prefixes.find(head)
-            coming = self._prefixes.on_the_way(head, len(cached_blocks))
+        """Start requests in their order; the first that does not fit holds up those behind it."""
+        while self._rows.num_free and (request := self._order.next_request(newcomers=newcomers)) is not None:
+            must_wait = self._prefixes.must_wait(request)  # where it need not, more may be found
+            cached_blocks = self._prefixes.find(request)
+            coming = self._prefixes.on_the_way(request, len(cached_blocks))
             if must_wait and not coming:
                 return
-            if self._prefixes.must_follow(head, len(cached_blocks)):
+            if self._prefixes.must_follow(request, len(cached_blocks)):
                 return
             beginning = [*cached_blocks, *coming]
-            if not self._admission.may_start(head, len(self._queues.running), beginning):
-                return
-            if not self._grammars.has_room(head):
+            if not self._admission.may_start(request, len(self._queues.running), beginning):
                 return
             num_cached = len(beginning) * self._allocator.block_size
-            runnable = head.num_to_prefill - num_cached - (not self._grammars.is_built(head))
+            runnable = request.num_to_prefill - num_cached - (not self._grammars.is_built(request))
             num_tokens = budget.take(num_cached, runnable)
             if num_tokens == 0 and runnable:
                 return
-            self._start(draft, cached_blocks, coming, num_tokens)
+            self._start(draft, request, cached_blocks, coming, num_tokens)
 
     def _start(
-        self, draft: PlanBuilder, cached_blocks: list[int], coming: list[int], num_tokens: int
+        self,
+        draft: PlanBuilder,
+        request: RequestState,
+        cached_blocks: list[int],
+        coming: list[int],
+        num_tokens: int,
     ) -> None:
-        """Give the head of the line its row, blocks for all its tokens, and its first chunk.
+        """Give a request of the line its row, blocks for all its tokens, and its first chunk.
 
         Args:
             cached_blocks: blocks of its beginning that are in the cache.
@@ -206,7 +209,7 @@ class Placement:
             num_tokens: of the chunk; 0: the request enters, and waits for its grammar.
         """
         row, generation = self._rows.take()
-        request = self._queues.admit_head(row)
+        self._queues.admit(request, row)
         self._prefixes.attach(request, cached_blocks, coming)
         if request.queue_seconds is None:
             request.queue_seconds = self._clock() - request.arrival_time

@@ -6,7 +6,8 @@ first in line, prefilling prompt and output again (row D10). Why nothing liveloc
 - Only somebody younger ever gives way, so the oldest request always gets its block; it fits the pool alone,
   as `scheduler.admission` has seen to.
 - A request that nobody younger can make room for keeps what it has and skips the plan.
-- A preempted request is older than everybody waiting and is admitted before them.
+- A preempted request is admitted before everybody waiting. They are younger, unless their grammar waits for
+  room; then they start behind it, and it can give way to them.
 """
 
 from __future__ import annotations

@@ -19,16 +19,21 @@ Owned by `scheduler.scheduler`, which alone calls it. Holds no policy, no blocks
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import chain
+from operator import attrgetter
 
 from penstock.batch import NO_GRAMMAR, RowSampling
 from penstock.config.engine import Pooling
 
 NO_ROW = -1
 NO_STEP = -1
+
+_by_arrival = attrgetter("arrival")
 
 
 class RequestPhase(Enum):
@@ -159,10 +164,11 @@ class RequestState:
 
 
 class RequestQueues:
-    """All live requests. Running ones are older than all preempted ones, and those than all waiting ones.
+    """All live requests, oldest first in each queue.
 
-    Admission in order of arrival and preemption of the youngest keep it so; hence the oldest request is first
-    in line for a row and for blocks, and nobody starves.
+    Running ones are older than all preempted ones, and those than all waiting ones, but for requests that
+    others may pass (`scheduler.start_order`): those start later, and take their place by age. The youngest
+    gives way, so that the oldest request with a row always gets its blocks, and nobody starves.
     """
 
     def __init__(self) -> None:
@@ -190,11 +196,9 @@ class RequestQueues:
         self.waiting.append(request)
         self.backlog_tokens += request.backlog_tokens
 
-    def head(self) -> RequestState | None:
-        """The next request to admit."""
-        if self.preempted:
-            return self.preempted[0]
-        return self.waiting[0] if self.waiting else None
+    def line(self) -> Iterator[RequestState]:
+        """Return the requests without a row, in the order in which they should start."""
+        return chain(self.preempted, self.waiting)
 
     def first_new(self) -> RequestState | None:
         """The oldest that waits and has not run, here or in another core."""
@@ -204,23 +208,25 @@ class RequestQueues:
         """Those that follow it and have no row."""
         return [request for request in (*self.preempted, *self.waiting) if request.leader is leader]
 
-    def admit_head(self, row: int) -> RequestState:
-        """Move the head to `running`, to prefill the tokens that it has."""
-        request = self.preempted.popleft() if self.preempted else self.waiting.popleft()
+    def admit(self, request: RequestState, row: int) -> None:
+        """Move a request of the line to `running`, to prefill the tokens that it has."""
+        self._queue_of(request).remove(request)
         self.backlog_tokens -= request.backlog_tokens
         request.phase = RequestPhase.RUNNING
         request.row = row
         request.prefill_len = request.num_to_prefill
-        self.running.append(request)
-        return request
+        insort(self.running, request, key=_by_arrival)
 
     def preempt_youngest(self) -> RequestState:
-        """Move the youngest running request to the head of the line; the caller frees its row and blocks."""
+        """Move the youngest running request to the line, before all waiting ones.
+
+        The caller frees its row and blocks.
+        """
         request = self.running.pop()
         request.phase = RequestPhase.PREEMPTED
         request.row = NO_ROW
         request.num_scheduled = request.prefill_len = request.num_named = request.num_unproven = 0
-        self.preempted.appendleft(request)
+        insort(self.preempted, request, key=_by_arrival)
         self.backlog_tokens += request.backlog_tokens
         return request
 
@@ -232,23 +238,25 @@ class RequestQueues:
 
     def remove(self, request: RequestState) -> None:
         """Forget a live request, wherever it is; the caller has freed its row and blocks."""
-        if request.phase is RequestPhase.RUNNING:
-            self.running.remove(request)
-        else:
-            queue = self.waiting if request.phase is RequestPhase.WAITING else self.preempted
-            queue.remove(request)
+        self._queue_of(request).remove(request)
+        if request.phase is not RequestPhase.RUNNING:
             self.backlog_tokens -= request.backlog_tokens
         request.phase = RequestPhase.FINISHED
         request.row = NO_ROW
         del self._by_id[request.request_id]
 
+    def _queue_of(self, request: RequestState) -> list[RequestState] | deque[RequestState]:
+        if request.phase is RequestPhase.RUNNING:
+            return self.running
+        return self.waiting if request.phase is RequestPhase.WAITING else self.preempted
+
     def check_invariants(self) -> None:
-        line = [*self.running, *self.preempted, *self.waiting]
-        arrivals = [request.arrival for request in line]
-        assert arrivals == sorted(set(arrivals)), f"requests are out of order: {arrivals}"
-        assert line == list(self._by_id.values()), "a live request is in no queue, or in two"
-        waiting = [request for request in line if request.phase is not RequestPhase.RUNNING]
-        assert self.backlog_tokens == sum(request.backlog_tokens for request in waiting)
+        for queue in (self.running, self.preempted, self.waiting):
+            arrivals = [request.arrival for request in queue]
+            assert arrivals == sorted(set(arrivals)), f"requests are out of order: {arrivals}"
+        everybody = sorted([*self.running, *self.line()], key=_by_arrival)
+        assert everybody == list(self._by_id.values()), "a live request is in no queue, or in two"
+        assert self.backlog_tokens == sum(request.backlog_tokens for request in self.line())
         for queue, phase in (
             (self.running, RequestPhase.RUNNING),
             (self.preempted, RequestPhase.PREEMPTED),

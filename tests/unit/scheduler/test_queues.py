@@ -33,26 +33,50 @@ def fill(count: int) -> RequestQueues:
     return queues
 
 
+def admit_first(queues: RequestQueues, row: int) -> RequestState:
+    request = next(queues.line())
+    queues.admit(request, row)
+    return request
+
+
 def test_requests_are_admitted_in_order_of_arrival() -> None:
     queues = fill(3)
     assert queues.backlog_tokens == 9
-    first = queues.admit_head(5)
+    first = admit_first(queues, 5)
     assert (first.request_id, first.phase, first.row, first.prefill_len) == ("r0", RequestPhase.RUNNING, 5, 3)
     assert queues.backlog_tokens == 6
-    head = queues.head()
-    assert head is not None
-    assert head.request_id == "r1"
+    assert [request.request_id for request in queues.line()] == ["r1", "r2"]
     queues.check_invariants()
 
 
-def test_head_of_an_empty_line() -> None:
-    assert RequestQueues().head() is None
+def test_an_empty_line() -> None:
+    assert list(RequestQueues().line()) == []
+
+
+def test_a_request_that_was_passed_takes_its_place_by_age() -> None:
+    """Issue 25, point 18. The youngest gives way, whoever started last."""
+    queues = fill(4)
+    passed, second, third, fourth = queues.line()
+    for row, request in enumerate((second, fourth)):
+        queues.admit(request, row)
+    queues.check_invariants()
+    queues.admit(passed, 2)
+    assert queues.running == [passed, second, fourth]
+    queues.check_invariants()
+    assert queues.preempt_youngest() is fourth
+    assert list(queues.line()) == [fourth, third]
+    assert queues.preempt_youngest() is second
+    assert list(queues.line()) == [second, fourth, third]
+    queues.admit(fourth, 3)
+    assert queues.preempt_youngest() is fourth
+    assert list(queues.line()) == [second, fourth, third]
+    queues.check_invariants()
 
 
 def test_d10_a_preempted_request_is_next_and_prefills_all_it_knows() -> None:
     queues = fill(4)
     for row in range(3):
-        queues.admit_head(row)
+        admit_first(queues, row)
     victim = queues.running[-1]
     victim.token_ids += [7, 8]
     victim.num_scheduled = 4
@@ -66,15 +90,15 @@ def test_d10_a_preempted_request_is_next_and_prefills_all_it_knows() -> None:
     second = queues.preempt_youngest()
     queues.check_invariants()
     assert queues.backlog_tokens == 3 + 5 + 3
-    assert queues.admit_head(1) is second
-    assert queues.admit_head(2) is victim
+    assert admit_first(queues, 1) is second
+    assert admit_first(queues, 2) is victim
     assert victim.prefill_len == 5
     queues.check_invariants()
 
 
 def test_d10_a_late_token_of_a_preempted_request_counts_as_backlog() -> None:
     queues = fill(1)
-    request = queues.admit_head(0)
+    request = admit_first(queues, 0)
     queues.note_token(request, 9)
     assert queues.backlog_tokens == 0
     queues.preempt_youngest()
@@ -86,8 +110,8 @@ def test_d10_a_late_token_of_a_preempted_request_counts_as_backlog() -> None:
 @pytest.mark.parametrize("place", ["running", "preempted", "waiting"])
 def test_remove_forgets_a_request_wherever_it_is(place: str) -> None:
     queues = fill(3)
-    queues.admit_head(0)
-    queues.admit_head(1)
+    admit_first(queues, 0)
+    admit_first(queues, 1)
     queues.preempt_youngest()
     request = getattr(queues, place)[0]
     queues.remove(request)
@@ -137,8 +161,8 @@ def mislabel(queues: RequestQueues) -> None:
 @pytest.mark.parametrize("damage", [reverse_running, lose_one, miscount, mislabel])
 def test_check_invariants_sees_damage(damage: Callable[[RequestQueues], None]) -> None:
     queues = fill(4)
-    queues.admit_head(0)
-    queues.admit_head(1)
+    admit_first(queues, 0)
+    admit_first(queues, 1)
     queues.check_invariants()
     damage(queues)
     with pytest.raises(AssertionError):
@@ -153,8 +177,8 @@ def test_order_survives_any_sequence_of_moves() -> None:
             move = random.randrange(4)
             if move == 0 or len(queues) == 0:
                 queues.add(make_state(arrival))
-            elif move == 1 and queues.head():
-                queues.admit_head(arrival)
+            elif move == 1 and (line := list(queues.line())):
+                queues.admit(random.choice(line), arrival)
             elif move == 2 and queues.running:
                 queues.preempt_youngest()
             else:

@@ -357,7 +357,8 @@ def test_g8_who_has_scores_of_his_own_on_the_way_is_told_no_others() -> None:
     leader, follower, late = (state(arrival) for arrival in range(3))
     for one in (leader, follower, late):
         queues.add(one)
-    follower.leader = late.leader = queues.admit_head(0)
+    queues.admit(leader, 0)
+    follower.leader = late.leader = leader
     follower.num_scores_planned = 2
     result = StepResult(step_id=0, scores=[[TokenLogprobs(-1.0, 1, [], [])] * 3])
     told = list(returned_scores([(leader, ScoredTokens(0, 1, 3))], result, queues))

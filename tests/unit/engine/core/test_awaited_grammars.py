@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -291,6 +292,27 @@ def test_dr5_equal_reports_give_equal_plans() -> None:
     assert plans() == plans()
 
 
+@pytest.mark.parametrize(("stages", "depth", "tp"), LAYOUTS[::4])
+def test_dr5_a_grammar_without_room_does_not_hold_up_the_line(stages: int, depth: int, tp: int) -> None:
+    """Issue 25, point 18."""
+    rig = make_rig(stages, depth, tp, scheduler=SchedulerConfig(max_num_seqs=4, built_grammar_bytes=1))
+    rig.add("first", 7, max_tokens=20, ignore_eos=True, structured_outputs=DIGITS)
+    rig.turn()
+    build_all(rig)
+    rig.add("awaits room", 7, max_tokens=5, structured_outputs=LETTERS)
+    rig.add("free", 6, max_tokens=FREE)
+    rig.add("shares", 5, max_tokens=2, structured_outputs=DIGITS)
+    while not rig.is_finished("first"):
+        rig.turn()
+    assert rig.is_finished("free")
+    assert rig.is_finished("shares")
+    assert rig.updates["awaits room"] == []
+    entered = [new.request_id for plan in rig.pipe.plans for new in plan.new_rows]
+    assert entered[:3] == ["first", "free", "shares"]
+    finish(rig)
+    check(rig)
+
+
 def test_a_driver_that_waits_is_not_sent_round_for_nothing() -> None:
     """Where only a build is awaited, a synchronous core waits for the ranks, as for a result."""
     rig = make_rig(1, 0)
@@ -370,6 +392,9 @@ def drive(seed: int) -> Counter[str]:
         assert rig.scores(name) == rig.expected_scores(name)
         seen["finished"] += 1
     assert rig.num_compared + rig.pipe.num_compared > 0
+    numbers = {name: number for number, name in enumerate(rig.requests)}
+    entered = dict.fromkeys(numbers[new.request_id] for plan in rig.pipe.plans for new in plan.new_rows)
+    seen["passed"] += sum(before > after for before, after in itertools.pairwise(entered))
     seen["entered alone"] += sum(bool(new.blocks) for plan in rig.pipe.plans for new in plan.new_rows)
     return seen
 
@@ -390,7 +415,8 @@ def test_dr5_whatever_comes_when_tokens_and_tables_agree() -> None:
             seen += drive(seed)
         except (AssertionError, PeerError) as error:
             raise AssertionError(f"seed {seed}: {error}") from error
-    assert min(seen[what] for what in ("aborted", "flushed", "failed", "lost", "entered alone")) > 5, seen
+    wanted = ("aborted", "flushed", "failed", "lost", "entered alone", "passed")
+    assert min(seen[what] for what in wanted) > 5, seen
     assert seen["finished"] > 300
 
 

@@ -1,0 +1,55 @@
+"""Which request of the line starts next: the oldest, unless it waits for room for its grammar.
+
+    rows    a: grammar 1   b: grammar 2            there is room for two grammars
+    line    c: grammar 3   d: none   e: grammar 1   f: grammar 4   g: none
+    start   d, e, g; c as soon as a or b has ended (and e, if it is a); then f
+
+A request without room keeps its place, and is asked first for every plan. Until it has room, a request behind
+it may start only if that takes none of the room: it has no grammar, or one that a row older than the request
+without room has too. Those rows end, so that nobody waits for ever behind a popular grammar. Whoever has room
+and is short of something else, such as blocks, holds up those behind it. Called by `scheduler.placement`.
+"""
+
+from __future__ import annotations
+
+from penstock.scheduler.grammars import GrammarBuilds
+from penstock.scheduler.queues import RequestQueues, RequestState
+
+MAX_PASSED = 64  # requests without room that others pass; a bound on the work for one plan
+
+
+class StartOrder:
+    """Chooses who starts.
+
+    Args:
+        queues: whose line is read.
+        grammars: of the rows.
+    """
+
+    def __init__(self, queues: RequestQueues, grammars: GrammarBuilds) -> None:
+        self._queues = queues
+        self._grammars = grammars
+
+    def next_request(self, *, newcomers: bool) -> RequestState | None:
+        """Return the request that starts next, if any may.
+
+        Args:
+            newcomers: whether requests may start that never have.
+        """
+        oldest_passed: RequestState | None = None
+        num_passed = 0
+        for request in self._queues.line():
+            if not (newcomers or request.has_started):
+                continue
+            if self._may_start(request, oldest_passed):
+                return request
+            if num_passed == MAX_PASSED:
+                return None
+            num_passed += 1
+            oldest_passed = oldest_passed or request
+        return None
+
+    def _may_start(self, request: RequestState, oldest_passed: RequestState | None) -> bool:
+        if oldest_passed is None:
+            return self._grammars.has_room(request)
+        return self._grammars.is_kept_by_older(request, oldest_passed.arrival)
