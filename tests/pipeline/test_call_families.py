@@ -252,6 +252,7 @@ def test_d12_an_answer_is_what_the_tokens_say_whole_and_streamed(
 
 TEXT = "How is Rome?"
 PLACE: dict[str, Any] = {"text": {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA}}}
+BOUND = {"response_format": {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}}
 FLAT: Any = [{"type": "function", **LOOK["function"]}, {"type": "function", **NOW["function"]}]
 
 
@@ -436,3 +437,39 @@ def test_log_probabilities_are_included_where_all_is_text(pipe: Pipe) -> None:
     assert [entry.logprob for entry in part.logprobs] == pytest.approx(told, abs=1e-5)
     plain: Any = pipe.client.responses.create(**responding(pipe, max_output_tokens=4))
     assert not plain.output[0].content[0].logprobs
+
+
+@pytest.mark.parametrize("case", ["reasoning, then a bound answer", "text and calls"])
+def test_log_probabilities_are_those_of_the_text_beside_reasoning_and_calls(hermes: Pipe, case: str) -> None:
+    """Issue 25, point 18. They are among those of the chat, which tells all, one behind the other."""
+    fields = PLACE if "bound" in case else {"tools": FLAT[:1]}
+    told = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    asked = responding(hermes, case, **fields, **told)
+    whole: Any = hermes.client.responses.create(**asked)
+    assert len(whole.output) > 1
+    chat: Any = hermes.client.chat.completions.create(
+        model="demo",
+        messages=MESSAGES,
+        max_tokens=250,
+        temperature=1.0,
+        logprobs=True,
+        extra_body={**asked["extra_body"], **(BOUND if "bound" in case else AUTO)},
+    )
+    every = [(entry.token, round(entry.logprob, 4)) for entry in chat.choices[0].logprobs.content]
+    parts = [item.content[0] for item in whole.output if item.type == "message"]
+    assert parts
+    at = 0
+    for part in parts:
+        own = [(entry.token, round(entry.logprob, 4)) for entry in part.logprobs]
+        at = next(place for place in range(at, len(every)) if every[place : place + len(own)] == own)
+        at += len(own)
+        text = "".join(token for token, _ in own)
+        assert part.text in text
+        assert part.text not in text.removeprefix(own[0][0])
+    deltas = [
+        event
+        for event in hermes.client.responses.create(stream=True, **asked)
+        if event.type == "response.output_text.delta"
+    ]
+    streamed_tokens = [entry.token for event in deltas for entry in event.logprobs]
+    assert streamed_tokens == [entry.token for part in parts for entry in part.logprobs]

@@ -39,9 +39,6 @@ class CallReader:
 
     Attributes:
         is_done: the calls have ended.
-        ends_in_text: what was taken for the next call was none.
-        content: that text, and all of what had begun as a call when no more text came; it ends where reading
-            ended.
         broken: once it is done: all of the last call, where that is not sound and nothing follows it yet.
         rest: white space that was read behind that.
     """
@@ -50,8 +47,7 @@ class CallReader:
         self, form: ToolFormat, names: Set[str], pieces: PieceList, before: str, *, is_marked: bool
     ) -> None:
         self.is_done = False
-        self.ends_in_text = False
-        self.content = ""
+        self._text: str | None = None  # what was taken for the next call, and was none
         self.broken = ""
         self.rest = ""
         self._form = form
@@ -65,6 +61,16 @@ class CallReader:
         self._num_given = 0  # characters of them
         self._is_sound: list[bool] = []  # of each call that was read to its end
         self._reading = self._calls()
+
+    @property
+    def ends_in_text(self) -> bool:
+        """Whether what was taken for the next call was none."""
+        return self._text is not None
+
+    @property
+    def content(self) -> str:
+        """That text, which ends where reading ended."""
+        return self._text or ""
 
     @property
     def is_open(self) -> bool:
@@ -93,8 +99,8 @@ class CallReader:
             except _NotACall:
                 raw.pop()
                 self._give_broken(self._broken_end)
-                self.content = "".join(raw)
-                self.is_done = self.ends_in_text = True
+                self._text = "".join(raw)
+                self.is_done = True
                 return index
         self._give_arguments()
         return len(text)
@@ -105,7 +111,7 @@ class CallReader:
         if self._arguments_at is not None or self._broken_end:
             self._pieces.give("broken", raw)
         elif not self._is_sound or raw.strip(SPACES + _SEPARATORS + "]"):
-            self.content = raw
+            self._text = raw
 
     def _calls(self) -> _Reading:
         yield from self._spaces()

@@ -151,7 +151,8 @@ def run(
         if event["type"] == "response.output_text.delta":
             said, told = deltas.get(event["output_index"], ("", []))
             deltas[event["output_index"]] = (said + event["delta"], told + decoded(event["logprobs"]))
-    return [(part.text, decoded(part.logprobs)) for part in messages], list(deltas.values())
+    whole = [(part.text, decoded(output.lists.encode(part.logprobs))) for part in messages]
+    return whole, list(deltas.values())
 
 
 def decoded(encoded: bytes) -> list[bytes]:

@@ -35,6 +35,7 @@ from penstock.server.http.request_record import RequestRecord
 from penstock.server.openai.openai_types import CompletionTokensDetails, PromptTokensDetails, Usage
 
 T = TypeVar("T")
+_LONG_EVENTS = 64 << 10  # bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +86,8 @@ class EventWriter(Protocol):
     def opening(self) -> bytes:
         """What stands before all else, once; for streams that ping before their first token."""
 
-    def chunk(self, delta: TextDelta) -> bytes:
-        """The events for a delta: none, one, or more; may be empty."""
+    def chunk(self, delta: TextDelta) -> Iterable[bytes]:
+        """Return the events for a delta, in pieces that are sent alone; a piece has whole events, or none."""
 
 
 class EventText(Protocol):
@@ -269,9 +270,11 @@ class StreamedResponse(GenerationResponse):
         """Send one sequence's chunks; its last delta."""
         while True:
             delta = await self._next(stream)
-            events = writer.chunk(delta)
-            if events:
-                await self._write(events)
+            for events in writer.chunk(delta):
+                if events:
+                    await self._write(events)
+                if len(events) > _LONG_EVENTS:
+                    await asyncio.sleep(0)  # others have their turn before the next piece is made
             if delta.finish_reason is not None:
                 return delta
 

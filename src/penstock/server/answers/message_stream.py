@@ -38,7 +38,7 @@ class MessageWriter:
     def opening(self) -> bytes:
         return self._writer.opening()
 
-    def chunk(self, delta: TextDelta) -> bytes:
+    def chunk(self, delta: TextDelta) -> tuple[bytes]:
         """The events for a delta: none, one, or more; may be empty."""
         reason = delta.finish_reason
         self._writer.count(delta)
@@ -53,7 +53,7 @@ class MessageWriter:
             events.append(self._writer.event(shown, delta if index == 0 else None))
         if reason is not None:
             events.append(self._writer.finish(delta, self._reader.finish_reason(reason)))
-        return b"".join(events)
+        return (b"".join(events),)
 
     def _body(self, piece: Piece) -> dict[str, Any]:
         if piece.kind == "content":

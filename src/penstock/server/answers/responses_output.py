@@ -8,20 +8,20 @@ anywhere. A whole answer is the last event's `response`, so that both forms say 
 
 Log-probabilities are those of a message's text (`text_logprobs`). They stand in the delta that they come
 with, and all of a message's in the three events that complete it and in the last one: they are encoded once,
-and copied from then on.
+and copied from then on. Events are encoded one by one, as they are sent.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import msgspec
 
 from penstock.engine.client.outputs import TextDelta
 from penstock.request import FinishReason
+from penstock.server.answers.encoding import EncodedList, EncodedLists, encode
 from penstock.server.answers.generation import EventWriter
 from penstock.server.answers.sse import DONE
 from penstock.server.answers.text_logprobs import TextLogprobs
@@ -46,24 +46,6 @@ from penstock.server.openai.responses_types import (
 from penstock.tokenizer.pieces import Piece
 
 Event = dict[str, Any]
-
-_encode = msgspec.json.Encoder().encode
-
-
-class _EncodedList:
-    """A JSON list that is put together of lists which are encoded already."""
-
-    def __init__(self) -> None:
-        self._parts: list[bytes] = []
-
-    def extend(self, encoded: bytes) -> None:
-        """Add the entries of a list."""
-        if entries := encoded[1:-1]:
-            self._parts += (b",", entries) if self._parts else (entries,)
-
-    def whole(self) -> msgspec.Raw:
-        """The list with all entries."""
-        return msgspec.Raw(b"".join((b"[", *self._parts, b"]")))
 
 
 class _OpenItem:
@@ -109,12 +91,12 @@ class _OpenMessage(_OpenItem):
     _prefix = "msg"
     _events = "response.output_text"
 
-    def __init__(self, unique: str) -> None:
+    def __init__(self, unique: str, logprobs: EncodedList) -> None:
         super().__init__(unique)
-        self._logprobs = _EncodedList()
+        self._logprobs = logprobs
 
     def add(self, text: str, logprobs: list[ChatTokenLogprob]) -> Event:
-        encoded = _encode(logprobs)
+        encoded = encode(logprobs)
         self._logprobs.extend(encoded)
         return super().add(text, logprobs) | {"content_index": 0, "logprobs": msgspec.Raw(encoded)}
 
@@ -130,10 +112,10 @@ class _OpenMessage(_OpenItem):
         content = [] if status == "in_progress" else [self._part]
         return OutputMessage(id=self.id, status=status, content=content)
 
-    @cached_property
+    @property
     def _part(self) -> OutputText:
         """All of it, when nothing is added any more."""
-        return OutputText(text=self.text, logprobs=self._logprobs.whole())
+        return OutputText(text=self.text, logprobs=self._logprobs.placeholder)
 
 
 class _OpenReasoning(_OpenItem):
@@ -185,10 +167,15 @@ class Output:
     Args:
         unique: what its id ends with; those of its items have it too.
         logprobs: of its tokens.
+
+    Attributes:
+        items: those that are complete.
+        lists: log-probabilities of messages; events and items have placeholders for them.
     """
 
     def __init__(self, unique: str, reader: MessageReader, logprobs: TextLogprobs) -> None:
         self.items: list[OutputItem] = []
+        self.lists = EncodedLists()
         self.finish_reason: FinishReason | None = None
         self._unique = unique
         self._reader = reader
@@ -219,7 +206,7 @@ class Output:
         events: list[Event] = []
         if self._open is None or self._open.kind != piece.kind:
             events += self._close() + self._begin(
-                _OpenMessage(self._name()) if piece.kind == "content" else _OpenReasoning(self._name())
+                self._new_message() if piece.kind == "content" else _OpenReasoning(self._name())
             )
         return events + self._add(piece.text, self._logprobs_of(piece))
 
@@ -237,7 +224,7 @@ class Output:
         self.finish_reason = reason
         events: list[Event] = []
         if self._open is None and not self.items:
-            events += self._begin(_OpenMessage(self._name()))
+            events += self._begin(self._new_message())
         if self._open is not None and self._open.kind == "content":
             rest = self._logprobs.take_rest(self._reader.num_characters)
             events += self._add("", rest) if rest else []
@@ -249,6 +236,9 @@ class Output:
         one that breaks off is closed as such."""
         kind = None if self._open is None else self._open.kind
         return kind == "content" or (kind == "reasoning" and self._reader.is_thinking)
+
+    def _new_message(self) -> _OpenMessage:
+        return _OpenMessage(self._name(), self.lists.new_list())
 
     def _name(self) -> str:
         return f"{self._unique}_{len(self.items)}"
@@ -326,16 +316,18 @@ class ResponseText:
             return b""
         self._is_opened = True
         begun = ("response.created", "response.in_progress")
-        return self._written({"type": kind, "response": self._asked} for kind in begun)
+        return b"".join(self._written({"type": kind, "response": self._asked}) for kind in begun)
 
-    def chunk(self, delta: TextDelta) -> bytes:
-        """The events for a delta."""
-        return self.opening() + self._written(self._output.take(delta))
+    def chunk(self, delta: TextDelta) -> Iterator[bytes]:
+        """The events for a delta, one by one."""
+        yield self.opening()
+        for event in self._output.take(delta):
+            yield self._written(event)
 
     def end(self, usage: Usage) -> bytes:
         """The event with all of the response."""
         response = finished(self._asked, self._output, usage)
-        return self._written([{"type": f"response.{response.status}", "response": response}]) + DONE
+        return self._written({"type": f"response.{response.status}", "response": response}) + DONE
 
     def failure(self, error: Exception, request_id: str) -> bytes:
         """The error, for clients that raise it and for those that look at responses."""
@@ -347,17 +339,11 @@ class ResponseText:
             output=self._output.items,
         )
         flat = {"message": shown.message, "code": shown.code, "param": shown.param}
-        return self._written(
-            [
-                {"type": "error", "error": shown, **flat},
-                {"type": "response.failed", "response": failed},
-            ]
-        )
+        first = self._written({"type": "error", "error": shown, **flat})
+        return first + self._written({"type": "response.failed", "response": failed})
 
-    def _written(self, events: Iterable[Event]) -> bytes:
-        written: list[bytes] = []
-        for event in events:
-            event["sequence_number"] = self._number
-            self._number += 1
-            written += (b"event: ", event["type"].encode(), b"\ndata: ", _encode(event), b"\n\n")
-        return b"".join(written)
+    def _written(self, event: Event) -> bytes:
+        event["sequence_number"] = self._number
+        self._number += 1
+        data = self._output.lists.encode(event)
+        return b"".join((b"event: ", event["type"].encode(), b"\ndata: ", data, b"\n\n"))

@@ -147,14 +147,14 @@ class ChunkWriter:
         )  # put together when it is written
         self._echo = EchoWriter(prompt.echo) if prompt.echo is not None and form.with_logprobs else None
 
-    def chunk(self, delta: TextDelta) -> bytes:
+    def chunk(self, delta: TextDelta) -> tuple[bytes]:
         """The events for a delta: none, one, or more; may be empty."""
         self.count(delta)
         if self._is_plain and delta.finish_reason is None and not self._opening:
-            return self._plain(delta.text)
+            return (self._plain(delta.text),)
         reason = delta.finish_reason
         end = b"" if reason is None else self.finish(delta, reason)
-        return self.opening() + self._echoed(delta) + self._content(delta) + end
+        return (self.opening() + self._echoed(delta) + self._content(delta) + end,)
 
     def count(self, delta: TextDelta) -> None:
         """Let the chunks from now on tell these tokens, where they tell any; the opening never does."""

@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.client.outputs import TextDelta
+from penstock.server.answers.encoding import encode_in_slices
 from penstock.server.answers.generation import GenerationResponse, with_reasoning_tokens
 from penstock.server.answers.sse import CHAT
 from penstock.server.http.errors import json_response
@@ -72,7 +73,7 @@ def chat_body(shape: AnswerShape, outcomes: list[TextDelta], usage: Usage) -> by
         prompt_token_ids=prompt,
         prompt_logprobs=shape.prompt_logprobs(0, outcomes[0]),
     )
-    return msgspec.json.encode(response)
+    return encode_in_slices(response)
 
 
 def _choice(shape: AnswerShape, index: int, outcome: TextDelta, reader: MessageReader) -> ChatChoice:

@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from penstock.engine.client.outputs import TextDelta
 from penstock.server.answers.echo import Echo
+from penstock.server.answers.encoding import encode_in_slices
 from penstock.server.answers.generation import GenerationResponse, Sequence
 from penstock.server.answers.sse import TEXT
 from penstock.server.http.errors import json_response
@@ -88,7 +89,7 @@ def completion_body(shape: AnswerShape, outcomes: list[TextDelta], usage: Usage)
         choices=[_choice(shape, index, outcome) for index, outcome in enumerate(outcomes)],
         usage=usage,
     )
-    return msgspec.json.encode(response)
+    return encode_in_slices(response)
 
 
 def _choice(shape: AnswerShape, index: int, outcome: TextDelta) -> CompletionChoice:

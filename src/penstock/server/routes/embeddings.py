@@ -10,7 +10,6 @@ import base64
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +18,7 @@ from starlette.types import Send
 from penstock.engine.client.outputs import TextDelta
 from penstock.errors import InvalidRequestError
 from penstock.request import PoolingParams
+from penstock.server.answers.encoding import encode_in_slices
 from penstock.server.answers.generation import (
     GenerationContext,
     GenerationJob,
@@ -145,7 +145,7 @@ def embedding_body(
         model=model,
         usage=EmbeddingUsage(prompt_tokens=usage.prompt_tokens, total_tokens=usage.prompt_tokens),
     )
-    return msgspec.json.encode(response)
+    return encode_in_slices(response)
 
 
 def vector_as_numbers(vector: bytes) -> list[float]:

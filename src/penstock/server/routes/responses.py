@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -68,7 +67,7 @@ class ResponsesRoute:
         def make_body(outcomes: list[TextDelta], usage: Usage) -> bytes:
             output.take(outcomes[0])
             counted = with_reasoning_tokens(usage, [output.reasoning_tokens])
-            return msgspec.json.encode(finished(response, output, counted))
+            return output.lists.encode(finished(response, output, counted))
 
         unused = chat.unused + [chat.own_names(name) for name in read.unused]
         headers = warning_headers(unknown_here(body), unused)
