@@ -63,7 +63,8 @@ def test_the_openai_client_gets_what_its_schema_says(client: openai.OpenAI) -> N
 
 
 def test_a_schema_of_plain_classes_ends_by_itself(client: openai.OpenAI) -> None:
-    """Without `additionalProperties: false`, as Pydantic writes it: where it may, the model goes on."""
+    """Issue 25, point 15. Without `additionalProperties: false`, as Pydantic writes it: where it may, the
+    model goes on."""
     part = {
         "properties": {"n": {"maximum": 9, "minimum": 0, "title": "N", "type": "integer"}},
         "required": ["n"],

@@ -59,7 +59,8 @@ def test_host_and_origin(bound: str, headers: dict[str, str], allowed: bool) -> 
 
 
 def test_a_name_that_the_operator_allows_is_a_host_and_others_are_refused_with_what_he_can_do() -> None:
-    """Clients in containers call the machine `host.docker.internal`; the refusal told nobody of the flag."""
+    """Issue 25, point 17. Clients in containers call the machine `host.docker.internal`; the refusal told
+    nobody of the flag."""
     policy = HostPolicy("127.0.0.1", allowed_hosts=["host.docker.internal", "Box"])
     for name in (
         "host.docker.internal",
@@ -80,6 +81,7 @@ def test_a_name_that_the_operator_allows_is_a_host_and_others_are_refused_with_w
 
 
 def test_allowed_hosts_reach_the_door_and_a_refusal_is_named_in_the_log() -> None:
+    """Issue 25, point 17."""
     with LiveServer(config=ServerConfig(allowed_hosts=["host.docker.internal"])) as live:
         for host, status in (("host.docker.internal:8000", 200), ("other.docker.internal:8000", 403)):
             assert live.request("GET", "/v1/models", None, {"Host": host})[0].status == status
@@ -91,6 +93,7 @@ def test_allowed_hosts_reach_the_door_and_a_refusal_is_named_in_the_log() -> Non
     "name", ["", "*", "*.internal", "http://box", "box:8000", "a b", "box\n", "a,b", "-a"]
 )
 def test_what_is_no_host_name_is_refused_at_the_start(name: str) -> None:
+    """Issue 25, point 17."""
     config = ServerConfig(port=0, allowed_hosts=["box", name])
     for start in (lambda: listen(config), lambda: create_app(FakeEngine(), config, fake_model())):
         with pytest.raises(UsageError, match=r"allowed_hosts\[1\] is ") as raised:

@@ -86,7 +86,7 @@ def hasty() -> Iterator[LiveServer]:
     ],
 )
 def test_slow_senders_are_told_and_closed(hasty: LiveServer, start: bytes) -> None:
-    """But for one that has sent nothing at all."""
+    """Issue 25, point 17. But for one that has sent nothing at all."""
     assert _exchange(hasty, start).partition(b"\r\n")[0] == (
         b"HTTP/1.1 408 Request Timeout" if start else b""
     )
@@ -220,7 +220,8 @@ INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_closes_its_sending_side_gets_its_answer(stream: bool) -> None:
-    """It has said all it wants to say; the engine still works on the answer when its end comes."""
+    """Issue 25, point 17. It has said all it wants to say; the engine still works on the answer when its end
+    comes."""
     engine = FakeEngine(hold_after=1)
     with LiveServer(engine) as live, live.connect() as connection:
         connection.sendall(post_bytes(TEXT, {"prompt": "abc", "stream": stream}))
@@ -239,6 +240,7 @@ def test_a_client_that_closes_its_sending_side_gets_its_answer(stream: bool) -> 
 
 
 def test_requests_that_come_with_the_end_of_the_sending_side_are_answered(live: LiveServer) -> None:
+    """Issue 25, point 17."""
     health = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for data, count in (
         (health, 1),
@@ -255,8 +257,8 @@ def test_requests_that_come_with_the_end_of_the_sending_side_are_answered(live: 
 
 @pytest.mark.parametrize("head", [b"", b"Connection: keep-alive\r\n", b"Host: localhost\r\n"])
 def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(live: LiveServer, head: bytes) -> None:
-    """They came with HTTP/1.1: there the sizes of chunks would be read as text. The end of the connection is
-    the end of the stream."""
+    """Issue 25, point 17. They came with HTTP/1.1: there the sizes of chunks would be read as text. The end
+    of the connection is the end of the stream."""
     data = post_bytes(TEXT, {"prompt": "abc", "stream": True})
     data = data.replace(b" HTTP/1.1\r\nHost: localhost\r\n", b" HTTP/1.0\r\n" + head)
     answered, _, body = _exchange(live, data).partition(b"\r\n\r\n")
@@ -270,6 +272,7 @@ def test_a_stream_for_a_client_of_http_1_0_has_no_chunks(live: LiveServer, head:
 
 
 def test_a_whole_answer_for_a_client_of_http_1_0_has_its_length(live: LiveServer) -> None:
+    """Issue 25, point 17."""
     data = post_bytes(TEXT, {"prompt": "abc"}).replace(b"HTTP/1.1", b"HTTP/1.0")
     answered, _, body = _exchange(live, data).partition(b"\r\n\r\n")
     assert b"content-length: %d" % len(body) in answered
@@ -277,6 +280,7 @@ def test_a_whole_answer_for_a_client_of_http_1_0_has_its_length(live: LiveServer
 
 
 def test_a_failure_in_a_stream_of_http_1_0_is_its_last_event() -> None:
+    """Issue 25, point 17."""
     failure = UnavailableError("stage 1 is gone.", stage=1)
     with LiveServer(FakeEngine(fail_after=1, failure=failure)) as live:
         data = post_bytes(TEXT, {"prompt": "abc", "stream": True}).replace(b"HTTP/1.1", b"HTTP/1.0")

@@ -67,6 +67,7 @@ def test_overload_of_a_later_prompt_cancels_the_earlier_ones() -> None:
 
 
 def test_a_reason_that_is_a_sentence_is_told_with_one_full_stop() -> None:
+    """Issue 25, point 18."""
     engine = FakeEngine(state=Status(ready=False, stage=1, reason="stage 1 was lost: its process ended."))
     with LiveServer(engine) as live:
         error = live.post(TEXT, {"prompt": "a"})[1]["error"]

@@ -249,7 +249,8 @@ def test_what_does_not_fit_the_context_is_told_with_what_helps(
     ],
 )
 def test_a_bound_of_minus_one_is_no_bound(live: LiveServer, path: str, body: dict[str, Any]) -> None:
-    """As clients of llama.cpp write it; a completion without the field would get 16 tokens."""
+    """Issue 25, point 17. As clients of llama.cpp write it; a completion without the field would get 16
+    tokens."""
     status, answer = live.post(path, body)
     assert status == 200
     _, prompt, sampling = live.engine.added[-1]

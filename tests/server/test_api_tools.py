@@ -248,7 +248,8 @@ def test_forced_calls_go_to_the_engine_as_a_grammar(choice: Any, num_calls: int)
 
 
 def test_arguments_are_as_open_as_the_server_and_the_request_say() -> None:
-    """The grammar of calls is made here; what it says of open objects follows from neither of its schemas."""
+    """Issue 25, point 15. The grammar of calls is made here; what it says of open objects follows from
+    neither of its schemas."""
     for is_open in (False, True):
         with serving(ANSWERS["hermes"], config=ServerConfig(json_open_objects=is_open)) as live:
             for options in ({}, {"json_object": True, "open_objects": not is_open}):

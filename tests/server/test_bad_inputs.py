@@ -162,7 +162,8 @@ def test_r8_json_that_is_not_taken(live: LiveServer, body: bytes, code: str) -> 
     ],
 )
 def test_r8_a_key_given_twice_is_refused_by_name(live: LiveServer, path: str, body: bytes, key: str) -> None:
-    """Whoever checks requests in front of the server may have looked at the other value."""
+    """Issue 25, point 17. Whoever checks requests in front of the server may have looked at the other
+    value."""
     before = len(live.engine.added)
     status, answer = live.post(path, body)
     assert (status, answer["error"]["code"]) == (400, "invalid_json")
@@ -171,6 +172,7 @@ def test_r8_a_key_given_twice_is_refused_by_name(live: LiveServer, path: str, bo
 
 
 def test_r8_what_only_looks_like_a_key_given_twice_is_taken(live: LiveServer) -> None:
+    """Issue 25, point 17."""
     for body in (
         b'{"prompt": "{\\"a\\": 1, \\"a\\": 2}"}',
         b'{"prompt": "a", "x": {"a": {"a": 1}, "b": [{"a": 1}, {"a": 1}]}}',

@@ -170,7 +170,8 @@ async def _no_app(scope: Any, receive: Any, send: Any) -> None: ...
 
 @pytest.mark.parametrize("start", [b"G", HEAD[:-1]])
 def test_a_head_has_ten_seconds_and_is_told_when_they_are_over(start: bytes) -> None:
-    """A slow head ended without a word, so that its client could not know whether to send it again."""
+    """Issue 25, point 17. A slow head ended without a word, so that its client could not know whether to send
+    it again."""
     connection = Connection()
     connection.send(start)
     connection.loop.advance(LIMITS.header_timeout_s - 0.1)
@@ -180,7 +181,8 @@ def test_a_head_has_ten_seconds_and_is_told_when_they_are_over(start: bytes) -> 
 
 
 def test_a_connection_on_which_nothing_comes_ends_without_a_word() -> None:
-    """A browser opens some ahead of time; what is written would pass for the answer to its next request."""
+    """Issue 25, point 17. A browser opens some ahead of time; what is written would pass for the answer to
+    its next request."""
     connection = Connection()
     connection.loop.advance(LIMITS.header_timeout_s - 0.1)
     assert connection.transport.end == ""
@@ -246,6 +248,7 @@ def test_a_body_that_stops_is_given_up() -> None:
 
 @pytest.mark.parametrize("is_complete", [False, True])
 def test_a_body_whose_answer_has_begun_ends_without_a_word(is_complete: bool) -> None:
+    """Issue 25, point 17."""
     connection = Connection()
     connection.send(POST + b"Content-Length: 1000\r\n\r\n{")
     connection.begin_answer()
@@ -388,7 +391,8 @@ def test_trailers_are_no_headers() -> None:
 
 @pytest.mark.parametrize("hosts", ["", "Host: localhost\r\nHost: localhost\r\n", "host: a\r\nHOST: b\r\n"])
 def test_a_request_has_one_host(hosts: str) -> None:
-    """RFC 9112, section 3.2: without one, or with two, a request is refused, and no route sees it."""
+    """Issue 25, point 17. RFC 9112, section 3.2: without one, or with two, a request is refused, and no route
+    sees it."""
     connection = Connection()
     connection.send(f"GET /health HTTP/1.1\r\n{hosts}\r\n".encode())
     assert connection.transport.written.startswith(b"HTTP/1.1 400 ")
@@ -397,6 +401,7 @@ def test_a_request_has_one_host(hosts: str) -> None:
 
 
 def test_http_1_0_needs_no_host_and_has_no_two() -> None:
+    """Issue 25, point 17."""
     old = Connection()
     old.send(b"GET /health HTTP/1.0\r\n\r\n")
     assert old.protocol.cycle is not None
@@ -407,6 +412,7 @@ def test_http_1_0_needs_no_host_and_has_no_two() -> None:
 
 
 def test_a_client_that_has_closed_its_side_keeps_the_connection_until_its_answer_is_out() -> None:
+    """Issue 25, point 17."""
     connection = Connection()
     connection.send(HEAD)
     assert connection.protocol.eof_received()
@@ -417,6 +423,7 @@ def test_a_client_that_has_closed_its_side_keeps_the_connection_until_its_answer
 
 
 def test_one_that_has_left_altogether_is_noticed_within_half_a_second() -> None:
+    """Issue 25, point 17."""
     connection = Connection()
     connection.send(HEAD)
     connection.protocol.eof_received()
@@ -438,6 +445,7 @@ def test_nobody_looks_after_a_connection_that_has_ended() -> None:
 
 
 def test_a_stream_that_has_begun_is_probed_by_its_route() -> None:
+    """Issue 25, point 17."""
     probes: list[str] = []
     connection = Connection()
     connection.send(HEAD)

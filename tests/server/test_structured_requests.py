@@ -111,7 +111,7 @@ def test_how_json_is_written_may_be_said_beside_a_response_format(server: LiveSe
 
 
 def test_objects_are_open_where_the_server_says_so_and_the_request_does_not() -> None:
-    """`--json-open-objects`; a request may say otherwise."""
+    """Issue 25, point 15. `--json-open-objects`; a request may say otherwise."""
     config = ServerConfig(json_open_objects=True)
     with LiveServer(config=config, model=fake_model(grammar_model=DEMO)) as live:
         for path in (CHAT, TEXT):

@@ -46,7 +46,8 @@ def test_a_message_carries_the_remedy() -> None:
 
 
 def test_a_message_that_ends_with_another_sentence_ends_in_one_full_stop() -> None:
-    """Reasons, of lost stages and of chat templates, bring a full stop, and what quotes them sets one too."""
+    """Issue 25, point 18. Reasons, of lost stages and of chat templates, bring a full stop, and what quotes
+    them sets one too."""
     cause = StageLostError("stage 1 was lost.")
     error = UsageError(f"it failed: {cause}.", remedy=f"See {cause}.")
     assert (error.message, error.remedy) == ("it failed: stage 1 was lost.", "See stage 1 was lost.")

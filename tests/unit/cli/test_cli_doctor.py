@@ -297,6 +297,7 @@ def test_output_is_plain_lines_with_remedies_below(monkeypatch: pytest.MonkeyPat
 def test_a3_layers_that_the_environment_asks_for_are_those_that_would_be_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Issue 25, point 10."""
     asked = {"PENSTOCK_PP_LAYER_PARTITION": "4,2"}
     monkeypatch.setenv(*next(iter(asked.items())))  # of the process too, as it is when the program runs
     assert "layers 0-5" in doctor("demo", **asked)[1]

@@ -83,6 +83,7 @@ def test_a_start_is_the_plan_a_line_per_stage_and_the_address() -> None:
 
 
 def test_the_plan_is_not_shown_before_the_model_was_found() -> None:
+    """Issue 25, point 11."""
     out = StringIO()
     made, err = reporter(out, Clock())
     assert out.getvalue() == ""
@@ -121,6 +122,7 @@ def example_of(model: str, prompt_form: PromptForm, **server: Any) -> tuple[str,
 
 
 def test_the_suggested_request_asks_for_the_model_by_the_name_it_is_served_under(tmp_path: Path) -> None:
+    """Issue 25, point 11."""
     for model in (str(tmp_path), f"{tmp_path}/"):
         url, body = example_of(model, "messages")
         assert (url, body["model"]) == ("http://h:1/v1/chat/completions", tmp_path.name)
@@ -131,6 +133,7 @@ def test_the_suggested_request_asks_for_the_model_by_the_name_it_is_served_under
 
 @pytest.mark.parametrize(("prompt_form", "kind"), [("text", str), ("token_ids", list)])
 def test_no_chat_is_suggested_to_a_model_without_a_template(prompt_form: PromptForm, kind: type) -> None:
+    """Issue 25, point 11."""
     url, body = example_of("demo", prompt_form)
     assert url == "http://h:1/v1/completions"
     assert isinstance(body["prompt"], kind)

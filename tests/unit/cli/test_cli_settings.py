@@ -94,6 +94,7 @@ def test_every_setting_has_an_environment_name() -> None:
 
 
 def test_a_partition_of_the_environment_does_not_bind_one_stage() -> None:
+    """Issue 25, point 10."""
     assert 'partition = "even"  # default' in print_config(PENSTOCK_PP_LAYER_PARTITION="3,2")
     assert 'partition = "even"' in print_config("--pp", "1", PENSTOCK_PP_LAYER_PARTITION="3,2")
     assert 'partition = "3,2"  # flag' in print_config("--partition", "3,2")
@@ -352,6 +353,7 @@ def test_allowed_origins_come_from_everywhere(tmp_path: Path) -> None:
 
 
 def test_several_names_are_given_once_for_each_or_behind_one_flag_as_in_vllm(tmp_path: Path) -> None:
+    """Issue 25, point 13."""
     expected = 'served-model-name = ["a", "b_c", "d"]'
     one_each = ["--served-model-name", "a", "--served-model-name=b_c", "--served_model_name", "d"]
     assert line_of(print_config("m", *one_each), "served-model-name") == f"{expected}  # flag"

@@ -1,4 +1,5 @@
-"""What a wrong command line is answered with: our own words, and those of other engines understood."""
+"""What a wrong command line is answered with: our own words, and those of other engines understood
+(issue 25, point 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The table of other engines' flags names flags that are there, and none that we have ourselves."""
+"""The table of other engines' flags names flags that are there, and none that we have ourselves (issue 25,
+point 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are known and not served: what they are is said, and what can be done."""
+"""Models that are known and not served: what they are is said, and what can be done (issue 25, point 12)."""
 
 from __future__ import annotations
 

@@ -490,6 +490,7 @@ class TestResolve:
             resolve_model_directory("model.safetensors")
 
     def test_a_download_of_another_format_is_named_and_not_asked_for_again(self, tmp_path: Path) -> None:
+        """Issue 25, point 12."""
         snapshot = hub_snapshot(tmp_path / "home" / ".cache" / "huggingface" / "hub", "org/name-GGUF")
         (snapshot / "config.json").unlink()
         (snapshot / "name-Q4_K_M.gguf").touch()
@@ -501,6 +502,7 @@ class TestResolve:
 def test_a_directory_is_served_under_its_last_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trail: str
 ) -> None:
+    """Issue 25, point 11."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "Qwen2.5-0.5B").mkdir()
     assert served_names(f"{tmp_path}/Qwen2.5-0.5B{trail}", []) == ["Qwen2.5-0.5B"]
@@ -513,4 +515,5 @@ def test_a_name_is_served_as_it_is(name: str) -> None:
 
 
 def test_names_that_the_user_chose_take_the_place_of_the_model_s_own(tmp_path: Path) -> None:
+    """Issue 25, point 13."""
     assert served_names(str(tmp_path), ["gpt-4o", "small", "gpt-4o"]) == ["gpt-4o", "small"]

@@ -1,4 +1,5 @@
-"""Objects that say nothing of undeclared fields: closed where that is sound, bounded where it is not."""
+"""Objects that say nothing of undeclared fields: closed where that is sound, bounded where it is not
+(issue 25, point 15)."""
 
 from __future__ import annotations
 

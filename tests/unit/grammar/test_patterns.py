@@ -1,4 +1,5 @@
-"""Patterns of schemas mean what ECMA-262 has them mean, by the library that obeys them."""
+"""Patterns of schemas mean what ECMA-262 has them mean, by the library that obeys them
+(issue 25, point 16)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References by address and by name, written as pointers into the document."""
+"""References by address and by name, written as pointers into the document (issue 25, point 16)."""
 
 from __future__ import annotations
 

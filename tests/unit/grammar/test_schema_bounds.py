@@ -92,7 +92,7 @@ def test_r8_what_is_too_much_or_would_not_be_obeyed_is_named_wherever_it_stands(
 
 @pytest.mark.parametrize("option", ["lenient", "coerce_one_of"])
 def test_r8_a_grammar_cannot_have_a_schema_in_it_be_passed_over(option: str) -> None:
-    """By options of the library, which are for spaces and escapes only."""
+    """Issue 25, point 16. By options of the library, which are for spaces and escapes only."""
     grammar = 'start: %%json {"not": {}, "x-guidance": %s}'
     with pytest.raises(InvalidRequestError, match="x-guidance") as raised:
         check_bounds(StructuredOutputs(grammar=grammar % json.dumps({option: True})), LIMITS)

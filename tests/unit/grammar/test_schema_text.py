@@ -1,4 +1,4 @@
-"""Schemas and grammars as the library is given them."""
+"""Schemas and grammars as the library is given them (issue 25, point 16)."""
 
 from __future__ import annotations
 

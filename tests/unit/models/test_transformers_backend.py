@@ -238,7 +238,8 @@ def test_ways_past_the_layers_are_seen(
 
 
 def test_code_that_does_not_run_in_stages_is_called_so(neox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of Python's is at most the detail of a sentence that says what is wrong."""
+    """Issue 25, point 12. An error of Python's is at most the detail of a sentence that says what is
+    wrong."""
 
     def broken(*args: Any) -> None:
         raise TypeError("no such argument")

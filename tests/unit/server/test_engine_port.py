@@ -15,6 +15,7 @@ from penstock.server.routes.models import ModelsRoute
 
 
 def test_a_model_answers_to_each_of_its_names_and_to_no_other() -> None:
+    """Issue 25, point 13."""
     model = fake_model(aliases=("gpt-4o", "small"))
     for name in ("fake", "gpt-4o", "small"):
         model.require_name(name)
@@ -24,6 +25,7 @@ def test_a_model_answers_to_each_of_its_names_and_to_no_other() -> None:
 
 
 def test_every_name_is_listed_and_the_first_one_leads() -> None:
+    """Issue 25, point 13."""
     route = ModelsRoute(fake_model(aliases=("gpt-4o",)), FakeEngine())
     listed = json.loads(bytes(asyncio.run(route.list()).body))
     assert [card["id"] for card in listed["data"]] == ["fake", "gpt-4o"]
@@ -31,6 +33,7 @@ def test_every_name_is_listed_and_the_first_one_leads() -> None:
 
 
 def test_every_name_is_in_the_document() -> None:
+    """Issue 25, point 13."""
     document = document_of([], fake_model(aliases=("gpt-4o",)), ServerConfig())
     field = document["components"]["schemas"]["ChatRequest"]["properties"]["model"]
     variants = field.get("anyOf", [field])

@@ -73,6 +73,7 @@ def test_settings_overrule_the_template() -> None:
 
 
 def test_a_template_that_takes_tools_in_a_form_that_is_not_known_is_warned_of() -> None:
+    """Issue 25, point 13."""
     xml = "{{ '<tool_call>\\n<function=' + name }}</tool_call>"
     caution = tool_form_caution(syntax(xml))
     assert "answered 400" in caution

@@ -109,6 +109,7 @@ def test_bad_iterations_and_a_missing_model_are_exit_2(engine: TickingEngine) ->
 
 
 def test_engine_settings_become_arguments_of_the_offline_engine() -> None:
+    """Issue 25, point 9."""
     arguments = llm_arguments({"pipeline_parallel_size": 3, "num_blocks": 9, "dtype": "float32"})
     assert arguments["pipeline_parallel_size"] == 3
     assert arguments["num_blocks"] == 9

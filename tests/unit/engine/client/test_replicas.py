@@ -159,6 +159,7 @@ def test_r5_ready_while_one_is() -> None:
 
 
 def test_reasons_of_several_replicas_are_one_sentence() -> None:
+    """Issue 25, point 18."""
     away = OneEngine(ready=False)
     whole = msgspec.structs.replace(away.status(), reason="stage 1 was lost.")
     away.statuses = lambda: [whole]  # type: ignore[method-assign]
@@ -291,7 +292,8 @@ def test_g4_a_replica_that_has_not_come_yet_may_have_the_session() -> None:
 
 
 def test_g4_a_session_is_not_opened_twice_when_a_front_was_started_again() -> None:
-    """The new front has heard from one replica, and the session is open in the other one."""
+    """Issue 25, point 18. The new front has heard from one replica, and the session is open in the other
+    one."""
     heard, silent = OneEngine(), OneEngine()
     silent.sessions = None
     both = replicas(heard, silent)

@@ -637,6 +637,7 @@ def notes_of(model: str, parallel: ParallelConfig, cache: CacheConfig) -> tuple[
 
 
 def test_settings_that_change_nothing_are_named(model: str) -> None:
+    """Issue 25, point 13."""
     experts = ParallelConfig(enable_expert_parallel=True, tensor_parallel_size=2)
     (said,) = notes_of(model, experts, CacheConfig())
     assert said == "--enable-expert-parallel changes nothing: LlamaForCausalLM has no experts."
@@ -656,6 +657,7 @@ def test_settings_that_change_nothing_are_named(model: str) -> None:
 
 
 def test_whole_experts_of_one_rank_are_named_as_what_changes_nothing(tmp_path: Path) -> None:
+    """Issue 25, point 13."""
     fields = FIELDS | {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     (said,) = notes_of(str(tmp_path), ParallelConfig(enable_expert_parallel=True), CacheConfig())

@@ -74,6 +74,7 @@ class NoEngine:
 def test_a_model_that_is_found_is_reported_and_one_that_is_not_is_the_only_news(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Issue 25, point 11."""
     monkeypatch.setattr(supervisor, "_RunningEngine", NoEngine)
     events = Events()
     assert Supervisor(DEMO, StandInFront(), events).run() == 0
@@ -94,6 +95,7 @@ def host() -> Iterator[StandInHost]:
 
 
 def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHost) -> None:
+    """Issue 25, point 13."""
     front, events, hosts = StandInFront(host), Events(), Hosts(host)
     signals, other_end = socket.socketpair()
     stopped: Any = signals
