@@ -127,6 +127,8 @@ class StandInHost:
         members: that were started, in order.
         ranks: what the ranks among them were told at the start, in order.
         made: ends of connections, with their kinds.
+        spares_kept: the number of threads each time that a spare was to be kept.
+        spare_bytes: that it says the spare has.
     """
 
     def __init__(self, name: str, *kinds: str) -> None:
@@ -135,6 +137,8 @@ class StandInHost:
         self.members: list[StandInMember] = []
         self.ranks: list[RankConfig] = []
         self.made: list[tuple[str, StandInEnd]] = []
+        self.spares_kept: list[int] = []
+        self.spare_bytes = 0
         self.news, self._bell = socket.socketpair()
         self.news.setblocking(False)
 
@@ -150,6 +154,10 @@ class StandInHost:
     def close(self) -> None:
         self.news.close()
         self._bell.close()
+
+    def keep_spare(self, threads: int) -> int:
+        self.spares_kept.append(threads)
+        return self.spare_bytes
 
     def resources(self) -> HostResources:
         return HostResources(num_cpus=4, free_bytes=1 << 34, num_gpus=0, name=self.name)

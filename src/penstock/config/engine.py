@@ -110,6 +110,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
             threads together are as many as the usable cores. CPU only.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
+        warm_spare: keep a process ready, once all is well, that a stage which is lost is started again in;
+            not where memory is short.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
     """
@@ -187,6 +189,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_limit_s: Annotated[
         float, Setting("pipeline", "seconds without a sign of life after which a stage starts again")
     ] = 5.0
+    warm_spare: Annotated[
+        bool,
+        Setting("pipeline", "keep a process ready in which a lost stage starts again", off="--no-warm-spare"),
+    ] = True
     load_timeout_s: Annotated[float, Setting("pipeline", "seconds in which a stage must have loaded")] = (
         3600.0
     )

@@ -17,6 +17,7 @@ from penstock.hosts.local_process import LocalMember, spawn
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.rank_host import HostEnd, Need
 from penstock.hosts.resources import HostResources
+from penstock.hosts.spare import SpareProcess
 from penstock.process import entry_points
 from penstock.process.child import encode_config
 from penstock.process.config import (
@@ -27,6 +28,7 @@ from penstock.process.config import (
     MeasureProcessConfig,
     RankConfig,
     RankProcessConfig,
+    SpareProcessConfig,
 )
 from penstock.process.control import CONTROL_OPTION, ControlSocket
 
@@ -40,14 +42,20 @@ class LocalHost:
 
     def __init__(self, detect: Callable[[], HostResources] = HostResources.detect) -> None:
         self._detect = detect
+        self._spare = SpareProcess(_start_spare, lambda: detect().free_bytes)
         self.name = THIS_HOST
 
     def resources(self) -> HostResources:
         return self._detect()
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> LocalMember:
+        if (spare := self._spare.take(rank, name, member_index)) is not None:
+            return spare
         config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
         return _start(entry_points.RANK, config, name=name, stage=rank.stage, member_index=member_index)
+
+    def keep_spare(self, threads: int) -> int:
+        return self._spare.keep(threads)
 
     def start_measuring(self, config: MeasureConfig, name: str) -> LocalMember:
         process = MeasureProcessConfig(measure=config, parent_pid=os.getpid())
@@ -66,6 +74,13 @@ class LocalHost:
 
     def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
         return JoinedEnd(invitation)
+
+    def close(self) -> None:
+        self._spare.close()
+
+
+def _start_spare(config: SpareProcessConfig) -> LocalMember:
+    return _start(entry_points.SPARE, config, name="spare")
 
 
 def _start(

@@ -51,6 +51,11 @@ class Member(ABC):
         self.is_ready = False
         self.started_at = self.heard_at = time.monotonic()
 
+    def begin_as(self, name: str, stage: int | None, member_index: int) -> None:
+        """It begins anew as this member, as if it had been started now."""
+        self.name, self.stage, self.member_index = name, stage, member_index
+        self.started_at = self.heard_at = time.monotonic()
+
     @property
     @abstractmethod
     def identity(self) -> str:

@@ -105,6 +105,19 @@ class RankHost(Protocol):
         """
         ...
 
+    def keep_spare(self, threads: int) -> int:
+        """Keep a process ready that the next rank is started in: without weights, its imports done.
+
+        To be called every second or so; the first calls start it. Not where memory is short.
+
+        Args:
+            threads: the most that a rank of this host has.
+
+        Returns:
+            Bytes of memory that it holds, once it is ready; 0 while there is none.
+        """
+        ...
+
     def start_measuring(self, config: MeasureConfig, name: str) -> Member:
         """Start a process that times the steps of a rank, as `start_rank`."""
         ...
@@ -126,6 +139,10 @@ class RankHost(Protocol):
 
     def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
         """Make an end that joins one that was accepted, here or at another host."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the host: a process that waits there ends. Members are ended before, by who has them."""
         ...
 
 
@@ -160,6 +177,11 @@ class Hosts(Mapping[str, RankHost]):
 
     def __len__(self) -> int:
         return len(self._by_name)
+
+    def close(self) -> None:
+        """Let go of all of them."""
+        for host in self._by_name.values():
+            host.close()
 
     def resources(self) -> list[HostResources]:
         """What each of them can give now."""

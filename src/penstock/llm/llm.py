@@ -101,6 +101,8 @@ class LLM:
         pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
             threads together are as many as the usable cores. CPU only.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
+        warm_spare: keep a process ready, once all is well, that a stage which is lost is started again in;
+            not where memory is short.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
         block_size: tokens per block.
@@ -157,6 +159,7 @@ class LLM:
         kernels: str = "auto",
         pin_threads: PinThreads = "auto",
         heartbeat_limit_s: float = 5.0,
+        warm_spare: bool = True,
         load_timeout_s: float = 3600.0,
         step_timeout_s: float | None = None,
         block_size: int = 32,

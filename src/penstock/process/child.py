@@ -1,8 +1,8 @@
 """What every child process of the supervisor does first, and how it reports.
 
 The supervisor writes a child's config to a pipe and reads JSON lines from another: the child's progress,
-readiness or the first cause of its failure. Used by the entry points of ranks, core, API process and
-measuring processes, and for the decoding by the supervisor. Imports no torch, so that a rank can set its
+readiness or the first cause of its failure. Used by the entry points of ranks, spares, core, API process
+and measuring processes, and for the decoding by the supervisor. Imports no torch, so that a rank can set its
 environment before torch starts.
 """
 
@@ -117,6 +117,16 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured", tag_fi
     costs: msgspec.Raw
 
 
+class Warm(msgspec.Struct, frozen=True, kw_only=True, tag="warm", tag_field="event"):
+    """A spare process has imported what a rank needs, and waits to become one.
+
+    Attributes:
+        own_bytes: of memory that it holds and shares with no other process.
+    """
+
+    own_bytes: int
+
+
 class ChildFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed", tag_field="event"):
     """The child is about to exit. `trace` is for the log of a verbose supervisor."""
 
@@ -133,6 +143,7 @@ StatusEvent = (
     | Abandoned
     | Alive
     | Measured
+    | Warm
     | ChildFailed
 )
 

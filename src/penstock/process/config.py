@@ -225,6 +225,17 @@ class MeasureConfig(msgspec.Struct, frozen=True, kw_only=True):
     case_s: float
 
 
+class SpareProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a spare process reads from its config pipe; which rank it becomes comes later: `BecomeRank`.
+
+    Attributes:
+        threads: the most that the rank may have.
+    """
+
+    threads: int
+    parent_pid: int
+
+
 class MeasureProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What the process that measures a rank reads from its config pipe; when to begin comes later."""
 

@@ -48,7 +48,13 @@ class BeginMeasuring(msgspec.Struct, frozen=True, tag="begin_measuring"):
     meeting: MeetingEndpoint | None = None
 
 
-ControlMessage = Stop | EpochLost | BeginMeasuring | RankEndpoints | CoreEndpoints
+class BecomeRank(msgspec.Struct, frozen=True, tag="become_rank"):
+    """To a spare process: read the config of a rank there, to the end, and live as that rank."""
+
+    config_fd: int
+
+
+ControlMessage = Stop | EpochLost | BeginMeasuring | BecomeRank | RankEndpoints | CoreEndpoints
 
 
 class ControlSocket:

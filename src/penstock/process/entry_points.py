@@ -11,8 +11,9 @@ from typing import Final
 SUPERVISOR: Final = "penstock.engine.supervisor.supervisor"  # started by `llm.supervisor_process`
 CORE: Final = "penstock.engine.core.core_process"  # by `hosts.local`
 RANK: Final = "penstock.rank.process"  # by its host, so far `hosts.local`
+SPARE: Final = "penstock.rank.spare"  # by `hosts.local`
 API_PROCESS: Final = "penstock.server.api_process"  # by `engine.supervisor.fronts`
 MEASURE: Final = "penstock.planner.measure"  # by its host, so far `hosts.local`
 GRAMMAR_PROVING: Final = "penstock.grammar.proving_process"  # by `grammar.proving`
 
-ALL: Final = (SUPERVISOR, CORE, RANK, API_PROCESS, MEASURE, GRAMMAR_PROVING)
+ALL: Final = (SUPERVISOR, CORE, RANK, SPARE, API_PROCESS, MEASURE, GRAMMAR_PROVING)

@@ -40,17 +40,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(config: RankProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
-    rank = config.rank
-    replica = "" if rank.replica is None else f"replica {rank.replica} "
-    enter_child(f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}", config)
+    enter_child(process_title(config.rank), config)
     bound_thread_pools(config.rank.threads)
     keep_saying_alive(status)
+    return live(config.rank, status, ControlReader.inherited(options))
+
+
+def process_title(rank: RankConfig) -> str:
+    """How tables of processes show it."""
+    replica = "" if rank.replica is None else f"replica {rank.replica} "
+    return f"penstock {replica}stage {rank.stage} tp {rank.tp_rank}"
+
+
+def live(rank: RankConfig, status: StatusWriter, control: ControlReader) -> int:
+    """Be this rank, from its weights to its end; the exit code. The process has been set up."""
     # Here and not above: torch reads its environment when it is imported.
     from penstock.rank.rank import run_rank
 
-    control = ControlReader.inherited(options)
-    epochs = _epochs(config.rank, control, status.write)
-    failed = run_rank(config.rank, epochs, status.write, loads_first=True)
+    epochs = _epochs(rank, control, status.write)
+    failed = run_rank(rank, epochs, status.write, loads_first=True)
     return 0 if failed is None else error_from_info(failed.error).exit_code
 
 

@@ -120,6 +120,11 @@ class Losses:
         """Whether it has been tried so often that nobody should be kept waiting."""
         return self._back_off.is_repeated
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is lost, and a step has crossed the pipe since something was."""
+        return self.missing is None and not self._back_off.is_pending
+
     def leave(self, epoch: int, cause: ErrorInfo, member: int, *, leave_s: float | None = None) -> None:
         """A member has left an epoch by itself: the present one is then over for all.
 

@@ -86,6 +86,11 @@ class PipelineProcesses:
         """Whether all stages have."""
         return all(member.has_loaded for index, member in self._members.items() if index != CORE)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is lost, and a step has crossed the pipe since something was."""
+        return self._losses.is_whole
+
     def start(self) -> None:
         """Stages first: they take longest."""
         for index in (*self._rank_indices, CORE):

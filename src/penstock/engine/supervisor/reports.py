@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from typing import Protocol, TextIO
+from typing import ClassVar, Protocol, TextIO
 
 import msgspec
 
@@ -148,6 +148,18 @@ class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
     seconds: float
     replica: int | None = None
 
+    @property
+    def name(self) -> str:
+        """Of the epoch, for messages."""
+        return of_replica(self.replica, f"epoch {self.epoch}")
+
+
+class SpareReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="spare_ready"):
+    """A process waits on this host for a rank that is lost; it holds `own_bytes` of memory."""
+
+    host: str
+    own_bytes: int
+
 
 class FrontLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_lost"):
     """The API process has ended, and is started again after `retry_s`; connections are reset."""
@@ -160,6 +172,7 @@ class FrontRecovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event
     """The API process answers again; `seconds` since the loss was noticed."""
 
     seconds: float
+    name: ClassVar[str] = "API process"
 
 
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="draining"):
@@ -186,6 +199,7 @@ Event = (
     | EngineReady
     | StageLost
     | Recovered
+    | SpareReady
     | FrontLost
     | FrontRecovered
     | Draining
@@ -269,12 +283,12 @@ def event_line(event: Event) -> str:
             epoch = of_replica(event.replica, f"epoch {event.epoch}")
             line = f"lost: {words} {epoch[0].upper()}{epoch[1:]} is over{again}{_pause(event.retry_s)}"
             return f"{line}\n{event.trace}".rstrip()
-        case Recovered():
-            return f"recovered in {event.seconds:.1f} s   {of_replica(event.replica, f'epoch {event.epoch}')}"
+        case Recovered() | FrontRecovered():
+            return f"recovered in {event.seconds:.1f} s   {event.name}"
+        case SpareReady():
+            return f"a spare process waits on {event.host}, with {megabytes(event.own_bytes)} of memory"
         case FrontLost():
             return f"lost: {event.error.message} It starts again{_pause(event.retry_s)}"
-        case FrontRecovered():
-            return f"recovered in {event.seconds:.1f} s   API process"
         case Draining():
             return f"draining: running requests have {event.seconds:g} s; a second signal ends at once"
         case EngineFailed():

@@ -50,6 +50,7 @@ from penstock.engine.supervisor.reports import (
     StageReady,
     SteadyReporter,
 )
+from penstock.engine.supervisor.spares import Spares
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
 from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Member, Waitable
@@ -97,8 +98,8 @@ class Supervisor:
     def run(self) -> int:
         """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
         started = time.monotonic()
+        hosts = Hosts(LocalHost())
         try:
-            hosts = Hosts(LocalHost())
             self._front.open()
             settled = settle_partition(self._engine, hosts, self._reporter)
             plans = resolve_replicas(settled, hosts.resources())
@@ -115,6 +116,7 @@ class Supervisor:
             return self._refuse(error)
         finally:
             self._front.close()
+            hosts.close()
 
     def _refuse(self, error: PenstockError | OSError) -> int:
         """Report why nothing was started; the exit code."""
@@ -148,6 +150,8 @@ class _RunningEngine:
         self._replicas = [PipelineProcesses(plan, hosts, self._watch, reporter) for plan in plans]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
+        ranks = [rank for plan in plans for rank in plan.ranks]
+        self._spares = Spares(hosts, ranks if self._plan.core.parallel.warm_spare else [], reporter)
 
     @property
     def _fronts(self) -> set[Member]:
@@ -196,6 +200,7 @@ class _RunningEngine:
         self._mend_front((ended & self._fronts) - leaving)
         for replica in self._replicas:
             replica.recover()
+        self._spares.tend(time.monotonic(), is_whole=all(replica.is_whole for replica in self._replicas))
         return ended & leaving
 
     def _mend_front(self, ended: Set[Member]) -> None:

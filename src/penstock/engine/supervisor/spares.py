@@ -1,0 +1,65 @@
+"""When each host keeps a process ready for a rank that is lost: while the engine has been whole for a while.
+
+A rank that takes over such a process is back sooner by the start of an interpreter and its imports. Engines
+that live for a moment only never start one. Decides when; what a spare is, and whether there is memory for
+one, is the business of the host (`RankHost.keep_spare`). Used by `engine.supervisor.supervisor`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from penstock.engine.supervisor.reports import Reporter, SpareReady
+from penstock.hosts.rank_host import RankHost
+from penstock.process.config import RankConfig
+
+WHOLE_S = 10.0  # without a loss, before a spare is started
+LOOK_EVERY_S = 1.0
+
+
+class Spares:
+    """A spare process on each host that has ranks.
+
+    Args:
+        hosts: by name.
+        ranks: of all replicas; empty: there is no spare.
+    """
+
+    def __init__(
+        self, hosts: Mapping[str, RankHost], ranks: Iterable[RankConfig], reporter: Reporter
+    ) -> None:
+        self._hosts = hosts
+        self._threads: dict[str, int] = {}  # of each host the most that one of its ranks has
+        for rank in ranks:
+            self._threads[rank.host] = max(rank.threads, self._threads.get(rank.host, 0))
+        self._reporter = reporter
+        self._ready: set[str] = set()  # hosts whose spare is ready and was reported
+        self._whole_since: float | None = None
+        self._looked_at = 0.0
+
+    def tend(self, now: float, *, is_whole: bool) -> None:
+        """See to them; to be called at least every second.
+
+        Args:
+            now: monotonic seconds.
+            is_whole: all ranks serve.
+        """
+        if not is_whole:
+            self._whole_since = None
+            return
+        if self._whole_since is None:
+            self._whole_since = now
+        if now - self._whole_since < WHOLE_S or now - self._looked_at < LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        for name, threads in self._threads.items():
+            self._keep(self._hosts[name], threads)
+
+    def _keep(self, host: RankHost, threads: int) -> None:
+        try:
+            own_bytes = host.keep_spare(threads)
+        except OSError:  # no descriptors, no memory: perhaps later
+            own_bytes = 0
+        if own_bytes and host.name not in self._ready:
+            self._reporter.report(SpareReady(host=host.name, own_bytes=own_bytes))
+        (self._ready.add if own_bytes else self._ready.discard)(host.name)

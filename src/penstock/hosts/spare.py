@@ -1,0 +1,99 @@
+"""The process of a host that waits to become a rank (`rank.spare`): whether there is one, and who takes it.
+
+    none ──keep, memory is free──▶ starting ──Warm──▶ waiting ──take──▶ a member like any other
+      ▲                               │                  │
+      └──── it ended, or memory is short ◀───────────────┘
+
+Used by `hosts.local`; the supervisor says when (`engine.supervisor.spares`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Protocol
+
+from penstock.hosts.local_process import LocalMember
+from penstock.process.child import Warm, encode_config
+from penstock.process.config import RankConfig, RankProcessConfig, SpareProcessConfig
+from penstock.process.control import BecomeRank
+
+START_FREE_BYTES = 2 << 30  # a spare takes a tenth of it
+KEEP_FREE_BYTES = 1 << 29  # below it whatever can go must go
+
+
+class StartSpare(Protocol):
+    """Starts the process of a spare; raises OSError where there is no room for it."""
+
+    def __call__(self, config: SpareProcessConfig) -> LocalMember: ...
+
+
+class SpareProcess:
+    """At most one process that waits.
+
+    Args:
+        start: starts it.
+        free_bytes: of memory, on this host, now.
+    """
+
+    def __init__(self, start: StartSpare, free_bytes: Callable[[], int]) -> None:
+        self._start = start
+        self._free_bytes = free_bytes
+        self._member: LocalMember | None = None
+        self._threads = 0  # that it was started for
+        self._own_bytes = 0  # once it waits
+
+    def keep(self, threads: int) -> int:
+        """See to it that there is one, as far as memory allows; to be called every few seconds.
+
+        Args:
+            threads: the most that a rank of this host has.
+
+        Returns:
+            Bytes of memory that the one holds which waits; 0 while there is none.
+        """
+        self._hear()
+        free = self._free_bytes()
+        if self._member is None and free >= START_FREE_BYTES:
+            self._threads = threads
+            self._member = self._start(SpareProcessConfig(threads=threads, parent_pid=os.getpid()))
+        elif free < KEEP_FREE_BYTES:
+            self.close()
+        return self._own_bytes
+
+    def take(self, rank: RankConfig, name: str, member_index: int) -> LocalMember | None:
+        """Let the one that waits become this rank; None where nobody waits for such a rank."""
+        self._hear()
+        member = self._member
+        if member is None or not self._own_bytes or rank.threads > self._threads:
+            return None
+        config_fd = os.memfd_create("rank config")  # no pipe: it takes all at once, however long
+        try:
+            os.write(config_fd, encode_config(RankProcessConfig(rank=rank, parent_pid=os.getpid())))
+            os.lseek(config_fd, 0, os.SEEK_SET)
+            member.hand(BecomeRank(config_fd))
+        finally:
+            os.close(config_fd)
+        member.begin_as(name, rank.stage, member_index)
+        self._forget()
+        return member
+
+    def close(self) -> None:
+        """End it."""
+        if self._member is not None:
+            self._member.kill_now()
+            self._member.close()
+        self._forget()
+
+    def _hear(self) -> None:
+        """Take what it has said, and let go of it if it has ended."""
+        if self._member is None:
+            return
+        for event in self._member.read_status():
+            if isinstance(event, Warm):
+                self._own_bytes = event.own_bytes
+        if self._member.exit_code is not None:
+            self.close()
+
+    def _forget(self) -> None:
+        self._member, self._own_bytes = None, 0

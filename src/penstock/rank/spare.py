@@ -1,0 +1,74 @@
+"""A process that waits to become a rank: `python -m penstock.rank.spare`, with descriptors as `rank.process`.
+
+Started by its host while all is well. It imports what every rank needs, says so and waits, without weights. A
+rank that is lost is then started again in it (`BecomeRank`), which saves the start of the interpreter and the
+imports: most of the time that a small model is away. From then on it is `rank.process`. Exit code: 0 when
+nothing came of it, else that of the rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import setproctitle
+
+from penstock.process import entry_points
+from penstock.process.child import (
+    StatusWriter,
+    Warm,
+    bound_thread_pools,
+    enter_child,
+    keep_saying_alive,
+    leave,
+    read_config,
+    run_child,
+)
+from penstock.process.config import RankProcessConfig, SpareProcessConfig
+from penstock.process.control import CONTROL_OPTION, BecomeRank, ControlReader
+from penstock.rank.process import live, process_title
+
+_LEAST_NICE = 19  # so that the steps of others lose next to nothing to the imports
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Wait to become a rank, and be it; returns the exit code."""
+    return run_child(entry_points.SPARE, arguments, SpareProcessConfig, _run, more=[CONTROL_OPTION])
+
+
+def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Namespace) -> int:
+    enter_child("penstock spare", config)
+    bound_thread_pools(config.threads)
+    keep_saying_alive(status)
+    aside = threading.Thread(target=_import_rank_quietly, name="imports")
+    aside.start()
+    aside.join()
+    import penstock.rank.rank  # noqa: F401  # done already, unless it failed: then it fails here
+
+    status.write(Warm(own_bytes=own_bytes()))
+    control = ControlReader.inherited(options)
+    message = control.receive()
+    if not isinstance(message, BecomeRank):
+        return 0
+    rank = read_config(message.config_fd, RankProcessConfig).rank
+    setproctitle.setproctitle(process_title(rank))
+    return live(rank, status, control)
+
+
+def _import_rank_quietly() -> None:
+    """Import what a rank needs. In a thread, as Linux gives each its own priority, and takes back none."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_NICE)
+    import penstock.rank.rank  # noqa: F401
+
+
+def own_bytes(statm: Path = Path("/proc/self/statm")) -> int:
+    """Memory that this process holds and shares with no file and no other process."""
+    resident, shared = (int(field) for field in statm.read_text().split()[1:3])
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    leave(main())
