@@ -116,10 +116,7 @@ def test_r4_r11_a_stage_that_is_lost_while_the_server_drains_is_started_again() 
 @pytest.mark.soak
 def test_r6_nothing_is_left_of_what_was_lost(server: Server) -> None:
     def resources() -> dict[str, tuple[int, int]]:
-        """Descriptors and threads of each process but the API's, whose clients come and go."""
-        found = {title_of(process): (process.num_fds(), process.num_threads()) for process in server.family()}
-        del found["penstock api"]
-        return found
+        return server.resources("penstock api")  # whose clients come and go
 
     def lose_each() -> None:
         for stage in range(server.num_stages):
@@ -130,6 +127,17 @@ def test_r6_nothing_is_left_of_what_was_lost(server: Server) -> None:
     lose_each()
     assert resources() == before
     assert server.metric("penstock_kv_cache_usage_perc") == 0
+
+
+@pytest.mark.soak
+def test_r3_a_lost_stage_starts_again_in_the_process_that_waits() -> None:
+    """Issue 25, point 3."""
+    with Server(2) as served:
+        wait_until(lambda: "a spare process waits on this host, with " in served.output, 60)
+        spare = served.await_spare()
+        disturb(served, 1, 9, signal.SIGKILL)
+        assert served.stage(1).pid == spare.pid
+        assert served.await_spare().pid != spare.pid
 
 
 @pytest.mark.soak

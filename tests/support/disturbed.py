@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from penstock import LLM, SamplingParams
-from served import Served, title_of
+from served import Served, title_of, wait_until
 
 ADMIN_KEY = "key-of-an-administrator"
 NUM_TOKENS = 600  # half a second
@@ -22,6 +22,9 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "ROMEO:", "temperature": 0},
     {"prompt": [5, 6, 7], "temperature": 1.0, "seed": 11},
 ]
+
+
+SPARE = "penstock spare"
 
 
 class Server(Served):
@@ -40,6 +43,21 @@ class Server(Served):
 
     def stage(self, stage: int) -> psutil.Process:
         return named(self, f"penstock stage {stage} tp 0")
+
+    def await_spare(self) -> psutil.Process:
+        """Its spare process, which comes when nothing was lost for a while."""
+        wait_until(lambda: SPARE in map(title_of, self.family()), 60)
+        return named(self, SPARE)
+
+    def resources(self, *but: str) -> dict[str, tuple[int, int]]:
+        """Descriptors and threads of each of its processes, by title, once it has a spare process.
+
+        Args:
+            but: titles of those that are left out, as the spare is.
+        """
+        self.await_spare()
+        found = {title_of(process): (process.num_fds(), process.num_threads()) for process in self.family()}
+        return {title: counts for title, counts in found.items() if title not in (SPARE, *but)}
 
 
 _shared: set[int] = set()  # process ids of servers that tests share

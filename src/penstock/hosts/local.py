@@ -15,9 +15,9 @@ import msgspec
 from penstock.hosts.local_connections import KINDS, JoinedEnd
 from penstock.hosts.local_process import LocalMember, spawn
 from penstock.hosts.local_socket import LocalSocket
+from penstock.hosts.local_spare import SpareProcess
 from penstock.hosts.rank_host import HostEnd, Need
 from penstock.hosts.resources import HostResources
-from penstock.hosts.spare import SpareProcess
 from penstock.process import entry_points
 from penstock.process.child import encode_config
 from penstock.process.config import (

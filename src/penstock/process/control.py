@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 
 from penstock.errors import ErrorInfo, ProtocolError
+from penstock.process.child import read_config
+from penstock.process.config import RankConfig, RankProcessConfig
 from penstock.process.endpoints import CoreEndpoints, MeetingEndpoint, RankEndpoints
 
 _MAX_BYTES = 1 << 16
@@ -49,9 +51,13 @@ class BeginMeasuring(msgspec.Struct, frozen=True, tag="begin_measuring"):
 
 
 class BecomeRank(msgspec.Struct, frozen=True, tag="become_rank"):
-    """To a spare process: read the config of a rank there, to the end, and live as that rank."""
+    """To a spare process: live as the rank whose config is there."""
 
     config_fd: int
+
+    def read(self) -> RankConfig:
+        """Read the config to its end; once."""
+        return read_config(self.config_fd, RankProcessConfig).rank
 
 
 ControlMessage = Stop | EpochLost | BeginMeasuring | BecomeRank | RankEndpoints | CoreEndpoints

@@ -24,10 +24,9 @@ from penstock.process.child import (
     enter_child,
     keep_saying_alive,
     leave,
-    read_config,
     run_child,
 )
-from penstock.process.config import RankProcessConfig, SpareProcessConfig
+from penstock.process.config import SpareProcessConfig
 from penstock.process.control import CONTROL_OPTION, BecomeRank, ControlReader
 from penstock.rank.process import live, process_title
 
@@ -53,7 +52,7 @@ def _run(config: SpareProcessConfig, status: StatusWriter, options: argparse.Nam
     message = control.receive()
     if not isinstance(message, BecomeRank):
         return 0
-    rank = read_config(message.config_fd, RankProcessConfig).rank
+    rank = message.read()
     setproctitle.setproctitle(process_title(rank))
     return live(rank, status, control)
 

@@ -178,7 +178,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
  --queue-timeout 20 --max-sessions 59 --micro-batches 2 --inter-token-target 250
  --max-waiting-tokens 30 --built-grammar-bytes 62
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
---json-open-objects
+--json-open-objects --no-warm-spare
 --ssl-certfile /a.crt --ssl-keyfile /a.key
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
 --allowed-hosts host.docker.internal --allowed-hosts box
@@ -225,6 +225,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "device": "cpu,cuda:1",
             "tied_head": "transfer",
             "heartbeat_limit_s": 9.0,
+            "warm_spare": False,
             "load_timeout_s": 45.0,
             "step_timeout_s": 24.0,
             "kernels": "-attention,-head",

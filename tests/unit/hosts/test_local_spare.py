@@ -14,8 +14,8 @@ import pytest
 from checkpoints import make_checkpoint
 from penstock.hosts.local import LocalHost
 from penstock.hosts.local_process import LocalMember
+from penstock.hosts.local_spare import KEEP_FREE_BYTES, START_FREE_BYTES
 from penstock.hosts.resources import HostResources
-from penstock.hosts.spare import KEEP_FREE_BYTES, START_FREE_BYTES
 from penstock.process.child import WeightsLoaded
 from penstock.process.config import RankConfig
 from rank_configs import make_rank_configs
