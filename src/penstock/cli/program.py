@@ -17,7 +17,7 @@ from penstock import __version__
 from penstock.cli.help import COMMANDS, GROUPS, ROOT_HELP, help_screen
 from penstock.cli.sources import SettingSources, nearest
 from penstock.cli.terminal import Invocation, report_error
-from penstock.cli.usage_errors import usage_error
+from penstock.cli.usage_errors import refuse_fractions, usage_error
 from penstock.config.refused_settings import refuse_if_known
 from penstock.config.setting import environment_names_of
 from penstock.errors import UsageError
@@ -41,7 +41,7 @@ def build_app(invocation: Invocation) -> App:
     """The tree of commands; each is named by its import path and imported when it is called."""
     app = App(
         name="penstock",
-        config=SettingSources(invocation),
+        config=[SettingSources(invocation), refuse_fractions],
         help_flags=[],
         version_flags=[],
         result_action="return_value",

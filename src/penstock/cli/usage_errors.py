@@ -6,10 +6,11 @@ Called by `cli.program` for an error of the library. A flag of vLLM, SGLang or l
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
 from cyclopts import CoercionError, CycloptsError, MissingArgumentError, UnknownOptionError
 from cyclopts.exceptions import UnusedCliTokensError
@@ -19,7 +20,11 @@ from penstock.cli.sources import nearest
 from penstock.config.foreign_flags import FOREIGN_FLAGS
 from penstock.errors import UsageError
 
+if TYPE_CHECKING:
+    from cyclopts import App, ArgumentCollection
+
 _ENGINE_FLAG = "--pipeline-parallel-size"  # commands that have it take the settings of an engine
+_FRACTION = re.compile(r"[+-]?\d*\.0*[1-9]\d*")
 _NAMES_OF_TYPES = {bool: "true or false", int: "a whole number", float: "a number", Path: "a path"}
 
 
@@ -55,6 +60,21 @@ def usage_error(
             return UsageError(f"{title} cannot be run with these words.", remedy=f"{_usage(command)} {page}")
 
 
+def refuse_fractions(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse 1.5 where a whole number belongs, which the library would round. A config step of it, the last.
+
+    Raises:
+        CoercionError: names the setting and its value; `usage_error` says it in our words.
+    """
+    for argument in arguments:
+        types_taken = list(_types(argument.hint))
+        if int not in types_taken or float in types_taken:
+            continue
+        for token in argument.tokens:
+            if _FRACTION.fullmatch(token.value.strip()):
+                raise CoercionError(argument=argument, token=token, target_type=int)
+
+
 def _foreign_flag(words: Sequence[str], flags: Collection[str]) -> UsageError | None:
     """Return the answer to the first flag of another engine, for a command that has an engine's flags."""
     if _ENGINE_FLAG not in flags:
@@ -79,17 +99,27 @@ def _wrong_value(error: CoercionError, page: str) -> UsageError:
 
 def _kinds(hint: Any) -> Iterator[str]:
     """Yield what a value of this type may be, in words."""
+    parts = list(_types(hint))
+    for part in parts:
+        if get_origin(part) is Literal:
+            yield from map(str, get_args(part))
+        elif part is str and int in parts:
+            yield "several with commas"
+        else:
+            yield _NAMES_OF_TYPES.get(part, "a text")
+
+
+def _types(hint: Any) -> Iterator[Any]:
+    """Yield the types that a single value may be of, `Literal` ones whole."""
     origin = get_origin(hint)
-    if origin is Literal:
-        yield from map(str, get_args(hint))
-    elif origin in (Union, types.UnionType):
+    if origin in (Union, types.UnionType):
         for part in get_args(hint):
             if part is not type(None):
-                yield from _kinds(part)
+                yield from _types(part)
     elif origin in (list, tuple):
-        yield from _kinds(get_args(hint)[0])
+        yield from _types(get_args(hint)[0])
     else:
-        yield _NAMES_OF_TYPES.get(hint, "a text")
+        yield hint
 
 
 def _usage(command: tuple[str, ...]) -> str:

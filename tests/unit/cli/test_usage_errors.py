@@ -38,6 +38,12 @@ def refused(*words: str, **environ: str) -> tuple[str, str]:
         (["serve", "demo", "-zz"], "`penstock serve` has no flag -zz.", "`penstock serve --help all` lists"),
         (["chat", "--quik", "x"], "`penstock chat` has no flag --quik.", "Did you mean --quick?"),
         (["serve", "demo", "--pp", "two"], "--pp is 'two'; it must be a whole number.", "--help all"),
+        (["serve", "demo", "--pp", "1.5"], "--pp is '1.5'; it must be a whole number.", "--help all"),
+        (
+            ["serve", "demo", "--tp=.5"],
+            "--tp is '.5'; it must be a whole number or several with commas.",
+            "--help all",
+        ),
         (
             ["serve", "demo", "--dtype", "bfloat"],
             "--dtype is 'bfloat'; it must be auto, float32, bfloat16 or float16.",
@@ -82,6 +88,24 @@ def test_no_text_of_the_library_reaches_a_user() -> None:
     said = usage_error(error, ("serve",), ["serve", "demo"], frozenset({"--pp"}))
     assert "Parameter" not in str(said)
     assert said.message == "`penstock serve` cannot be run with these words."
+
+
+def test_a_fraction_is_taken_where_one_belongs_and_a_whole_number_may_have_a_point() -> None:
+    out = StringIO()
+    words = [
+        "serve",
+        "demo",
+        "--queue-timeout",
+        "1.5",
+        "--pp",
+        "2.0",
+        "--async-depth",
+        "auto",
+        "--print-config",
+    ]
+    assert run(words, Invocation(stdout=out, stderr=out, stdin=StringIO(), environ={})) == 0
+    assert "queue-timeout = 1.5 " in out.getvalue()
+    assert "pipeline-parallel-size = 2 " in out.getvalue()
 
 
 @pytest.mark.parametrize(
