@@ -32,6 +32,7 @@ class Server(Served):
 
     def __init__(self, num_stages: int, *more: str) -> None:
         self.num_stages = num_stages
+        self._has_spare = "--no-warm-spare" not in more
         super().__init__(
             "demo", "--pp", str(num_stages), "--threads-per-rank", "1", "--dtype", "float32", *more
         )
@@ -50,12 +51,13 @@ class Server(Served):
         return named(self, SPARE)
 
     def resources(self, *but: str) -> dict[str, tuple[int, int]]:
-        """Descriptors and threads of each of its processes, by title, once it has a spare process.
+        """Descriptors and threads of each of its processes, by title; once it has a spare, if it ever has.
 
         Args:
             but: titles of those that are left out, as the spare is.
         """
-        self.await_spare()
+        if self._has_spare:
+            self.await_spare()
         found = {title_of(process): (process.num_fds(), process.num_threads()) for process in self.family()}
         return {title: counts for title, counts in found.items() if title not in (SPARE, *but)}
 
@@ -64,7 +66,10 @@ _shared: set[int] = set()  # process ids of servers that tests share
 
 
 class DemoServers:
-    """The server over two stages that tests share; if one of them has ended it, the next gets another."""
+    """The server over two stages that tests share; if one of them has ended it, the next gets another.
+
+    It has no spare process: that one would start at any time, beside any test.
+    """
 
     def __init__(self) -> None:
         self._servers = contextlib.ExitStack()
@@ -72,7 +77,7 @@ class DemoServers:
 
     def running(self) -> Server:
         if self._newest is None or self._newest.process.poll() is not None:
-            words = ("--tool-parser", "json", "--admin-key", ADMIN_KEY)
+            words = ("--tool-parser", "json", "--admin-key", ADMIN_KEY, "--no-warm-spare")
             self._newest = self._servers.enter_context(Server(2, *words))
             _shared.add(self._newest.process.pid)
         return self._newest

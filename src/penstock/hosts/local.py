@@ -16,6 +16,7 @@ from penstock.hosts.local_connections import KINDS, JoinedEnd
 from penstock.hosts.local_process import LocalMember, spawn
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.local_spare import SpareProcess
+from penstock.hosts.member import Member
 from penstock.hosts.rank_host import HostEnd, Need
 from penstock.hosts.resources import HostResources
 from penstock.process import entry_points
@@ -48,7 +49,7 @@ class LocalHost:
     def resources(self) -> HostResources:
         return self._detect()
 
-    def start_rank(self, rank: RankConfig, name: str, member_index: int) -> LocalMember:
+    def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
         if (spare := self._spare.take(rank, name, member_index)) is not None:
             return spare
         config = RankProcessConfig(rank=rank, parent_pid=os.getpid())

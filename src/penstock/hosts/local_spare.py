@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable
 from typing import Protocol
 
-from penstock.hosts.local_process import LocalMember
+from penstock.hosts.member import Member
 from penstock.process.child import Warm, encode_config
 from penstock.process.config import RankConfig, RankProcessConfig, SpareProcessConfig
 from penstock.process.control import BecomeRank
@@ -25,7 +25,7 @@ KEEP_FREE_BYTES = 1 << 29  # below it whatever can go must go
 class StartSpare(Protocol):
     """Starts the process of a spare; raises OSError where there is no room for it."""
 
-    def __call__(self, config: SpareProcessConfig) -> LocalMember: ...
+    def __call__(self, config: SpareProcessConfig) -> Member: ...
 
 
 class SpareProcess:
@@ -39,7 +39,7 @@ class SpareProcess:
     def __init__(self, start: StartSpare, free_bytes: Callable[[], int]) -> None:
         self._start = start
         self._free_bytes = free_bytes
-        self._member: LocalMember | None = None
+        self._member: Member | None = None
         self._threads = 0  # that it was started for
         self._own_bytes = 0  # once it waits
 
@@ -61,7 +61,7 @@ class SpareProcess:
             self.close()
         return self._own_bytes
 
-    def take(self, rank: RankConfig, name: str, member_index: int) -> LocalMember | None:
+    def take(self, rank: RankConfig, name: str, member_index: int) -> Member | None:
         """Let the one that waits become this rank; None where nobody waits for such a rank."""
         self._hear()
         member = self._member
