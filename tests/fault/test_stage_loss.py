@@ -161,7 +161,7 @@ def test_it_goes_on_trying_with_pauses_and_running_requests_end_with_the_cause(t
 
 @pytest.mark.soak
 def test_r3_a_stage_whose_weights_have_changed_is_refused_until_they_are_back(tmp_path: Path) -> None:
-    """Point 1 of the list of defects: no token comes from a mix of two models."""
+    """Issue 25, point 1: no token comes from a mix of two models."""
     tensor = "model.layers.3.mlp.down_proj.weight"  # its middle is in none of the samples
     model = make_checkpoint(tmp_path / "model", hidden_size=256, intermediate_size=512)
     weights = model / "model.safetensors"

@@ -70,7 +70,7 @@ def test_h1_what_the_pool_has_given_up_is_found_in_host_memory(
     ids=["3,3", "5,1", "1,5, tp 1,2"],
 )
 def test_h1_h9_unequal_stages_find_what_equal_ones_find(six_layers: Path, layout: dict[str, Any]) -> None:
-    """Point 7 of issue 25: host memory has room for 165 blocks of all layers, whoever has which of them, and
+    """Issue 25, point 7: host memory has room for 165 blocks of all layers, whoever has which of them, and
     the pool for one prompt and a little."""
     prompt, other = [(11 * index) % 90 for index in range(641)], [(7 * index) % 90 for index in range(601)]
     settings = {"num_blocks": 90, "kv_host_bytes": 165 * SIX_LAYER_BLOCK, "dtype": "float32"}

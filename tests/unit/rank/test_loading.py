@@ -71,7 +71,7 @@ def replacement(config: RankConfig, first: LoadedRank) -> RankConfig:
 def test_r3_one_changed_element_of_a_tensor_is_refused(
     tmp_path: Path, tp: tuple[int, int], quantization: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Point 1 of the list of defects: the samples do not see it, as they are small here."""
+    """Issue 25, point 1: the samples do not see it, as they are small here."""
     monkeypatch.setattr(names, "SAMPLE_BYTES", 16)
     make_checkpoint(tmp_path, layers=4)
     configs = make_rank_configs(

@@ -357,7 +357,7 @@ def test_h2_what_is_to_be_stored_leaves_steps_their_bandwidth_and_holds_up_no_lo
 
 
 def test_h9_blocks_that_are_given_up_leave_host_memory_before_the_orders_that_follow() -> None:
-    """Point 7 of issue 25: with room for two blocks the rank itself would give up another one."""
+    """Issue 25, point 7: with room for two blocks the rank itself would give up another one."""
     size = block_bytes(LAYERS * HEADS, codec().record_bytes)
     tier = HostTier(NoStore(), 2 * size)
     with transfer(MemoryStore(), layers(seed=1), tier=tier) as one:

@@ -68,7 +68,7 @@ def run_requests(rig: ReplicaRig, chance: random.Random, max_blocks: int, *, los
 
 @pytest.mark.parametrize("seed", sampled(range(100), 5))
 def test_h9_what_falls_out_of_one_ranks_memory_falls_out_of_all(seed: int) -> None:
-    """Point 7 of issue 25: all ranks have the same blocks, which are those of the catalogue."""
+    """Issue 25, point 7: all ranks have the same blocks, which are those of the catalogue."""
     chance, catalogue = random.Random(seed), FakeCatalogue()
     max_blocks = chance.choice([1, 3, 7, 20])
     rig = rig_of(chance, catalogue, max_blocks, has_store=False)
@@ -80,7 +80,7 @@ def test_h9_what_falls_out_of_one_ranks_memory_falls_out_of_all(seed: int) -> No
 
 @pytest.mark.parametrize("seed", sampled(range(100), 5))
 def test_h9_memory_that_outlives_a_loss_keeps_no_block_that_nobody_finds(seed: int) -> None:
-    """Point 7 of issue 25: ranks that live on have only what the core knows of."""
+    """Issue 25, point 7: ranks that live on have only what the core knows of."""
     chance, catalogue = random.Random(seed), FakeCatalogue()
     max_blocks = chance.choice([2, 5, 20])
     rig = rig_of(chance, catalogue, max_blocks, has_store=False)
@@ -93,7 +93,7 @@ def test_h9_memory_that_outlives_a_loss_keeps_no_block_that_nobody_finds(seed: i
 
 
 def test_h13_a_part_that_one_rank_has_lost_is_given_up_by_all() -> None:
-    """Point 7 of issue 25."""
+    """Issue 25, point 7."""
     catalogue = FakeCatalogue()
     rig = ReplicaRig(
         num_stages=2,

@@ -108,7 +108,7 @@ def test_h3_a_request_that_waits_no_longer_begins_with_what_has_come(
 def test_h3_a_policy_says_how_long_a_request_waits(
     policy: PrefetchPolicy, wait_s: float, num_found: int | None
 ) -> None:
-    """Point 8 of issue 25. One of three blocks has come when a request's turn comes, behind another one."""
+    """Issue 25, point 8. One of three blocks has come when a request's turn comes, behind another one."""
     one, catalogue = rig()
     prompt = list(range(2, 15))
     run(one, "a", prompt)
@@ -141,7 +141,7 @@ def test_h3_a_policy_says_how_long_a_request_waits(
 def test_h3_no_policy_waits_for_ever_for_a_store_that_does_not_answer(
     policy: PrefetchPolicy, answer_s: float
 ) -> None:
-    """Point 8 of issue 25."""
+    """Issue 25, point 8."""
     one, catalogue = rig(tier_policy=TierPolicy(patience=prefetch_patience(policy, 2.0)))
     catalogue.is_slow = True
     one.add("a", [1] * 13, max_tokens=1)
@@ -157,7 +157,7 @@ def test_h3_no_policy_waits_for_ever_for_a_store_that_does_not_answer(
 
 @pytest.mark.parametrize("policy", ["timeout", "wait-all"])
 def test_h3_a_block_that_fails_ends_the_wait_for_it(policy: PrefetchPolicy) -> None:
-    """Point 8 of issue 25."""
+    """Issue 25, point 8."""
     one, catalogue = rig()
     run(one, "a", [1] * 13)
     settle_store(one)

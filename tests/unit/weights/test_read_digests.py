@@ -1,4 +1,4 @@
-"""Digests of what a rank reads: the same however it is cut into reads, and other bytes are named."""
+"""Digests of what a rank reads: however cut into reads, and other bytes are named (issue 25, point 1)."""
 
 from __future__ import annotations
 

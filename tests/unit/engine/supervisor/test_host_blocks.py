@@ -95,7 +95,7 @@ def drive(chance: random.Random, ranks: list[RankConfig], kv_heads: int) -> None
 
 @pytest.mark.parametrize("seed", sampled(range(24), 8))
 def test_h9_ranks_of_any_layout_keep_the_same_blocks(model: str, seed: int) -> None:
-    """Point 7 of issue 25: unequal stages, ranks that share a stage, replicas, and any number of bytes."""
+    """Issue 25, point 7: unequal stages, ranks that share a stage, replicas, and any number of bytes."""
     chance = random.Random(seed)
     stages = chance.randint(1, 4)
     cuts = [0, *sorted(chance.sample(range(1, LAYERS), stages - 1)), LAYERS]
@@ -119,7 +119,7 @@ def test_h9_ranks_of_any_layout_keep_the_same_blocks(model: str, seed: int) -> N
 
 @pytest.mark.parametrize("partition", ["3,3", "5,1", "1,5"])
 def test_h9_how_layers_are_cut_does_not_change_how_many_blocks_fit(model: str, partition: str) -> None:
-    """Point 7 of issue 25."""
+    """Issue 25, point 7."""
     config = settings(model, 1 << 20, pipeline_parallel_size=2, partition=partition)
     store = resolve(config, [HOST]).core.store
     assert store is not None
