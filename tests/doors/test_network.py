@@ -6,6 +6,8 @@ Times are asserted from below only: a busy machine makes everything slower and n
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ import psutil
 import pytest
 
 from network import Host, Network, ShapedLink, cable_network, shaped_network
+from paths import REPOSITORY
 from served import wait_until
 
 pytestmark = pytest.mark.doors
@@ -30,7 +33,9 @@ both_kinds = pytest.mark.parametrize("make", [cable_network, shaped_network], id
 
 
 @contextlib.contextmanager
-def connected(one: Host[Any], other: Host[Any], family: int = socket.AF_INET) -> Iterator[tuple[socket.socket, ...]]:
+def connected(
+    one: Host[Any], other: Host[Any], family: int = socket.AF_INET
+) -> Iterator[tuple[socket.socket, ...]]:
     """Connect `one` with `other` and yield the ends of the connection."""
     address = other.address if family == socket.AF_INET else other.link.address6
     with other.socket(family) as listener, one.socket(family) as client:
@@ -198,15 +203,60 @@ def is_running(pid: int) -> bool:
         return False
 
 
-@both_kinds
-def test_no_process_is_left_after_a_failure(make: Made) -> None:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    pids = []
-    with pytest.raises(KeyError), make() as network:
+def fail_with_a_process(make: Made, pids: list[int]) -> None:
+    with make() as network:
         host = network.hosts[0]
         child = host.popen([sys.executable, "-S", "-c", ESCAPED], stdout=subprocess.PIPE, text=True)
         pids.append(int(child.stdout.readline()))
         assert host.processes() == pids
         raise KeyError
+
+
+@both_kinds
+def test_no_process_is_left_after_a_failure(make: Made) -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    pids: list[int] = []
+    with pytest.raises(KeyError):
+        fail_with_a_process(make, pids)
+    assert len(pids) == 1
     assert not any(map(is_running, pids))
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_keeper_outside_of_a_namespace_refuses_to_run() -> None:
+    keeper = str(REPOSITORY / "tests" / "support" / "namespace_keeper.py")
+    outside = str(os.stat("/proc/self/ns/net").st_ino)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, keeper, str(theirs.fileno()), outside]
+        done = subprocess.run(
+            command,
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, "the keeper of a namespace was started outside of one\n")
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from network import cable_network
+
+with cable_network() as network:
+    child = network.hosts[0].popen(["sleep", "600"])
+    while not network.hosts[0].processes():
+        pass
+    print(child.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_process_is_left_when_the_tests_are_killed() -> None:
+    support = str(REPOSITORY / "tests" / "support")
+    command = [sys.executable, "-c", KILLED, support]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    wait_until(lambda: not is_running(int(killed.stdout)), HANG_S)

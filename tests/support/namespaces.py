@@ -1,7 +1,8 @@
 """Network namespaces: a host's own interfaces, addresses and routes, on a machine that has but one network.
 
-As root, `unshare` makes them directly. Without root it makes a user namespace first, whose root we are; the kernel
-and its settings may forbid both. Interfaces are made by `ip` and `tc`. `NetworkUnavailableError` names what is missing.
+As root, `unshare` makes them directly. Without root it makes a user namespace first, whose root we are; the
+kernel and its settings may forbid both. Interfaces are made by `ip` and `tc`. `NetworkUnavailableError`
+names what is missing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-PROGRAMS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}  # Debian's packages
+PACKAGES = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}  # of Debian
 _KEEPER = Path(__file__).with_name("namespace_keeper.py")
 _REAP_LIMIT_S = 10.0
 
@@ -31,8 +32,8 @@ def why_no_programs() -> str:
     """Return which programs are missing, with the Debian packages that bring them; empty when none is."""
     if sys.platform != "linux":
         return "network namespaces are a feature of Linux"
-    absent = [program for program in PROGRAMS if shutil.which(program) is None]
-    packages = ", ".join(sorted({PROGRAMS[program] for program in absent}))
+    absent = [program for program in PACKAGES if shutil.which(program) is None]
+    packages = ", ".join(sorted({PACKAGES[program] for program in absent}))
     return f"{', '.join(absent)} is not installed (on Debian: {packages})" if absent else ""
 
 
@@ -47,9 +48,10 @@ class Namespace:
     def __init__(self, prefix: Sequence[str], rights: Sequence[str]) -> None:
         self._rights = rights
         self._asked, theirs = socket.socketpair()
+        outside = str(os.stat("/proc/self/ns/net").st_ino)
         with theirs:
             self._keeper = subprocess.Popen(
-                [*prefix, sys.executable, "-I", "-S", str(_KEEPER), str(theirs.fileno())],
+                [*prefix, sys.executable, "-I", "-S", str(_KEEPER), str(theirs.fileno()), outside],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -66,7 +68,7 @@ class Namespace:
 
     @classmethod
     def first(cls) -> Namespace:
-        """Make a namespace with the rights of root in it: those that we have, or those of a user namespace."""
+        """Make a namespace with the rights of root in it: our own, or those of a user namespace."""
         try:
             return cls(["unshare", "--net", "--"], [])
         except NetworkUnavailableError:
@@ -104,9 +106,7 @@ class Namespace:
 
     def processes(self) -> list[int]:
         """Return the processes that are here, whoever has started them, without the keeper."""
-        return [
-            pid for pid in _pids() if pid != self.pid and _link(f"/proc/{pid}/ns/net") == self._name
-        ]
+        return [pid for pid in _pids() if pid != self.pid and _link(f"/proc/{pid}/ns/net") == self._name]
 
     def kill_all(self) -> None:
         """Kill all processes that are here, and wait until they are gone; a zombie is gone."""

@@ -1,13 +1,14 @@
 """Hosts for tests, on one machine, with links that can be slow, lossy, stalled or pulled.
 
-    loopback_network()   127.0.0.2, 127.0.0.3, …: runs everywhere on Linux, without root; its links cannot be shaped
-    cable_network()      namespaces, joined by virtual cables and a bridge: the kernel's full speed; rate, and pulling
-    shaped_network()     namespaces, joined by a program: delay, jitter, loss, stalls, rate, and pulling
+    loopback_network()   127.0.0.2, 127.0.0.3, …: everywhere on Linux, without root; links as they are
+    cable_network()      namespaces, joined by virtual cables and a bridge: full speed, a rate, pulling
+    shaped_network()     namespaces, joined by a program: delay, jitter, loss, stalls, a rate, pulling
 
-Each is a context manager. On leaving it, after a failure too, all processes of its hosts are killed and reaped and
-its interfaces are gone; they go as well when the process of the tests is killed. Where a machine cannot make the
-network the call raises `NetworkUnavailableError`, which the tests in `tests/doors` turn into a skip with that reason.
-IPv6 has one loopback address alone, ::1, and no others to give to hosts; in namespaces each host has both kinds.
+Each is a context manager. On leaving it, after a failure too, all processes of its hosts are killed and
+reaped and its interfaces are gone; with namespaces that is so even where the process of the tests is killed.
+Where a machine cannot make the network the call raises `NetworkUnavailableError`, which the tests in
+`tests/doors` turn into a skip with that reason. IPv6 has one loopback address alone, ::1, and no others to
+give to hosts; in namespaces each host has addresses of both kinds.
 
     with shaped_network(seed=7) as network:
         one, other = network.hosts
@@ -115,7 +116,7 @@ class CableLink(Link):
         _set_rate(self._center, self._port, bits_per_s)
 
     def pull(self) -> None:
-        """Pull the cable: the host keeps interface and addresses, and its carrier is gone; nobody gets an RST."""
+        """Pull the cable: the host keeps its addresses and has no carrier; nobody gets an RST."""
         self._center.run("ip", "link", "set", self._port, "down")
 
     def plug(self) -> None:
@@ -148,7 +149,7 @@ class ShapedLink(Link):
         self._order("hold", which, seconds=seconds)
 
     def pull(self) -> None:
-        """Pull the cable: the host keeps interface and addresses, and its carrier is gone; nobody gets an RST."""
+        """Pull the cable: the host keeps its addresses and has no carrier; nobody gets an RST."""
         self._order("pull", "both")
 
     def plug(self) -> None:
@@ -189,7 +190,7 @@ class Host(Generic[L]):
         return self.link.address
 
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        """Start a program on this host, in a session of its own; `options` are those of `subprocess.Popen`."""
+        """Start a program here, in a session of its own; `options` are those of `subprocess.Popen`."""
         words = self._namespace.command(*command)
         child = subprocess.Popen(words, start_new_session=True, **options)
         self._children.append(child)
@@ -237,12 +238,16 @@ def loopback_network(num_hosts: int = 2) -> Iterator[Network[LoopbackHost]]:
                 try:
                     probe.bind((host.address, 0))
                 except OSError as error:  # other systems than Linux have 127.0.0.1 alone
-                    raise NetworkUnavailableError(f"this machine has no address {host.address}: {error}") from error
+                    raise NetworkUnavailableError(
+                        f"this machine has no address {host.address}: {error}"
+                    ) from error
         yield Network(hosts)
 
 
 @contextmanager
-def cable_network(num_hosts: int = 2, num_links: int = 1, mtu: int = 1500) -> Iterator[Network[Host[CableLink]]]:
+def cable_network(
+    num_hosts: int = 2, num_links: int = 1, mtu: int = 1500
+) -> Iterator[Network[Host[CableLink]]]:
     """Make hosts in namespaces, joined by cables; with several links each host has one in each network."""
     with ExitStack() as stack:
         center, spaces = _namespaces(stack, num_hosts)
@@ -273,7 +278,9 @@ def shaped_network(
 class _Shaper:
     """The program that carries the packets of one network."""
 
-    def __init__(self, center: Namespace, links: Sequence[Link], spaces: Sequence[Namespace], seed: int) -> None:
+    def __init__(
+        self, center: Namespace, links: Sequence[Link], spaces: Sequence[Namespace], seed: int
+    ) -> None:
         hosts = [
             {"namespace": space.path, "addresses": [link.address, link.address6]}
             for link, space in zip(links, spaces, strict=True)
@@ -370,8 +377,8 @@ def _lay_cables(center: Namespace, spaces: Sequence[Namespace], number: int, mtu
 def _set_rate(space: Namespace, interface: str, bits_per_s: int) -> None:
     """Put a token bucket before an interface.
 
-    It holds `_BURST_S` of the rate, or a dozen packets where that is more; what finds no room in `_TAIL_S` of the
-    rate, or in 128 KiB, is lost, as in a switch.
+    It holds `_BURST_S` of the rate, or a dozen packets where that is more; what finds no room in `_TAIL_S`
+    of the rate, or in 128 KiB, is lost, as in a switch.
     """
     per_s = bits_per_s // 8
     burst, queue = max(18_000, int(per_s * _BURST_S)), max(1 << 17, int(per_s * _TAIL_S))

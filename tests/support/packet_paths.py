@@ -1,14 +1,14 @@
 """Decides what a bad network does to each packet: when it arrives, or that it is lost.
 
-Everything here is pure: times come as arguments, and a decision depends on the seed and the number of the packet
-in its direction alone. `packet_shaper` moves real packets by it, and `network` starts that program.
+Everything here is pure: times come as arguments, and a decision depends on the seed and the number of the
+packet in its direction alone. `packet_shaper` moves real packets by it, and `network` starts that program.
 
-A packet from host A to host B passes the link of A outwards and then the link of B inwards; each of these two
-directions keeps the packet for `delay_s`, and `jitter_s` times a number in [0, 1) more. A later packet never
-overtakes an earlier one, as on one path of a real network, unless `reordering` picks it: then it does not wait at
-all. Numbers in [0, 1) are the upper 53 bits of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", 2014), so that two runs with one seed treat packet n of a direction alike, at whatever time
-it comes.
+A packet from host A to host B passes the link of A outwards and then the link of B inwards; each of these
+two directions keeps the packet for `delay_s`, and `jitter_s` times a number in [0, 1) more. A later packet
+never overtakes an earlier one, as on one path of a real network, unless `reordering` picks it: then it does
+not wait at all. Numbers in [0, 1) are the upper 53 bits of SplitMix64 (Steele, Lea and Flood, "Fast
+splittable pseudorandom number generators", 2014), so that two runs with one seed treat packet n of a
+direction alike, at whatever time it comes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""The program that carries packets between hosts: it holds a TUN device in each and delays or loses what they send.
+"""Carries packets between hosts: a program with a TUN device in each that delays or loses what they send.
 
-    python packet_shaper.py '{"seed": 1, "device": "eth0", "hosts": [{"namespace": PATH, "addresses": [A, ...]}, ...]}'
+    python packet_shaper.py '{"seed": 1, "device": "eth0", "hosts": [HOST, …]}'
 
-It runs with the rights of root in the namespaces, in which `network` starts it. Orders come as lines of JSON on
-standard input, and each is answered by a line when it is in force; the end of the input ends the program. One thread
-moves all packets; what happens to each is decided in `packet_paths`. See docs/test-bed.md for its limits.
+A host is `{"namespace": PATH, "addresses": [ADDRESS, …]}`. The program runs with the rights of root in the
+namespaces, in which `network` starts it. Orders come as lines of JSON on standard input, and each is answered
+by a line when it is in force; the end of the input ends the program. One thread moves all packets; what
+happens to each is decided in `packet_paths`. See docs/test-bed.md for its limits.
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class Shaper:
         watched = [0, *self._devices]
         while True:
             due = self._paths.due()
-            ready = select.select(watched, [], [], None if due == math.inf else max(0.0, due - monotonic()))[0]
+            ready = select.select(watched, [], [], None if due == math.inf else max(0.0, due - monotonic()))[
+                0
+            ]
             for descriptor in ready:
                 if descriptor in hosts:
                     self._read(descriptor, hosts[descriptor])

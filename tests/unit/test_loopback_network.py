@@ -40,10 +40,18 @@ def test_hosts_have_addresses_of_their_own_and_reach_each_other() -> None:
 
 
 def test_no_process_is_left_after_a_failure() -> None:
-    pids = []
-    with pytest.raises(KeyError), loopback_network() as network:
-        child = network.hosts[0].popen([sys.executable, "-S", "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    pids: list[int] = []
+    with pytest.raises(KeyError):
+        fail_with_processes(pids)
+    assert len(pids) == 2
+    assert not any(map(is_running, pids))
+
+
+def fail_with_processes(pids: list[int]) -> None:
+    with loopback_network() as network:
+        child = network.hosts[0].popen(
+            [sys.executable, "-S", "-c", PARENT], stdout=subprocess.PIPE, text=True
+        )
         pids += [child.pid, int(child.stdout.readline())]
         assert all(map(is_running, pids))
         raise KeyError
-    assert not any(map(is_running, pids))

@@ -29,7 +29,10 @@ def test_rows_are_what_a_name_begins_with(name: str, rows: set[str]) -> None:
 
 
 def test_rows_of_a_file_are_those_of_all_its_tests() -> None:
-    assert rows_in("def test_g1_a() -> None: ...\nasync def test_r7_b(): ...\ndef other_r15_c(): ...") == {"g1", "r7"}
+    assert rows_in("def test_g1_a() -> None: ...\nasync def test_r7_b(): ...\ndef other_r15_c(): ...") == {
+        "g1",
+        "r7",
+    }
 
 
 def test_the_report_names_each_test_with_its_reason() -> None:
@@ -43,9 +46,7 @@ def test_the_report_says_that_a_required_row_is_missing() -> None:
     skipped = SkippedTests()
     skipped.add("test_a.py::test_g1_a", "no namespaces", {"g1"})
     assert skipped.required == ["test_a.py::test_g1_a"]
-    assert skipped.lines()[-1] == (
-        "FAILED: tests of rows G1, R15 may not be skipped: test_a.py::test_g1_a"
-    )
+    assert skipped.lines()[-1] == ("FAILED: tests of rows G1, R15 may not be skipped: test_a.py::test_g1_a")
 
 
 def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
@@ -53,7 +54,18 @@ def run_pytest(folder: Path, test: str) -> subprocess.CompletedProcess[str]:
     (folder / "conftest.py").write_text(CONFTEST.read_text(encoding="utf-8"), encoding="utf-8")
     (folder / "pytest.ini").write_text(f"[pytest]\npythonpath = {SUPPORT}\n", encoding="utf-8")
     (folder / "test_it.py").write_text(test, encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:schemathesis", "-p", "no:xdist", "-p", "no:hypothesispytest"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:schemathesis",
+        "-p",
+        "no:xdist",
+        "-p",
+        "no:hypothesispytest",
+    ]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=110, check=False)
 
 
@@ -68,7 +80,9 @@ def test_a_run_passes_whose_skipped_tests_may_be_skipped(tmp_path: Path) -> None
 
 
 def test_a_run_fails_that_has_skipped_a_required_row(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, "import pytest\npytest.skip('none', allow_module_level=True)\ndef test_r15_a(): ...\n")
+    done = run_pytest(
+        tmp_path, "import pytest\npytest.skip('none', allow_module_level=True)\ndef test_r15_a(): ...\n"
+    )
     assert "test_it.py: none" in done.stdout
     assert "FAILED: tests of rows G1, R15 may not be skipped: test_it.py" in done.stdout
     assert done.returncode in (1, 5), done.stdout + done.stderr

@@ -1,0 +1,213 @@
+"""Which addresses of two hosts may be joined, the most promising first.
+
+Each host lists its own with `usable_addresses`. `pair_addresses` joins the lists of two, and `wires_of`
+groups the pairs by the interfaces between them, so that each way between the hosts is measured once
+(`link_measuring`) and the best is chosen by what was measured (`link_choice`). The order here only says
+which is tried first.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from enum import IntEnum
+from itertools import product
+from typing import Annotated
+
+import msgspec
+
+from penstock.errors import UsageError
+from penstock.hosts.kernel_interfaces import Interface, read_interfaces
+
+_TUNNELS = frozenset(
+    {"tun", "wireguard", "ppp", "ipip", "sit", "gre", "ip6tnl", "ip6gre", "vxlan", "geneve", "xfrm"}
+)
+_MAX_NAME = 15  # characters of an interface's name: IFNAMSIZ of <linux/if.h>
+_IPV6_MTU = 24  # of <linux/in6.h>; `socket` has neither of the two
+_IP_MTU = 14  # of <linux/in.h>
+
+
+class Medium(IntEnum):
+    """What an interface leads over, the most promising first."""
+
+    WIRED = 0
+    WIRELESS = 1
+    TUNNEL = 2
+    INTERNAL = 3  # a bridge of containers, and whatever else reaches only what runs on this machine
+    LOOPBACK = 4
+
+
+class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """An address of a host that others may reach.
+
+    Other hosts send theirs: one that is not what it says is refused while it is decoded.
+
+    Attributes:
+        address: an address of IPv4 or IPv6, without a scope.
+        prefix: length of the prefix of its network.
+        mtu: largest packet of the interface.
+    """
+
+    address: str
+    prefix: int
+    interface: Annotated[str, msgspec.Meta(min_length=1, max_length=_MAX_NAME)]
+    medium: Medium
+    mtu: Annotated[int, msgspec.Meta(ge=0)]
+
+    def __post_init__(self) -> None:
+        if "%" in self.address or not self.interface.isprintable():
+            raise ValueError(f"{self.address!r} of {self.interface!r} is not an address of an interface")
+        ipaddress.ip_interface((self.address, self.prefix))
+
+    @property
+    def is_link_local(self) -> bool:
+        """Whether the address holds on one link alone, without a router."""
+        return ipaddress.ip_address(self.address).is_link_local
+
+
+class AddressPair(msgspec.Struct, frozen=True, kw_only=True):
+    """An address of this host and one of another, between which a connection may be made."""
+
+    own: HostAddress
+    other: HostAddress
+
+    @property
+    def bind_address(self) -> str:
+        """The address of this host, as a socket is bound to it."""
+        return self._scoped(self.own.address)
+
+    @property
+    def dial_address(self) -> str:
+        """The address of the other host, as this one dials it.
+
+        An address of IPv6 that holds on one link alone is dialled through an interface of ours.
+        """
+        return self._scoped(self.other.address)
+
+    def __str__(self) -> str:
+        return f"{self.own.interface} ({self.own.address}) to {self.other.interface} ({self.other.address})"
+
+    def _scoped(self, address: str) -> str:
+        return f"{address}%{self.own.interface}" if ":" in address and self.own.is_link_local else address
+
+
+def usable_addresses(read: Callable[[], Sequence[Interface]] = read_interfaces) -> list[HostAddress]:
+    """Return the addresses of this host that others may reach, the most promising first.
+
+    They are those of interfaces that are switched on and have a carrier. The order is: by medium; addresses
+    that need no router at a cable's end after the others; then as the kernel lists them.
+    """
+    addresses = [one for one in _addresses(read()) if one.medium != Medium.LOOPBACK]
+    return sorted(addresses, key=lambda one: (one.medium, one.is_link_local))
+
+
+def loopback_addresses(read: Callable[[], Sequence[Interface]] = read_interfaces) -> list[HostAddress]:
+    """Return the addresses that only this machine reaches, for several hosts on one machine."""
+    return [one for one in _addresses(read()) if one.medium == Medium.LOOPBACK]
+
+
+def address_named(address: str, read: Callable[[], Sequence[Interface]] = read_interfaces) -> HostAddress:
+    """Return the address of this host that its user names, one of the whole loopback network included.
+
+    Raises:
+        UsageError: no interface has it.
+    """
+    known = _addresses(read())
+    for one in known:
+        if one.address == address or (one.medium == Medium.LOOPBACK and _is_in_network(address, one)):
+            return msgspec.structs.replace(one, address=address)
+    has = (
+        ", ".join(one.address for one in known if one.medium != Medium.LOOPBACK) or "only loopback addresses"
+    )
+    raise UsageError(f"no interface of this host has the address {address}.", remedy=f"It has {has}.")
+
+
+def pair_addresses(own: Sequence[HostAddress], other: Sequence[HostAddress]) -> list[AddressPair]:
+    """Return the pairs that a connection may be tried between, the most promising first.
+
+    Both addresses are of one version of IP, and both hold on one link alone or neither does. An address
+    that both hosts have belongs to a bridge that each has for itself, as those of container programs: it
+    leads nowhere.
+    """
+    common = {one.address for one in own} & {one.address for one in other}
+    pairs = [
+        AddressPair(own=here, other=there)
+        for here, there in product(own, other)
+        if _may_connect(here, there)
+        and (here.medium == Medium.LOOPBACK or not {here.address, there.address} & common)
+    ]
+    return sorted(pairs, key=_promise)
+
+
+def wires_of(pairs: Iterable[AddressPair]) -> list[list[AddressPair]]:
+    """Group pairs by their two interfaces: the first pair of a group that connects is to be measured."""
+    groups: dict[tuple[str, str], list[AddressPair]] = {}
+    for pair in pairs:
+        groups.setdefault((pair.own.interface, pair.other.interface), []).append(pair)
+    return list(groups.values())
+
+
+def path_mtu(connection: socket.socket) -> int:
+    """Return the largest packet that the kernel sends on a connected socket; 0 where it does not know.
+
+    It is the smaller of the interface's limit and what routers on the way have reported.
+    """
+    if sys.platform != "linux" or connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return 0
+    if connection.family == socket.AF_INET6:
+        return connection.getsockopt(socket.IPPROTO_IPV6, _IPV6_MTU)
+    return connection.getsockopt(socket.IPPROTO_IP, _IP_MTU)
+
+
+def _addresses(interfaces: Sequence[Interface]) -> list[HostAddress]:
+    return [
+        HostAddress(
+            address=one.address,
+            prefix=one.prefix,
+            interface=interface.name,
+            medium=_medium(interface, interfaces),
+            mtu=interface.mtu,
+        )
+        for interface in interfaces
+        if interface.is_up
+        for one in interface.addresses
+    ]
+
+
+def _medium(interface: Interface, interfaces: Sequence[Interface]) -> Medium:
+    """Return what an interface leads over; a bridge leads where its ports of hardware do."""
+    if interface.is_loopback:
+        return Medium.LOOPBACK
+    if interface.kind == "bridge":
+        ports = [port for port in interfaces if port.master == interface.index and not port.kind]
+        return min((_medium(port, interfaces) for port in ports), default=Medium.INTERNAL)
+    if interface.kind == "dummy":
+        return Medium.INTERNAL
+    if interface.kind in _TUNNELS:
+        return Medium.TUNNEL
+    return Medium.WIRELESS if interface.is_wireless else Medium.WIRED
+
+
+def _is_in_network(address: str, one: HostAddress) -> bool:
+    """Whether an address belongs to the network of one of ours."""
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_interface((one.address, one.prefix)).network
+    except ValueError:  # it is not an address
+        return False
+
+
+def _may_connect(here: HostAddress, there: HostAddress) -> bool:
+    return (
+        (":" in here.address) == (":" in there.address)
+        and here.is_link_local == there.is_link_local
+        and (here.medium == Medium.LOOPBACK) == (there.medium == Medium.LOOPBACK)
+    )
+
+
+def _promise(pair: AddressPair) -> tuple[int, int, bool, bool, bool]:
+    """Return what orders pairs: the worse medium, then the better one, then how directly they are joined."""
+    media = (pair.own.medium, pair.other.medium)
+    is_far = not _is_in_network(pair.other.address, pair.own)
+    return (max(media), min(media), pair.own.is_link_local, is_far, ":" in pair.own.address)

@@ -1,0 +1,120 @@
+"""Chooses the way between two hosts by what was measured, and says when a better one is left.
+
+Bytes per second decide, in the slower direction, since hidden states have to cross. Ways within `_ALIKE` of
+the fastest count as equally fast: of those one over a cable goes before Wi-Fi, Wi-Fi before a tunnel and so
+on, and of one medium the shorter round trip. Wi-Fi is so chosen beside a cable only if it is faster. What
+was measured can be kept in a file, and later observations are compared with it. All of it is pure but
+`load_measured` and `save_measured`.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from penstock.hosts.interfaces import AddressPair, Medium
+from penstock.hosts.link_measuring import StreamSpeed
+
+DEGRADED_SHARE = 0.5
+_ALIKE = 0.9
+_IDLE_FACTOR = 1.25
+
+
+class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
+    """A pair of addresses with what was measured between them.
+
+    Attributes:
+        mtu: largest packet of the way (`interfaces.path_mtu`); 0 where unknown.
+        measured_at: seconds since 1970.
+    """
+
+    pair: AddressPair
+    speed: StreamSpeed
+    mtu: int = 0
+    measured_at: float = 0.0
+
+    @property
+    def medium(self) -> Medium:
+        """The less promising medium of the two ends."""
+        return max(self.pair.own.medium, self.pair.other.medium)
+
+    def __str__(self) -> str:
+        """Return addresses and speed, as messages name them."""
+        return f"{self.pair}, {speed_text(self.speed.bytes_per_s)}"
+
+
+def best_pair(measured: Sequence[MeasuredPair]) -> MeasuredPair:
+    """Return the pair that is to be used; there must be one."""
+    enough = _ALIKE * max(one.speed.bytes_per_s for one in measured)
+    alike = [one for one in measured if one.speed.bytes_per_s >= enough]
+    return min(alike, key=lambda one: (one.medium, one.speed.round_trip_s))
+
+
+def idle_warning(used: MeasuredPair, measured: Sequence[MeasuredPair]) -> str:
+    """Return what to say when a faster pair than the used one stands idle; nothing when none does."""
+    best = best_pair([used, *measured])
+    if best.speed.bytes_per_s < _IDLE_FACTOR * used.speed.bytes_per_s:
+        return ""
+    return (
+        f"A faster way to the other host stands idle: {best}. In use is {used}. "
+        f"To use the faster one, name its address: --address {best.pair.own.address}."
+    )
+
+
+def fallback_warning(wanted: MeasuredPair, used: MeasuredPair, reason: str) -> str:
+    """Return what to say when the best way cannot be used and another one is."""
+    return (
+        f"The best way to the other host cannot be used ({reason.rstrip('.')}): {wanted}. In use is {used}. "
+        f"Check cable, switch and firewall of {wanted.pair.own.interface}."
+    )
+
+
+def degraded_warning(measured: MeasuredPair, bytes_per_s: float) -> str:
+    """Return what to say when a way has become much slower than measured; nothing when it has not.
+
+    Args:
+        bytes_per_s: as observed while bytes were waiting to be sent, or measured again.
+    """
+    before = measured.speed.bytes_per_s
+    if bytes_per_s >= DEGRADED_SHARE * before:
+        return ""
+    return (
+        f"The way from {measured.pair} carries {speed_text(bytes_per_s)}, and was measured with "
+        f"{speed_text(before)}. Look for other traffic, a damaged cable or a weak signal."
+    )
+
+
+def speed_text(bytes_per_s: float) -> str:
+    """Return a speed in the unit in which networks are sold."""
+    bits = bytes_per_s * 8
+    return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def save_measured(path: Path, measured: Sequence[MeasuredPair]) -> None:
+    """Keep measurements in a file, which holds the old ones or the new ones at any moment.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(msgspec.json.encode(list(measured)))
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+
+
+def load_measured(path: Path) -> list[MeasuredPair]:
+    """Return the measurements that a file keeps; none where it is missing or not ours."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=list[MeasuredPair])
+    except (OSError, msgspec.DecodeError):
+        return []
