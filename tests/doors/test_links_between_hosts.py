@@ -1,10 +1,11 @@
-"""Ways between two hosts are found and measured as they are: the interfaces of a namespace, and rates that are set.
+"""Ways between two hosts are found and measured as they are: interfaces of namespaces, and set rates.
 
-A busy machine only makes a way slower, so speeds are asserted from above; two ways that are compared differ by far.
+A busy machine only makes a way slower, so speeds are asserted from above; compared ways differ by far.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 from typing import Any
@@ -47,6 +48,8 @@ def measured(one: Host[Any], other: Host[Any], pair: AddressPair) -> MeasuredPai
                 errors.append(error)
 
     with other.socket() as listener, one.socket() as client:
+        for end in (listener, client):  # what is accepted has it, too
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.settimeout(HANG_S)
         listener.bind((pair.dial_address, 0))
         listener.listen()

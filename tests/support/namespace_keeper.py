@@ -2,10 +2,10 @@
 
     python namespace_keeper.py DESCRIPTOR OUTSIDE
 
-OUTSIDE is the inode of the namespace that we must not be in. The descriptor is a Unix socket. The keeper says that it is there with one byte. Each request is two bytes,
-family and kind of a socket; the answer is that socket as a descriptor. The keeper ends when the other end
-is closed, and so with the process that has it, however that ends. Before it ends it kills what still runs in
-its namespace, which vanishes with it.
+OUTSIDE is the inode of the namespace that we must not be in. The descriptor is a Unix socket. The keeper says
+that it is there with one byte. Each request is two bytes, family and kind of a socket; the answer is that
+socket as a descriptor. The keeper ends when the other end is closed, and so with the process that has it,
+however that ends. Before it ends it kills what still runs in its namespace, which vanishes with it.
 """
 
 from __future__ import annotations

@@ -5,21 +5,24 @@ Both functions get a stream that is connected, with or without TLS: the host tha
 
     request                        answer
     ECHO n, n bytes                n bytes
-    TAKE n, n bytes                8 bytes: the nanoseconds in which they came
+    TAKE n, n bytes                8 bytes: the clock of the answering host when the last of them came, in ns
     GIVE n                         n bytes
     END 0                          none: the stream is free for something else
 
-The round trip is the median of some small echoes. Bytes per second are those of a burst at its receiver,
-from the first byte to the last. Bursts double until the next would not fit into the time; of those that
-lasted at least `_MIN_BURST_S` the fastest counts, since disturbances only slow a burst down, and a shorter
-one says more about when a process was woken. A long path with a wide bottleneck is measured low: in the
-time that there is, TCP does not open its window so far. All of it ends within `MEASURING_S`.
+The round trip is the median of some small echoes. For bytes per second pieces are sent, or asked for, ahead
+of their answers: twice as many bytes as have come, so that they grow from round trip to round trip as the
+window of TCP does, and no more than would come in time at the speed so far. The speed is that of the best
+`WINDOW_S` at the receiver: an average would count the beginning, in which TCP's window is small and a long
+path mostly silent. A fast path with a long round trip is measured low all the same (100 Mbit/s at 50 ms: as
+a sixth), since TCP does not open its window in the time that there is. All of it ends within `MEASURING_S`,
+and a path of less than some 0.3 Mbit/s is given up. A TCP socket should have TCP_NODELAY, as links have.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from time import monotonic
@@ -31,7 +34,7 @@ from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 
 MEASURING_S = 1.0
 ANSWERING_S = 5.0
-MAX_BURST = 1 << 25
+WINDOW_S = 0.02  # so long that a process which is woken a little late changes little
 
 _ECHO, _TAKE, _GIVE, _END = 1, 2, 3, 4
 _REQUEST = struct.Struct("!BI")
@@ -39,12 +42,15 @@ _TIME = struct.Struct("!Q")
 _ECHO_BYTES = 64
 _MAX_ECHO = 1024
 _MAX_ECHOES = 9
-_FIRST_BURST = 1 << 13
-_MIN_BURST_S = 0.01
-_PIECE = 1 << 18
-_ECHOES_UNTIL_S, _OUT_UNTIL_S, _IN_UNTIL_S = 0.15, 0.55, 0.95  # after the beginning
+_FIRST_PIECE, _MAX_PIECE = 1 << 12, 1 << 18
+_PIECES_OF_A_SIZE = 8  # before they double
+_MAX_AHEAD = 32
+_ECHOES_UNTIL_S, _OUT_UNTIL_S, _IN_UNTIL_S = 0.1, 0.5, 0.9  # after the beginning
 
 Clock = Callable[[], float]
+Start = Callable[[int], None]
+Finish = Callable[[int], float]
+Arrival = tuple[float, int]  # when a piece had come, and a number of bytes
 
 
 class Stream(Protocol):
@@ -80,21 +86,25 @@ def measure_stream(stream: Stream, clock: Clock = monotonic) -> StreamSpeed:
     began = clock()
     wire = _Wire(stream, clock, MEASURING_S)
 
-    def give_out(size: int) -> float:
+    def send_piece(size: int) -> None:
         wire.send(_REQUEST.pack(_TAKE, size))
-        wire.send_burst(size)
+        wire.send(wire.zeros[:size])
+
+    def piece_taken(_: int) -> float:
         (nanoseconds,) = _TIME.unpack(wire.receive(_TIME.size))
         return float(nanoseconds) / 1e9
 
-    def take_in(size: int) -> float:
+    def request_piece(size: int) -> None:
         wire.send(_REQUEST.pack(_GIVE, size))
-        wire.receive(1)
-        return wire.time_burst(size - 1)
+
+    def receive_piece(size: int) -> float:
+        wire.skip(size)
+        return clock()
 
     speed = StreamSpeed(
         round_trip_s=_round_trip(wire, began + _ECHOES_UNTIL_S, clock),
-        bytes_per_s_out=fastest_burst(give_out, began + _OUT_UNTIL_S, clock),
-        bytes_per_s_in=fastest_burst(take_in, began + _IN_UNTIL_S, clock),
+        bytes_per_s_out=flood(send_piece, piece_taken, began + _OUT_UNTIL_S, clock),
+        bytes_per_s_in=flood(request_piece, receive_piece, began + _IN_UNTIL_S, clock),
     )
     wire.send(_REQUEST.pack(_END, 0))
     return speed
@@ -113,40 +123,73 @@ def answer_measuring(stream: Stream, clock: Clock = monotonic) -> None:
         kind, size = _REQUEST.unpack(request)
         if kind == _END:
             return
-        if not 0 < size <= (_MAX_ECHO if kind == _ECHO else MAX_BURST):
+        if not 0 < size <= (_MAX_ECHO if kind == _ECHO else _MAX_PIECE):
             raise ProtocolError(
                 f"The other host asks for {size} bytes at once while it measures the connection."
             )
         if kind == _ECHO:
             wire.send(wire.receive(size))
         elif kind == _TAKE:
-            wire.send(_TIME.pack(int(wire.time_burst(size) * 1e9)))
+            wire.skip(size)
+            wire.send(_TIME.pack(int(clock() * 1e9)))
         elif kind == _GIVE:
-            wire.send_burst(size)
+            wire.send(wire.zeros[:size])
         else:
             raise ProtocolError(
                 f"The other host sends {kind}, which is not a request that measures a connection."
             )
 
 
-def fastest_burst(transfer: Callable[[int], float], until: float, clock: Clock) -> float:
-    """Return the bytes per second of the fastest burst that counts, or of the last where none does.
+def flood(start: Start, finish: Finish, until: float, clock: Clock) -> float:
+    """Send pieces ahead of their answers and return the bytes per second of the best `WINDOW_S`.
 
     Args:
-        transfer: carries so many bytes and returns the seconds that their receiver has needed.
-        until: when the last burst is to have ended, by the clock.
+        start: sends a piece of this size, or the request for one.
+        finish: waits for the end of the oldest piece; returns when that came, by the clock of its receiver.
+        until: when all is to have come, by `clock`.
     """
-    size, fastest = _FIRST_BURST, 0.0
-    while True:
-        began = clock()
-        seconds = transfer(size)
-        speed = size / max(seconds, 1e-9)
-        if seconds >= _MIN_BURST_S:
-            fastest = max(fastest, speed)
-        now = clock()
-        if size >= MAX_BURST or now + 2 * (now - began) > until:
-            return fastest or speed
-        size *= 2
+    began = clock()
+    ahead: deque[int] = deque()
+    arrivals: list[Arrival] = []
+    come: list[Arrival] = [(began, 0)]  # by our own clock, with all bytes until then
+    while not arrivals or ahead:
+        while len(ahead) < _MAX_AHEAD and sum(ahead) < 2 * (_FIRST_PIECE + come[-1][1]):
+            size = min(_FIRST_PIECE << ((len(arrivals) + len(ahead)) // _PIECES_OF_A_SIZE), _MAX_PIECE)
+            now = clock()
+            if arrivals and sum(ahead) + size > _careful_speed(come, now) * (until - now):
+                break
+            start(size)
+            ahead.append(size)
+        size = ahead.popleft()
+        arrivals.append((finish(size), size))
+        come.append((clock(), come[-1][1] + size))
+    return best_speed(arrivals)
+
+
+def _careful_speed(come: Sequence[Arrival], now: float) -> float:
+    """Return the bytes per second of all pieces so far, or of their later half where that was slower.
+
+    Many slow lines let the first bytes pass at once.
+    """
+    bytes_so_far = come[-1][1]
+    return min(
+        (bytes_so_far - num_bytes) / max(now - time, 1e-9)
+        for time, num_bytes in (come[0], come[(len(come) - 1) // 2])
+    )
+
+
+def best_speed(arrivals: Sequence[Arrival]) -> float:
+    """Return the bytes per second of the fastest `WINDOW_S` or more, or of all where that was shorter."""
+    best, first, num_bytes = 0.0, 0, 0
+    for time, size in arrivals[1:]:  # the time of the first piece alone is not known
+        num_bytes += size
+        while time - arrivals[first + 1][0] >= WINDOW_S:
+            first += 1
+            num_bytes -= arrivals[first][1]
+        if time - arrivals[first][0] >= WINDOW_S:
+            best = max(best, num_bytes / (time - arrivals[first][0]))
+    total = sum(size for _, size in arrivals[1:])
+    return best or total / max(arrivals[-1][0] - arrivals[0][0], 1e-9)
 
 
 def _round_trip(wire: _Wire, until: float, clock: Clock) -> float:
@@ -165,24 +208,22 @@ class _Wire:
 
     Args:
         limit_s: how long after now the deadline is.
+
+    Attributes:
+        zeros: as many bytes that mean nothing as one piece may have.
     """
 
     def __init__(self, stream: Stream, clock: Clock, limit_s: float) -> None:
         self._stream = stream
+        self.zeros = memoryview(bytes(_MAX_PIECE))
         self._clock = clock
         self._limit_s = limit_s
         self._deadline = clock() + limit_s
-        self._buffer = memoryview(bytearray(_PIECE))
-        self._zeros = memoryview(bytes(_PIECE))
+        self._buffer = memoryview(bytearray(_MAX_PIECE))
 
     def send(self, data: bytes | memoryview) -> None:
         with self._waiting():
             self._stream.sendall(data)
-
-    def send_burst(self, size: int) -> None:
-        """Send so many bytes that mean nothing."""
-        for sent in range(0, size, _PIECE):
-            self.send(self._zeros[: min(size - sent, _PIECE)])
 
     def receive(self, size: int) -> bytes:
         """Return exactly so many bytes."""
@@ -199,16 +240,14 @@ class _Wire:
         first = bytes(self._buffer[:count])
         return first + self.receive(_REQUEST.size - count) if count else b""
 
-    def time_burst(self, size: int) -> float:
-        """Receive so many bytes and return the seconds that they took."""
-        began = self._clock()
+    def skip(self, size: int) -> None:
+        """Receive so many bytes that mean nothing."""
         while size:
             size -= self._receive_piece(size)
-        return self._clock() - began
 
     def _receive_piece(self, limit: int) -> int:
         with self._waiting():
-            count = self._stream.recv_into(self._buffer[: min(limit, _PIECE)])
+            count = self._stream.recv_into(self._buffer[: min(limit, _MAX_PIECE)])
         if not count:
             raise LinkClosedError("The other host has closed the connection while it was measured.")
         return count

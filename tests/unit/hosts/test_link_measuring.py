@@ -1,10 +1,11 @@
-"""A stream is measured in time, by bursts that grow; whatever the other side does wrong is an error."""
+"""A stream is measured in time, by more and more bytes; whatever the other side does wrong is an error."""
 
 from __future__ import annotations
 
 import socket
 import ssl
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,57 +16,72 @@ import trustme
 from fakes import FakeClock
 from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
 from penstock.hosts import link_measuring
-from penstock.hosts.link_measuring import MAX_BURST, answer_measuring, fastest_burst, measure_stream
+from penstock.hosts.link_measuring import answer_measuring, best_speed, flood, measure_stream
 
 
 class Line:
-    """A line of known speed, in a time of its own; `fastest_burst` sends on it.
+    """A line of known speed, in a time of its own, on which `flood` asks for pieces.
 
     Args:
-        overhead_s: what each burst needs besides.
+        round_trip_s: what an answer needs besides the time of its bytes on the line.
     """
 
-    def __init__(self, bytes_per_s: float, overhead_s: float = 0.0) -> None:
+    def __init__(self, bytes_per_s: float, round_trip_s: float = 1e-4) -> None:
         self.clock = FakeClock()
-        self.bursts: list[int] = []
+        self.most_under_way = 0
         self._bytes_per_s = bytes_per_s
-        self._overhead_s = overhead_s
+        self._round_trip_s = round_trip_s
+        self._arrivals: deque[float] = deque()
+        self._free_at = 0.0
 
-    def transfer(self, size: int) -> float:
-        self.bursts.append(size)
-        self.clock.advance(size / self._bytes_per_s + self._overhead_s)
-        return size / self._bytes_per_s
+    def start(self, size: int) -> None:
+        self._free_at = max(self._free_at, self.clock.now + self._round_trip_s) + size / self._bytes_per_s
+        self._arrivals.append(self._free_at)
+        self.most_under_way = max(self.most_under_way, len(self._arrivals))
+
+    def finish(self, _: int) -> float:
+        self.clock.now = max(self.clock.now, self._arrivals.popleft())
+        return self.clock.now
 
     def measure(self, seconds: float = 0.4) -> float:
-        return fastest_burst(self.transfer, self.clock.now + seconds, self.clock)
+        return flood(self.start, self.finish, self.clock.now + seconds, self.clock)
 
 
-@pytest.mark.parametrize("bytes_per_s", [50e3, 125e3, 12.5e6, 125e6, 1.25e9, 1e12])
+@pytest.mark.parametrize("bytes_per_s", [50e3, 125e3, 1.25e6, 12.5e6, 125e6, 1.25e9, 12.5e9])
 def test_a_line_is_measured_in_time(bytes_per_s: float) -> None:
-    line = Line(bytes_per_s, overhead_s=1e-4)
-    assert line.measure() == pytest.approx(bytes_per_s)
-    assert line.clock.now <= 100.4
-    assert line.bursts[-1] <= MAX_BURST
+    line = Line(bytes_per_s)
+    assert line.measure() == pytest.approx(bytes_per_s, rel=0.02)
+    assert line.clock.now <= 100.46
 
 
-def test_bursts_double_as_long_as_the_next_fits() -> None:
-    line = Line(125e6)
+def test_a_long_line_is_measured_by_its_best_moment() -> None:
+    line = Line(12.5e6, round_trip_s=0.05)
+    assert 12.5e6 / 6 < line.measure() < 12.5e6
+    assert line.clock.now <= 100.45
+
+
+@pytest.mark.parametrize(("bytes_per_s", "pieces"), [(50e3, 6), (125e6, 32)])
+def test_what_is_under_way_grows_with_what_has_come(bytes_per_s: float, pieces: int) -> None:
+    line = Line(bytes_per_s)
     line.measure()
-    assert line.bursts == [1 << power for power in range(13, 13 + len(line.bursts))]
-    assert line.clock.now > 100.1
+    assert line.most_under_way <= pieces
 
 
-def test_short_bursts_do_not_count_and_disturbed_ones_lose() -> None:
-    clock = FakeClock()
-    seconds = iter([1e-6, 0.02, 0.016, 0.2])  # 8, 16, 32 and 64 KiB
-    speeds = [8192 / 1e-6, 16384 / 0.02, 32768 / 0.016, 65536 / 0.2]
+def test_one_piece_at_least_is_measured_though_the_time_is_over() -> None:
+    assert Line(1e6).measure(seconds=-1.0) == pytest.approx(1e6)
 
-    def transfer(size: int) -> float:
-        spent = next(seconds)
-        clock.advance(spent)
-        return spent
 
-    assert fastest_burst(transfer, clock.now + 0.25, clock) == speeds[2]
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ([0.0, 0.011, 0.022, 0.033], 100 / 0.011),  # steady
+        ([0.0, 0.03, 0.06, 0.071, 0.082], 200 / 0.022),  # faster at the end
+        ([0.0, 0.001, 0.002], 100 / 0.001),  # shorter than a window
+        ([0.0, 0.001, 0.5, 0.501], 200 / 0.5),  # two groups: never one group alone
+    ],
+)
+def test_the_best_window_counts(times: list[float], expected: float) -> None:
+    assert best_speed([(time, 100) for time in times]) == pytest.approx(expected)
 
 
 @contextmanager
@@ -84,7 +100,9 @@ def answering(stream: Any, errors: list[PenstockError]) -> Iterator[None]:
 
 @pytest.fixture
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_measuring, "MAX_BURST", 1 << 16)
+    """Let measuring end early: what it finds does not matter here."""
+    monkeypatch.setattr(link_measuring, "_OUT_UNTIL_S", 0.0)
+    monkeypatch.setattr(link_measuring, "_IN_UNTIL_S", 0.0)
 
 
 @pytest.mark.usefixtures("few_bytes")
