@@ -1,5 +1,15 @@
-"""Says which tests behind doors were skipped, and fails where one of a row was that must run."""
+"""Says which tests of this folder were skipped, and fails where one of a row was that must run."""
 
-from skipped_rows import pytest_configure, pytest_fixture_setup, pytest_pyfunc_call
+from __future__ import annotations
 
-__all__ = ["pytest_configure", "pytest_fixture_setup", "pytest_pyfunc_call"]
+from pathlib import Path
+
+import pytest
+
+from skipped_rows import SkipReport, pytest_pyfunc_call, pytest_runtest_setup
+
+__all__ = ["pytest_configure", "pytest_pyfunc_call", "pytest_runtest_setup"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(SkipReport(config.rootpath, Path(__file__).parent), "skipped-rows")

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 
+from namespaces import CommandFailedError
 from network import Host, Network, ShapedLink, cable_network, shaped_network
 from paths import REPOSITORY
 from served import wait_until
@@ -184,6 +185,11 @@ def test_a_connection_outlives_a_pulled_cable(make: Made) -> None:
         server.settimeout(HANG_S)
         assert server.recv(9) == b"held"
         round_trip(client, server)
+
+
+def test_a_failure_of_a_program_is_a_failure_and_no_lack_of_the_machine() -> None:
+    with cable_network() as network, pytest.raises(CommandFailedError, match="ls"):
+        network.hosts[0].run("ls", "/nonexistent")
 
 
 ESCAPED = """

@@ -28,6 +28,10 @@ class NetworkUnavailableError(Exception):
     """This machine cannot make the network that was asked for; the message says why."""
 
 
+class CommandFailedError(Exception):
+    """A command in a namespace has failed; the message has what it said."""
+
+
 def why_no_programs() -> str:
     """Return which programs are missing, with the Debian packages that bring them; empty when none is."""
     if sys.platform != "linux":
@@ -87,13 +91,13 @@ class Namespace:
         """Run a command here to its end and return what it printed.
 
         Raises:
-            NetworkUnavailableError: it has failed.
+            CommandFailedError: it has failed.
         """
         done = subprocess.run(
             self.command(*words), input=script, capture_output=True, text=True, timeout=60, check=False
         )
         if done.returncode != 0:
-            raise NetworkUnavailableError(f"`{' '.join(words)}` has failed: {done.stderr.strip()}")
+            raise CommandFailedError(f"`{' '.join(words)}` has failed: {done.stderr.strip()}")
         return done.stdout
 
     def socket(self, family: int = socket.AF_INET, kind: int = socket.SOCK_STREAM) -> socket.socket:

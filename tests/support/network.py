@@ -36,7 +36,8 @@ from typing import Any, Generic, Literal, TypeVar
 
 import psutil
 
-from namespaces import Namespace, NetworkUnavailableError, why_no_programs
+from namespaces import CommandFailedError, Namespace, NetworkUnavailableError, why_no_programs
+from served import wait_until
 
 Which = Literal["out", "in", "both"]  # of a link, seen from its host
 L = TypeVar("L", covariant=True)
@@ -44,6 +45,7 @@ L = TypeVar("L", covariant=True)
 _SHAPER = Path(__file__).with_name("packet_shaper.py")
 _TAIL_S = 0.02  # how long what waits for its turn at a rate limit may need at that rate
 _BURST_S = 0.001
+_REAP_LIMIT_S = 10.0
 
 
 class LoopbackHost:
@@ -74,13 +76,7 @@ class LoopbackHost:
         A process is missed whose parent has ended and that has begun a session of its own.
         """
         for child in self._children:
-            with suppress(psutil.NoSuchProcess):
-                for process in psutil.Process(child.pid).children(recursive=True):
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(child.pid, signal.SIGKILL)
-            _reap(child)
+            _kill_session(child)
 
 
 class Link:
@@ -161,7 +157,10 @@ class ShapedLink(Link):
         return self._order("count", "both")
 
     def _order(self, order: str, which: Which, **values: float) -> dict[Which, dict[str, int]]:
-        return self._shaper.order(order=order, host=self._number, direction=which, **values)
+        counts: dict[Which, dict[str, int]] = self._shaper.order(
+            order=order, host=self._number, direction=which, **values
+        )
+        return counts
 
 
 class Host(Generic[L]):
@@ -250,8 +249,9 @@ def cable_network(
 ) -> Iterator[Network[Host[CableLink]]]:
     """Make hosts in namespaces, joined by cables; with several links each host has one in each network."""
     with ExitStack() as stack:
-        center, spaces = _namespaces(stack, num_hosts)
-        wires = [_lay_cables(center, spaces, number, mtu) for number in range(num_links)]
+        with _unavailable_where_it_fails():
+            center, spaces = _namespaces(stack, num_hosts)
+            wires = [_lay_cables(center, spaces, number, mtu) for number in range(num_links)]
         yield Network(_hosts(stack, spaces, wires))
 
 
@@ -261,17 +261,9 @@ def shaped_network(
 ) -> Iterator[Network[Host[ShapedLink]]]:
     """Make hosts in namespaces whose packets a program carries; `seed` decides which are lost."""
     with ExitStack() as stack:
-        center, spaces = _namespaces(stack, num_hosts)
-        wires = []
-        for number in range(num_links):
-            addresses = [_plain_link(space, number, host) for host, space in enumerate(spaces)]
-            shaper = _Shaper(center, addresses, spaces, seed + number)
-            stack.callback(shaper.close)
-            for link, space in zip(addresses, spaces, strict=True):
-                _set_up(space, link, mtu)
-            wires.append(
-                [ShapedLink(spaces[host], shaper, host, link) for host, link in enumerate(addresses)]
-            )
+        with _unavailable_where_it_fails():
+            center, spaces = _namespaces(stack, num_hosts)
+            wires = [_shape(stack, center, spaces, number, seed + number, mtu) for number in range(num_links)]
         yield Network(_hosts(stack, spaces, wires))
 
 
@@ -295,7 +287,7 @@ class _Shaper:
         )
         try:
             self._answer()
-        except NetworkUnavailableError:
+        except CommandFailedError:
             self.close()
             raise
 
@@ -316,8 +308,17 @@ class _Shaper:
         assert self._process.stderr is not None
         if not (line := self._process.stdout.readline()):
             said = self._process.stderr.read().strip().splitlines() or ["it gives no reason"]
-            raise NetworkUnavailableError(f"packets cannot be carried through a TUN device: {said[-1]}")
+            raise CommandFailedError(f"packets cannot be carried through a TUN device: {said[-1]}")
         return json.loads(line)
+
+
+@contextmanager
+def _unavailable_where_it_fails() -> Iterator[None]:
+    """Take a failure here for a lack of the machine; later ones are failures of the test."""
+    try:
+        yield
+    except CommandFailedError as error:
+        raise NetworkUnavailableError(str(error)) from error
 
 
 def _namespaces(stack: ExitStack, num_hosts: int) -> tuple[Namespace, list[Namespace]]:
@@ -374,6 +375,18 @@ def _lay_cables(center: Namespace, spaces: Sequence[Namespace], number: int, mtu
     return links
 
 
+def _shape(
+    stack: ExitStack, center: Namespace, spaces: Sequence[Namespace], number: int, seed: int, mtu: int
+) -> list[ShapedLink]:
+    """Start a program that joins the hosts."""
+    plain = [_plain_link(space, number, host) for host, space in enumerate(spaces)]
+    shaper = _Shaper(center, plain, spaces, seed)
+    stack.callback(shaper.close)
+    for link, space in zip(plain, spaces, strict=True):
+        _set_up(space, link, mtu)
+    return [ShapedLink(spaces[host], shaper, host, link) for host, link in enumerate(plain)]
+
+
 def _set_rate(space: Namespace, interface: str, bits_per_s: int) -> None:
     """Put a token bucket before an interface.
 
@@ -383,7 +396,33 @@ def _set_rate(space: Namespace, interface: str, bits_per_s: int) -> None:
     per_s = bits_per_s // 8
     burst, queue = max(18_000, int(per_s * _BURST_S)), max(1 << 17, int(per_s * _TAIL_S))
     words = f"qdisc replace dev {interface} root tbf rate {bits_per_s}bit burst {burst} limit {queue + burst}"
-    space.run("tc", *words.split())
+    try:
+        space.run("tc", *words.split())
+    except CommandFailedError as error:
+        if "kind is unknown" in str(error):
+            raise NetworkUnavailableError(f"this kernel has no token buckets: {error}") from error
+        raise
+
+
+def _kill_session(child: subprocess.Popen[Any]) -> None:
+    """Kill and reap a child that leads a session, with its descendants, and wait until all are gone."""
+    descendants = []
+    with suppress(psutil.NoSuchProcess):
+        descendants = psutil.Process(child.pid).children(recursive=True)
+    for process in descendants:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    _reap(child)
+    wait_until(lambda: not any(map(_is_running, descendants)), _REAP_LIMIT_S)
+
+
+def _is_running(process: psutil.Process) -> bool:
+    """Whether a process, which is not ours to reap, still does something."""
+    with suppress(psutil.NoSuchProcess):
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 def _reap(child: subprocess.Popen[Any]) -> None:

@@ -68,22 +68,24 @@ class SkipReport:
 
     Args:
         root: where the paths in names of tests begin.
+        folder: whose tests count; pytest tells of all others too.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, folder: Path) -> None:
         self._root = root
+        self._folder = folder
         self._skipped = SkippedTests()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a test that was skipped; one that is expected to fail is not."""
-        if report.skipped and not hasattr(report, "wasxfail"):
+        if report.skipped and self._counts(report.nodeid) and not hasattr(report, "wasxfail"):
             function = report.nodeid.rpartition("::")[2]
             self._skipped.add(report.nodeid, _reason(report), rows_of(function))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note a file that was skipped as a whole."""
         path = self._root / report.nodeid
-        if report.skipped and path.is_file():
+        if report.skipped and self._counts(report.nodeid) and path.is_file():
             self._skipped.add(report.nodeid, _reason(report), rows_in(path.read_text(encoding="utf-8")))
 
     @pytest.hookimpl(tryfirst=True)
@@ -99,13 +101,12 @@ class SkipReport:
             for line in lines:
                 terminalreporter.write_line(line)
 
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(SkipReport(config.rootpath), "skipped-rows")
+    def _counts(self, name: str) -> bool:
+        return (self._root / name.partition("::")[0]).is_relative_to(self._folder)
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_fixture_setup() -> Iterator[None]:
+def pytest_runtest_setup() -> Iterator[None]:
     return (yield from _skip_where_unavailable())
 
 

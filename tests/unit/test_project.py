@@ -31,6 +31,7 @@ DOCUMENTS = [
     "docs/flags.md",
     "docs/perf-log.md",
     "docs/python.md",
+    "docs/test-bed.md",
 ]
 
 # The distribution that brings a module, where the two names differ.
