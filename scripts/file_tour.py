@@ -24,6 +24,7 @@ ROOMS = {
     "": "values that every room may read",
     "config": "what can be set",
     "process": "what every process of ours does first",
+    "trust": "who belongs to a cluster of hosts, and how a connection proves it",
     "cli": "the command line",
     "cli/bench": "the benchmarks of `penstock bench`",
     "server": "HTTP: the app and its process",

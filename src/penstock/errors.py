@@ -14,7 +14,13 @@
     │   ├── StageLostError         a rank died, hung or failed: stage and first cause
     │   ├── WaitTimeoutError       a wait passed its deadline: peer and step
     │   ├── LinkClosedError        the other end of a link went away
-    │   └── ProtocolError          a frame that is not the one both ends agreed on
+    │   ├── ProtocolError          a frame that is not the one both ends agreed on
+    │   └── JoinError              a worker and the head do not come together
+    │       ├── JoinTokenError         the token is wrong, expired, used up or revoked
+    │       ├── WrongClusterError      the head is not of the cluster of the token or certificate
+    │       ├── OtherVersionError      the two hosts run different versions
+    │       ├── NameTakenError         another worker of this name is there
+    │       └── CertificateError       a certificate is revoked, expired or of the wrong name
     ├── StoreError                 the storage tier of the KV cache failed: only speed is lost
     └── RequestError               one request is refused or failed; others go on
         ├── InvalidRequestError    HTTP 400: names the field
@@ -200,6 +206,42 @@ class ProtocolError(PeerError):
     """A frame does not carry the header that the plan promised."""
 
     default_code = "protocol_mismatch"
+
+
+class JoinError(PeerError):
+    """A worker and the head do not come together; the head and all others go on."""
+
+    default_code = "join_failed"
+
+
+class JoinTokenError(JoinError):
+    """The head does not take the token; `code` says whether it is wrong, expired, used up or revoked."""
+
+    default_code = "wrong_token"
+
+
+class WrongClusterError(JoinError):
+    """The head does not have the key that the token or the worker's certificate names."""
+
+    default_code = "wrong_cluster"
+
+
+class OtherVersionError(JoinError):
+    """The two hosts run different versions of Penstock."""
+
+    default_code = "other_version"
+
+
+class NameTakenError(JoinError):
+    """A worker of this name is already in the cluster."""
+
+    default_code = "name_taken"
+
+
+class CertificateError(JoinError):
+    """A certificate of the cluster is revoked, expired or belongs to another process than expected."""
+
+    default_code = "certificate_refused"
 
 
 class StoreError(PenstockError):

@@ -165,6 +165,8 @@ KNOW_THIS_MACHINE = {
     "server/api_process.py",  # inherits the HTTP socket
     "cli/doctor.py",  # asks whether this kernel has them
     "kernels/cpu/compiler_jobs.py",  # compilers are no ranks
+    "trust/credentials.py",  # hands keys to processes of its own machine, in memory without a name
+    "trust/tls.py",  # OpenSSL reads keys from files only
     "trace/chrome.py",  # a column of Chrome's format
 }
 
@@ -311,7 +313,7 @@ def third_party_imports() -> set[str]:
 def test_source_imports_only_what_is_declared() -> None:
     project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    known = declared(project["dependencies"] + extras["hf"] + extras["stores"])
+    known = declared(project["dependencies"] + extras["hf"] + extras["hosts"] + extras["stores"])
     assert third_party_imports() - known == set()
 
 
@@ -334,6 +336,7 @@ def test_strict_types_cover_every_torch_free_package() -> None:
         "llm",
         "process",
         "hosts",
+        "trust",
     )
     leaves = ("batch", "request", "config", "errors")
     assert {f"penstock.{name}" for name in (*packages, "process", *leaves)} <= covered

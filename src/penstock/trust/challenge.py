@@ -1,0 +1,182 @@
+"""A challenge that proves both sides of a connection in plain text, by the key of an epoch.
+
+Links are in plain text only where the command lines of both hosts say `--insecure-links`. Then whoever can
+read the wire can read hidden states, and whoever can change packets can change them; but nobody can open a
+link who does not have the key, which the head gives to the processes of one epoch over their encrypted
+channels.
+
+    dialler                                                      accepter
+    OPENING, nonce (32), length and name of the dialler    ──▶   one of those that it expects?
+                                          ◀──   nonce (32), HMAC over both nonces and both names, as accepter
+    HMAC over the same, as dialler                         ──▶
+
+Each side proves itself over a nonce of the other, in a text that names its role, so that nothing can be
+played back to another side or time. No message has a field of free length but the name, which is compared and
+not read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+from collections.abc import Collection
+
+from penstock.errors import CertificateError, LinkClosedError, PenstockError, ProtocolError
+from penstock.trust.peer_names import PeerName
+
+KEY_BYTES = 32
+OPENING = b"penstock link 1\n"
+_NONCE_BYTES = _PROOF_BYTES = 32
+_HEAD_BYTES = len(OPENING) + _NONCE_BYTES + 2
+_MAX_NAME = 256
+
+
+def new_epoch_key() -> bytes:
+    """Return the key of an epoch (`Credentials.epoch_key`)."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+class DialledChallenge:
+    """The side that has connected; a `Conversation`.
+
+    Args:
+        key: of the epoch.
+        own, peer: names of this process and of the one that it wants to reach.
+    """
+
+    def __init__(self, key: bytes, own: PeerName, peer: PeerName) -> None:
+        _require_key(key)
+        self.peer = peer
+        self._key = key
+        self._names = (own, peer)
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._buffer = b""
+        self._needed = _NONCE_BYTES + _PROOF_BYTES
+        name = own.uri.encode()
+        self._outgoing = OPENING + self._nonce + len(name).to_bytes(2, "big") + name
+
+    @property
+    def wanted(self) -> int:
+        return self._needed - len(self._buffer)
+
+    def take_outgoing(self) -> bytes:
+        outgoing, self._outgoing = self._outgoing, b""
+        return outgoing
+
+    def receive(self, data: bytes) -> None:
+        self._buffer += data
+        if self.wanted:
+            return
+        nonces = self._nonce + self._buffer[:_NONCE_BYTES]
+        if not hmac.compare_digest(
+            _proof(self._key, b"accepter", nonces, self._names), self._buffer[_NONCE_BYTES:]
+        ):
+            raise _not_proved()
+        self._outgoing += _proof(self._key, b"dialler", nonces, self._names)
+
+    def end_of_stream(self) -> None:
+        raise _closed()
+
+    def abandon(self) -> None:
+        self._needed = len(self._buffer)
+
+
+class AcceptedChallenge:
+    """The side that was connected to; a `Conversation`.
+
+    Args:
+        key: of the epoch.
+        own: name of this process.
+        expected: processes that may connect.
+
+    Attributes:
+        peer: which of them it is, once it has proved itself.
+    """
+
+    def __init__(self, key: bytes, own: PeerName, expected: Collection[PeerName]) -> None:
+        _require_key(key)
+        self.peer: PeerName
+        self._key = key
+        self._own = own
+        self._expected = {name.uri.encode(): name for name in expected}
+        self._dialler: PeerName
+        self._nonces = b""
+        self._buffer = b""
+        self._needed = _HEAD_BYTES
+        self._next = self._take_head
+        self._outgoing = b""
+
+    @property
+    def wanted(self) -> int:
+        return self._needed - len(self._buffer)
+
+    def take_outgoing(self) -> bytes:
+        outgoing, self._outgoing = self._outgoing, b""
+        return outgoing
+
+    def receive(self, data: bytes) -> None:
+        self._buffer += data
+        if self.wanted:
+            return
+        message, self._buffer, self._needed = self._buffer, b"", 0
+        self._next(message)
+
+    def end_of_stream(self) -> None:
+        raise _closed()
+
+    def abandon(self) -> None:
+        self._needed = len(self._buffer)
+
+    def _take_head(self, message: bytes) -> None:
+        if not message.startswith(OPENING):
+            raise ProtocolError(
+                "the other side does not open a link in plain text.",
+                remedy="Give --insecure-links on all hosts, or on none.",
+                code="not_a_link",
+            )
+        length = int.from_bytes(message[-2:], "big")
+        if not 0 < length <= _MAX_NAME:
+            raise ProtocolError(f"the other side has a name of {length} bytes.", code="too_long")
+        self._nonces = message[len(OPENING) : -2]
+        self._needed, self._next = length, self._take_name
+
+    def _take_name(self, message: bytes) -> None:
+        dialler = self._expected.get(message)
+        if dialler is None:
+            raise CertificateError(
+                "a process that is not expected in this epoch wants to open a link.", code="unexpected_peer"
+            )
+        self._dialler = dialler
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._nonces += nonce
+        self._outgoing += nonce + _proof(self._key, b"accepter", self._nonces, (dialler, self._own))
+        self._needed, self._next = _PROOF_BYTES, self._take_proof
+
+    def _take_proof(self, message: bytes) -> None:
+        if not hmac.compare_digest(
+            _proof(self._key, b"dialler", self._nonces, (self._dialler, self._own)), message
+        ):
+            raise _not_proved()
+        self.peer = self._dialler
+
+
+def _proof(key: bytes, role: bytes, nonces: bytes, names: tuple[PeerName, PeerName]) -> bytes:
+    """Names hold no line end, and nonces have a fixed length: one text has one meaning."""
+    dialler, accepter = (name.uri.encode() for name in names)
+    return hmac.digest(key, b"\n".join((OPENING + role, dialler, accepter, nonces)), "sha256")
+
+
+def _require_key(key: bytes) -> None:
+    assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
+
+
+def _not_proved() -> PenstockError:
+    return CertificateError(
+        "the other side of a link does not have the key of this epoch.",
+        remedy="If a worker was started twice, end one of them.",
+        code="wrong_epoch_key",
+    )
+
+
+def _closed() -> PenstockError:
+    return LinkClosedError("the other side closed a link before it was open.")

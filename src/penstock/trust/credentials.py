@@ -1,0 +1,101 @@
+"""What a process proves itself with to the others of its cluster: key, certificate and the authority's
+certificate.
+
+An agent keeps its own in a private file and joins again with it. A rank gets some for one epoch: as a
+descriptor of memory without a name, never as a path or an environment variable, which other processes can
+see.
+
+    agent                                            rank
+    key, request = new_key(), signing_request(key)
+    certificate  = the head's answer (`ClusterIdentity.sign_link`)
+    fd = Credentials(…).to_memory() ── inherited, or over the control socket ──▶ Credentials.from_memory(fd)
+
+Needs no library beyond Python's own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+import msgspec
+
+from penstock.errors import ProtocolError, UsageError
+from penstock.trust.private_files import make_private_directory, read_private, replace_private
+
+_MAX_BYTES = 1 << 16
+
+
+class Credentials(msgspec.Struct, frozen=True, kw_only=True):
+    """Key, certificate and authority, each as PEM. Their text shows none of it.
+
+    Attributes:
+        epoch_key: 32 random bytes that only the processes of one epoch have, for links in plain text
+            (`trust.challenge`); empty where links are encrypted.
+    """
+
+    key_pem: bytes
+    certificate_pem: bytes
+    authority_pem: bytes
+    epoch_key: bytes = b""
+
+    def __repr__(self) -> str:
+        return "Credentials(…)"
+
+    def save(self, path: Path) -> None:
+        """Write them to a private file in a private directory, in place of older ones.
+
+        Raises:
+            UsageError: the directory cannot be used, or others may enter it.
+        """
+        make_private_directory(path.parent)
+        replace_private(path, msgspec.msgpack.encode(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Credentials:
+        """Read what `save` has written.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            UsageError: others may read it, or it is damaged.
+        """
+        content = read_private(path)
+        try:
+            return msgspec.msgpack.decode(content, type=cls)
+        except msgspec.MsgspecError as error:
+            raise UsageError(
+                f"{path} is damaged.", remedy="Delete it, and join again with a token."
+            ) from error
+
+    def to_memory(self) -> int:
+        """Return a descriptor of sealed memory that holds them; the caller closes it."""
+        handle = os.memfd_create("penstock-credentials", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            _write_all(handle, msgspec.msgpack.encode(self))
+            seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    @classmethod
+    def from_memory(cls, handle: int) -> Credentials:
+        """Read what `to_memory` has written, and close the descriptor.
+
+        Raises:
+            ProtocolError: it holds something else.
+        """
+        try:
+            content = os.pread(handle, _MAX_BYTES, 0)  # the offset is shared with other processes
+            return msgspec.msgpack.decode(content, type=cls)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise ProtocolError("the credentials that this process was handed are damaged.") from error
+        finally:
+            os.close(handle)
+
+
+def _write_all(handle: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(handle, content) :]

@@ -1,0 +1,274 @@
+"""Accepts connections, and lets those through that prove themselves in time.
+
+Until then a peer costs a socket, `max_bytes` and `timeout_s`, and at most `max_peers` are at the door at
+once: more of them wait in the queue of the kernel. One thread serves a door, and no peer can hold it up,
+since nothing here waits for a single one.
+
+    door = Door(listener, secure, begin, on_refused)   secure: puts TLS on a socket; begin: who speaks to it
+    for entered in door.serve(timeout_s):              waits at most so long; its socket does not block
+        use(entered.connection, entered.conversation)
+
+The head has one for workers (`trust.joining`); carriers between hosts have one for their links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import msgspec
+
+from penstock.errors import PenstockError, ProtocolError, WaitTimeoutError
+from penstock.trust.conversation import Conversation
+from penstock.trust.tls import refusal
+
+Speaker = TypeVar("Speaker", bound=Conversation)
+_RECEIVED = struct.Struct("=Q")
+_RECEIVED_OFFSET = 128  # of tcpi_bytes_received in the kernel's struct tcp_info
+
+
+class DoorLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer may cost before it has proved itself.
+
+    Attributes:
+        max_bytes: that arrive from it, those of TLS included.
+    """
+
+    max_peers: int = 64
+    max_bytes: int = 16 << 10
+    timeout_s: float = 5.0
+
+
+DEFAULT_LIMITS = DoorLimits()
+
+
+def shown_address(address: tuple[object, ...]) -> str:
+    """Return host and port of a socket's address for a message; IPv6 in brackets."""
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+class Entered(Generic[Speaker]):
+    """A connection whose peer has proved itself. The socket does not block; it is the caller's.
+
+    Attributes:
+        conversation: all is said in it.
+        address: of the peer, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, conversation: Speaker, address: str) -> None:
+        self.connection = connection
+        self.conversation = conversation
+        self.address = address
+
+
+class _Visitor(Generic[Speaker]):
+    """A peer at the door."""
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        address: str,
+        deadline: float,
+        begin: Callable[[socket.socket], Speaker],
+    ) -> None:
+        self.connection = connection
+        self.address = address
+        self.deadline = deadline
+        self.conversations: list[Speaker] = []  # none until the handshake is over
+        self._begin = begin
+        self._unsent = b""
+
+    @property
+    def events(self) -> int:
+        """What to wait for when a plain socket would have waited."""
+        return selectors.EVENT_WRITE if self._unsent else selectors.EVENT_READ
+
+    def advance(self, max_bytes: int) -> None:
+        """Go on as far as it goes without waiting. All is said when this returns.
+
+        Raises:
+            ssl.SSLWantReadError, ssl.SSLWantWriteError, BlockingIOError: it is the peer's turn.
+            PenstockError: the peer is refused.
+            OSError: the connection is broken.
+        """
+        self._require_few_bytes(max_bytes)
+        if not self.conversations:
+            if isinstance(self.connection, ssl.SSLSocket):
+                self.connection.do_handshake()
+            self.conversations.append(self._begin(self.connection))
+        conversation = self.conversations[0]
+        self.flush()
+        while conversation.wanted:
+            data = self.connection.recv(conversation.wanted)
+            if data:
+                conversation.receive(data)
+            else:
+                conversation.end_of_stream()
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what the conversation has to say."""
+        for conversation in self.conversations:
+            self._unsent += conversation.take_outgoing()
+        while self._unsent:
+            self._unsent = self._unsent[self.connection.send(self._unsent) :]
+
+    def close(self) -> None:
+        """Send a refusal, as far as it goes at once, and close."""
+        for conversation in self.conversations:
+            conversation.abandon()
+        with contextlib.suppress(OSError):
+            self.flush()
+            self.connection.shutdown(socket.SHUT_WR)
+        self.connection.close()
+
+    def _require_few_bytes(self, max_bytes: int) -> None:
+        """Ask the kernel what has arrived, since TLS keeps parts of messages where nothing counts them."""
+        info = self.connection.getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED_OFFSET + _RECEIVED.size
+        )
+        if len(info) < _RECEIVED_OFFSET + _RECEIVED.size:
+            return  # a kernel without the counter: the bounds of OpenSSL and of the conversation hold
+        (received,) = _RECEIVED.unpack_from(info, _RECEIVED_OFFSET)
+        if received > max_bytes:
+            raise ProtocolError(
+                f"a peer that had not proved itself sent {received} bytes, where {max_bytes} are the most.",
+                code="too_long",
+            )
+
+
+class Door(Generic[Speaker]):
+    """See the module. Not thread-safe: one thread serves it.
+
+    Args:
+        listener: bound and listening; closed with the door.
+        secure: puts TLS on a socket that does not block, without the handshake; or returns it as it is.
+        begin: starts the conversation with a peer whose handshake is over; may raise PenstockError.
+        on_refused: called with the address of a peer that was not let in, and why.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        secure: Callable[[socket.socket], socket.socket],
+        begin: Callable[[socket.socket], Speaker],
+        on_refused: Callable[[str, PenstockError], None],
+        limits: DoorLimits = DEFAULT_LIMITS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._listener = listener
+        self._secure = secure
+        self._begin = begin
+        self._on_refused = on_refused
+        self._limits = limits
+        self._clock = clock
+        self._visitors: set[_Visitor[Speaker]] = set()
+        self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)
+        self._listens = False
+        self._listen_while_there_is_room()
+
+    @property
+    def num_visitors(self) -> int:
+        """Peers that are at the door."""
+        return len(self._visitors)
+
+    def fileno(self) -> int:
+        """Readable when `serve` has something to do, but for timeouts."""
+        return self._selector.fileno()
+
+    def serve(self, timeout_s: float) -> list[Entered[Speaker]]:
+        """Do what there is to do; wait for it, at most so long.
+
+        Returns:
+            The connections that were let in.
+        """
+        entered: list[Entered[Speaker]] = []
+        for key, _ in self._selector.select(self._wait_s(timeout_s)):
+            if key.data is None:
+                self._accept(entered)
+            else:
+                self._advance(key.data, entered)
+        self._dismiss_the_late()
+        self._listen_while_there_is_room()
+        return entered
+
+    def close(self) -> None:
+        """Close the listener, and send all away who are at the door."""
+        for visitor in list(self._visitors):
+            self._forget(visitor)
+            visitor.close()
+        self._selector.close()
+        self._listener.close()
+
+    def _wait_s(self, timeout_s: float) -> float:
+        deadlines = [visitor.deadline - self._clock() for visitor in self._visitors]
+        return max(0.0, min([timeout_s, *deadlines]))
+
+    def _accept(self, entered: list[Entered[Speaker]]) -> None:
+        while len(self._visitors) < self._limits.max_peers:
+            try:
+                accepted, address = self._listener.accept()
+            except OSError:  # nobody waits, it is gone already, or there are no descriptors for now
+                return
+            accepted.setblocking(False)
+            shown = shown_address(address)
+            deadline = self._clock() + self._limits.timeout_s
+            try:
+                connection = self._secure(accepted)
+            except OSError as error:  # it is gone already
+                accepted.close()
+                self._on_refused(shown, refusal(error))
+                continue
+            visitor = _Visitor(connection, shown, deadline, self._begin)
+            self._visitors.add(visitor)
+            self._selector.register(connection, selectors.EVENT_READ, visitor)
+            self._advance(visitor, entered)
+
+    def _advance(self, visitor: _Visitor[Speaker], entered: list[Entered[Speaker]]) -> None:
+        try:
+            visitor.advance(self._limits.max_bytes)
+        except ssl.SSLWantReadError:
+            self._selector.modify(visitor.connection, selectors.EVENT_READ, visitor)
+        except BlockingIOError:
+            self._selector.modify(visitor.connection, visitor.events, visitor)
+        except ssl.SSLWantWriteError:
+            self._selector.modify(visitor.connection, selectors.EVENT_WRITE, visitor)
+        except PenstockError as error:
+            self._refuse(visitor, error)
+        except OSError as error:
+            self._refuse(visitor, refusal(error))
+        else:
+            self._forget(visitor)
+            entered.append(Entered(visitor.connection, visitor.conversations[0], visitor.address))
+
+    def _refuse(self, visitor: _Visitor[Speaker], error: PenstockError) -> None:
+        self._forget(visitor)
+        visitor.close()
+        self._on_refused(visitor.address, error)
+
+    def _dismiss_the_late(self) -> None:
+        now = self._clock()
+        for visitor in [visitor for visitor in self._visitors if visitor.deadline <= now]:
+            limit = f"{self._limits.timeout_s:g} s"
+            self._refuse(visitor, WaitTimeoutError(f"a peer did not prove itself within {limit}."))
+
+    def _forget(self, visitor: _Visitor[Speaker]) -> None:
+        self._visitors.discard(visitor)
+        self._selector.unregister(visitor.connection)
+
+    def _listen_while_there_is_room(self) -> None:
+        has_room = len(self._visitors) < self._limits.max_peers
+        if has_room and not self._listens:
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+        elif self._listens and not has_room:
+            self._selector.unregister(self._listener)
+        self._listens = has_room

@@ -1,0 +1,224 @@
+"""The head's side of the join protocol, without sockets and clocks (`trust.join_messages` draws it).
+
+A worker with a token gets a certificate and comes back with it; a worker with a certificate is let in. The
+first is known only by its proof, the second by the TLS handshake.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from penstock.errors import JoinError, NameTakenError, PenstockError, describe
+from penstock.trust import certificates
+from penstock.trust.admission import AdmissionBook, Seat
+from penstock.trust.identity import ClusterIdentity
+from penstock.trust.join_messages import (
+    NONCE_BYTES,
+    PROOF_BYTES,
+    PROTOCOL,
+    Frame,
+    Hello,
+    JoinRequest,
+    Kind,
+    MessageReader,
+    RejoinRequest,
+    Welcome,
+    decode,
+    framed,
+    garbage,
+    other_protocol,
+    other_version,
+    proof,
+)
+from penstock.trust.peer_names import AGENT_ROLE, require_host_name
+from penstock.trust.tls import NO_CERTIFICATE, PeerCertificate
+
+
+class ConnectedHosts:
+    """The names that are in use: of the head's own host, of connected workers and of those that join.
+    Thread-safe.
+
+    Args:
+        own: name of the head's host.
+    """
+
+    def __init__(self, own: str) -> None:
+        self._names = {own}
+        self._mutex = threading.Lock()
+
+    def enter(self, host: str) -> None:
+        """Take a name.
+
+        Raises:
+            NameTakenError: it is in use.
+        """
+        with self._mutex:
+            if host in self._names:
+                raise NameTakenError(
+                    f"a host called {host} is already in the cluster.",
+                    remedy="Choose another --name; a worker that has just lost its connection can try again.",
+                )
+            self._names.add(host)
+
+    def leave(self, host: str) -> None:
+        """Give a name back: the connection of its worker is gone."""
+        with self._mutex:
+            self._names.discard(host)
+
+
+class HeadDesk(msgspec.Struct, frozen=True, kw_only=True):
+    """What the head needs in every conversation with a worker.
+
+    Attributes:
+        certificate: of the head, DER, as its TLS handshake shows it.
+        version: of Penstock; the worker's must be the same.
+    """
+
+    identity: ClusterIdentity
+    book: AdmissionBook
+    connected: ConnectedHosts
+    certificate: bytes
+    version: str
+
+
+class HeadJoin:
+    """A conversation with one worker; a `Conversation`.
+
+    Args:
+        peer: the worker's certificate, or `NO_CERTIFICATE`.
+
+    Attributes:
+        host: name of the worker, "" until it has proved itself.
+        is_connected: the worker has joined with its certificate: the connection goes on, and the name of the
+            host stays taken until `ConnectedHosts.leave`. Otherwise the worker closes it and comes back.
+    """
+
+    def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
+        self.host = ""
+        self.is_connected = False
+        self._desk = desk
+        self._peer = peer
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._reader = MessageReader()
+        self._await: Callable[[Frame], None] | None = self._take_request
+        self._store: Callable[[], None] = _nothing
+        self._release: Callable[[], None] = _nothing
+        hello = Hello(version=desk.version, authority=desk.identity.certificate_pem, nonce=self._nonce)
+        self._outgoing = framed(Kind.HELLO, desk.identity.public_key + msgspec.msgpack.encode(hello))
+
+    @property
+    def wanted(self) -> int:
+        return 0 if self._await is None else self._reader.wanted
+
+    def take_outgoing(self) -> bytes:
+        outgoing, self._outgoing = self._outgoing, b""
+        return outgoing
+
+    def receive(self, data: bytes) -> None:
+        assert self._await is not None, "all is said"
+        try:
+            frame = self._reader.feed(data)
+            if frame is not None:
+                if frame.protocol != PROTOCOL or frame.kind == Kind.OTHER_VERSION:
+                    raise other_protocol(frame.protocol)
+                self._await(frame)
+        except PenstockError as error:
+            self.abandon()
+            self._outgoing += framed(Kind.REFUSED, msgspec.msgpack.encode(describe(error)))
+            raise
+
+    def end_of_stream(self) -> None:
+        self.abandon()
+        raise JoinError(
+            "a worker has left before it had joined.",
+            remedy="Its own message says why; perhaps its token is for another cluster.",
+        )
+
+    def abandon(self) -> None:
+        self._await = None
+        release, self._release = self._release, _nothing
+        release()
+
+    def _take_request(self, frame: Frame) -> None:
+        if frame.kind == Kind.JOIN and self._peer is NO_CERTIFICATE:
+            self._join(frame.body[:PROOF_BYTES], frame.body[PROOF_BYTES:])
+        elif frame.kind == Kind.REJOIN and self._peer is not NO_CERTIFICATE:
+            self._rejoin(frame.body)
+        else:
+            raise garbage()
+
+    def _join(self, given: bytes, body: bytes) -> None:
+        """Check the proof first: until then the body is only hashed."""
+        desk = self._desk
+
+        def is_proved_by(key: bytes) -> bool:
+            return hmac.compare_digest(proof(key, desk.certificate, self._nonce, body), given)
+
+        seat = desk.book.reserve(is_proved_by)
+        self._release = lambda: desk.book.cancel(seat)
+        request = decode(body, JoinRequest)
+        self._require_version(request.version)
+        require_host_name(request.host)
+        desk.connected.enter(request.host)
+        self._release = lambda: self._give_back(seat, request.host)
+        certificate = desk.identity.sign_host(request.request, request.host)
+        serial = certificates.read_certificate(certificate)[0]
+
+        def store() -> None:
+            desk.book.commit(seat, request.host, serial)
+            self.host = request.host
+            desk.connected.leave(request.host)  # it comes back with its certificate
+
+        self._welcome(certificate, store)
+
+    def _give_back(self, seat: Seat, host: str) -> None:
+        self._desk.book.cancel(seat)
+        self._desk.connected.leave(host)
+
+    def _rejoin(self, body: bytes) -> None:
+        desk, name = self._desk, self._peer.name
+        if name.role != AGENT_ROLE or name.cluster != desk.identity.name:
+            raise garbage()
+        desk.book.require_known(name.host, self._peer.serial)
+        request = decode(body, RejoinRequest)
+        self._require_version(request.version)
+        desk.connected.enter(name.host)
+        self._release = lambda: desk.connected.leave(name.host)
+        serial, renewed = self._peer.serial, b""
+        if request.request:
+            renewed = desk.identity.sign_host(request.request, name.host)
+            serial = certificates.read_certificate(renewed)[0]
+            desk.book.offer(name.host, self._peer.serial, serial)
+
+        def store() -> None:
+            desk.book.renew(name.host, serial)
+            self.host = name.host
+            self.is_connected = True
+
+        self._welcome(renewed, store)
+
+    def _require_version(self, theirs: str) -> None:
+        if theirs != self._desk.version:
+            raise other_version(theirs, self._desk.version)
+
+    def _welcome(self, certificate: bytes, store: Callable[[], None]) -> None:
+        self._outgoing += framed(Kind.WELCOME, msgspec.msgpack.encode(Welcome(certificate=certificate)))
+        self._store = store
+        self._await = self._take_stored
+
+    def _take_stored(self, frame: Frame) -> None:
+        if frame.kind != Kind.STORED or frame.body:
+            raise garbage()
+        self._store()
+        self._release = _nothing
+        self._await = None
+        self._outgoing += framed(Kind.DONE)
+
+
+def _nothing() -> None:
+    """Hold nothing."""

@@ -1,0 +1,114 @@
+"""The identity of a cluster: the key of its head, which signs the certificates of all its processes.
+
+It is kept in one private file of the head's state directory and survives restarts. Who loses the file has
+another cluster: workers then refuse the head, until they are given a new token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from penstock.errors import UsageError
+from penstock.trust import certificates
+from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName, require_host_name
+from penstock.trust.private_files import create_private, make_private_directory, read_private
+
+_FILE = "cluster.pem"
+_BEGIN = b"-----BEGIN CERTIFICATE-----"
+
+
+class ClusterIdentity:
+    """The authority of a cluster.
+
+    Args:
+        key_pem, certificate_pem: of the authority.
+        wall_clock: seconds since the epoch of Unix.
+
+    Attributes:
+        public_key: DER; its SHA-256 is the fingerprint that tokens carry.
+        name: of the cluster, as `PeerName.cluster` has it.
+    """
+
+    def __init__(self, key_pem: bytes, certificate_pem: bytes, wall_clock: Callable[[], float]) -> None:
+        self._key_pem = key_pem
+        self._wall_clock = wall_clock
+        self.certificate_pem = certificate_pem
+        self.public_key = certificates.public_key_of(key_pem)
+        self.name = certificates.cluster_name(self.public_key)
+
+    @classmethod
+    def open(cls, directory: Path, wall_clock: Callable[[], float]) -> ClusterIdentity:
+        """Return the identity that is kept in a state directory; at the first call, make it.
+
+        Raises:
+            UsageError: the library is missing, the directory cannot be used, others may read the key, or the
+                file is damaged.
+        """
+        make_private_directory(directory)
+        path = directory / _FILE
+        try:
+            content = read_private(path)
+        except FileNotFoundError:
+            key = certificates.new_key()
+            create_private(path, key + certificates.sign_authority(key, wall_clock()))
+            content = read_private(path)  # of another process, if that was faster
+        key, mark, certificate = content.partition(_BEGIN)
+        if not certificates.is_pair(key, mark + certificate):
+            raise UsageError(
+                f"{path} does not hold the key and certificate of a cluster.",
+                remedy="Restore it from a copy; or delete it, and let the workers join with a new token.",
+            )
+        return cls(key, mark + certificate, wall_clock)
+
+    def now(self) -> float:
+        """Seconds since the epoch of Unix by the clock of this identity."""
+        return self._wall_clock()
+
+    def head_credentials(self, host: str) -> Credentials:
+        """Return a new key and certificate of the head itself. They are never written to a file.
+
+        Raises:
+            UsageError: the name of the host cannot stand in a certificate.
+        """
+        require_host_name(host)
+        return self._own_credentials(
+            PeerName(cluster=self.name, host=host, role=HEAD_ROLE), certificates.HOST_LIFE_S
+        )
+
+    def link_credentials(self, name: PeerName) -> Credentials:
+        """Return a new key and certificate for the links of a process on the head's host in one epoch."""
+        return self._own_credentials(name, certificates.LINK_LIFE_S)
+
+    def sign_host(self, request: bytes, host: str) -> bytes:
+        """Return the certificate (PEM) of the agent of a host.
+
+        Raises:
+            CertificateError: the request is damaged.
+            UsageError: the name cannot stand in a certificate.
+        """
+        require_host_name(host)
+        name = PeerName(cluster=self.name, host=host, role=AGENT_ROLE)
+        return self._sign(request, name, certificates.HOST_LIFE_S)
+
+    def sign_link(self, request: bytes, name: PeerName) -> bytes:
+        """Return the certificate (PEM) of a process for the links of one epoch.
+
+        The head calls this for an agent whose connection is authenticated. It says the name itself: host,
+        role and epoch come from its own plan and not from the agent.
+
+        Raises:
+            CertificateError: the request is damaged.
+        """
+        return self._sign(request, name, certificates.LINK_LIFE_S)
+
+    def _own_credentials(self, name: PeerName, life_s: float) -> Credentials:
+        key = certificates.new_key()
+        certificate = self._sign(certificates.signing_request(key), name, life_s)
+        return Credentials(key_pem=key, certificate_pem=certificate, authority_pem=self.certificate_pem)
+
+    def _sign(self, request: bytes, name: PeerName, life_s: float) -> bytes:
+        return certificates.sign_name(
+            self._key_pem, self.certificate_pem, request, name, self._wall_clock(), life_s
+        )

@@ -1,0 +1,199 @@
+"""Joins a worker to its head: the first time with a token, and from then on with the certificate that it got.
+
+credentials = join_with_token(address, token, host="desk", version=…, path=…)     once
+head = rejoin(address, credentials, version=…, path=…)                            whenever it is back
+head.connection                                                                   mutual TLS 1.3
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
+from penstock.trust.conversation import Conversation
+from penstock.trust.credentials import Credentials
+from penstock.trust.door import shown_address
+from penstock.trust.join_token import JoinToken
+from penstock.trust.peer_names import PeerName
+from penstock.trust.tls import link_client_context, refusal, token_client_context
+from penstock.trust.worker_join import CertificateClaim, Claim, TokenClaim, WorkerJoin
+
+Address = tuple[str, int]
+TIMEOUT_S = 10.0  # for all of a join
+
+
+class JoinedHead:
+    """The head, as a worker has it after it has joined.
+
+    Attributes:
+        connection: blocks; it is the caller's.
+        name: of the head's process.
+        credentials: of this worker from now on; newer than before where it was time.
+    """
+
+    def __init__(self, connection: ssl.SSLSocket, name: PeerName, credentials: Credentials) -> None:
+        self.connection = connection
+        self.name = name
+        self.credentials = credentials
+
+
+def join_with_token(
+    address: Address,
+    token: JoinToken,
+    *,
+    host: str,
+    version: str,
+    path: Path,
+    timeout_s: float = TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> Credentials:
+    """Get a certificate for this host, and keep it in a private file.
+
+    Args:
+        address: host name or IP address of the head, and port.
+        host: name that this worker wants.
+        version: of Penstock.
+        path: of the file.
+
+    Raises:
+        JoinError: the head, or this worker, refuses; the type says why (`penstock.errors`).
+        PeerError: the head cannot be reached, does not answer in time, or is not the head of a cluster.
+        UsageError: the file cannot be written, or the library is missing.
+    """
+    claim = TokenClaim(token, host, version)
+    with _joined(address, token_client_context(), claim, path, timeout_s, clock, wall_clock) as head:
+        head.connection.close()
+    return head.credentials
+
+
+def rejoin(
+    address: Address,
+    credentials: Credentials,
+    *,
+    version: str,
+    path: Path,
+    timeout_s: float = TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> JoinedHead:
+    """Connect to the head with the certificate of this host.
+
+    Args:
+        path: of the file that keeps the credentials; written where they are renewed.
+
+    Raises:
+        As `join_with_token`; CertificateError where the certificate is revoked or expired.
+    """
+    claim = CertificateClaim(credentials, version, wall_clock())
+    context = link_client_context(credentials)
+    with _joined(address, context, claim, path, timeout_s, clock, wall_clock) as head:
+        head.connection.settimeout(None)
+    return head
+
+
+@contextlib.contextmanager
+def _joined(
+    address: Address,
+    context: ssl.SSLContext,
+    claim: Claim,
+    path: Path,
+    timeout_s: float,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> Iterator[JoinedHead]:
+    """Connect and join. The connection is closed when this or the block fails."""
+    deadline = clock() + timeout_s
+    kept: list[Credentials] = []
+
+    def store(credentials: Credentials) -> None:
+        credentials.save(path)
+        kept.append(credentials)
+
+    with _explained(address), contextlib.ExitStack() as at_failure:
+        plain = socket.create_connection(address, timeout=timeout_s)
+        at_failure.callback(plain.close)
+        plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        plain.settimeout(_left_s(deadline, clock))
+        connection = context.wrap_socket(plain)
+        at_failure.callback(connection.close)
+        certificate = connection.getpeercert(binary_form=True)
+        if certificate is None:  # no version of TLS lets a server have none
+            raise ProtocolError("the head showed no certificate.", code="tls_failed")
+        conversation = WorkerJoin(claim, certificate, store, wall_clock())
+        converse(connection, conversation, deadline, clock)
+        yield JoinedHead(connection, conversation.head, kept[-1])
+        at_failure.pop_all()
+
+
+def converse(
+    connection: socket.socket,
+    conversation: Conversation,
+    deadline: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Lead a conversation to its end over a socket that blocks. The socket's timeout is changed.
+
+    Args:
+        deadline: by `clock`.
+
+    Raises:
+        PenstockError: one side refuses the other.
+        TimeoutError, OSError: of the socket.
+    """
+    try:
+        while True:
+            connection.settimeout(_left_s(deadline, clock))
+            connection.sendall(conversation.take_outgoing())
+            if not conversation.wanted:
+                return
+            data = connection.recv(conversation.wanted)
+            if data:
+                conversation.receive(data)
+            else:
+                conversation.end_of_stream()
+    except PenstockError:
+        with contextlib.suppress(OSError):
+            connection.sendall(conversation.take_outgoing())
+        raise
+    finally:
+        if conversation.wanted:
+            conversation.abandon()
+
+
+def _left_s(deadline: float, clock: Callable[[], float]) -> float:
+    left_s = deadline - clock()
+    if left_s <= 0:
+        raise TimeoutError
+    return left_s
+
+
+@contextlib.contextmanager
+def _explained(address: Address) -> Iterator[None]:
+    """Raise what goes wrong with a socket as an error that names the head."""
+    shown = shown_address(address)
+    try:
+        yield
+    except PenstockError:  # some are a TimeoutError too
+        raise
+    except TimeoutError as error:
+        raise WaitTimeoutError(
+            f"the head at {shown} did not answer in time.",
+            remedy="Check the address, and that its firewall lets this port through.",
+        ) from error
+    except ConnectionRefusedError as error:
+        raise LinkClosedError(
+            f"nothing listens at {shown}.", remedy="Start the head first, with --listen-workers."
+        ) from error
+    except ssl.SSLError as error:
+        raise refusal(error) from error
+    except OSError as error:
+        raise LinkClosedError(
+            f"the head at {shown} cannot be reached: {error.strerror or error}.",
+            remedy="Check the address, and that both hosts are on one network.",
+        ) from error

@@ -1,0 +1,83 @@
+"""The name that a certificate of the cluster gives to a process: cluster, host, role and epoch.
+
+A name stands in the certificate as a URI, so that it cannot be taken for a DNS name or an address:
+
+    penstock://3f9c…/host/desk/agent/0        the agent of the host `desk`; 0 where no epoch is meant
+    penstock://3f9c…/host/desk/rank-3/17      rank 3 in epoch 17
+    penstock://3f9c…/host/tower/head/0        the head
+
+The cluster is the beginning of the fingerprint of its key. Imports no library, so that a rank needs none.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from penstock.errors import UsageError
+
+HEAD_ROLE, AGENT_ROLE = "head", "agent"
+HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.ASCII)
+_ROLE = re.compile(r"[a-z0-9-]{1,32}", re.ASCII)
+_URI = re.compile(
+    rf"penstock://(?P<cluster>[0-9a-f]{{32}})/host/(?P<host>{HOST_NAME.pattern})"
+    rf"/(?P<role>{_ROLE.pattern})/(?P<epoch>0|[1-9][0-9]{{0,17}})",
+    re.ASCII,
+)
+
+
+class PeerName(msgspec.Struct, frozen=True, kw_only=True):
+    """Who a process is, as its certificate or its challenge proves.
+
+    Attributes:
+        cluster: 32 hexadecimal digits of the fingerprint of the cluster's key.
+        host: as `HostResources.name` has it.
+        role: `HEAD_ROLE`, `AGENT_ROLE`, or the word of a rank or core (`rank_role`).
+        epoch: of the connections that it may make; 0 for the head and for agents.
+    """
+
+    cluster: str
+    host: str
+    role: str
+    epoch: int = 0
+
+    @property
+    def uri(self) -> str:
+        return f"penstock://{self.cluster}/host/{self.host}/{self.role}/{self.epoch}"
+
+    @classmethod
+    def parse(cls, uri: str) -> PeerName:
+        """Return the name that a URI spells.
+
+        Raises:
+            ValueError: it is not a name of a cluster.
+        """
+        match = _URI.fullmatch(uri)
+        if match is None:
+            raise ValueError("not the name of a process of a cluster")
+        parts = match.groupdict()
+        return cls(
+            cluster=parts["cluster"], host=parts["host"], role=parts["role"], epoch=int(parts["epoch"])
+        )
+
+
+def rank_role(rank: int) -> str:
+    """Return the role of a rank by its number in the pipeline."""
+    return f"rank-{rank}"
+
+
+def require_host_name(name: str) -> None:
+    """Refuse a host name that a certificate could not carry.
+
+    Raises:
+        UsageError: it has other characters than letters, digits, dots, dashes and underscores, or is too
+            long.
+    """
+    if HOST_NAME.fullmatch(name) is None:
+        raise UsageError(
+            f"{name[:80]!r} cannot be the name of a host: it may have 1 to 64 letters, digits, dots, dashes "
+            "and underscores, and begins and ends with a letter or digit.",
+            remedy="Choose another name.",
+            param="name",
+        )

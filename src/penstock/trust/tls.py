@@ -1,0 +1,238 @@
+"""TLS between the processes of a cluster: version 1.3 only, and who the peer is.
+
+The authority of the cluster is the only one that is trusted; there are no session tickets, so that every
+connection proves both sides anew. OpenSSL checks the chain and its dates. It does not check which process of
+the cluster the peer is: callers do, with `require_peer`, before they use a connection.
+
+    connection = link_client_context(credentials).wrap_socket(sock)
+    require_peer(connection, {expected})
+
+Used by the head and the agents when workers join, and by the carriers between hosts. Needs no library.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from collections.abc import Collection
+
+import msgspec
+
+from penstock.errors import CertificateError, LinkClosedError, PenstockError, ProtocolError, WrongClusterError
+from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import PeerName
+
+
+class PeerCertificate(msgspec.Struct, frozen=True, kw_only=True):
+    """Who the peer is by its certificate, which the handshake has checked."""
+
+    name: PeerName
+    serial: int
+
+
+NO_CERTIFICATE = PeerCertificate(name=PeerName(cluster="", host="", role=""), serial=0)
+
+
+def join_server_context(credentials: Credentials) -> ssl.SSLContext:
+    """Return what the head lets workers join with: a certificate of theirs is checked, none is taken too."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.CERT_OPTIONAL
+    _load(context, credentials)
+    return context
+
+
+def token_client_context() -> ssl.SSLContext:
+    """Return what a worker without a certificate connects with.
+
+    OpenSSL checks nothing here, since the worker does not have the authority's certificate. `WorkerJoin`
+    checks the head against the pin of the token before the worker says a word.
+    """
+    context = _context(ssl.PROTOCOL_TLS_CLIENT)
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def link_server_context(credentials: Credentials) -> ssl.SSLContext:
+    """Return what a process accepts connections of its cluster with: both sides show a certificate."""
+    return _mutual_context(ssl.PROTOCOL_TLS_SERVER, credentials)
+
+
+def link_client_context(credentials: Credentials) -> ssl.SSLContext:
+    """Return what a process connects to others of its cluster with: both sides show a certificate."""
+    return _mutual_context(ssl.PROTOCOL_TLS_CLIENT, credentials)
+
+
+def peer_certificate(connection: ssl.SSLSocket) -> PeerCertificate:
+    """Return who the peer is by its certificate, after the handshake; `NO_CERTIFICATE` where it showed none.
+
+    Raises:
+        CertificateError: the certificate carries no name of a cluster.
+    """
+    fields = connection.getpeercert()
+    if not fields:
+        return NO_CERTIFICATE
+    try:
+        (found,) = msgspec.convert(fields.get("subjectAltName"), tuple[tuple[str, str]])  # exactly one
+        return PeerCertificate(name=PeerName.parse(found[1]), serial=int(str(fields["serialNumber"]), 16))
+    except (msgspec.ValidationError, ValueError, KeyError) as error:
+        raise CertificateError("the certificate of the peer carries no name of a cluster.") from error
+
+
+def peer_name(connection: ssl.SSLSocket) -> PeerName:
+    """Return the name of the peer, after the handshake of a mutual connection.
+
+    Raises:
+        CertificateError: its certificate carries no name of a cluster.
+    """
+    return peer_certificate(connection).name
+
+
+def require_peer(connection: ssl.SSLSocket, expected: Collection[PeerName]) -> PeerName:
+    """Return which of the expected processes the peer is; to be called before the connection is used.
+
+    Raises:
+        CertificateError: it is another process, such as a rank of an epoch that is over.
+    """
+    name = peer_name(connection)
+    if name not in expected:
+        wanted = " or ".join(sorted(map(_shown, expected)))
+        raise CertificateError(
+            f"the peer is {_shown(name)}, where {wanted} was expected.",
+            remedy="If a worker was started twice, end one of them.",
+            code="unexpected_peer",
+        )
+    return name
+
+
+class CertifiedPeer:
+    """A conversation in which nothing is said: the certificate of the peer has said it. For links that listen.
+
+    Args:
+        connection: after its handshake.
+        expected: processes that may connect.
+
+    Attributes:
+        peer: which of them it is.
+
+    Raises:
+        CertificateError: it is another one.
+    """
+
+    wanted = 0
+
+    def __init__(self, connection: ssl.SSLSocket, expected: Collection[PeerName]) -> None:
+        self.peer = require_peer(connection, expected)
+
+    def take_outgoing(self) -> bytes:
+        return b""
+
+    def receive(self, data: bytes) -> None:
+        raise AssertionError("nothing is wanted")
+
+    def end_of_stream(self) -> None:
+        raise AssertionError("nothing is wanted")
+
+    def abandon(self) -> None:
+        """Nothing is held."""
+
+
+def own_certificate_der(credentials: Credentials) -> bytes:
+    """Return the certificate as its peers see it."""
+    return ssl.PEM_cert_to_DER_cert(credentials.certificate_pem.decode("ascii"))
+
+
+def refusal(error: OSError) -> PenstockError:
+    """Return what a failed handshake or a broken connection means, as an error that a user can read."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return _distrust(error)
+    if isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
+        return LinkClosedError("the other side closed the connection during the TLS handshake.")
+    if not isinstance(error, ssl.SSLError):
+        return LinkClosedError(f"the connection is broken: {error.strerror or error}.")
+    reason = error.reason or type(error).__name__
+    if reason in _NOT_TLS:
+        return ProtocolError(
+            "the other side does not speak TLS.",
+            remedy="Check that the port is the one that the head printed, and that no proxy is in between.",
+            code="not_tls",
+        )
+    if reason in _OTHER_AUTHORITY:
+        return WrongClusterError("the other side is of another cluster, and has refused our certificate.")
+    if reason in _BAD_CERTIFICATE:
+        return CertificateError(
+            "the other side has refused our certificate.",
+            remedy=_CLOCKS,
+        )
+    return ProtocolError(
+        f"the TLS handshake failed: {reason.replace('_', ' ').lower()}.",
+        remedy="Run the same version of Penstock on all hosts.",
+        code="tls_failed",
+    )
+
+
+_CLOCKS = "Compare the clocks of both hosts, which may differ by two days; then join again with a token."
+_NOT_TLS = frozenset(
+    {
+        *("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST", "PACKET_LENGTH_TOO_LONG"),
+        *("RECORD_LAYER_FAILURE", "UNEXPECTED_MESSAGE", "BAD_RECORD_TYPE", "UNKNOWN_PROTOCOL"),
+        *("RECORD_TOO_SMALL", "ENCRYPTED_LENGTH_TOO_LONG"),
+    }
+)
+_OTHER_AUTHORITY = frozenset({"TLSV1_ALERT_UNKNOWN_CA", "TLSV1_ALERT_DECRYPT_ERROR"})
+_BAD_CERTIFICATE = frozenset(
+    {
+        *("SSLV3_ALERT_BAD_CERTIFICATE", "SSLV3_ALERT_CERTIFICATE_EXPIRED"),
+        *("SSLV3_ALERT_CERTIFICATE_REVOKED", "SSLV3_ALERT_CERTIFICATE_UNKNOWN"),
+        "SSLV3_ALERT_UNSUPPORTED_CERTIFICATE",
+        *("TLSV13_ALERT_CERTIFICATE_REQUIRED", "PEER_DID_NOT_RETURN_A_CERTIFICATE"),
+    }
+)
+_NOT_YET_VALID, _EXPIRED = 9, 10  # X509_V_ERR_CERT_…
+
+
+def _context(protocol: int) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # names are those of processes: `require_peer`
+    context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_TICKET
+    if protocol == ssl.PROTOCOL_TLS_SERVER:
+        context.num_tickets = 0
+    return context
+
+
+def _mutual_context(protocol: int, credentials: Credentials) -> ssl.SSLContext:
+    context = _context(protocol)
+    context.verify_mode = ssl.CERT_REQUIRED
+    _load(context, credentials)
+    return context
+
+
+def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
+    """Give a context its key and authority. OpenSSL reads keys from files only: this one has no name."""
+    context.verify_flags |= ssl.VERIFY_X509_STRICT
+    context.load_verify_locations(cadata=credentials.authority_pem.decode("ascii"))
+    with os.fdopen(os.memfd_create("penstock-key", os.MFD_CLOEXEC), "wb") as file:
+        file.write(credentials.key_pem + credentials.certificate_pem)
+        file.flush()
+        try:
+            context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+        except ssl.SSLError as error:
+            raise CertificateError("the credentials of this process are damaged.") from error
+
+
+def _distrust(error: ssl.SSLCertVerificationError) -> PenstockError:
+    if error.verify_code in (_NOT_YET_VALID, _EXPIRED):
+        return CertificateError(
+            "the certificate of the peer is not valid at this host's time.",
+            remedy=_CLOCKS,
+            code="certificate_expired",
+        )
+    return WrongClusterError(
+        f"the peer is not of this cluster: {error.verify_message}.",
+        remedy="Check the address; if the head has lost its state directory, join again with its new token.",
+    )
+
+
+def _shown(name: PeerName) -> str:
+    epoch = f" in epoch {name.epoch}" if name.epoch else ""
+    return f"{name.role} of {name.host}{epoch}"

@@ -1,0 +1,67 @@
+"""The head's door for workers: those with a token get a certificate, those with a certificate are let in.
+
+door = worker_door(listener, identity, book, connected, head_host, version, on_refused)
+for entered in door.serve(timeout_s):
+    if entered.conversation.is_connected:     the agent of `conversation.host`, over mutual TLS 1.3
+        ...
+    else:                                     has its certificate, and comes back with it
+        entered.connection.close()
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import time
+from collections.abc import Callable
+
+from penstock.errors import PenstockError, ProtocolError
+from penstock.trust.admission import AdmissionBook
+from penstock.trust.door import DEFAULT_LIMITS, Door, DoorLimits
+from penstock.trust.head_join import ConnectedHosts, HeadDesk, HeadJoin
+from penstock.trust.identity import ClusterIdentity
+from penstock.trust.tls import join_server_context, own_certificate_der, peer_certificate
+
+
+def worker_door(
+    listener: socket.socket,
+    identity: ClusterIdentity,
+    book: AdmissionBook,
+    connected: ConnectedHosts,
+    head_host: str,
+    version: str,
+    on_refused: Callable[[str, PenstockError], None],
+    limits: DoorLimits = DEFAULT_LIMITS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Door[HeadJoin]:
+    """Open the door for workers.
+
+    Args:
+        listener: bound and listening; the door closes it.
+        head_host: name of the head's own host.
+        version: of Penstock.
+        on_refused: called with the address of a peer that was not let in, and why.
+        clock: monotonic seconds.
+
+    Raises:
+        UsageError: the library is missing, or the name cannot stand in a certificate.
+    """
+    credentials = identity.head_credentials(head_host)
+    context = join_server_context(credentials)
+    desk = HeadDesk(
+        identity=identity,
+        book=book,
+        connected=connected,
+        certificate=own_certificate_der(credentials),
+        version=version,
+    )
+
+    def secure(accepted: socket.socket) -> socket.socket:
+        return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+
+    def begin(connection: socket.socket) -> HeadJoin:
+        if not isinstance(connection, ssl.SSLSocket):  # `secure` makes no other
+            raise ProtocolError("a worker has come without TLS.", code="not_tls")
+        return HeadJoin(desk, peer_certificate(connection))
+
+    return Door(listener, secure, begin, on_refused, limits, clock)
