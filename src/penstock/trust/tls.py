@@ -105,7 +105,7 @@ def require_peer(connection: ssl.SSLSocket, expected: Collection[PeerName]) -> P
 
 
 class CertifiedPeer:
-    """A conversation in which nothing is said: the certificate of the peer has said it. For links that listen.
+    """A conversation in which nothing is said: the peer is known by its certificate. For links that listen.
 
     Args:
         connection: after its handshake.

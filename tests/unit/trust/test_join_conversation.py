@@ -120,7 +120,7 @@ def test_a_renewal_that_breaks_off_leaves_a_way_back_with_either_certificate(clu
 
 
 def refused(
-    cluster: Cluster, worker: WorkerJoin, error: type[PenstockError], **head: object
+    cluster: Cluster, worker: WorkerJoin, error: type[PenstockError], peer: PeerCertificate = NO_CERTIFICATE
 ) -> PenstockError:
     """Both sides end with the same error, and the head has given everything back."""
     desk = cluster.head_join(peer)
@@ -291,7 +291,7 @@ def test_r15_a_proof_is_for_one_certificate_of_the_head() -> None:
     parts = (b"certificate", b"nonce", b"body")
     made = proof(b"key", *parts)
     changed = [
-        (b"certificat", b"enonce", b"body"),
+        (b"certificaten", b"once", b"body"),
         (b"x", b"nonce", b"body"),
         (b"certificate", b"nonce", b"bod"),
     ]

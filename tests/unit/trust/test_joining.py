@@ -225,7 +225,7 @@ def test_a_server_that_says_nothing_is_left_in_time(cluster: Cluster, desk: Desk
             version=VERSION,
             path=desk.path,
             timeout_s=10,
-            clock=tick,
+            clock=lambda: next(ticks),
         )
 
 
