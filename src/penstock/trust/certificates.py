@@ -18,7 +18,7 @@ from penstock.trust.peer_names import PeerName
 
 try:
     from cryptography import x509
-    from cryptography.exceptions import InvalidSignature
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 except ModuleNotFoundError:
@@ -146,7 +146,7 @@ def check_signed(certificate: bytes, authority_key: bytes, now: float) -> PeerNa
             raise ValueError("not the algorithms of a cluster")
         public.verify(found.signature, found.tbs_certificate_bytes, ec.ECDSA(hashes.SHA256()))
         name = _name_in(found)
-    except (ValueError, TypeError, InvalidSignature, x509.ExtensionNotFound) as error:
+    except _UNREADABLE as error:
         raise WrongClusterError("the certificate of the peer was not signed by this cluster.") from error
     if not found.not_valid_before_utc.timestamp() <= now <= found.not_valid_after_utc.timestamp():
         raise CertificateError(
@@ -167,7 +167,7 @@ def read_certificate(certificate_pem: bytes) -> tuple[int, PeerName, float]:
     try:
         found = x509.load_pem_x509_certificate(certificate_pem)
         return found.serial_number, _name_in(found), found.not_valid_after_utc.timestamp()
-    except (ValueError, TypeError, x509.ExtensionNotFound) as error:
+    except _UNREADABLE as error:
         raise CertificateError("a certificate of the cluster is damaged.") from error
 
 
@@ -180,7 +180,7 @@ def certified_key(certificate_pem: bytes) -> bytes:
     """
     try:
         return _public_der(x509.load_pem_x509_certificate(certificate_pem).public_key())
-    except (ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         raise CertificateError("a certificate of the cluster is damaged.") from error
 
 
@@ -190,18 +190,25 @@ def is_pair(key_pem: bytes, certificate_pem: bytes) -> bool:
     try:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
         return _public_der(certificate.public_key()) == public_key_of(key_pem)
-    except (ValueError, TypeError, PenstockError):
+    except PenstockError:
+        return False
+    except _UNREADABLE:
         return False
 
 
 if _IS_INSTALLED:
     _USAGES = x509.oid.ExtendedKeyUsageOID
+    _UNREADABLE: tuple[type[Exception], ...] = (  # what the library raises over bytes from outside
+        *(ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm),
+        *(x509.InvalidVersion, x509.ExtensionNotFound, x509.DuplicateExtension),
+        *(x509.UnsupportedGeneralNameType, x509.AttributeNotFound),
+    )
 
 
 def _load_key(key_pem: bytes) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
-    except (ValueError, TypeError) as error:
+    except _UNREADABLE as error:
         raise CertificateError("a private key of the cluster is damaged.") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
         raise CertificateError("a private key of the cluster is not a P-256 key.")
@@ -220,7 +227,7 @@ def _requested_key(request: bytes) -> ec.EllipticCurvePublicKey:
         parsed = x509.load_der_x509_csr(request)
         key = parsed.public_key()
         valid = parsed.is_signature_valid
-    except (ValueError, TypeError, InvalidSignature) as error:
+    except _UNREADABLE as error:
         raise CertificateError("the request for a certificate is damaged.") from error
     if not valid or not isinstance(key, ec.EllipticCurvePublicKey):
         raise CertificateError("the request for a certificate is not signed by its own P-256 key.")

@@ -92,8 +92,15 @@ def replace_private(path: Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of this name against other processes and other threads."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    """Hold the lock of this name against other processes and other threads.
+
+    Raises:
+        UsageError: the file of the lock cannot be made.
+    """
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be opened: {error.strerror}.") from error
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield

@@ -13,6 +13,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from clusters import Cluster, SetClock
 from penstock.errors import CertificateError, UsageError, WrongClusterError
@@ -174,6 +176,33 @@ def test_what_is_not_a_name_of_a_process_is_refused(uri: str) -> None:
 def test_names_are_read_as_they_are_written() -> None:
     name = PeerName(cluster="0123456789abcdef" * 2, host="desk.lan-2_b", role=rank_role(12), epoch=10**17)
     assert PeerName.parse(name.uri) == name
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    return Cluster(tmp_path_factory.mktemp("fuzz") / "head")
+
+
+@settings(deadline=None, max_examples=200, derandomize=True)
+@given(place=st.floats(0, 1, exclude_max=True), byte=st.integers(0, 255), is_cut=st.booleans())
+def test_r15_a_damaged_request_or_certificate_is_a_typed_error(
+    fuzzed: Cluster, place: float, byte: int, is_cut: bool
+) -> None:
+    """Whatever byte is changed, or wherever it ends: nothing is signed, and nobody is known."""
+    good = certificates.signing_request(certificates.new_key())
+    for content, read, error in (
+        (good, lambda damaged: fuzzed.identity.sign_host(damaged, "desk"), CertificateError),
+        (
+            fuzzed.certificate,
+            lambda damaged: certificates.check_signed(damaged, fuzzed.identity.public_key, NOW),
+            WrongClusterError,
+        ),
+    ):
+        cut = int(place * len(content))
+        damaged = content[:cut] + (b"" if is_cut else bytes([byte]) + content[cut + 1 :])
+        if damaged != content:
+            with pytest.raises(error):
+                read(damaged)
 
 
 # --- credentials ----------------------------------------------------------------------------------
