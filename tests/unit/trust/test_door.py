@@ -6,11 +6,12 @@ import socket
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from clusters import HEAD_HOST, VERSION, WAIT_S, Cluster, SetClock
-from penstock.errors import JoinError, PenstockError, ProtocolError, WaitTimeoutError
+from penstock.errors import JoinError, PeerError, PenstockError, ProtocolError, WaitTimeoutError
 from penstock.trust.challenge import AcceptedChallenge, DialledChallenge
 from penstock.trust.door import Door, DoorLimits, Entered, shown_address
 from penstock.trust.head_join import HeadJoin
@@ -194,6 +195,21 @@ def test_r15_plain_tcp_is_refused_by_name(made: DoorOfTests, sent: bytes, code: 
     made.serve_until(0, num_refused=1)
     assert made.refused[0].code == code
     assert is_closed(client)
+
+
+@pytest.mark.parametrize(
+    "begin", [b"", b"\x16", b"\x16\x03\x01\x00\x40", b"\x16\x03\x01\x00\x40\x01\x00\x00\x3c\x03\x03"]
+)
+def test_r15_garbage_of_any_kind_is_one_typed_error(made: DoorOfTests, begin: bytes) -> None:
+    """Seeded; beside records of TLS that are none. Who says half a record and leaves is refused too."""
+    random = Random(len(begin))
+    for number in range(1, 16):
+        client = made.connect()
+        client.sendall(begin + random.randbytes(random.randrange(400)))
+        client.shutdown(socket.SHUT_WR)
+        made.serve_until(0, num_refused=number)
+        assert is_closed(client)
+    assert all(isinstance(error, PeerError) for error in made.refused)
 
 
 def test_who_leaves_at_once_is_forgotten(made: DoorOfTests) -> None:

@@ -26,6 +26,7 @@ from penstock.errors import (
 )
 from penstock.trust import certificates, join_messages
 from penstock.trust.credentials import Credentials
+from penstock.trust.head_join import HeadJoin
 from penstock.trust.join_messages import HEADER, MAX_BYTES, PROTOCOL, Kind, MessageReader, framed, proof
 from penstock.trust.join_token import JoinToken
 from penstock.trust.tls import NO_CERTIFICATE, PeerCertificate, own_certificate_der
@@ -430,6 +431,60 @@ def test_a_message_at_a_wrong_place_is_refused(cluster: Cluster, side: str, kind
     assert cluster.book.hosts() == []
     cluster.joined("one")
     cluster.joined("two")
+
+
+TURNS = [0, 1, 2, 3, 4]  # HELLO, JOIN, WELCOME, STORED, DONE
+
+
+def at_turn(cluster: Cluster, turn: int) -> tuple[HeadJoin, WorkerJoin, bytes, HeadJoin | WorkerJoin]:
+    """Both sides, the message that is due, and who awaits it."""
+    head, worker = cluster.head_join(), cluster.token_join("desk")
+    for number in range(turn):
+        hand_over(*((head, worker), (worker, head))[number % 2])
+    sender, receiver = ((head, worker), (worker, head))[turn % 2]
+    return head, worker, sender.take_outgoing(), receiver
+
+
+def end_both(head: HeadJoin, worker: WorkerJoin) -> None:
+    for side in (head, worker):
+        if side.wanted:
+            with pytest.raises(PenstockError):
+                side.end_of_stream()
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
+def test_r15_a_message_that_ends_early_lets_nobody_in(tmp_path: Path, turn: int, part: float) -> None:
+    cluster = Cluster(tmp_path / "head")
+    head, worker, message, receiver = at_turn(cluster, turn)
+    feed(receiver, message[: int(part * len(message))])
+    assert receiver.wanted
+    end_both(head, worker)
+    is_counted = turn == 4  # the head has said DONE, which is lost: the worker has its certificate
+    assert cluster.book.hosts() == (["desk"] if is_counted else [])
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_r15_a_message_that_is_too_long_is_refused_at_any_place(tmp_path: Path, turn: int) -> None:
+    cluster = Cluster(tmp_path / "head")
+    head, worker, message, receiver = at_turn(cluster, turn)
+    with pytest.raises(ProtocolError) as caught:
+        feed(receiver, HEADER.pack(PROTOCOL, message[2], 1 << 31))
+    assert caught.value.code == "too_long"
+    end_both(head, worker)
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_r15_a_message_that_comes_twice_lets_nobody_in_twice(tmp_path: Path, turn: int) -> None:
+    """All is said after the last one, and what follows is not read. Before, the other kind is refused."""
+    cluster = Cluster(tmp_path / "head")
+    head, worker, message, receiver = at_turn(cluster, turn)
+    feed(receiver, message)
+    if receiver.wanted:
+        with pytest.raises(PenstockError):
+            feed(receiver, message)
+    end_both(head, worker)
+    assert cluster.book.hosts() == (["desk"] if turn >= 3 else [])
 
 
 @pytest.fixture(scope="module")

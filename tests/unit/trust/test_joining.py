@@ -27,6 +27,7 @@ from penstock.errors import (
     WaitTimeoutError,
     WrongClusterError,
 )
+from penstock.trust.certificates import HOST_LIFE_S
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import JoinedHead, join_with_token, rejoin
@@ -146,6 +147,21 @@ def test_r15_a_stolen_certificate_is_refused_once_it_is_revoked(cluster: Cluster
     cluster.book.revoke_host("desk")
     with refused(cluster, CertificateError) as address:
         desk.rejoin(address)
+
+
+def test_r15_an_expired_certificate_is_refused_on_both_sides(cluster: Cluster, desk: Desk) -> None:
+    cluster.wall_clock.seconds -= 5 * HOST_LIFE_S
+    old = JoinToken.new(cluster.identity.public_key)
+    cluster.book.allow(old, max_joins=1)
+    cluster.token = old
+    cluster.joined("desk").save(desk.path)
+    cluster.wall_clock.seconds += 5 * HOST_LIFE_S
+    with served(cluster) as door:
+        with pytest.raises(CertificateError, match="has refused our certificate") as caught:
+            desk.rejoin(door.address)
+        door.await_news(lambda: len(door.refused) == 1)
+        assert door.refused[0].code == "certificate_expired"
+    assert "clocks" in caught.value.remedy
 
 
 def test_r15_a_head_of_another_cluster_gets_no_word(cluster: Cluster, desk: Desk, tmp_path: Path) -> None:
