@@ -27,7 +27,7 @@ from penstock.errors import (
     WaitTimeoutError,
     WrongClusterError,
 )
-from penstock.trust.certificates import HOST_LIFE_S
+from penstock.trust.certificates import HOST_LIFE_S, new_key, signing_request
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import JoinedHead, join_with_token, rejoin
@@ -151,10 +151,10 @@ def test_r15_a_stolen_certificate_is_refused_once_it_is_revoked(cluster: Cluster
 
 def test_r15_an_expired_certificate_is_refused_on_both_sides(cluster: Cluster, desk: Desk) -> None:
     cluster.wall_clock.seconds -= 5 * HOST_LIFE_S
-    old = JoinToken.new(cluster.identity.public_key)
-    cluster.book.allow(old, max_joins=1)
-    cluster.token = old
-    cluster.joined("desk").save(desk.path)
+    key = new_key()
+    certificate = cluster.identity.sign_host(signing_request(key), "desk")
+    authority = cluster.identity.certificate_pem
+    Credentials(key_pem=key, certificate_pem=certificate, authority_pem=authority).save(desk.path)
     cluster.wall_clock.seconds += 5 * HOST_LIFE_S
     with served(cluster) as door:
         with pytest.raises(CertificateError, match="has refused our certificate") as caught:
