@@ -11,8 +11,10 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from certificates import PeerCertificates
 from penstock.hosts.local import LocalHost
 from penstock.hosts.rank_host import ChannelNeed, LinkNeed, Need, PlanNeed
+from penstock.hosts.stream_ends import DiallingEnd, ListeningEnd, StreamEnd, StreamNeed
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.pipeline.links.frame import frame_bytes
@@ -20,6 +22,8 @@ from penstock.pipeline.links.link import Link
 from penstock.pipeline.links.link_carriers import open_link
 from penstock.pipeline.links.memory import MemoryLink
 from penstock.pipeline.links.plan_channel import QueueChannel
+from penstock.process.endpoints import PlainText, StreamSecurity
+from penstock.process.link_ports import PortRange, listen_in_range
 
 Endpoints = tuple[Any, Any]  # of the sender, or the joining end; of the receiver, or the accepting end
 Channels = tuple[MessageChannel, MessageChannel]
@@ -36,6 +40,74 @@ def local(kind: str) -> Callable[[Need, ExitStack], Endpoints]:
         joined = host.join(kind, need, accepted.invitation)
         closing.callback(joined.close)
         return joined.endpoint, accepted.endpoint
+
+    return make
+
+
+Secured = tuple[StreamSecurity, StreamSecurity]  # of the joining end; of the accepting one
+ANY_PORT = PortRange(0, 0)
+
+
+def plain_text(closing: ExitStack) -> Secured:
+    return PlainText(), PlainText()
+
+
+def tls(closing: ExitStack) -> Secured:
+    """Two ends with certificates of one authority, each of which expects the other."""
+    made = closing.enter_context(PeerCertificates("rank-0", "rank-1"))
+    return made.material(0), made.material(1)
+
+
+def stream(
+    need: StreamNeed,
+    closing: ExitStack,
+    secured: Callable[[ExitStack], Secured] = plain_text,
+    *,
+    host: str = "127.0.0.1",
+    joining_dials: bool = True,
+    open_timeout_s: float = 30.0,
+) -> tuple[StreamEnd, StreamEnd]:
+    """The joining and the accepting end of a stream over loopback, as two hosts make them."""
+    of_joining, of_accepting = secured(closing)
+    of_dialler, of_listener = (of_joining, of_accepting) if joining_dials else (of_accepting, of_joining)
+    listener = listen_in_range(host, ANY_PORT)
+    listening = ListeningEnd(
+        need,
+        listener,
+        host,
+        is_joining=not joining_dials,
+        security=of_listener,
+        open_timeout_s=open_timeout_s,
+    )
+    closing.callback(listening.close)
+    assert listening.invitation is not None
+    dialling = DiallingEnd(
+        need,
+        listening.invitation,
+        is_joining=joining_dials,
+        security=of_dialler,
+        open_timeout_s=open_timeout_s,
+    )
+    closing.callback(dialling.close)
+    return (dialling, listening) if joining_dials else (listening, dialling)
+
+
+def _stream_link(
+    secured: Callable[[ExitStack], Secured], *, joining_dials: bool = True
+) -> Callable[[LinkNeed, ExitStack, str, float], Endpoints]:
+    def make(need: LinkNeed, closing: ExitStack, name: str, timeout_s: float) -> Endpoints:
+        joining, accepting = stream(need, closing, secured, joining_dials=joining_dials)
+        return joining.endpoint, accepting.endpoint
+
+    return make
+
+
+def _stream_channel(
+    secured: Callable[[ExitStack], Secured], need: StreamNeed
+) -> Callable[[ExitStack, str], Channels]:
+    def make(closing: ExitStack, name: str) -> Channels:
+        joining, accepting = stream(need, closing, secured)
+        return open_channel(joining.endpoint, name), open_channel(accepting.endpoint, name)
 
     return make
 
@@ -61,14 +133,23 @@ def _channel(kind: str, need: Need) -> Callable[[ExitStack, str], Channels]:
 LINKS: Mapping[str, Callable[[LinkNeed, ExitStack, str, float], Endpoints]] = {
     "memory": _link_in_memory,
     "shared memory": _link("ring"),
+    "tcp": _stream_link(plain_text),
+    "tcp, the sender is dialled": _stream_link(plain_text, joining_dials=False),
+    "tls": _stream_link(tls),
 }
+# Where the sender waits once as many frames are under way as the link was made for, and not some more.
+COUNTING_LINKS = ("memory", "shared memory")
 TWO_WAY_CHANNELS: Mapping[str, Callable[[ExitStack, str], Channels]] = {
     "zmq": _channel("socket", PlanNeed()),
     "memory": lambda closing, name: QueueChannel.pair(name),
+    "tcp": _stream_channel(plain_text, PlanNeed()),
+    "tls": _stream_channel(tls, PlanNeed()),
 }
 ONE_WAY_CHANNELS: Mapping[str, Callable[[ExitStack, str], Channels]] = {
     "ring": _channel("ring", ChannelNeed(num_messages=16, num_rows=64)),
     **TWO_WAY_CHANNELS,
+    "tcp": _stream_channel(plain_text, ChannelNeed(num_messages=16, num_rows=64)),
+    "tls": _stream_channel(tls, ChannelNeed(num_messages=16, num_rows=64)),
 }
 
 

@@ -9,7 +9,7 @@ called `..._fd`, and becomes the receiver's own on the way (`process.control`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -57,8 +57,106 @@ class MeetingHandle(msgspec.Struct, frozen=True, kw_only=True, tag="shared_memor
     store_fd: int
 
 
-LinkEndpoint = RingHandle | MemoryHandle
-ChannelEndpoint = RingHandle | SocketListener | SocketHandle
+StreamSide = Literal["dialler", "accepter"]
+
+
+class DialledStream(msgspec.Struct, frozen=True, kw_only=True, tag="dialled"):
+    """A stream that this process dials.
+
+    Attributes:
+        host: an IPv4 or IPv6 address, or a name.
+    """
+
+    host: str
+    port: int
+
+
+class AcceptedStream(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """A stream that this process accepts, at a socket that listens already."""
+
+    listen_fd: int
+
+
+class ConnectedStream(msgspec.Struct, frozen=True, kw_only=True, tag="connected"):
+    """A stream that the host has connected.
+
+    Attributes:
+        side: which of the two this end is; it decides who begins a handshake.
+    """
+
+    stream_fd: int
+    side: StreamSide
+
+
+StreamWay = DialledStream | AcceptedStream | ConnectedStream
+
+
+class PlainText(msgspec.Struct, frozen=True, tag="plain_text"):
+    """Bytes cross as they are."""
+
+
+PLAIN_TEXT = PlainText()
+
+
+class TlsMaterial(msgspec.Struct, frozen=True, kw_only=True, tag="tls"):
+    """What a process needs for TLS with one peer; each descriptor is of a file in PEM form.
+
+    Attributes:
+        certificate_fd: the own certificate, and those that signed it.
+        authority_fd: the certificates that a peer's certificate must be signed by.
+        peer_name: the DNS name that the peer's certificate must have.
+    """
+
+    certificate_fd: int
+    key_fd: int
+    authority_fd: int
+    peer_name: str
+
+
+StreamSecurity = PlainText | TlsMaterial
+
+
+class StreamPath(msgspec.Struct, frozen=True, kw_only=True):
+    """How one end of a stream between hosts comes about, and what ends it.
+
+    Attributes:
+        end_fd: an eventfd; once it is written the stream is over at this end. Many streams may share it.
+        open_timeout_s: for the other end to come, from when this end is opened; it may be loading still.
+    """
+
+    way: StreamWay
+    end_fd: int
+    security: StreamSecurity = PLAIN_TEXT
+    open_timeout_s: float = 3600.0
+
+
+class StreamLinkHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream_link"):
+    """One end of a link over a stream (`pipeline.links.stream_link`).
+
+    Attributes:
+        direction: of the frames at this end.
+        num_frames: that this end has room for.
+    """
+
+    path: StreamPath
+    direction: Literal["out", "in"]
+    frame_bytes: int
+    num_frames: int
+
+
+class StreamChannelHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream_channel"):
+    """One end of a channel of messages over a stream (`pipeline.links.stream_channel`).
+
+    Attributes:
+        num_messages: that this end has room for, in each direction.
+    """
+
+    path: StreamPath
+    num_messages: int
+
+
+LinkEndpoint = RingHandle | MemoryHandle | StreamLinkHandle
+ChannelEndpoint = RingHandle | SocketListener | SocketHandle | StreamChannelHandle
 MeetingEndpoint = MeetingHandle
 Endpoint = LinkEndpoint | ChannelEndpoint | MeetingEndpoint
 

@@ -11,12 +11,21 @@ from collections.abc import Callable, Mapping
 from penstock.pipeline.links.channel import PolledChannel
 from penstock.pipeline.links.plan_channel import ZmqChannel
 from penstock.pipeline.links.ring_channel import RingChannel
-from penstock.process.endpoints import ChannelEndpoint, RingHandle, SocketHandle, SocketListener, opener_of
+from penstock.pipeline.links.stream_channel import StreamChannel
+from penstock.process.endpoints import (
+    ChannelEndpoint,
+    RingHandle,
+    SocketHandle,
+    SocketListener,
+    StreamChannelHandle,
+    opener_of,
+)
 
 _OPENERS: Mapping[type, Callable[..., PolledChannel]] = {
     RingHandle: RingChannel,
     SocketListener: ZmqChannel.listen_at,
     SocketHandle: ZmqChannel.connect_to,
+    StreamChannelHandle: StreamChannel,
 }
 
 

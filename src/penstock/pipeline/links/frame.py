@@ -31,6 +31,7 @@ _LAYOUT = struct.Struct("<4sHHIIQIIHH")
 _CHECKSUM = struct.Struct("<Q")
 _DTYPES = {"float32": 1, "bfloat16": 2, "float16": 3}
 _DTYPE_NAMES = {code: name for name, code in _DTYPES.items()}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class FrameKind(IntEnum):
@@ -101,6 +102,11 @@ class FrameHeader:
         """What a wait for the frame waits for."""
         is_hidden = self.kind is FrameKind.HIDDEN
         return f"the hidden states of step {self.step_id}" if is_hidden else f"weight block {self.step_id}"
+
+    @property
+    def payload_bytes(self) -> int:
+        """Of all tensors of the frame as they lie behind its header, each padded."""
+        return self.num_tensors * padded(self.num_tokens * self.width * _ITEM_BYTES[self.dtype])
 
     def differences(self, received: FrameHeader) -> list[str]:
         """Return, as text, the fields in which `received` differs from what this header promised."""

@@ -12,18 +12,21 @@ from penstock.distributed.group import MeetingPlace, open_shared_memory
 from penstock.pipeline.links.link import Link
 from penstock.pipeline.links.memory import MemoryLink
 from penstock.pipeline.links.ring import SharedMemoryLink
+from penstock.pipeline.links.stream_link import open_stream_link
 from penstock.process.endpoints import (
     LinkEndpoint,
     MeetingEndpoint,
     MeetingHandle,
     MemoryHandle,
     RingHandle,
+    StreamLinkHandle,
     opener_of,
 )
 
 _LINK_OPENERS: Mapping[type, Callable[..., Link]] = {
     RingHandle: SharedMemoryLink,
     MemoryHandle: MemoryLink.known_by,
+    StreamLinkHandle: open_stream_link,
 }
 _MEETING_OPENERS: Mapping[type, Callable[..., MeetingPlace]] = {MeetingHandle: open_shared_memory}
 
@@ -37,7 +40,7 @@ def open_link(endpoint: LinkEndpoint, name: str, timeout_s: float) -> Link:
         timeout_s: deadline of every wait.
 
     Raises:
-        ProtocolError: this build has no carrier for endpoints of this kind.
+        ProtocolError: this build has no carrier for endpoints of this kind, or a certificate cannot be used.
     """
     return opener_of(_LINK_OPENERS, endpoint, f"link {name}")(endpoint, name, timeout_s)
 

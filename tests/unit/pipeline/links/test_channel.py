@@ -78,7 +78,7 @@ def test_an_endpoint_that_no_carrier_opens_is_refused_with_a_remedy() -> None:
     class Pigeon(msgspec.Struct, tag="pigeon"):
         loft: int
 
-    known = "ring, socket_handle, socket_listener"
+    known = "ring, socket_handle, socket_listener, stream_channel"
     with pytest.raises(ProtocolError, match=rf"channel samples .* kind pigeon.* {known}") as caught:
         open_channel(Pigeon(7), "samples")  # type: ignore[arg-type]
     assert "same Penstock version" in caught.value.remedy

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from carriers import LINKS, MAX_TOKENS, WIDTH, connect_link
+from carriers import COUNTING_LINKS, LINKS, MAX_TOKENS, WIDTH, connect_link
 from hand_core import Crew
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
@@ -22,6 +22,7 @@ from penstock.process.endpoints import MemoryHandle
 from penstock.trace.phases import Phase, PhaseClock
 
 NAME = "stage 0 -> stage 1"
+MOST_BUFFERED_FRAMES = 200_000  # by a kernel: 100 MB of them
 Ends = tuple[Link, Link]
 Connect = Callable[..., Ends]
 
@@ -146,16 +147,27 @@ def test_c8_a_frame_is_whole_when_it_is_given_away_and_read_when_it_is_given_bac
 
 
 @pytest.mark.parametrize("num_frames", [1, 3])
-def test_c8_a_link_holds_as_many_frames_as_were_promised_and_no_more(
-    connect: Connect, num_frames: int
-) -> None:
-    sender, receiver = connect(timeout_s=0.01, num_frames=num_frames)
+def test_c8_a_link_holds_as_many_frames_as_were_promised(connect: Connect, num_frames: int) -> None:
+    sender, receiver = connect(num_frames=num_frames)
     for step in range(num_frames):
         sender.send_frame(header(step), tensors(step, 3))
-    with pytest.raises(WaitTimeoutError):
+    for step in range(num_frames):
+        out = blank(3)
+        receiver.receive_frame(header(step), out).wait()
+        assert torch.equal(out[0], tensors(step, 3)[0])
+
+
+@pytest.mark.parametrize("num_frames", [1, 3])
+@pytest.mark.parametrize("carrier", COUNTING_LINKS)
+def test_c8_a_link_that_counts_holds_no_more(carrier: str, num_frames: int) -> None:
+    with ExitStack() as closing:
+        sender, receiver = connect_link(carrier, closing, NAME, 0.01, num_frames=num_frames)
+        for step in range(num_frames):
+            sender.send_frame(header(step), tensors(step, 3))
+        with pytest.raises(WaitTimeoutError):
+            sender.send_frame(header(num_frames), tensors(num_frames, 3))
+        receiver.receive_frame(header(0), blank(3)).wait()
         sender.send_frame(header(num_frames), tensors(num_frames, 3))
-    receiver.receive_frame(header(0), blank(3)).wait()
-    sender.send_frame(header(num_frames), tensors(num_frames, 3))
 
 
 def test_frames_of_many_sizes_cross_in_order(connect: Connect) -> None:
@@ -241,7 +253,9 @@ def test_an_endpoint_that_no_carrier_opens_is_refused_with_a_remedy() -> None:
     class Pigeon(msgspec.Struct, tag="pigeon"):
         loft: int
 
-    with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1 .* kind pigeon.* memory, ring") as caught:
+    with pytest.raises(
+        ProtocolError, match=r"stage 0 -> stage 1 .* kind pigeon.* memory, ring, stream_link"
+    ) as caught:
         open_link(Pigeon(7), NAME, 1.0)  # type: ignore[arg-type]
     assert "same Penstock version" in caught.value.remedy
 
@@ -282,13 +296,19 @@ def test_waits_end_with_a_typed_error(connect: Connect) -> None:
     sender, receiver = connect(timeout_s=0.001)
     with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*hidden states of step 8"):
         receiver.receive_frame(header(8), blank(3)).wait()
-    sender.send_frame(header(0), tensors(0, 3))
+
+    def send_many() -> None:
+        for _ in range(MOST_BUFFERED_FRAMES):
+            sender.send_frame(header(9, MAX_TOKENS), tensors(9, MAX_TOKENS))
+
     with pytest.raises(WaitTimeoutError, match=r"stage 0 -> stage 1.*step 9"):
-        sender.send_frame(header(9), tensors(9, 3))
+        send_many()
 
 
 def test_a_close_wakes_the_receiver(connect: Connect) -> None:
     sender, receiver = connect()
+    sender.send_frame(header(1), tensors(1, 3))
+    receiver.receive_frame(header(1), blank(3)).wait()  # so that they have met
     crew = Crew()
     crew.start(sender.close)
     with pytest.raises(LinkClosedError, match="step 2"):

@@ -1,0 +1,232 @@
+"""A connected stream between two processes, read and written by one thread, which can be stopped at any
+time.
+
+`Interruption` says that a stream is over at this end, because its owner has closed it or its host has ended
+the epoch. `Stream` waits for the other end and for an interruption together, so that no call outlives
+either. `pipeline.links.stream_opening` connects streams; the carriers `stream_link` and `stream_channel`
+read and write them. No torch here.
+
+A stream is a TCP socket, plain or wrapped by `ssl`. Of one SSL object only one thread may make a call at a
+time; both carriers see to it.
+
+- `TCP_NODELAY` is set: a frame is written in one piece, and must not wait for the acknowledgement of the
+  one before.
+- Keepalive stays off, and `TCP_USER_TIMEOUT` is unset while a stream lives: the heartbeat between hosts
+  alone judges that a peer is silent. A second judge in the kernel would end links in a stall that the
+  heartbeat bears.
+- When a stream is closed, `TCP_USER_TIMEOUT` bounds how long the kernel goes on sending what was left to a
+  host that is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import ssl
+import time
+
+from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
+
+FAREWELL_MS = 10_000  # the kernel's time for what was written before the close
+_MOST_LEFTOVERS = 64  # pieces of 64 KiB that a closing end reads and forgets
+_GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+_IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+_WIRE_REMEDY = "Run the same Penstock version on all hosts, and let nothing else connect to the link ports."
+
+
+class StreamEndedError(LinkClosedError):
+    """The stream is over at this end: its owner has closed it, or its host has ended the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__("the stream has ended at this end.")
+
+
+class Interruption:
+    """Whether a stream is over at this end; wakes who waits in `wait`, in any thread.
+
+    Args:
+        end_fd: eventfd of the host, as in `StreamPath`. It is duplicated, and never read.
+    """
+
+    def __init__(self, end_fd: int) -> None:
+        self._end = os.dup(end_fd)
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+    def watch(self, poll: select.poll) -> None:
+        """Have a poll return once the stream is over."""
+        poll.register(self._end, select.POLLIN)
+        poll.register(self._stop, select.POLLIN)
+
+    def is_over(self) -> bool:
+        poll = select.poll()
+        self.watch(poll)
+        return bool(poll.poll(0))
+
+    def stop(self) -> None:
+        """End the stream at this end."""
+        os.eventfd_write(self._stop, 1)
+
+    def wait(self, fd: int, events: int, deadline: float | None = None) -> None:
+        """Return when `fd` has one of the events of poll(2), or an error.
+
+        Args:
+            deadline: by `time.monotonic`; None: without end.
+
+        Raises:
+            StreamEndedError: the stream is over.
+            TimeoutError: the deadline has passed.
+        """
+        poll = select.poll()
+        poll.register(fd, events)
+        self.watch(poll)
+        left_ms = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
+        ready = [ready_fd for ready_fd, _ in poll.poll(left_ms)]
+        if not ready:
+            raise TimeoutError
+        if ready != [fd]:
+            raise StreamEndedError
+
+    def close(self) -> None:
+        """Give the descriptors back; nobody may wait any more."""
+        os.close(self._end)
+        os.close(self._stop)
+
+
+class Stream:
+    """A connected stream; its calls belong to one thread, but for `close` and `has_lost_peer`.
+
+    Args:
+        connected: plain, or wrapped by `ssl` after its handshake. Belongs to the stream from now on.
+        interruption: ends waits.
+    """
+
+    def __init__(self, connected: socket.socket, interruption: Interruption) -> None:
+        connected.setblocking(False)
+        if connected.family in _IP_FAMILIES:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+        self._interruption = interruption
+        self.wanted = 0  # events of poll(2) that the last call which could not go on waits for
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def try_read(self, into: memoryview) -> int | None:
+        """Read what is there, at most `into`; 0 at the end of the stream, None if nothing has come yet.
+
+        An end that nobody has announced reads as 0, too: what carries frames knows how long they are.
+        """
+        try:
+            return self._socket.recv_into(into)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            self.wanted = select.POLLIN
+        except ssl.SSLWantWriteError:
+            self.wanted = select.POLLOUT
+        except ssl.SSLEOFError:
+            return 0
+        except ssl.SSLError:
+            raise
+        except OSError:  # a reset: what has not been read is lost
+            return 0
+        return None
+
+    def try_write(self, data: memoryview) -> int | None:
+        """Write what fits now; the number of bytes, or None if none does. Raises `OSError`."""
+        try:
+            return self._socket.send(data)
+        except (BlockingIOError, ssl.SSLWantWriteError):
+            self.wanted = select.POLLOUT
+        except ssl.SSLWantReadError:
+            self.wanted = select.POLLIN
+        return None
+
+    def read(self, into: memoryview) -> bool:
+        """Fill `into`; False if the stream ends before. Raises `StreamEndedError`."""
+        done = 0
+        while done < len(into):
+            count = self.try_read(into[done:])
+            if count == 0:
+                return False
+            if count is None:
+                self._interruption.wait(self.fileno(), self.wanted)
+            else:
+                done += count
+        return True
+
+    def write(self, data: memoryview) -> None:
+        """Write all of `data`, however long the other end takes, which reads alone.
+
+        What fits is written even after the stream has been stopped, so that frames sent before a close leave.
+
+        Raises:
+            StreamEndedError: the rest would have had to wait, and the stream is over.
+            OSError: the other end has gone.
+        """
+        done = 0
+        while done < len(data):
+            count = self.try_write(data[done:])
+            if count is not None:
+                done += count
+                continue
+            self._interruption.wait(self.fileno(), self.wanted | select.POLLRDHUP)
+            if self.has_lost_peer():
+                raise BrokenPipeError
+
+    def await_events(self, events: int, nudge: int) -> None:
+        """Wait for events of poll(2), none of them if 0, or until the eventfd `nudge` is written.
+
+        Raises `StreamEndedError`.
+        """
+        poll = select.poll()
+        if events:  # else a peer that has gone would be an event for ever
+            poll.register(self.fileno(), events)
+        poll.register(nudge, select.POLLIN)
+        self._interruption.watch(poll)
+        ready = {fd for fd, _ in poll.poll()}
+        if nudge in ready:
+            os.eventfd_read(nudge)
+        if not ready <= {self.fileno(), nudge}:
+            raise StreamEndedError
+
+    def has_lost_peer(self) -> bool:
+        """Whether the stream is over, or the other end has closed it. Reads nothing: any thread may ask."""
+        poll = select.poll()
+        poll.register(self.fileno(), _GONE)
+        self._interruption.watch(poll)
+        return bool(poll.poll(0))
+
+    def raise_alert(self) -> None:
+        """Raise `ssl.SSLError` if the other end has said in TLS why it refuses this one."""
+        with contextlib.suppress(
+            BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError, ssl.SSLEOFError
+        ):
+            self.try_read(memoryview(bytearray(1)))
+
+    def close(self) -> None:
+        """Close the socket. What was written goes on its way for `FAREWELL_MS` at most."""
+        plain, rest = socket.socket, bytearray(1 << 16)
+        with contextlib.suppress(OSError):
+            plain.shutdown(self._socket, socket.SHUT_WR)
+            if self._socket.family in _IP_FAMILIES:
+                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, FAREWELL_MS)
+            # To close with unread bytes would reset the connection, and drop what was written last.
+            for _ in range(_MOST_LEFTOVERS):
+                if not plain.recv_into(self._socket, rest):
+                    break
+        self._socket.close()
+
+
+def stream_error(name: str, error: Exception) -> PeerError:
+    """Return an error of a stream as one of ours that names its link or channel."""
+    if isinstance(error, StreamEndedError):
+        return LinkClosedError(f"{name} has ended.")
+    if isinstance(error, PeerError):
+        return error
+    if isinstance(error, ssl.SSLError):
+        why = (error.reason or str(error)).replace("_", " ").lower()
+        return ProtocolError(f"{name}: TLS says {why}.", remedy=_WIRE_REMEDY)
+    if isinstance(error, TimeoutError):
+        return WaitTimeoutError(f"{name}: the other end did not come in time.")
+    return LinkClosedError(f"{name} was closed by the other end.")

@@ -1,0 +1,211 @@
+"""The carrier between hosts: a link over a stream, whose frames are written and read by threads of their
+own.
+
+    stage 0 ─copies─▶ free frame ─thread writes─▶ TCP ─thread reads─▶ free frame ─copies─▶ stage 1
+
+Each end has as many frames of memory as the link; they are made once and used again. The sender's stage
+goes on as soon as its tensors are copied, and waits only while all its frames are under way. The receiver's
+thread reads ahead into frames that are free, so that a frame is there when the stage comes to it. No
+credits go back: a full receiver stops reading, and TCP's own window stops the sender. The link so holds the
+frames of both ends, and what the kernels buffer between them.
+
+A frame on the wire is the frame of `pipeline.links.frame_memory`, with nothing around it: its header says
+how long it is. Headers are compared as soon as they have come. A stream that ends within a frame has closed
+the link; what has come of the frame is never looked at.
+
+Several streams for one link (striping) would go below `_write` and `_read`, which alone know of the stream.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping, Sequence
+from queue import Empty, SimpleQueue
+from time import monotonic
+from typing import Final
+
+from torch import Tensor
+
+from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
+from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader
+from penstock.pipeline.links.frame_memory import FrameMemory
+from penstock.pipeline.links.link import Carrier
+from penstock.pipeline.links.stream import Stream
+from penstock.pipeline.links.stream_opening import StreamThread
+from penstock.process.endpoints import StreamLinkHandle
+from penstock.trace.phases import NOBODYS, Phase, PhaseClock
+
+_OVER: Final = -1  # in place of the index of a frame: there is none any more
+Indices = SimpleQueue[int]
+
+
+def open_stream_link(handle: StreamLinkHandle, name: str, timeout_s: float) -> StreamSender | StreamReceiver:
+    """Return the end of a link that the handle describes.
+
+    Args:
+        name, timeout_s: as for `link_carriers.open_link`.
+
+    Raises:
+        ProtocolError: what is needed to make the stream safe cannot be used.
+    """
+    return _ENDS[handle.direction](handle, name, timeout_s)
+
+
+class _StreamLink(Carrier):
+    """What both ends have: frames, a thread and the reason of the end."""
+
+    def __init__(self, handle: StreamLinkHandle, name: str, timeout_s: float) -> None:
+        self._name = f"link {name}"
+        self._timeout_s = timeout_s
+        self._num_frames = handle.num_frames
+        memory = mmap.mmap(-1, handle.frame_bytes * handle.num_frames)
+        self._memory = FrameMemory(memoryview(memory), handle.frame_bytes, name)
+        self._error: PeerError | None = None  # why nothing follows
+
+    def _take(self, queue: Indices, deadline: float, purpose: str) -> int:
+        """The next index of a queue; raises what `Link` says."""
+        try:
+            index = queue.get(timeout=max(0.0, deadline - monotonic()))
+        except Empty:
+            raise WaitTimeoutError(
+                f"{self._name}: waited {self._timeout_s:g} s for {purpose}, and it did not come."
+            ) from None
+        if index == _OVER:
+            queue.put(_OVER)  # for whoever asks again
+            raise self._ended(purpose)
+        return index
+
+    def _ended(self, purpose: str) -> PeerError:
+        """Why there is nothing more, and for whom."""
+        error = self._error or LinkClosedError(f"{self._name} has ended.")
+        return type(error)(f"{error.message} That was before {purpose}.", remedy=error.remedy)
+
+
+class StreamSender(_StreamLink):
+    """The sending end of a link over a stream.
+
+    Args:
+        handle: as the host has handed it over; its descriptors stay the caller's.
+        name: for messages, such as "stage 0 -> stage 1".
+        timeout_s: deadline of every wait for a free frame.
+    """
+
+    def __init__(self, handle: StreamLinkHandle, name: str, timeout_s: float) -> None:
+        super().__init__(handle, name, timeout_s)
+        self._free: Indices = SimpleQueue()
+        self._filled: Indices = SimpleQueue()
+        self._num_bytes = [0] * self._num_frames  # of the frame in each place
+        for index in range(self._num_frames):
+            self._free.put(index)
+        self._thread = StreamThread(handle.path, self._name, self._write, self._end)
+
+    def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+        """See `Link.send_frame`."""
+        self._memory.check_size(header, tensors)
+        clock.await_device()  # else a copy from a GPU would wait for it, and that would count as copying
+        before = clock.begin(Phase.WAIT_NEXT)
+        purpose = f"room for {header.purpose}"
+        self._raise_if_over(purpose)
+        index = self._take(self._free, monotonic() + self._timeout_s, purpose)
+        clock.begin(Phase.COMM)
+        self._memory.fill(index, header, tensors)
+        self._num_bytes[index] = ALIGNMENT + header.payload_bytes
+        self._filled.put(index)
+        clock.begin(before)
+
+    def close(self) -> None:
+        """See `Link.close`. Frames sent before leave as far as the kernel takes them without waiting."""
+        self._filled.put(_OVER)
+        self._thread.close()
+
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
+        raise AssertionError(f"{self._name} only sends at this end")
+
+    def _raise_if_over(self, purpose: str) -> None:
+        if self._error is not None:
+            raise self._ended(purpose)
+        if self._thread.has_lost_peer():  # the thread itself sleeps until it has a frame
+            raise LinkClosedError(f"{self._name} was closed before {purpose}.")
+
+    def _write(self, stream: Stream) -> None:
+        while (index := self._filled.get()) != _OVER:
+            stream.write(self._memory.frame(index)[: self._num_bytes[index]])
+            self._free.put(index)
+
+    def _end(self, error: PeerError) -> None:
+        self._error = error
+        self._free.put(_OVER)
+
+
+class StreamReceiver(_StreamLink):
+    """The receiving end of a link over a stream.
+
+    Args:
+        handle, name: as for `StreamSender`.
+        timeout_s: deadline of every wait for a frame.
+    """
+
+    def __init__(self, handle: StreamLinkHandle, name: str, timeout_s: float) -> None:
+        super().__init__(handle, name, timeout_s)
+        self._is_closed = False
+        self._free: Indices = SimpleQueue()
+        self._announced: Indices = SimpleQueue()  # the header is there
+        self._whole: Indices = SimpleQueue()
+        for index in range(self._num_frames):
+            self._free.put(index)
+        self._thread = StreamThread(handle.path, self._name, self._read, self._end)
+
+    def send_frame(self, header: FrameHeader, tensors: Sequence[Tensor], clock: PhaseClock = NOBODYS) -> None:
+        raise AssertionError(f"{self._name} only receives at this end")
+
+    def close(self) -> None:
+        """See `Link.close`. Frames that nobody has waited for are dropped."""
+        self._is_closed = True
+        self._free.put(_OVER)
+        self._thread.close()
+
+    def _fetch(
+        self, header: FrameHeader, out: Sequence[Tensor], requests: Sequence[str], clock: PhaseClock
+    ) -> None:
+        self._memory.check_size(header, out)
+        before, deadline = clock.begin(Phase.WAIT_PREV), monotonic() + self._timeout_s
+        if self._is_closed:
+            raise self._ended(header.purpose)
+        index = self._take(self._announced, deadline, header.purpose)
+        self._memory.check_header(index, header, requests)
+        self._take(self._whole, deadline, header.purpose)
+        clock.await_device()  # as for a send; a last stage that has sampled nothing has not waited yet
+        clock.begin(Phase.COMM)
+        self._memory.empty(index, header, out, requests)
+        self._free.put(index)
+        clock.begin(before)
+
+    def _read(self, stream: Stream) -> None:
+        while (index := self._free.get()) != _OVER:
+            frame = self._memory.frame(index)
+            if not stream.read(frame[:ALIGNMENT]):
+                return
+            self._announced.put(index)
+            if not stream.read(frame[ALIGNMENT : self._frame_end(frame)]):
+                return
+            self._whole.put(index)
+
+    def _frame_end(self, frame: memoryview) -> int:
+        """Where a frame ends whose header has come. The stage finds out what else is wrong with it."""
+        end = ALIGNMENT + FrameHeader.unpack(frame).payload_bytes
+        if end > len(frame):
+            raise ProtocolError(
+                f"{self._name} received a frame of {end} bytes, but its frames hold {len(frame)}.",
+                remedy="Start all processes with the same max_num_batched_tokens.",
+            )
+        return end
+
+    def _end(self, error: PeerError) -> None:
+        self._error = error
+        self._whole.put(_OVER)
+        self._announced.put(_OVER)
+
+
+_ENDS: Final[Mapping[str, type[StreamSender | StreamReceiver]]] = {"out": StreamSender, "in": StreamReceiver}

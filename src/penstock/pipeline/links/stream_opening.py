@@ -1,0 +1,273 @@
+"""Connects streams between hosts: dials, accepts or takes over, makes them safe, and keeps their thread.
+
+`StreamThread` opens a stream in a thread of its own and hands it to a carrier, so that opening a link never
+blocks: the other end may still load its weights. Whatever goes wrong reaches the carrier as one typed
+error. An end that is closed before the two have met is missed by its host, which ends the epoch, and not by
+the other end. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import ssl
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.errors import LinkClosedError, PeerError, WaitTimeoutError
+from penstock.pipeline.links.stream import Interruption, Stream, StreamEndedError, stream_error
+from penstock.pipeline.links.stream_security import Secure, secure_by
+from penstock.process.endpoints import AcceptedStream, ConnectedStream, DialledStream, StreamPath, opener_of
+
+CONNECT_TIMEOUT_S = 10.0  # for all addresses of a name together
+STRANGER_TIMEOUT_S = 5.0  # for somebody who has been accepted to show who it is
+_LEAVE_S = 5.0  # far above what a thread that has been stopped takes
+_REACH_REMEDY = "Check that a firewall lets the link ports (--link-ports) of that host through."
+
+
+class Opening(ABC):
+    """How one end of a stream comes about."""
+
+    @abstractmethod
+    def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
+        """Return the stream once it is safe.
+
+        Args:
+            deadline: by `time.monotonic`.
+            name: of the link or channel, for messages.
+
+        Raises:
+            StreamEndedError: it is over before.
+            PeerError: the other end does not come, cannot be reached or is somebody else.
+        """
+
+    def close(self) -> None:  # noqa: B027  # most have nothing
+        """Give back what it holds."""
+
+
+class Dialling(Opening):
+    """Dials the other end."""
+
+    def __init__(self, way: DialledStream, path: StreamPath) -> None:
+        self._way = way
+        self._secure = secure_by(path.security, "dialler")
+
+    def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
+        """See `Opening.connect`."""
+        connected = self._dial(interruption, name)
+        return _made_safe(connected, self._secure, interruption, deadline)
+
+    def _dial(self, interruption: Interruption, name: str) -> socket.socket:
+        place = f"{self._way.host} port {self._way.port}"
+        addresses = _resolve(self._way, interruption, name)
+        until = time.monotonic() + CONNECT_TIMEOUT_S
+        why = "it has no address"
+        for number, (family, address) in enumerate(addresses):
+            share = (until - time.monotonic()) / (len(addresses) - number)
+            try:
+                return _connect(family, address, interruption, time.monotonic() + share)
+            except TimeoutError:
+                why = f"no answer within {share:.3g} s"
+            except OSError as error:
+                why = os.strerror(error.errno or 0).lower()
+        raise LinkClosedError(f"{name}: {place} cannot be reached: {why}.", remedy=_REACH_REMEDY)
+
+
+class Accepting(Opening):
+    """Accepts the other end. Strangers are sent away, one after the other, and the wait goes on."""
+
+    def __init__(self, way: AcceptedStream, path: StreamPath) -> None:
+        self._secure = secure_by(path.security, "accepter")
+        self._listener = socket.socket(fileno=os.dup(way.listen_fd))
+        self._listener.setblocking(False)
+
+    def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
+        """See `Opening.connect`."""
+        began, last = time.monotonic(), ""
+        while True:
+            try:
+                interruption.wait(self._listener.fileno(), select.POLLIN, deadline)
+                accepted, _ = self._listener.accept()
+            except TimeoutError:
+                raise WaitTimeoutError(
+                    f"{name}: nobody came to port {self._listener.getsockname()[1]} within "
+                    f"{time.monotonic() - began:.3g} s.{last}",
+                    remedy=_REACH_REMEDY,
+                ) from None
+            except (BlockingIOError, ConnectionAbortedError):  # whoever came has left already
+                continue
+            soon = min(deadline, time.monotonic() + STRANGER_TIMEOUT_S)
+            try:
+                return _made_safe(accepted, self._secure, interruption, soon)
+            except StreamEndedError:
+                raise
+            except (OSError, PeerError) as error:
+                last = f" The last one that was sent away: {stream_error(name, error).message}"
+
+    def close(self) -> None:
+        """Listen no longer, though the host may have the listener still: whoever dials now is refused."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+
+class TakingOver(Opening):
+    """Takes over a socket that the host has connected."""
+
+    def __init__(self, way: ConnectedStream, path: StreamPath) -> None:
+        self._secure = secure_by(path.security, way.side)
+        self._connected = socket.socket(fileno=os.dup(way.stream_fd))
+        self._connected.setblocking(False)
+
+    def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
+        """See `Opening.connect`."""
+        connected = socket.socket(fileno=self._connected.detach())
+        return _made_safe(connected, self._secure, interruption, deadline)
+
+    def close(self) -> None:
+        """Let the other end know if the stream has not come about; the host may have the socket still."""
+        with contextlib.suppress(OSError):
+            self._connected.shutdown(socket.SHUT_RDWR)
+        self._connected.close()
+
+
+_WAYS: Mapping[type, Callable[[Any, StreamPath], Opening]] = {
+    DialledStream: Dialling,
+    AcceptedStream: Accepting,
+    ConnectedStream: TakingOver,
+}
+
+
+def _made_safe(
+    connected: socket.socket, secure: Secure, interruption: Interruption, deadline: float
+) -> socket.socket:
+    connected.setblocking(False)
+    try:
+        return secure(connected, lambda fd, events: interruption.wait(fd, events, deadline))
+    except BaseException:
+        connected.close()
+        raise
+
+
+def _connect(family: int, address: Any, interruption: Interruption, deadline: float) -> socket.socket:
+    dialled = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        dialled.setblocking(False)
+        begun = dialled.connect_ex(address)
+        if begun == errno.EINPROGRESS:
+            interruption.wait(dialled.fileno(), select.POLLOUT, deadline)
+            begun = dialled.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if begun:
+            raise OSError(begun, os.strerror(begun))
+    except BaseException:
+        dialled.close()
+        raise
+    return dialled
+
+
+def _resolve(way: DialledStream, interruption: Interruption, name: str) -> list[tuple[int, Any]]:
+    """Return family and address of each address of a host.
+
+    A look-up of a name cannot be stopped. It has a thread of its own, which ends with the look-up.
+    """
+    answers: list[tuple[int, Any]] = []
+    failures: list[str] = []
+    done, finished = os.pipe()
+
+    def look_up() -> None:
+        try:
+            found = socket.getaddrinfo(way.host, way.port, type=socket.SOCK_STREAM)
+            answers.extend((family, address) for family, _, _, _, address in found)
+        except (OSError, UnicodeError) as error:
+            failures.append(str(error))
+        finally:
+            os.close(finished)
+
+    threading.Thread(target=look_up, name=f"look-up {way.host}", daemon=True).start()
+    try:
+        interruption.wait(done, select.POLLIN, time.monotonic() + CONNECT_TIMEOUT_S)
+    except TimeoutError:
+        failures.append("no answer")
+    finally:
+        os.close(done)
+    if failures:
+        raise LinkClosedError(
+            f"{name}: the address of {way.host} cannot be found: {failures[0]}.",
+            remedy="Give the workers addresses, or names that every host knows.",
+        )
+    return answers
+
+
+class StreamThread:
+    """The thread that opens one end of a stream and reads or writes it, from its making until `close`.
+
+    Args:
+        path: its descriptors stay the caller's, who may close them at once.
+        name: of the link or channel, for messages.
+        use: reads and writes the stream until it ends; returns when the other end has closed it.
+        end: is told once why there will be nothing more; the last call of the thread.
+
+    Raises:
+        ProtocolError: what is needed to make the stream safe cannot be used.
+    """
+
+    def __init__(
+        self,
+        path: StreamPath,
+        name: str,
+        use: Callable[[Stream], None],
+        end: Callable[[PeerError], None],
+    ) -> None:
+        self._name, self._use, self._tell_end = name, use, end
+        self._timeout_s = path.open_timeout_s
+        self._opening = opener_of(_WAYS, path.way, name)(path.way, path)
+        self._interruption = Interruption(path.end_fd)
+        self._stream: Stream | None = None
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            connected = self._opening.connect(
+                self._interruption, time.monotonic() + self._timeout_s, self._name
+            )
+            self._opening.close()  # nobody else is to come
+            self._stream = Stream(connected, self._interruption)
+            self._use(self._stream)
+            error: PeerError = LinkClosedError(f"{self._name} was closed by the other end.")
+        except Exception as caught:
+            error = stream_error(self._name, self._told_reason(caught))
+        self._tell_end(error)
+
+    def _told_reason(self, caught: Exception) -> Exception:
+        """What the other end has said in TLS about its leaving, if it has; else what was caught."""
+        if self._stream is not None and isinstance(caught, OSError):
+            try:
+                self._stream.raise_alert()
+            except ssl.SSLError as alert:
+                return alert
+        return caught
+
+    def has_lost_peer(self) -> bool:
+        """Whether the stream is over, even if the thread has not come to it yet. Not after `close`."""
+        return self._interruption.is_over() if self._stream is None else self._stream.has_lost_peer()
+
+    def close(self) -> None:
+        """Stop the thread, wait for it, and give back all descriptors. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._interruption.stop()
+        self._thread.join(_LEAVE_S)
+        assert not self._thread.is_alive(), f"the thread of {self._name} does not end"
+        if self._stream is not None:
+            self._stream.close()
+        self._opening.close()
+        self._interruption.close()
