@@ -159,6 +159,8 @@ KNOW_THIS_MACHINE = {
     "process/*.py",  # what every process does first with what it was started with
     "pipeline/links/ring*.py",  # the carriers between processes of one machine
     "pipeline/links/plan_channel.py",
+    "pipeline/links/stream*.py",  # a process opens them with what its own host has handed it
+    "hosts/stream_ends.py",
     "distributed/meeting.py",
     "engine/supervisor/fronts.py",  # the API process and the program that calls are always here
     "engine/supervisor/supervisor.py",  # its `main`, which such a program starts

@@ -1,4 +1,4 @@
-"""The ends of streams between hosts, as a host makes them for its processes: one listens, the other one dials.
+"""The ends of streams between hosts, as a host makes them for its processes: one listens, one dials.
 
 Which of two hosts listens is up to who makes the ends, and has nothing to do with the direction of what the
 stream carries: of two ranks the one that can be reached is dialled. The process opens the stream itself

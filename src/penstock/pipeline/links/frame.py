@@ -132,7 +132,8 @@ def check_packed(
     try:
         unpacked = FrameHeader.unpack(received)
     except ProtocolError as error:
-        raise _not_of_this_step(expected, error.message.rstrip("."), link, requests) from error
+        why = error.message.rstrip(".")
+        raise _not_of_this_step(expected, why, link, requests, error.remedy) from error
     check_header(expected, unpacked, link, requests)
     raise _not_of_this_step(expected, "the bytes behind the header are not zeros", link, requests)
 
@@ -170,10 +171,13 @@ def check_payload(
         )
 
 
-def _not_of_this_step(expected: FrameHeader, why: str, link: str, requests: Sequence[str]) -> ProtocolError:
+def _not_of_this_step(
+    expected: FrameHeader, why: str, link: str, requests: Sequence[str], remedy: str = ""
+) -> ProtocolError:
     return ProtocolError(
         f"link {link} delivered a frame that is not the one of step {expected.step_id}: "
-        f"{why}.{concerned(requests)}"
+        f"{why}.{concerned(requests)}",
+        remedy=remedy,
     )
 
 

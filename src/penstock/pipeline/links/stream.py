@@ -223,7 +223,8 @@ def stream_error(name: str, error: Exception) -> PeerError:
     if isinstance(error, StreamEndedError):
         return LinkClosedError(f"{name} has ended.")
     if isinstance(error, PeerError):
-        return error
+        is_named = error.message.startswith(name)
+        return error if is_named else type(error)(f"{name}: {error.message}", remedy=error.remedy)
     if isinstance(error, ssl.SSLError):
         why = (error.reason or str(error)).replace("_", " ").lower()
         return ProtocolError(f"{name}: TLS says {why}.", remedy=_WIRE_REMEDY)

@@ -176,14 +176,15 @@ def _resolve(way: DialledStream, interruption: Interruption, name: str) -> list[
 
     A look-up of a name cannot be stopped. It has a thread of its own, which ends with the look-up.
     """
+    with contextlib.suppress(OSError, UnicodeError):  # then it is a name
+        return _addresses(way, socket.AI_NUMERICHOST)
     answers: list[tuple[int, Any]] = []
     failures: list[str] = []
     done, finished = os.pipe()
 
     def look_up() -> None:
         try:
-            found = socket.getaddrinfo(way.host, way.port, type=socket.SOCK_STREAM)
-            answers.extend((family, address) for family, _, _, _, address in found)
+            answers.extend(_addresses(way))
         except (OSError, UnicodeError) as error:
             failures.append(str(error))
         finally:
@@ -202,6 +203,11 @@ def _resolve(way: DialledStream, interruption: Interruption, name: str) -> list[
             remedy="Give the workers addresses, or names that every host knows.",
         )
     return answers
+
+
+def _addresses(way: DialledStream, flags: int = 0) -> list[tuple[int, Any]]:
+    found = socket.getaddrinfo(way.host, way.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
 
 
 class StreamThread:
