@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 
 import msgspec
 
@@ -62,7 +63,7 @@ class StreamEnd:
         self._end_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.invitation: StreamInvitation | None = None
         path = StreamPath(way=way, end_fd=self._end_fd, security=security, open_timeout_s=open_timeout_s)
-        self.endpoint = _endpoint(need, path, is_joining)
+        self.endpoint: Any = _endpoint(need, path, is_joining)
 
     def delivered(self) -> None:
         """What the process needs is in its hands; the host keeps what ends the stream."""
