@@ -1,7 +1,7 @@
 """A supervisor whose processes are joined by streams, as ranks of several hosts are.
 
-Run as `python -m stream_supervisor` in place of the supervisor that an `LLM` starts. All processes are on this
-machine and meet over loopback. `PENSTOCK_TEST_STREAMS` says whether with TLS.
+Run as `python -m stream_supervisor` in place of the supervisor that an `LLM` starts. All processes are on
+this machine and meet over loopback. `PENSTOCK_TEST_STREAMS` says whether with TLS.
 """
 
 from __future__ import annotations

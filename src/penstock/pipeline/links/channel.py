@@ -1,8 +1,8 @@
 """The seam over which whole messages travel: plans, results and token returns.
 
 `pipeline.links.plan_channel` implements it over zmq and in memory, `pipeline.links.ring_channel` in one
-direction over a ring; `pipeline.token_return` and `pipeline.ports` are given one. It carries bytes (msgspec),
-never tensors.
+direction over a ring, `pipeline.links.stream_channel` between hosts; `pipeline.token_return` and
+`pipeline.ports` are given one. It carries bytes (msgspec), never tensors.
 """
 
 from __future__ import annotations

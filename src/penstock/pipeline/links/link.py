@@ -1,14 +1,16 @@
 """Links: how the hidden states of a step get from one stage to the next.
 
-`pipeline.ports` sends and receives through the `Link` seam. Two carriers: `SharedMemoryLink` between
-processes of one host, `MemoryLink` between threads (ranks in one process, tests). Both copy on `send_frame`,
-so the caller may write over its tensors at once (row C6), and both check the header of a frame before they
-touch its payload. A payload that leaves its process bears a checksum (`frame.payload_checksum`), which the
-receiver checks before it fills a tensor: within a host, and always between hosts.
+`pipeline.ports` sends and receives through the `Link` seam. The carriers: `SharedMemoryLink` between
+processes of one host, `StreamSender` and `StreamReceiver` between hosts, `MemoryLink` between threads
+(ranks in one process, tests). All copy on `send_frame`, so the caller may write over its tensors at once
+(row C6), and all check the header of a frame before they touch its payload. A payload that leaves its
+process bears a checksum (`frame.payload_checksum`), which the receiver checks before it fills a tensor:
+within a host, and always between hosts.
 
 There is no metadata message: header, shapes and dtype follow from the plan on both ends. Tensors without
-elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A link
-of n frames is n receives posted ahead: the sender runs n steps ahead of a busy receiver and then waits.
+elements are not copied (row C3); their frame still crosses, because an empty plan visits every stage. A
+link of n frames is n receives posted ahead: the sender runs n steps ahead of a busy receiver and then waits
+(over a stream: some more, which the kernels hold).
 """
 
 from __future__ import annotations

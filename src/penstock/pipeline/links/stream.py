@@ -26,6 +26,7 @@ import select
 import socket
 import ssl
 import time
+from collections.abc import Sequence
 
 from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
 
@@ -33,6 +34,7 @@ FAREWELL_MS = 10_000  # the kernel's time for what was written before the close
 _MOST_LEFTOVERS = 64  # pieces of 64 KiB that a closing end reads and forgets
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+KeptPolls = dict[int, select.poll]  # by events
 _WIRE_REMEDY = "Run the same Penstock version on all hosts, and let nothing else connect to the link ports."
 
 
@@ -64,6 +66,13 @@ class Interruption:
         self.watch(poll)
         return bool(poll.poll(0))
 
+    def poll_with(self, fd: int, events: int) -> select.poll:
+        """Return a poll of `fd` that returns once the stream is over, too."""
+        poll = select.poll()
+        poll.register(fd, events)
+        self.watch(poll)
+        return poll
+
     def stop(self) -> None:
         """End the stream at this end."""
         os.eventfd_write(self._stop, 1)
@@ -78,20 +87,22 @@ class Interruption:
             StreamEndedError: the stream is over.
             TimeoutError: the deadline has passed.
         """
-        poll = select.poll()
-        poll.register(fd, events)
-        self.watch(poll)
         left_ms = None if deadline is None else max(0.0, (deadline - time.monotonic()) * 1000)
-        ready = [ready_fd for ready_fd, _ in poll.poll(left_ms)]
+        ready = self.poll_with(fd, events).poll(left_ms)
         if not ready:
             raise TimeoutError
-        if ready != [fd]:
-            raise StreamEndedError
+        raise_if_interrupted(ready, fd)
 
     def close(self) -> None:
         """Give the descriptors back; nobody may wait any more."""
         os.close(self._end)
         os.close(self._stop)
+
+
+def raise_if_interrupted(ready: Sequence[tuple[int, int]], *others: int) -> None:
+    """Raise `StreamEndedError` if a poll has found anything ready but these descriptors."""
+    if any(fd not in others for fd, _ in ready):
+        raise StreamEndedError
 
 
 class Stream:
@@ -108,6 +119,7 @@ class Stream:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._interruption = interruption
+        self._polls: KeptPolls = {}
         self.wanted = 0  # events of poll(2) that the last call which could not go on waits for
 
     def fileno(self) -> int:
@@ -150,7 +162,7 @@ class Stream:
             if count == 0:
                 return False
             if count is None:
-                self._interruption.wait(self.fileno(), self.wanted)
+                self._await(self.wanted)
             else:
                 done += count
         return True
@@ -170,7 +182,7 @@ class Stream:
             if count is not None:
                 done += count
                 continue
-            self._interruption.wait(self.fileno(), self.wanted | select.POLLRDHUP)
+            self._await(self.wanted | select.POLLRDHUP)
             if self.has_lost_peer():
                 raise BrokenPipeError
 
@@ -184,18 +196,21 @@ class Stream:
             poll.register(self.fileno(), events)
         poll.register(nudge, select.POLLIN)
         self._interruption.watch(poll)
-        ready = {fd for fd, _ in poll.poll()}
-        if nudge in ready:
+        ready = poll.poll()
+        if any(fd == nudge for fd, _ in ready):
             os.eventfd_read(nudge)
-        if not ready <= {self.fileno(), nudge}:
-            raise StreamEndedError
+        raise_if_interrupted(ready, self.fileno(), nudge)
+
+    def _await(self, events: int) -> None:
+        """Wait for events of poll(2). A frame may take many waits, so polls are kept."""
+        poll = self._polls.get(events)
+        if poll is None:
+            poll = self._polls[events] = self._interruption.poll_with(self.fileno(), events)
+        raise_if_interrupted(poll.poll(), self.fileno())
 
     def has_lost_peer(self) -> bool:
         """Whether the stream is over, or the other end has closed it. Reads nothing: any thread may ask."""
-        poll = select.poll()
-        poll.register(self.fileno(), _GONE)
-        self._interruption.watch(poll)
-        return bool(poll.poll(0))
+        return bool(self._interruption.poll_with(self.fileno(), _GONE).poll(0))
 
     def raise_alert(self) -> None:
         """Raise `ssl.SSLError` if the other end has said in TLS why it refuses this one."""
