@@ -98,6 +98,7 @@ def test_c6_received_tensors_survive_the_next_frames(connect: Connect) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, tensors(0, 2), strict=True))
 
 
+@pytest.mark.parametrize("connect", COUNTING_LINKS, indirect=True)
 def test_c8_a_send_waits_until_the_frame_before_has_left(connect: Connect) -> None:
     sender, receiver = connect(num_frames=1)
     sender.send_frame(header(0, 2), tensors(0, 2))
@@ -158,16 +159,15 @@ def test_c8_a_link_holds_as_many_frames_as_were_promised(connect: Connect, num_f
 
 
 @pytest.mark.parametrize("num_frames", [1, 3])
-@pytest.mark.parametrize("carrier", COUNTING_LINKS)
-def test_c8_a_link_that_counts_holds_no_more(carrier: str, num_frames: int) -> None:
-    with ExitStack() as closing:
-        sender, receiver = connect_link(carrier, closing, NAME, 0.01, num_frames=num_frames)
-        for step in range(num_frames):
-            sender.send_frame(header(step), tensors(step, 3))
-        with pytest.raises(WaitTimeoutError):
-            sender.send_frame(header(num_frames), tensors(num_frames, 3))
-        receiver.receive_frame(header(0), blank(3)).wait()
+@pytest.mark.parametrize("connect", COUNTING_LINKS, indirect=True)
+def test_c8_a_link_that_counts_holds_no_more(connect: Connect, num_frames: int) -> None:
+    sender, receiver = connect(timeout_s=0.01, num_frames=num_frames)
+    for step in range(num_frames):
+        sender.send_frame(header(step), tensors(step, 3))
+    with pytest.raises(WaitTimeoutError):
         sender.send_frame(header(num_frames), tensors(num_frames, 3))
+    receiver.receive_frame(header(0), blank(3)).wait()
+    sender.send_frame(header(num_frames), tensors(num_frames, 3))
 
 
 def test_frames_of_many_sizes_cross_in_order(connect: Connect) -> None:
