@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from checkpoints import make_checkpoint
+from disturbed import started_processes
 from paths import REPOSITORY
 from penstock import LLM, SamplingParams
 from penstock.process import entry_points
@@ -55,8 +56,7 @@ def tokens(llm: LLM) -> list[list[int]]:
 
 
 def stages() -> list[psutil.Process]:
-    processes = psutil.Process().children(recursive=True)
-    return [process for process in processes if "penstock stage" in title_of(process)]
+    return [process for process in started_processes() if "penstock stage" in title_of(process)]
 
 
 def has_streams(process: psutil.Process) -> bool:
