@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from contextlib import ExitStack
+from pathlib import Path
 
 from carriers import ITEM_BYTES, MAX_TOKENS, WIDTH
 from penstock.pipeline.links.frame import frame_bytes
@@ -21,6 +22,11 @@ from penstock.process.endpoints import (
 
 FRAME_BYTES = frame_bytes(max_num_tokens=MAX_TOKENS, width=WIDTH, itemsize=ITEM_BYTES)
 Pair = tuple[socket.socket, socket.socket]
+
+
+def descriptors() -> set[str]:
+    """The numbers of this process' open descriptors."""
+    return {entry.name for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
 
 
 def unix_pair() -> Pair:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,8 +11,9 @@ import torch
 
 from carriers import COUNTING_LINKS, LINKS, MAX_TOKENS, WIDTH, connect_link
 from hand_core import Crew
+from link_frames import blank, header, tensors
 from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
-from penstock.pipeline.links.frame import FrameHeader, FrameKind, frame_bytes
+from penstock.pipeline.links.frame import frame_bytes
 from penstock.pipeline.links.link import AsyncIntermediateTensors, Link, RecvHandle
 from penstock.pipeline.links.link_carriers import open_link
 from penstock.pipeline.links.ring import SharedMemoryLink
@@ -36,29 +36,6 @@ def connect(request: pytest.FixtureRequest) -> Iterator[Connect]:
             return connect_link(request.param, closing, NAME, timeout_s, num_frames=num_frames)
 
         yield make
-
-
-def header(step_id: int = 0, num_tokens: int = 3, dtype: str = "float32", **changes: object) -> FrameHeader:
-    made = FrameHeader(
-        epoch=0,
-        step_id=step_id,
-        kind=FrameKind.HIDDEN,
-        num_tokens=num_tokens,
-        width=WIDTH,
-        dtype=dtype,
-        num_tensors=2,
-        digest=5,
-    )
-    return replace(made, **changes)
-
-
-def tensors(step_id: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step_id)
-    return [torch.randn(num_tokens, WIDTH, generator=generator).to(dtype) for _ in range(2)]
-
-
-def blank(num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.full((num_tokens, WIDTH), 99.0, dtype=dtype) for _ in range(2)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -9,7 +9,6 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +18,7 @@ from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.channel import PolledChannel
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.pipeline.links.plan_channel import wait_any
-from streams import Pair, channel_handle, connected_path, end_event, tcp_pair, unix_pair
+from streams import Pair, channel_handle, connected_path, descriptors, end_event, tcp_pair, unix_pair
 
 LONG_S = 30.0
 STREAMS = ("tcp", "tls")
@@ -236,10 +235,6 @@ def test_a_send_that_waits_ends_with_its_channel(closing: ExitStack) -> None:
     with pytest.raises(LinkClosedError, match="core - stage 1"):
         send_many()
     crew.join()
-
-
-def descriptors() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
 
 
 @pytest.mark.parametrize("carrier", STREAMS)

@@ -8,13 +8,14 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 
 from carriers import MAX_TOKENS, WIDTH, connect_link, stream, tls
 from hand_core import Crew
+from link_frames import blank, header, tensors
 from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
 from penstock.hosts.rank_host import LinkNeed
 from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, FrameKind
@@ -25,6 +26,7 @@ from streams import (
     FRAME_BYTES,
     Pair,
     connected_path,
+    descriptors,
     end_event,
     link_handle,
     reset,
@@ -36,28 +38,6 @@ NAME = "stage 0 -> stage 1"
 STREAMS = ("tcp", "tcp, the sender is dialled", "tls")
 LONG_S = 30.0
 MANY = 200_000  # frames; more than any kernel buffers
-
-
-def header(step_id: int = 0, num_tokens: int = 3, dtype: str = "float32") -> FrameHeader:
-    return FrameHeader(
-        epoch=0,
-        step_id=step_id,
-        kind=FrameKind.HIDDEN,
-        num_tokens=num_tokens,
-        width=WIDTH,
-        dtype=dtype,
-        num_tensors=2,
-        digest=5,
-    )
-
-
-def tensors(step_id: int, num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(step_id)
-    return [torch.randn(num_tokens, WIDTH, generator=generator).to(dtype) for _ in range(2)]
-
-
-def blank(num_tokens: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
-    return [torch.full((num_tokens, WIDTH), 99.0, dtype=dtype) for _ in range(2)]
 
 
 def is_blank(out: list[torch.Tensor]) -> bool:
@@ -77,26 +57,17 @@ def closing() -> Iterator[ExitStack]:
         yield stack
 
 
-def receiver_and_wire(
-    closing: ExitStack, pair: Callable[[], Pair] = unix_pair, num_frames: int = 1, timeout_s: float = LONG_S
+def end_and_wire(
+    closing: ExitStack,
+    direction: Literal["out", "in"],
+    pair: Callable[[], Pair] = unix_pair,
+    num_frames: int = 1,
+    timeout_s: float = LONG_S,
 ) -> tuple[Link, socket.socket, int]:
-    """The receiving end of a link, the other end of its socket, and what its host ends it with."""
+    """One end of a link, the other end of its socket, and what its host ends it with."""
     wire, taken = pair()
     end_fd = end_event(closing)
-    link = open_link(link_handle(connected_path(taken, end_fd), "in", num_frames), NAME, timeout_s)
-    taken.close()
-    closing.callback(wire.close)
-    closing.callback(link.close)
-    return link, wire, end_fd
-
-
-def sender_and_wire(
-    closing: ExitStack, pair: Callable[[], Pair] = unix_pair, num_frames: int = 1, timeout_s: float = LONG_S
-) -> tuple[Link, socket.socket, int]:
-    """The same of a sending end."""
-    wire, taken = pair()
-    end_fd = end_event(closing)
-    link = open_link(link_handle(connected_path(taken, end_fd), "out", num_frames), NAME, timeout_s)
+    link = open_link(link_handle(connected_path(taken, end_fd), direction, num_frames), NAME, timeout_s)
     taken.close()
     closing.callback(wire.close)
     closing.callback(link.close)
@@ -152,7 +123,7 @@ def test_frames_of_random_sizes_arrive_bit_for_bit_in_order(
 
 
 def test_a_frame_on_the_wire_is_the_frame_and_nothing_else(closing: ExitStack) -> None:
-    sender, wire, _ = sender_and_wire(closing, num_frames=2)
+    sender, wire, _ = end_and_wire(closing, "out", num_frames=2)
     sender.send_frame(header(0), tensors(0, 3))
     sender.send_frame(header(1, 0), tensors(1, 0))
     sender.close()
@@ -168,7 +139,7 @@ def test_d1_a_frame_torn_at_any_byte_is_a_closed_link(closing: ExitStack, ends_b
     places = range(len(frame)) if ends_by == "close" else sorted(chance.sample(range(len(frame)), 40))
     for place in places:
         with ExitStack() as each:
-            receiver, wire, _ = receiver_and_wire(each, tcp_pair)
+            receiver, wire, _ = end_and_wire(each, "in", tcp_pair)
             wire.sendall(frame[:place])
             if ends_by == "half":
                 wire.shutdown(socket.SHUT_WR)
@@ -185,7 +156,7 @@ def test_d1_a_frame_torn_at_any_byte_is_a_closed_link(closing: ExitStack, ends_b
 @pytest.mark.parametrize("seed", range(20))
 def test_a_frame_in_pieces_arrives_whole(closing: ExitStack, seed: int) -> None:
     chance = random.Random(seed)
-    receiver, wire, _ = receiver_and_wire(closing, tcp_pair, num_frames=2)
+    receiver, wire, _ = end_and_wire(closing, "in", tcp_pair, num_frames=2)
     left = b"".join(bytes_of(header(step), tensors(step, 3)) for step in range(4))
     crew = Crew()
 
@@ -211,7 +182,7 @@ def test_d1_no_changed_bit_of_a_frame_goes_unnoticed(closing: ExitStack) -> None
     payload = [*range(64, 64 + tensor_bytes), *range(192, 192 + tensor_bytes)]
     for place in (*range(ALIGNMENT), *payload[::7]):
         with ExitStack() as each:
-            receiver, wire, _ = receiver_and_wire(each)
+            receiver, wire, _ = end_and_wire(each, "in")
             changed = bytearray(frame)
             changed[place] ^= 1 << place % 8
             wire.sendall(changed)
@@ -222,7 +193,7 @@ def test_d1_no_changed_bit_of_a_frame_goes_unnoticed(closing: ExitStack) -> None
 
 
 def test_dr1_a_frame_of_another_step_is_refused_before_its_payload_has_come(closing: ExitStack) -> None:
-    receiver, wire, _ = receiver_and_wire(closing)
+    receiver, wire, _ = end_and_wire(closing, "in")
     wire.sendall(bytes_of(header(4), tensors(4, 3))[:ALIGNMENT])
     with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1.*step 3: step_id expected 3, found 4"):
         receiver.receive_frame(header(3), blank(3)).wait()
@@ -230,7 +201,7 @@ def test_dr1_a_frame_of_another_step_is_refused_before_its_payload_has_come(clos
 
 @pytest.mark.parametrize("seed", range(30))
 def test_d1_garbage_is_a_typed_error(closing: ExitStack, seed: int) -> None:
-    receiver, wire, _ = receiver_and_wire(closing)
+    receiver, wire, _ = end_and_wire(closing, "in")
     wire.sendall(random.Random(seed).randbytes(200))
     with pytest.raises(ProtocolError, match=r"stage 0 -> stage 1.*expected b'PSTK'") as caught:
         receiver.receive_frame(header(0), blank(3)).wait()
@@ -240,7 +211,7 @@ def test_d1_garbage_is_a_typed_error(closing: ExitStack, seed: int) -> None:
 
 
 def test_dr2_a_frame_that_is_too_long_is_never_read(closing: ExitStack) -> None:
-    receiver, wire, _ = receiver_and_wire(closing)
+    receiver, wire, _ = end_and_wire(closing, "in")
     wire.sendall(header(0, 2**31).pack() + bytes(8))
     with pytest.raises(ProtocolError, match="num_tokens expected 3"):
         receiver.receive_frame(header(0), blank(3)).wait()
@@ -324,7 +295,7 @@ def test_a_close_of_the_own_end_ends_a_receive_that_waits(closing: ExitStack, ca
 
 
 def test_a_half_closed_reader_is_one_that_has_gone(closing: ExitStack) -> None:
-    sender, wire, _ = sender_and_wire(closing, tcp_pair)
+    sender, wire, _ = end_and_wire(closing, "out", tcp_pair)
     wire.shutdown(socket.SHUT_WR)
     with pytest.raises(LinkClosedError):
         send_until_it_fails(sender)
@@ -334,7 +305,7 @@ def test_a_half_closed_reader_is_one_that_has_gone(closing: ExitStack) -> None:
 def test_a_sender_learns_that_its_reader_has_gone(
     closing: ExitStack, ends_by: Callable[[socket.socket], None]
 ) -> None:
-    sender, wire, _ = sender_and_wire(closing, tcp_pair, num_frames=2)
+    sender, wire, _ = end_and_wire(closing, "out", tcp_pair, num_frames=2)
     ends_by(wire)
     with pytest.raises(LinkClosedError, match="stage 0 -> stage 1"):
         send_until_it_fails(sender)
@@ -345,12 +316,12 @@ def test_r2_a_host_ends_a_link_whose_other_end_is_silent(
     closing: ExitStack, pair: Callable[[], Pair]
 ) -> None:
     """The other end neither reads, writes nor closes, as when its cable has been pulled."""
-    receiver, _, end_of_receiver = receiver_and_wire(closing, pair)
+    receiver, _, end_of_receiver = end_and_wire(closing, "in", pair)
     crew = Crew()
     crew.start(lambda: os.eventfd_write(end_of_receiver, 1))
     with pytest.raises(LinkClosedError, match="stage 0 -> stage 1 has ended"):
         receiver.receive_frame(header(0), blank(3)).wait()
-    sender, _, end_of_sender = sender_and_wire(closing, pair)
+    sender, _, end_of_sender = end_and_wire(closing, "out", pair)
     crew.start(lambda: os.eventfd_write(end_of_sender, 1))
     with pytest.raises(LinkClosedError, match="stage 0 -> stage 1"):
         send_until_it_fails(sender)
@@ -379,10 +350,6 @@ def test_each_end_goes_one_way(closing: ExitStack) -> None:
         receiver.send_frame(header(0), tensors(0, 3))
     with pytest.raises(AssertionError, match="only sends"):
         sender.receive_frame(header(0), blank(3)).wait()
-
-
-def descriptors() -> set[str]:
-    return {entry.name for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
 
 
 @pytest.mark.parametrize("carrier", STREAMS)
