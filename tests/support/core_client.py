@@ -6,6 +6,8 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
+
 from core_numbers import core_stats
 from fakes import FakeClock
 from penstock.engine.client.async_engine import AsyncEngine
@@ -35,6 +37,7 @@ STATS = core_stats(
     generated_tokens=0,
     prompt_tokens=0,
 )
+WELCOME = Welcome(num_blocks=8, block_size=4, max_model_len=64, stages=[])
 
 
 class ByteTokenizer(AbsentTokenizer):
@@ -50,8 +53,10 @@ def heard(socket: CoreSocket, count: int) -> tuple[bytes, list[object]]:
     """The next `count` messages, and the client that has sent them."""
     client, received = b"", list[object]()
     while len(received) < count:
-        socket.wait([], WAIT_S)
-        entries = socket.drain()
+        entries = socket.drain()  # before the wait: what is sent may use up the sign of what has come
+        if not entries:
+            socket.wait([], WAIT_S)
+            entries = socket.drain()
         assert entries, "the client has said nothing"
         client = entries[0][0]
         received += [message for _, message in entries]
@@ -110,9 +115,11 @@ class Rig:
         starting = asyncio.ensure_future(self.engine.start(WAIT_S))
         await asyncio.sleep(0)  # lets it say hello
         assert self.core.hear() == [Hello()]
-        welcome = Welcome(num_blocks=8, block_size=4, max_model_len=max_model_len, stages=[])
+        welcome = msgspec.structs.replace(WELCOME, max_model_len=max_model_len)
         self.core.socket.send(self.core.client, welcome)
         await starting
+        self.core.tell()
+        await until(lambda: self.engine.status().ready)
 
     async def lose_core(self) -> None:
         """Its socket closes; the address stays."""
@@ -134,9 +141,8 @@ class Rig:
 
     async def answered(self) -> None:
         """The core that was greeted is ready."""
-        self.core.socket.send(
-            self.core.client, Welcome(num_blocks=8, block_size=4, max_model_len=64, stages=[])
-        )
+        self.core.socket.send(self.core.client, WELCOME)
+        self.core.tell()
         await until(lambda: self.engine.status().ready)
 
     def add(self, name: str = "r", **sampling: object) -> RequestStream:

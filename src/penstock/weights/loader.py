@@ -12,6 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -301,11 +302,11 @@ def _fill(load: _Load, descriptor: int, buffer: Tensor, digests: ReadDigests) ->
         staged = target
         if not load.is_direct:
             staged = buffer[: target.numel() * source_dtype.itemsize].view(source_dtype)
-        _read(descriptor, staged, load, first, digests)
-        _check_finite(staged, load, first)
-        if staged is not target:
-            target.copy_(staged)
-            _check_representable(target, load.entry)
+        with _read(descriptor, staged, load, first, digests):
+            _check_finite(staged, load, first)
+            if staged is not target:
+                target.copy_(staged)
+                _check_representable(target, load.entry)
 
 
 def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor, digests: ReadDigests) -> None:
@@ -315,25 +316,27 @@ def _fill_rows(load: _Load, slot: RowSlot, descriptor: int, buffer: Tensor, dige
     for first in range(0, num_rows, step):
         count = min(step, num_rows - first)
         staged = buffer[: count * row_bytes].view(source_dtype)
-        _read(descriptor, staged, load, first * in_size, digests)
-        _check_finite(staged, load, first * in_size)
-        rows = staged
-        if slot.sink.dtype != source_dtype:
-            converted = buffer[step * row_bytes :].view(slot.sink.dtype)
-            rows = converted[: len(staged)].copy_(staged)
-            _check_representable(rows, load.entry)
-        slot.put(first, rows.view(count, in_size))
+        with _read(descriptor, staged, load, first * in_size, digests):
+            _check_finite(staged, load, first * in_size)
+            rows = staged
+            if slot.sink.dtype != source_dtype:
+                converted = buffer[step * row_bytes :].view(slot.sink.dtype)
+                rows = converted[: len(staged)].copy_(staged)
+                _check_representable(rows, load.entry)
+            slot.put(first, rows.view(count, in_size))
 
 
-def _read(descriptor: int, into: Tensor, load: _Load, first: int, digests: ReadDigests) -> None:
-    """Fill `into` with the elements from `first` on, and digest their bytes."""
+def _read(
+    descriptor: int, into: Tensor, load: _Load, first: int, digests: ReadDigests
+) -> AbstractContextManager[None]:
+    """Fill `into` with the elements from `first` on. Within the context their bytes are digested."""
     memory = memoryview(into.view(torch.uint8).numpy())  # type: ignore[arg-type]
     size = load.itemsize
     for begin, end in load.runs(first, first + into.numel()):
         piece = memory[(begin - first) * size : (end - first) * size]
         read_exactly(piece, descriptor, load.entry, load.place(begin) * size)
     entry = load.entry
-    digests.add(entry.path.name, entry.name, load.place_in_band(first) * size, memory, load.band)
+    return digests.beside(entry.path.name, entry.name, load.place_in_band(first) * size, memory, load.band)
 
 
 def _check_finite(chunk: Tensor, load: _Load, first: int) -> None:

@@ -5,19 +5,28 @@ rank digests by xxh3-128 what it reads (`weights.loader`, `weights.quantized_for
 tensor's bytes. The supervisor keeps the digests of the first load and gives them to the replacement. Other
 bytes are a `ModelChangedError`, before the first step.
 
+A load reads in one thread. Where it looks at the bytes again, for NaN or to convert them, a thread beside it
+digests them meanwhile (`ReadDigests.beside`): a look takes longer than a digest.
+
 A table is a string of records without order: 16 bytes that name a range of a tensor, and 16 bytes of digest.
 A range that the table does not have is not compared. Torch-free.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
 
 import xxhash
 
 from penstock.errors import ModelChangedError
 
 RECORD_BYTES = 32
+ASIDE_BYTES = 1 << 20  # fewer are digested sooner than another thread is woken
 _KEY_BYTES = 16
 
 
@@ -52,6 +61,24 @@ class ReadDigests:
         self._range: _Range | None = None
         self._ranges_read: dict[tuple[str, str], list[tuple[int, int]]] = {}  # by tensor and band
         self._records: list[bytes] = []
+        self._aside: _Aside | None = None  # from the first `beside` to `finish`
+
+    @contextmanager
+    def beside(
+        self, file: str, tensor: str, offset: int, memory: memoryview, band: str = ""
+    ) -> Iterator[None]:
+        """As `add`, while the caller does what leaves the bytes as they are."""
+        if len(memory) < ASIDE_BYTES:
+            self.add(file, tensor, offset, memory, band)
+            yield
+            return
+        if self._aside is None:
+            self._aside = _Aside()
+        self._aside.begin(lambda: self.add(file, tensor, offset, memory, band))
+        try:
+            yield
+        finally:
+            self._aside.await_end()  # a changed tensor is told rather than what is wrong with its numbers
 
     def add(self, file: str, tensor: str, offset: int, memory: memoryview, band: str = "") -> None:
         """Add the bytes just read. A repeated read is not digested again.
@@ -75,6 +102,7 @@ class ReadDigests:
 
     def finish(self) -> bytes:
         """Check the last range and return the table of this load. Raises `ModelChangedError`."""
+        self._aside = None
         self._complete()
         return b"".join(self._records)
 
@@ -92,6 +120,36 @@ class ReadDigests:
         self._records.append(made)
         if self._expected.get(made[:_KEY_BYTES], made[_KEY_BYTES:]) != made[_KEY_BYTES:]:
             raise ModelChangedError(file=done.file, tensor=done.tensor)
+
+
+class _Aside:
+    """A thread that does one thing at a time for another. A hand-over takes half as long as with the pools of
+    the standard library, which counts here: there are hundreds in a second."""
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._ends: SimpleQueue[Exception | None] = SimpleQueue()
+        Thread(target=_do, args=(self._calls, self._ends), name="digests", daemon=True).start()
+        weakref.finalize(self, self._calls.put, None)
+
+    def begin(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+
+    def await_end(self) -> None:
+        """Raises what the call has raised."""
+        error = self._ends.get()
+        if error is not None:
+            raise error
+
+
+def _do(calls: SimpleQueue[Callable[[], None] | None], ends: SimpleQueue[Exception | None]) -> None:
+    while (call := calls.get()) is not None:
+        try:
+            call()
+        except Exception as error:
+            ends.put(error)
+        else:
+            ends.put(None)
 
 
 def record(name: str, digest: bytes) -> bytes:

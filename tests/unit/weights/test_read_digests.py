@@ -7,7 +7,7 @@ import random
 import pytest
 
 from penstock.errors import ModelChangedError
-from penstock.weights.read_digests import RECORD_BYTES, ReadDigests, parse_table
+from penstock.weights.read_digests import ASIDE_BYTES, RECORD_BYTES, ReadDigests, parse_table
 
 CONTENT = random.Random(7).randbytes(1000)
 
@@ -24,6 +24,26 @@ def test_a_table_does_not_depend_on_how_a_tensor_was_cut_into_reads() -> None:
     whole = table_of(("a", 0, 1000))
     assert len(whole) == RECORD_BYTES
     assert table_of(("a", 0, 1), ("a", 1, 300), ("a", 300, 1000)) == whole
+
+
+def test_large_reads_are_digested_beside_what_the_reader_does_to_the_same_table() -> None:
+    content = random.Random(8).randbytes(2 * ASIDE_BYTES + 5)
+    digests, memory = ReadDigests(), memoryview(content)
+    for begin in range(0, len(content), ASIDE_BYTES):
+        with digests.beside("f", "a", begin, memory[begin : begin + ASIDE_BYTES]):
+            pass
+    table = digests.finish()
+    assert table == table_of(("a", 0, len(content)), content=content)
+
+
+def test_a_changed_tensor_is_told_from_beside_and_so_is_what_the_reader_finds() -> None:
+    content = memoryview(bytes(ASIDE_BYTES))
+    digests = ReadDigests(table_of(("a", 0, 1000)))
+    digests.add("f", "a", 0, content[:1000])
+    with pytest.raises(ModelChangedError, match="a"), digests.beside("f", "b", 0, content):
+        pass
+    with pytest.raises(ZeroDivisionError), digests.beside("f", "c", 0, content):
+        1 / 0  # noqa: B018
 
 
 def test_a_repeated_read_adds_nothing() -> None:

@@ -42,6 +42,7 @@ class AskedOperations:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._open: dict[int, Asked] = {}
+        self._first: dict[int, Operation] = {}  # that this core was asked for before any other, not complete
         self._is_paused = False
         self._interval_ms = 0
         self._closing: dict[str, OpenSession] = {}  # that are closed, and whose end is not
@@ -65,7 +66,8 @@ class AskedOperations:
         }
 
     def note(self, stats: CoreStats) -> None:
-        """Note how the core is. A change that it has been asked for it may not know of yet.
+        """Note how the core is. A change that it has been asked for it may not know of yet, and a new core
+        not of the state that it is to begin in.
 
         It says which sessions are open before its first numbers.
         """
@@ -90,6 +92,7 @@ class AskedOperations:
 
     def close(self, message: Operated) -> None:
         """Note that an operation is complete, and resolve its answer."""
+        self._first.pop(message.number, None)
         pending = self._open.pop(message.number, None)
         if pending is None:
             return
@@ -112,7 +115,8 @@ class AskedOperations:
         if self._interval_ms:
             wanted.append(SlowDown(self._interval_ms))
         wanted += (self._closing | self.sessions).values()
-        return [Operate(next(self._numbers), operation) for operation in wanted]
+        self._first = {next(self._numbers): operation for operation in wanted}
+        return [Operate(number, operation) for number, operation in self._first.items()]
 
     def again(self, requests: Iterable[tuple[int, AddRequest]]) -> list[Operate | AddRequest]:
         """Return the messages for a new core: the operations and requests that have not ended, in order.
@@ -131,4 +135,5 @@ class AskedOperations:
         return merged + [pending.message for pending in operations]
 
     def _is_open(self, *kinds: type[Operation]) -> bool:
-        return any(isinstance(pending.message.operation, kinds) for pending in self._open.values())
+        asked = (pending.message.operation for pending in self._open.values())
+        return any(isinstance(operation, kinds) for operation in (*self._first.values(), *asked))

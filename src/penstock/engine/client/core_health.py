@@ -90,6 +90,7 @@ class CoreHealth:
         self._checked_at = clock()
         self._heard_at: float | None = None
         self._gone_at: float | None = None  # when the core went; None while it is there, and before the first
+        self._has_lost_core = False  # ever
         self.stats: CoreStats | None = None
         self._was_ready = False
         self._since = wall_clock()
@@ -106,7 +107,7 @@ class CoreHealth:
     def core_gone(self) -> None:
         """Note that the core has gone; another one may come."""
         if self._gone_at is None and self._heard_at is not None:
-            self._gone_at, self.stats = self._clock(), None
+            self._gone_at, self.stats, self._has_lost_core = self._clock(), None, True
 
     @property
     def has_core(self) -> bool:
@@ -171,14 +172,12 @@ class CoreHealth:
         )
 
     def _reason(self) -> str:
-        if self._gone_at is not None:
-            return CORE_AWAY.message
-        if self._heard_at is None:
-            return "the engine is loading"
+        if self.stats is None:  # a core that has just welcomed this client says next how its stages are
+            return CORE_AWAY.message if self._has_lost_core else "the engine is loading"
         if self.silence_s() > self._info.stale_after_s:
             return f"the engine core has been silent for {self.silence_s():.1f} s"
-        if self.stats is not None and self.stats.loss is not None:
+        if self.stats.loss is not None:
             return self.stats.loss.message
-        if self.stats is not None and self.stats.stalled_s > self.stats.stall_limit_s:
+        if self.stats.stalled_s > self.stats.stall_limit_s:
             return f"no result has crossed the stages for {self.stats.stalled_s:.1f} s"
         return ""

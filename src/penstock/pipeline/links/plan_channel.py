@@ -127,9 +127,10 @@ class ZmqChannel:
     def close(self) -> None:
         """See `MessageChannel.close`; blocks at most `_LINGER_MS` for what is still to be delivered."""
         if not self._socket.closed:
+            is_awaited = not (self._peer_gone or has_message(self._monitor))
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
-            self._socket.close()
+            self._socket.close(linger=_LINGER_MS if is_awaited else 0)  # zmq would wait for another one
             self._context.term()
 
     def _look(self) -> bytes | None:

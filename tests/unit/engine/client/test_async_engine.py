@@ -8,9 +8,10 @@ import struct
 import msgspec
 import pytest
 
-from core_client import INFO, STATS, WAIT_S, Rig, read_all, until, update, with_rig
+from core_client import INFO, STATS, WAIT_S, WELCOME, Rig, read_all, until, update, with_rig
 from core_numbers import core_stats
 from penstock.batch import StageSpans
+from penstock.engine.client.core_health import CORE_AWAY
 from penstock.engine.ipc import (
     AWAY_S,
     AbortRequests,
@@ -188,6 +189,23 @@ def test_r4_a_core_that_is_lost_before_it_was_asked_is_nobodys_fault() -> None:
         assert isinstance(again, AddRequest)
         rig.core.tell(update("a", b"z", "length"))
         assert await read_all(stream) == ("z", "length")
+
+    with_rig(body)
+
+
+def test_r5_a_core_that_has_come_is_not_ready_before_it_has_said_how_its_stages_are() -> None:
+    async def body(rig: Rig) -> None:
+        await rig.start()
+        await rig.lose_core()
+        await rig.greeted()
+        stream = rig.engine.add("a", [1], SamplingParams())
+        rig.core.socket.send(rig.core.client, WELCOME)
+        await until(rig.core.socket.drain)  # the request: the welcome has been taken
+        status = rig.engine.status()
+        assert (status.ready, status.is_recovering, status.reason) == (False, True, CORE_AWAY.message)
+        rig.core.tell()
+        await until(lambda: rig.engine.status().ready)
+        stream.cancel()
 
     with_rig(body)
 
@@ -493,6 +511,7 @@ def test_g4_another_core_begins_at_the_pace_that_the_last_one_had() -> None:
         await rig.lose_core()
         await rig.welcome()
         assert rig.core.hear() == [Operate(1, SlowDown(250))]
+        rig.core.socket.send(rig.core.client, operated(1))
         both = core_stats(STATS, paused=True, plan_interval_ms=40)
         rig.core.tell(stats=both)  # as another front has asked for
         await until(lambda: (rig.engine.status().stats or STATS).plan_interval_ms == 40)
@@ -515,14 +534,13 @@ def test_g4_another_core_is_told_of_open_sessions_before_it_hears_of_their_reque
     """And of what was asked of them, after those."""
 
     async def body(rig: Rig) -> None:
+        assert rig.engine.sessions is None
         await rig.start()
         a, b, c = OpenSession("a", 64, 30.0), OpenSession("b"), OpenSession("c")
-        assert rig.engine.sessions is None
         rig.core.socket.send(rig.core.client, SessionsChanged([a, b, c], []))
         rig.core.socket.send(rig.core.client, SessionsChanged([], ["c"]))
         rig.core.tell()
-        await until(lambda: rig.engine.sessions is not None)
-        assert set(rig.engine.sessions or ()) == {"a", "b"}
+        await until(lambda: set(rig.engine.sessions or ()) == {"a", "b"})
         rig.add(session_id="a")
         asked = asyncio.ensure_future(rig.engine.operate(CloseSession("b"), WAIT_S))
         await asyncio.sleep(0)
@@ -548,7 +566,7 @@ def test_g4_a_session_that_was_closed_when_the_core_went_is_there_to_be_closed_a
         a, b = OpenSession("a"), OpenSession("b", 64, 30.0)
         rig.core.socket.send(rig.core.client, SessionsChanged([a, b], []))
         rig.core.tell()
-        await until(lambda: rig.engine.sessions is not None)
+        await until(lambda: set(rig.engine.sessions or ()) == {"a", "b"})
         asked = asyncio.ensure_future(rig.engine.operate(CloseSession("b"), WAIT_S))
         await asyncio.sleep(0)
         assert rig.core.hear() == [Operate(0, CloseSession("b"))]

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from core_client import Rig, read_all, until, update, with_rig
+from core_client import STATS, WAIT_S, WELCOME, Rig, read_all, until, update, with_rig
 from core_numbers import core_stats
 from penstock.engine.ipc import AWAY_S, AddRequest, Hello
 from penstock.errors import ErrorInfo, QuarantinedError, StageLostError, UnavailableError, WaitTimeoutError
@@ -123,12 +123,14 @@ def test_r1_whoever_waits_for_a_core_that_will_not_come_hears_the_cause() -> Non
 
 def test_numbers_stay_while_there_is_no_core_but_not_those_of_its_only_replica() -> None:
     async def body(rig: Rig) -> None:
-        await rig.start()
         assert rig.engine.status().stats is None
+        await rig.start()
         rig.core.tell(stats=core_stats(generated_tokens=3, num_running=1))
-        await until(lambda: rig.engine.status().stats is not None)
+        await until(lambda: (rig.engine.status().stats or STATS).scheduler.num_running)
         await rig.lose_core()
-        await rig.welcome()
+        await rig.greeted()
+        rig.core.socket.send(rig.core.client, WELCOME)
+        await rig.engine.wait_for_core(WAIT_S)
         stats = rig.engine.status().stats
         assert stats is not None
         assert (stats.scheduler.generated_tokens, stats.scheduler.num_running) == (3, 0)
