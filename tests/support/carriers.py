@@ -13,7 +13,7 @@ from typing import Any
 
 from link_peers import LinkPeers
 from penstock.hosts.local import LocalHost
-from penstock.hosts.rank_host import ChannelNeed, LinkNeed, Need, PlanNeed
+from penstock.hosts.rank_host import ChannelNeed, LinkNeed, Need, Parties, PlanNeed
 from penstock.hosts.stream_ends import DiallingEnd, ListeningEnd, StreamEnd, StreamNeed
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.channel_carriers import open_channel
@@ -22,11 +22,13 @@ from penstock.pipeline.links.link import Link
 from penstock.pipeline.links.link_carriers import open_link
 from penstock.pipeline.links.memory import MemoryLink
 from penstock.pipeline.links.plan_channel import QueueChannel
+from penstock.process.config import THIS_HOST
 from penstock.process.endpoints import PlainText, StreamSecurity
 from penstock.process.link_ports import PortRange, listen_in_range
 
 Endpoints = tuple[Any, Any]  # of the sender, or the joining end; of the receiver, or the accepting end
 Channels = tuple[MessageChannel, MessageChannel]
+PARTIES = Parties(epoch=0, own="rank-0", peer="rank-1", peer_host=THIS_HOST)
 MAX_TOKENS, WIDTH, ITEM_BYTES = 8, 6, 4  # of the frames of links
 
 
@@ -35,9 +37,9 @@ def local(kind: str) -> Callable[[Need, ExitStack], Endpoints]:
 
     def make(need: Need, closing: ExitStack) -> Endpoints:
         host = LocalHost()
-        accepted = host.accept(kind, need)
+        accepted = host.accept(kind, need, PARTIES)
         closing.callback(accepted.close)
-        joined = host.join(kind, need, accepted.invitation)
+        joined = host.join(kind, need, PARTIES, accepted.invitation)
         closing.callback(joined.close)
         return joined.endpoint, accepted.endpoint
 

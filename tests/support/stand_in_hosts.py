@@ -16,7 +16,7 @@ import msgspec
 from penstock.batch import RankLoaded
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Member, Waitable
-from penstock.hosts.rank_host import HostEnd, Need
+from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.process.child import StatusEvent
 from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
@@ -175,10 +175,10 @@ class StandInHost:
     def offers(self, need: Need, peer: str) -> Sequence[str]:
         return self.kinds
 
-    def accept(self, kind: str, need: Need) -> HostEnd:
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
         return StandInEnd(self, kind)
 
-    def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
+    def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
         assert isinstance(invitation, msgspec.Struct)
         return StandInEnd(self, kind, invitation)
 

@@ -165,9 +165,17 @@ class StreamChannelHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream
     num_messages: int
 
 
-LinkEndpoint = RingHandle | MemoryHandle | StreamLinkHandle
-ChannelEndpoint = RingHandle | SocketListener | SocketHandle | StreamChannelHandle
-MeetingEndpoint = MeetingHandle
+class HeldEnd(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
+    """An end that the agent of another host holds, which gives its process what this stands for
+    (`hosts.agent`). No process gets it.
+    """
+
+    number: int
+
+
+LinkEndpoint = RingHandle | MemoryHandle | StreamLinkHandle | HeldEnd
+ChannelEndpoint = RingHandle | SocketListener | SocketHandle | StreamChannelHandle | HeldEnd
+MeetingEndpoint = MeetingHandle | HeldEnd
 Endpoint = LinkEndpoint | ChannelEndpoint | MeetingEndpoint
 
 

@@ -98,7 +98,7 @@ class Supervisor:
     def run(self) -> int:
         """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
         started = time.monotonic()
-        hosts = Hosts(LocalHost())
+        hosts = make_hosts()
         try:
             self._front.open()
             settled = settle_partition(self._engine, hosts, self._reporter)
@@ -352,6 +352,11 @@ def read_caller_config(fd: int) -> CallerConfig:
             break
         line += chunk
     return msgspec.json.decode(line, type=CallerConfig)
+
+
+def make_hosts() -> Hosts:
+    """The hosts of an engine: this one."""
+    return Hosts(LocalHost())
 
 
 def main() -> int:
