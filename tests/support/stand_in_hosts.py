@@ -133,6 +133,7 @@ class StandInHost:
 
     def __init__(self, name: str, *kinds: str) -> None:
         self.name = name
+        self.is_there = True
         self.kinds = list(kinds)
         self.members: list[StandInMember] = []
         self.ranks: list[RankConfig] = []
@@ -150,6 +151,9 @@ class StandInHost:
             self.news.recv(4096)
         except BlockingIOError:
             return
+
+    def tend(self, now: float) -> None:
+        """It is there."""
 
     def close(self) -> None:
         self.news.close()

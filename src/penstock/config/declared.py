@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.hosts import HostsConfig
 from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
 from penstock.config.server import ServerConfig
 from penstock.config.setting import Setting, environment_names_of
@@ -23,7 +24,10 @@ from penstock.config.topology import with_topology
 Config = type[msgspec.Struct]
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
-ENGINE: tuple[Config, ...] = (ModelConfig, EngineConfig, ParallelConfig, CacheConfig, SchedulerConfig)
+ENGINE: tuple[Config, ...] = (
+    *(ModelConfig, EngineConfig, ParallelConfig, CacheConfig, SchedulerConfig),
+    HostsConfig,
+)
 SERVER: tuple[Config, ...] = (ServerConfig, Limits, GrammarLimits, ConnectionLimits)
 
 
@@ -118,4 +122,5 @@ def configured_engine(given: Mapping[str, Any], model: str) -> EngineConfig:
         parallel=parallel,
         cache=configured(CacheConfig, given),
         scheduler=configured(SchedulerConfig, given),
+        cluster=configured(HostsConfig, given),
     )

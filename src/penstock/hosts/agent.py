@@ -10,7 +10,7 @@ likes (`hosts.link_streams`).
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ from penstock.errors import ErrorInfo, PeerError, PenstockError, ProtocolError
 from penstock.hosts.agent_messages import (
     Accept,
     Accepted,
+    AgentHello,
     AllowEpoch,
     AskResources,
     Ended,
     EndFailed,
     Hand,
+    Heartbeat,
     Join,
     KeepSpare,
     Resources,
@@ -39,9 +41,9 @@ from penstock.hosts.agent_messages import (
     TouchMember,
 )
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.member import Member
+from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
-from penstock.hosts.rank_host import HostEnd, RankHost
+from penstock.hosts.rank_host import HostEnd, PlanNeed, RankHost
 from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
 from penstock.process.control import ControlMessage
@@ -49,7 +51,11 @@ from penstock.process.endpoints import HeldEnd
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
-Locate = Callable[[RankConfig], Path]  # where this host has the model; raises PenstockError if it has not
+Locate = Callable[[bytes], Path]  # where this host has the model of an identity; raises PenstockError
+HEARTBEAT_S = 1.0
+HEAD_LIMIT_S = (
+    30.0  # of silence: the supervisor may be busy for a while, and a head that died is seen at once
+)
 
 
 class AllowedNames:
@@ -78,10 +84,16 @@ class Agent:
         wire: to the head. Belongs to the agent, as the members do.
         locate: finds the model of a rank on this host.
         allowed: takes the credentials that the head sends.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, host: RankHost, wire: AgentWire[ToAgent], locate: Locate, allowed: AllowedNames
+        self,
+        host: RankHost,
+        wire: AgentWire[ToAgent],
+        locate: Locate,
+        allowed: AllowedNames,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._wire = wire
@@ -92,22 +104,45 @@ class Agent:
         self._members: dict[int, Member] = {}
         self._ends: dict[int, HostEnd] = {}
         self._spare_bytes = -1
-        self._wire.send(Resources(resources=host.resources()))
+        self._clock = clock
+        self._heard_at = self._said_at = clock()
+        self._wire.send(AgentHello(resources=host.resources(), kinds=list(host.offers(PlanNeed(), ""))))
 
     @property
     def failure(self) -> PeerError | None:
         """Why the head can ask for nothing more; None while it is there."""
         return self._wire.failure
 
-    def serve(self, timeout_s: float = math.inf) -> None:
-        """Do what there is to do; wait for it, at most so long. Returns too when the head is gone."""
-        wait_s = None if timeout_s == math.inf else timeout_s
-        members, sources = self._watch.wait(wait_s)
-        if sources:
-            for message in self._wire.receive():
-                self._obey(message)
+    def watch(self, source: Waitable) -> None:
+        """Let `serve` return too when this one is readable, and say so."""
+        self._watch.watch(source)
+
+    def unwatch(self, source: Waitable) -> None:
+        """Wait for it no longer."""
+        self._watch.unwatch(source)
+
+    def serve(self) -> set[Waitable]:
+        """Wait for something to do, for a heartbeat at most, and do it.
+
+        Returns:
+            The watched sources that are readable.
+        """
+        members, sources = self._watch.wait(max(0.0, self._said_at + HEARTBEAT_S - self._clock()))
+        for message in self._wire.receive():
+            self._heard_at = self._clock()
+            self._obey(message)
         for member in members:
             self._hear(member)
+        self._keep_alive()
+        return sources - {self._wire}
+
+    def _keep_alive(self) -> None:
+        now = self._clock()
+        if now - self._said_at >= HEARTBEAT_S:
+            self._said_at = now
+            self._wire.send(Heartbeat())
+        if now - self._heard_at > HEAD_LIMIT_S:
+            self._wire.give_up(f"the head has given no sign of life for {now - self._heard_at:.0f} s.")
 
     def close(self) -> None:
         """End all members, and let go of all ends."""
@@ -121,11 +156,9 @@ class Agent:
 
     def _obey(self, message: ToAgent) -> None:
         if isinstance(message, StartRank):
-            self._start(message.number, message.rank, lambda rank: self._start_rank(message, rank))
+            self._start(message, message.rank, lambda rank: self._start_rank(message, rank))
         elif isinstance(message, StartMeasuring):
-            self._start(
-                message.number, message.config.rank, lambda rank: self._start_measuring(message, rank)
-            )
+            self._start(message, message.config.rank, lambda rank: self._start_measuring(message, rank))
         elif isinstance(message, Hand):
             self._hand(message)
         elif isinstance(message, TouchMember):
@@ -138,16 +171,19 @@ class Agent:
             self._allowed.allow(message.name, message.credentials)
         elif isinstance(message, KeepSpare):
             self._keep_spare(message.threads)
-        else:
-            assert isinstance(message, AskResources), message
+        elif isinstance(message, AskResources):
             self._wire.send(Resources(resources=self._host.resources()))
+        else:
+            assert isinstance(message, Heartbeat), message
 
-    def _start(self, number: int, rank: RankConfig, start: Callable[[RankConfig], Member]) -> None:
+    def _start(
+        self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]
+    ) -> None:
         """Start a process with what this host takes of a rank's config, or say why not."""
+        number = message.number
         try:
-            own = msgspec.structs.replace(
-                rank, model_path=str(self._locate(rank)), faults=[], store=None, host=self._host.name
-            )
+            path = str(self._locate(message.model))
+            own = msgspec.structs.replace(rank, model_path=path, faults=[], store=None, host=self._host.name)
             member = self._members[number] = self._watch.add(start(own))
         except (PenstockError, OSError) as error:
             self._wire.send(Ended(number=number, exit_code=1, error=_info(error)))

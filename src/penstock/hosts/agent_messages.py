@@ -4,6 +4,8 @@ The head asks; the agent carries it out and tells what happens. Members and ends
 that the head gives, so that it need not wait for an answer, except for where a stream can be dialled.
 
     head                                             agent
+                                                     AgentHello(what the host can give)
+    Heartbeat() each second                  ──▶     Heartbeat() each second
     AllowEpoch(credentials)                  ──▶
     StartRank(7, config)                     ──▶     Started(7, "pid 4711"), Said(7, Alive), … Ended(7, 0)
     Accept(12, "tls", need, parties)         ──▶     Accepted(12, host and port)
@@ -34,6 +36,10 @@ AtMember = Literal["show_threads", "ask_to_leave", "kill_now", "forget"]
 AtEnd = Literal["delivered", "end", "close"]
 
 
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Whoever says it is there; both do, each second."""
+
+
 class AllowEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="allow_epoch"):
     """Credentials of a process of the agent's host, for one epoch."""
 
@@ -42,19 +48,25 @@ class AllowEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="allow_epoch"):
 
 
 class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
-    """Start the process of a rank as this member; its model is known by its identity alone."""
+    """Start the process of a rank as this member.
+
+    Attributes:
+        model: identity of its model (`kvstore.names.model_identity`), in place of a path.
+    """
 
     number: int
     rank: RankConfig
     name: str
+    model: bytes
 
 
 class StartMeasuring(msgspec.Struct, frozen=True, kw_only=True, tag="start_measuring"):
-    """Start a process that times the steps of a rank as this member."""
+    """Start a process that times the steps of a rank as this member; `model` as in `StartRank`."""
 
     number: int
     config: MeasureConfig
     name: str
+    model: bytes
 
 
 class KeepSpare(msgspec.Struct, frozen=True, kw_only=True, tag="keep_spare"):
@@ -118,7 +130,19 @@ ToAgent = (
     | Join
     | TouchEnd
     | AskResources
+    | Heartbeat
 )
+
+
+class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
+    """The first word of an agent: what its host can give.
+
+    Attributes:
+        kinds: of connections to other hosts, best first.
+    """
+
+    resources: HostResources
+    kinds: list[str]
 
 
 class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
@@ -173,4 +197,4 @@ class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
     own_bytes: int
 
 
-ToHead = Resources | Started | Said | Ended | Accepted | EndFailed | SpareKept
+ToHead = AgentHello | Heartbeat | Resources | Started | Said | Ended | Accepted | EndFailed | SpareKept

@@ -81,6 +81,10 @@ class AgentWire(Generic[Incoming]):
             self._arrived += data
         return self._take_messages()
 
+    def give_up(self, why: str) -> None:
+        """Take the other side as gone."""
+        self._fail(LinkClosedError(why))
+
     def close(self) -> None:
         """Close the connection. May be called twice."""
         if self.failure is None:

@@ -64,16 +64,23 @@ class ProvedStreams:
 
     Args:
         host, cluster: names that stand in the credentials of its processes.
-        address: of this host, as the other hosts reach it.
+        address_for: of this host, as another one reaches it.
         issue: makes or looks up the credentials of a process of this host.
         is_plain: links are in plain text (`--insecure-links`).
     """
 
     def __init__(
-        self, host: str, cluster: str, address: str, ports: PortRange, issue: Issue, *, is_plain: bool = False
+        self,
+        host: str,
+        cluster: str,
+        address_for: Callable[[str], str],
+        ports: PortRange,
+        issue: Issue,
+        *,
+        is_plain: bool = False,
     ) -> None:
         self._host, self._cluster = host, cluster
-        self._address, self._ports = address, ports
+        self._address_for, self._ports = address_for, ports
         self._issue = issue
         self._kind = CHALLENGED if is_plain else TLS
         self._memories: dict[PeerName, int] = {}  # credentials of processes in the present epochs
@@ -85,9 +92,8 @@ class ProvedStreams:
         if isinstance(need, MeetingNeed):
             raise _not_offered(kind)
         security = self._security(kind, parties)
-        return ListeningEnd(
-            need, listen_in_range(self._address, self._ports), self._address, security=security
-        )
+        address = self._address_for(parties.peer_host)
+        return ListeningEnd(need, listen_in_range(address, self._ports), address, security=security)
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: object) -> HostEnd:
         if isinstance(need, MeetingNeed):

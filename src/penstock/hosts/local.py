@@ -55,6 +55,10 @@ class LocalHost:
         self._spare = SpareProcess(_start_spare, lambda: detect().free_bytes)
         self._streams = streams or NoStreams()
         self.name = name
+        self.is_there = True
+
+    def tend(self, now: float) -> None:
+        """Whoever asks is there, and so is this host."""
 
     def resources(self) -> HostResources:
         return msgspec.structs.replace(self._detect(), name=self.name)

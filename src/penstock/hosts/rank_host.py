@@ -104,6 +104,19 @@ class RankHost(Protocol):
         """As `HostResources.name` and `RankConfig.host` have it."""
         ...
 
+    @property
+    def is_there(self) -> bool:
+        """Whether anything can be asked of it; a host elsewhere may be lost, and come back."""
+        ...
+
+    def tend(self, now: float) -> None:
+        """Say that the supervisor is there, and see whether the host is; to be called every second or so.
+
+        Args:
+            now: monotonic seconds.
+        """
+        ...
+
     def resources(self) -> HostResources:
         """What it can give now."""
         ...

@@ -10,7 +10,7 @@ any more; the agent ends them.
 from __future__ import annotations
 
 import itertools
-import os
+import math
 import select
 import time
 from collections import deque
@@ -30,6 +30,7 @@ from penstock.errors import (
 from penstock.hosts.agent_messages import (
     Accept,
     Accepted,
+    AgentHello,
     AllowEpoch,
     AskResources,
     AtEnd,
@@ -37,10 +38,12 @@ from penstock.hosts.agent_messages import (
     Ended,
     EndFailed,
     Hand,
+    Heartbeat,
     Join,
     KeepSpare,
     Resources,
     Said,
+    SpareKept,
     Started,
     StartMeasuring,
     StartRank,
@@ -49,6 +52,7 @@ from penstock.hosts.agent_messages import (
     TouchMember,
 )
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.bell import Bell
 from penstock.hosts.local_connections import KINDS
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.rank_host import HostEnd, Need, Parties
@@ -62,31 +66,9 @@ from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
 ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
+SILENCE_LIMIT_S = 3.0  # between hosts; members have their own limits
+LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
-
-
-class Bell:
-    """Readable while it rings: there is news that has come while something else was waited for."""
-
-    def __init__(self) -> None:
-        self._event = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-
-    def fileno(self) -> int:
-        return self._event
-
-    def ring(self) -> None:
-        os.eventfd_write(self._event, 1)
-
-    def hush(self) -> None:
-        try:
-            os.eventfd_read(self._event)
-        except BlockingIOError:
-            return
-
-    def close(self) -> None:
-        if self._event >= 0:
-            os.close(self._event)
-            self._event = -1
 
 
 class RemoteMember(Member):
@@ -190,48 +172,80 @@ class RemoteEnd:
         self._host.tell(TouchEnd(number=self.endpoint.number, what=what))
 
 
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What the head gives to the processes of its workers.
+
+    Attributes:
+        name: of the cluster.
+        issue: makes the credentials of a process, for one epoch.
+        identify: identity of the model in a directory of the head.
+    """
+
+    name: str
+    issue: Callable[[PeerName], Credentials]
+    identify: Callable[[str], bytes]
+
+
 class RemoteHost:
     """A machine elsewhere. Implements `RankHost`.
 
     Args:
-        wire: to its agent.
         name: of the host, as its certificate has it.
-        resources: as the agent has told when it joined.
-        kinds: of connections to other hosts that it offers.
-        issue: makes the credentials of a process there; None: links need none.
+        on_lost: called when the connection to its agent is lost.
     """
 
     def __init__(
         self,
         wire: AgentWire[ToHead],
         name: str,
-        resources: HostResources,
-        kinds: Sequence[str],
-        issue: Callable[[PeerName], Credentials],
-        cluster: str,
+        hello: AgentHello,
+        cluster: Cluster,
+        on_lost: Callable[[PeerError], None] = lambda error: None,
     ) -> None:
         self.name = name
-        self._wire = wire
-        self._resources = msgspec.structs.replace(resources, name=name)
-        self._kinds = kinds
-        self._issue, self._cluster = issue, cluster
-        self._allowed: set[PeerName] = set()
+        self._cluster = cluster
+        self._on_lost = on_lost
         self._numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
-        self._spare_bytes = 0
         self._bell = Bell()
+        self.attach(wire, hello)
+
+    def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> None:
+        """Talk to the agent over this wire from now on: the first one, or that of a host that is back.
+
+        Args:
+            hello: what its agent has said first.
+        """
+        self._wire = wire
+        self._resources = msgspec.structs.replace(hello.resources, name=self.name)
+        self._kinds = hello.kinds
+        self._allowed: set[PeerName] = set()
+        self._spare_bytes = 0
+        self._is_lost = False
+        self._heard_at = self._tended_at = math.inf  # before the first `tend` nobody is silent
 
     @property
-    def failure(self) -> PeerError | None:
-        """Why nothing can be asked of it any more; None while its agent is there."""
-        return self._wire.failure
+    def is_there(self) -> bool:
+        return self._wire.failure is None
 
     @property
     def sources(self) -> Collection[Waitable]:
         """What becomes readable when a member has news."""
         return [self._bell] if self._wire.failure else [self._bell, self._wire]
+
+    def tend(self, now: float) -> None:
+        """See `RankHost.tend`. A host that has been silent for too long is lost, and its members are."""
+        if now - self._tended_at > LONG_LOOK_S or self._heard_at == math.inf:
+            self._heard_at = now  # the supervisor stood still: what the agent said meanwhile is not read yet
+        self._tended_at = now
+        self.pump()
+        silence_s = now - self._heard_at
+        if silence_s > SILENCE_LIMIT_S:
+            self._wire.give_up(f"it has given no sign of life for {silence_s:.1f} s.")
+            self.pump()
+        self.tell(Heartbeat())
 
     def resources(self) -> HostResources:
         """As of the agent's last word; the next one is asked for."""
@@ -241,16 +255,17 @@ class RemoteHost:
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
         member = self._member(name, rank.stage, member_index)
-        self.tell(
-            StartRank(number=member.number, rank=msgspec.structs.replace(rank, model_path=""), name=name)
-        )
+        model = self._cluster.identify(rank.model_path)
+        sent = msgspec.structs.replace(rank, model_path="")
+        self.tell(StartRank(number=member.number, rank=sent, name=name, model=model))
         return member
 
     def start_measuring(self, config: MeasureConfig, name: str) -> Member:
         member = self._member(name, config.rank.stage, 0)
+        model = self._cluster.identify(config.rank.model_path)
         rank = msgspec.structs.replace(config.rank, model_path="")
         sent = msgspec.structs.replace(config, rank=rank)
-        self.tell(StartMeasuring(number=member.number, config=sent, name=name))
+        self.tell(StartMeasuring(number=member.number, config=sent, name=name, model=model))
         return member
 
     def keep_spare(self, threads: int) -> int:
@@ -283,6 +298,7 @@ class RemoteHost:
     def pump(self) -> None:
         """Take what has come from the agent, without waiting."""
         for message in self._wire.receive():
+            self._heard_at = max(self._heard_at, self._tended_at)  # as far as the last `tend` knows the time
             self._take(message)
         if self._wire.failure is not None:
             self._lose(self._wire.failure)
@@ -319,10 +335,10 @@ class RemoteHost:
     def _begin_end(self, parties: Parties) -> int:
         """A number for a new end, whose process has what links are proved by."""
         if parties.peer_host != self.name:
-            name = PeerName(cluster=self._cluster, host=self.name, role=parties.own, epoch=parties.epoch)
+            name = PeerName(cluster=self._cluster.name, host=self.name, role=parties.own, epoch=parties.epoch)
             if name not in self._allowed:
                 self._allowed = {each for each in self._allowed if each.epoch >= name.epoch} | {name}
-                self.tell(AllowEpoch(name=name, credentials=self._issue(name)))
+                self.tell(AllowEpoch(name=name, credentials=self._cluster.issue(name)))
         return next(self._numbers)
 
     def _invitation(self, number: int) -> StreamInvitation:
@@ -354,10 +370,14 @@ class RemoteHost:
                 self._answers.append(message)
         elif isinstance(message, Resources):
             self._resources = msgspec.structs.replace(message.resources, name=self.name)
-        else:
+        elif isinstance(message, SpareKept):
             self._spare_bytes = message.own_bytes
 
     def _lose(self, failure: PeerError) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._wire.close()
+            self._on_lost(failure)
         for member in self._members.values():
             if member.exit_code is None:
                 lost = StageLostError(f"the host {self.name} is lost: {failure.message}", stage=member.stage)
