@@ -95,7 +95,6 @@ class TwoHosts:
                     hosts=2,
                     listen_workers=f"{HEAD}:{self._port}",
                     join_token_file=str(self._token),
-                    host_name="tower",
                     link_ports=LINK_PORTS,
                     state_dir=str(self._directory / "tower"),
                     **settings,

@@ -24,11 +24,8 @@ from penstock.config.topology import with_topology
 Config = type[msgspec.Struct]
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
-ENGINE: tuple[Config, ...] = (
-    *(ModelConfig, EngineConfig, ParallelConfig, CacheConfig, SchedulerConfig),
-    HostsConfig,
-)
-SERVER: tuple[Config, ...] = (ServerConfig, Limits, GrammarLimits, ConnectionLimits)
+ENGINE: tuple[Config, ...] = (ModelConfig, EngineConfig, ParallelConfig, CacheConfig, SchedulerConfig)
+SERVER: tuple[Config, ...] = (HostsConfig, ServerConfig, Limits, GrammarLimits, ConnectionLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

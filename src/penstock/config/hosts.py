@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -37,11 +38,14 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
     join_token_file: Annotated[
         str | None, Setting("hosts", "holds the token that workers join with; written if absent")
     ] = None
-    join_token_ttl_s: Annotated[float, Setting("hosts", "seconds for which a new token is valid")] = 3600.0
-    host_name: Annotated[str, Setting("hosts", "of this host among them")] = ""
+    join_token_ttl_s: Annotated[
+        float, Setting("hosts", "seconds for which a new token is valid", is_argument=False)
+    ] = 3600.0
+    host_name: Annotated[str, Setting("hosts", "of this host among them", is_argument=False)] = ""
     link_ports: Annotated[str, Setting("hosts", "ports for links from other hosts")] = "7701-7732"
     insecure_links: Annotated[
-        bool, Setting("hosts", "links between ranks in plain text; workers must say so too")
+        bool,
+        Setting("hosts", "links between ranks in plain text; workers must say so too", is_argument=False),
     ] = False
     state_dir: Annotated[str | None, Setting("hosts", "where the identity of the cluster is kept")] = None
 
@@ -81,6 +85,11 @@ def parse_address(text: str, flag: str, default_port: int = DEFAULT_PORT) -> tup
 def own_host_name(given: str) -> str:
     """Return the name of this host: the given one, or the machine's in letters that a name may have."""
     return given or re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()).strip("-._")[:64] or "host"
+
+
+def own_version() -> str:
+    """Return the version of Penstock on this host; all hosts must have the same."""
+    return metadata.version("penstock")
 
 
 def state_directory(given: str | os.PathLike[str] | None) -> Path:

@@ -1,7 +1,8 @@
 """Messages over the connection between the head and an agent, both ways, without ever waiting.
 
-A message is its length in four bytes and msgpack. What the other side does not take at once is kept here and
-goes with the next call: the heartbeats judge whether it is gone, not the kernel's buffers.
+A message is its length in four bytes and JSON, as over a status pipe. What the other side does not take at
+once is kept here and goes with the next call: the heartbeats judge whether it is gone, not the kernel's
+buffers.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class AgentWire(Generic[Incoming]):
         self.failure: PeerError | None = None
         self._connection = connection
         self._connection.setblocking(False)
-        self._decoder: msgspec.msgpack.Decoder[Incoming] = msgspec.msgpack.Decoder(incoming)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.json.Decoder[Incoming] = msgspec.json.Decoder(incoming)
+        self._encoder = msgspec.json.Encoder()
         self._arrived = bytearray()
         self._unsent = bytearray()
 

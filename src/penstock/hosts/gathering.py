@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from penstock import __version__
-from penstock.config.hosts import HostsConfig, own_host_name, parse_address, state_directory
+from penstock.config.hosts import HostsConfig, own_host_name, own_version, parse_address, state_directory
 from penstock.errors import PeerError, PenstockError, PortInUseError, UnavailableError
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
@@ -39,10 +38,14 @@ Tell = Callable[[str], None]  # one line for the user
 
 
 class OneHost:
-    """This host alone."""
+    """This host alone.
 
-    def __init__(self) -> None:
-        self.hosts = Hosts(LocalHost())
+    Args:
+        hosts: what stands for it.
+    """
+
+    def __init__(self, hosts: Hosts | None = None) -> None:
+        self.hosts = hosts or Hosts(LocalHost())
         self.sources: Sequence[Waitable] = ()
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
@@ -193,7 +196,7 @@ def _open_gate(settings: HostsConfig, identity: ClusterIdentity, directory: Path
         ) from error
 
     def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadJoin]:
-        return worker_door(listener, identity, book, connected, name, __version__, on_refused)
+        return worker_door(listener, identity, book, connected, name, own_version(), on_refused)
 
     return WorkerGate(make_door, connected)
 

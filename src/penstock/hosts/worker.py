@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock import __version__
+from penstock.config.hosts import own_version
 from penstock.errors import CertificateError, JoinError, NameTakenError, PeerError
 from penstock.hosts.agent import Agent, AllowedNames
 from penstock.hosts.agent_messages import ToAgent
@@ -107,15 +107,15 @@ class Worker:
     def _join(self) -> Credentials:
         settings = self._settings
         return join_with_token(
-            settings.head, self._token(), host=settings.name, version=__version__, path=self._path
+            settings.head, self._token(), host=settings.name, version=own_version(), path=self._path
         )
 
     def _connect(self, credentials: Credentials) -> JoinedHead:
         try:
-            return rejoin(self._settings.head, credentials, version=__version__, path=self._path)
+            return rejoin(self._settings.head, credentials, version=own_version(), path=self._path)
         except CertificateError as error:
             self._tell(f"{error.message} A token is needed once more.")
-            return rejoin(self._settings.head, self._join(), version=__version__, path=self._path)
+            return rejoin(self._settings.head, self._join(), version=own_version(), path=self._path)
 
     def _serve(self, head: JoinedHead) -> bool:
         """Serve the head until it is gone, or the worker is to stop; whether it is."""

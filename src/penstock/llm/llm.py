@@ -130,10 +130,7 @@ class LLM:
         hosts: how many, this one counted; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
         join_token_file: holds the token with which they join; written if it is not there.
-        join_token_ttl_s: how long a new token is valid.
-        host_name: of this host among them; "" takes the machine's.
         link_ports: where other hosts open links to ranks here: the first and the last.
-        insecure_links: links between ranks are in plain text, if the workers say so too.
         state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
         distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
             makes an `executor.base.Executor` of a `LaunchPlan`.
@@ -191,10 +188,7 @@ class LLM:
         hosts: int = 1,
         listen_workers: str | None = None,
         join_token_file: str | None = None,
-        join_token_ttl_s: float = 3600.0,
-        host_name: str = "",
         link_ports: str = "7701-7732",
-        insecure_links: bool = False,
         state_dir: str | None = None,
         distributed_executor_backend: Backend | MakeExecutor = "mp",
         **unknown: Any,
