@@ -136,6 +136,7 @@ def test_g1_two_hosts_give_the_tokens_of_one(
     assert len(two_hosts.stages(remote=False)) == 2
 
 
+@pytest.mark.soak
 def test_g1_r4_a_stage_of_another_host_that_is_killed_comes_back(
     two_hosts: TwoHosts, expected: list[list[int]]
 ) -> None:

@@ -1,6 +1,6 @@
 """The hosts of an engine: this one alone, or with the workers that join it.
 
-    head = open_hosts(settings, tell)       listens, and says what is to be typed on the other hosts
+    head = open_hosts(engine, tell)         listens, and says what is to be typed on the other hosts
     head.gather(lifelines)                  until all are there
     head.hosts                              what the supervisor plans and starts with
     head.admit()                            when one of `head.sources` is readable: somebody is back
@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from penstock.config.engine import EngineConfig
 from penstock.config.hosts import HostsConfig, own_host_name, own_version, parse_address, state_directory
-from penstock.errors import PeerError, PenstockError, PortInUseError, UnavailableError
+from penstock.errors import PeerError, PenstockError, PortInUseError, UnavailableError, UsageError
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Waitable
@@ -172,9 +173,33 @@ class GatheredHosts:
         self._gate.leave(host)
 
 
-def open_hosts(settings: HostsConfig, tell: Tell) -> OneHost | GatheredHosts:
-    """Return the hosts that the settings ask for; raises what `GatheredHosts` does."""
-    return OneHost() if settings.hosts == 1 else GatheredHosts(settings, tell)
+def open_hosts(engine: EngineConfig, tell: Tell) -> OneHost | GatheredHosts:
+    """Return the hosts that an engine is to run on.
+
+    Raises:
+        UsageError: a setting has no meaning for several hosts, or is not there yet.
+        PenstockError: what `GatheredHosts` raises.
+    """
+    if engine.cluster.hosts == 1:
+        return OneHost()
+    _require_parts_for_hosts(engine)
+    return GatheredHosts(engine.cluster, tell)
+
+
+def _require_parts_for_hosts(engine: EngineConfig) -> None:
+    num_hosts, num_stages = engine.cluster.hosts, engine.parallel.pipeline_parallel_size
+    if num_hosts > num_stages:
+        raise UsageError(
+            f"--hosts is {num_hosts}, and the pipeline has {_counted(num_stages, 'stage')}.",
+            remedy="Give --pp at least as many stages as there are hosts.",
+            param="hosts",
+        )
+    if engine.cache.kv_store is not None or engine.cache.kv_host_bytes:
+        raise UsageError(
+            "a KV store and host memory for KV blocks are for one host so far.",
+            remedy="Leave --kv-store and --kv-host-bytes out, or --hosts.",
+            param="hosts",
+        )
 
 
 def _open_gate(settings: HostsConfig, identity: ClusterIdentity, directory: Path, name: str) -> WorkerGate:

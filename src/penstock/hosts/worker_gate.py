@@ -137,8 +137,8 @@ class WorkerGate:
             return True
         if told or worker.wire.failure is not None or time.monotonic() > worker.deadline:
             error = worker.wire.failure or PenstockError("it did not say what its host can give.")
-            self._refuse(worker.address, error)
             worker.wire.close()
             self.leave(worker.host)
+            self._refuse(worker.address, error)
             return True
         return False

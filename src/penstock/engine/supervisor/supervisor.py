@@ -100,7 +100,7 @@ class Supervisor:
         gathered: OneHost | GatheredHosts | None = None
         try:
             self._front.open()
-            gathered = open_hosts(self._engine.cluster, self._note)
+            gathered = open_hosts(self._engine, self._note)
             gathered.gather(self._front.lifelines)
             hosts = gathered.hosts
             settled = settle_partition(self._engine, hosts, self._reporter)
