@@ -127,6 +127,7 @@ class StandInHost:
         members: that were started, in order.
         ranks: what the ranks among them were told at the start, in order.
         made: ends of connections, with their kinds.
+        parties: who is at them.
         spares_kept: the number of threads each time that a spare was to be kept.
         spare_bytes: that it says the spare has.
     """
@@ -138,6 +139,7 @@ class StandInHost:
         self.members: list[StandInMember] = []
         self.ranks: list[RankConfig] = []
         self.made: list[tuple[str, StandInEnd]] = []
+        self.parties: list[Parties] = []
         self.spares_kept: list[int] = []
         self.spare_bytes = 0
         self.news, self._bell = socket.socketpair()
@@ -180,10 +182,12 @@ class StandInHost:
         return self.kinds
 
     def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
+        self.parties.append(parties)
         return StandInEnd(self, kind)
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
         assert isinstance(invitation, msgspec.Struct)
+        self.parties.append(parties)
         return StandInEnd(self, kind, invitation)
 
     def _start(self, name: str, stage: int | None, member_index: int) -> StandInMember:

@@ -143,7 +143,7 @@ class PipelineProcesses:
         if losses.is_due(time.monotonic()) and self._all_hosts_are_there():
             try:
                 self._begin_epoch()
-            except OSError as error:  # no memory, no descriptors: perhaps later
+            except (OSError, PeerError) as error:  # no memory, a host that has just gone: perhaps later
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
 
     def kill_hung(self) -> None:
