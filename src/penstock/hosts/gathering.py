@@ -10,7 +10,6 @@ Called by `engine.supervisor.supervisor`.
 
 from __future__ import annotations
 
-import math
 import select
 import shlex
 import socket
@@ -35,8 +34,6 @@ from penstock.trust.head_join import ConnectedHosts, HeadJoin
 from penstock.trust.identity import ClusterIdentity
 from penstock.trust.join_token import head_token
 from penstock.trust.worker_door import worker_door
-
-TEND_EVERY_S = 1.0
 
 Tell = Callable[[str], None]  # one line for the user
 
@@ -100,7 +97,6 @@ class GatheredHosts:
         )
         self._head = LocalHost(name=self._name, streams=streams)
         self._workers: dict[str, RemoteHost] = {}
-        self._tended_at = -math.inf
         self._gate = _open_gate(settings, identity, directory, self._name)
         self.sources: Sequence[Waitable] = (self._gate,)
         self.hosts = Hosts(self._head)
@@ -152,10 +148,7 @@ class GatheredHosts:
             )
 
     def tend(self, now: float) -> None:
-        """Let each worker know that the head is there, and see whether it is; once a second."""
-        if now - self._tended_at < TEND_EVERY_S:
-            return
-        self._tended_at = now
+        """Let each worker know that the head is there, and see whether it is."""
         for host in self._workers.values():
             host.tend(now)
 

@@ -110,7 +110,7 @@ class RankHost(Protocol):
         ...
 
     def tend(self, now: float) -> None:
-        """Say that the supervisor is there, and see whether the host is; to be called every second or so.
+        """Say that the supervisor is there, and see whether the host is; to be called each second.
 
         Args:
             now: monotonic seconds.
@@ -210,6 +210,11 @@ class Hosts(Mapping[str, RankHost]):
         """Let go of all of them."""
         for host in self._by_name.values():
             host.close()
+
+    def tend(self, now: float) -> None:
+        """As `RankHost.tend`, for all of them."""
+        for host in self._by_name.values():
+            host.tend(now)
 
     def resources(self) -> list[HostResources]:
         """What each of them can give now."""

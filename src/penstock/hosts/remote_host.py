@@ -66,6 +66,7 @@ from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
 ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
+TEND_EVERY_S = 1.0
 SILENCE_LIMIT_S = 3.0  # between hosts; members have their own limits
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
@@ -224,7 +225,7 @@ class RemoteHost:
         self._allowed: set[PeerName] = set()
         self._spare_bytes = 0
         self._is_lost = False
-        self._heard_at = self._tended_at = math.inf  # before the first `tend` nobody is silent
+        self._heard_at = self._tended_at = -math.inf
 
     @property
     def is_there(self) -> bool:
@@ -237,7 +238,9 @@ class RemoteHost:
 
     def tend(self, now: float) -> None:
         """See `RankHost.tend`. A host that has been silent for too long is lost, and its members are."""
-        if now - self._tended_at > LONG_LOOK_S or self._heard_at == math.inf:
+        if now - self._tended_at < TEND_EVERY_S:
+            return
+        if now - self._tended_at > LONG_LOOK_S:
             self._heard_at = now  # the supervisor stood still: what the agent said meanwhile is not read yet
         self._tended_at = now
         self.pump()

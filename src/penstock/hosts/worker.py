@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from penstock.config.hosts import own_version
-from penstock.errors import CertificateError, JoinError, NameTakenError, PeerError
+from penstock.errors import CertificateError, JoinError, NameTakenError, PeerError, WrongClusterError
 from penstock.hosts.agent import Agent, AllowedNames
 from penstock.hosts.agent_messages import ToAgent
 from penstock.hosts.agent_wire import AgentWire
@@ -60,15 +60,22 @@ class Worker:
     token: asks for the join token; called where this host has no certificate of the head yet.
     tell: takes lines for the user.
     stop: readable when the worker is to end.
+    clock: monotonic seconds.
     """
 
     def __init__(
-        self, settings: WorkerSettings, token: Callable[[], JoinToken], tell: Tell, stop: Waitable
+        self,
+        settings: WorkerSettings,
+        token: Callable[[], JoinToken],
+        tell: Tell,
+        stop: Waitable,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
         self._token = token
         self._tell = tell
         self._stop = stop
+        self._clock = clock
         host, port = settings.head
         self._path = settings.state / "worker" / f"{host.replace('/', '_')}_{port}_{settings.name}"
 
@@ -83,19 +90,22 @@ class Worker:
         credentials = self._credentials()
         pause_s = FIRST_PAUSE_S
         while True:
+            began = self._clock()
             try:
                 head = self._connect(credentials)
+                credentials = head.credentials
+                if self._serve(head):
+                    return
             except (NameTakenError, PeerError) as error:
                 if isinstance(error, JoinError) and not isinstance(error, NameTakenError):
                     raise
-                self._tell(f"{error.message} The next try is in {pause_s:g} s.")
-                if self._waited(pause_s):
-                    return
-                pause_s = min(2 * pause_s, MOST_PAUSE_S)
-                continue
-            credentials, pause_s = head.credentials, FIRST_PAUSE_S
-            if self._serve(head):
+                self._tell(error.message)
+            if self._clock() - began > MOST_PAUSE_S:
+                pause_s = FIRST_PAUSE_S
+            self._tell(f"the next try to join the head is in {pause_s:g} s")
+            if self._waited(pause_s):
                 return
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
     def _credentials(self) -> Credentials:
         """Those of before, or new ones for a token."""
@@ -113,7 +123,7 @@ class Worker:
     def _connect(self, credentials: Credentials) -> JoinedHead:
         try:
             return rejoin(self._settings.head, credentials, version=own_version(), path=self._path)
-        except CertificateError as error:
+        except (CertificateError, WrongClusterError) as error:  # or a head with a new identity
             self._tell(f"{error.message} A token is needed once more.")
             return rejoin(self._settings.head, self._join(), version=own_version(), path=self._path)
 
@@ -150,6 +160,5 @@ class Worker:
 
     def _waited(self, seconds: float) -> bool:
         """Wait; whether the worker is to stop."""
-        deadline = time.monotonic() + seconds
-        ready, _, _ = select.select([self._stop], [], [], max(0.0, deadline - time.monotonic()))
+        ready, _, _ = select.select([self._stop], [], [], seconds)
         return bool(ready)

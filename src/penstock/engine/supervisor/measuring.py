@@ -24,6 +24,7 @@ from penstock.process.control import BeginMeasuring
 from penstock.process.endpoints import MeetingEndpoint
 from penstock.trust.peer_names import rank_role
 
+LOOK_S = 1.0  # for hosts that must hear that somebody is there
 TIMEOUT_S = 900.0  # to load and to measure; a rank that dies is noticed at once
 
 
@@ -94,7 +95,8 @@ class _Fleet:
     def hear(self) -> None:
         """Wait for news and take them."""
         remaining = self._deadline - time.monotonic()
-        news, _ = self._watch.wait(max(0.0, remaining))
+        news, _ = self._watch.wait(min(LOOK_S, max(0.0, remaining)))
+        self._hosts.tend(time.monotonic())
         if not news and remaining <= 0:
             raise WaitTimeoutError(f"the stages could not be measured in {TIMEOUT_S:g} s.")
         for member in news:
