@@ -82,13 +82,13 @@ def test_r16_nan_in_one_row_ends_that_request_only(golden: list[list[int]]) -> N
 # a file appears.
 WITH_A_CLOCK = """
 import os, time, types
-from penstock.engine.supervisor.supervisor import members
+from penstock.engine.supervisor import pipeline_processes
 from penstock.cli.program import main
 
 def monotonic():
     return time.monotonic() + 600 * os.path.exists(os.environ["TEN_MINUTES_LATER"])
 
-members.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
+pipeline_processes.time = types.SimpleNamespace(monotonic=monotonic, sleep=time.sleep)
 raise SystemExit(main())
 """
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
+import ssl
+import threading
+import warnings
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
@@ -72,6 +76,34 @@ def test_every_command_trusts_the_authority_that_it_is_given(
     assert (code, err) == (0, ""), out
     code, _, err = penstock(*words, PENSTOCK_CA_FILE=certificate.ca_file)
     assert (code, err) == (0, "")
+
+
+def test_a_server_that_says_no_farewell_leaves_no_connection_open(certificate: Certificate) -> None:
+    answered, looked = threading.Event(), threading.Event()
+
+    def serve(listener: socket.socket) -> None:
+        accepted, _ = listener.accept()
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(certificate.certfile, certificate.keyfile)
+        with context.wrap_socket(accepted, server_side=True) as connection:
+            connection.recv(1 << 16)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+            answered.set()
+            assert looked.wait(20)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = threading.Thread(target=serve, args=(listener,))
+        server.start()
+        url = f"https://127.0.0.1:{listener.getsockname()[1]}"
+        target = Target.parse(url, ca_file=Path(certificate.ca_file))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            assert asyncio.run(post_stream(target, "/", b"", lambda status, piece: None, stall_s=20)) == 200
+            gc.collect()
+        looked.set()
+        server.join()
+    assert answered.is_set()
+    assert [str(warning.message) for warning in found if warning.category is ResourceWarning] == []
 
 
 def test_a_servers_own_certificate_is_enough(

@@ -216,8 +216,9 @@ class _StreamProtocol(asyncio.Protocol):
         self.close()
 
     def close(self) -> None:
+        """Let go of the connection at once: a farewell of TLS would outlive the event loop of a short run."""
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
 
 
 async def post_stream(
