@@ -17,6 +17,7 @@ from penstock import LLM, SamplingParams
 from real_servers import free_ports
 from served import title_of, wait_until
 
+pytestmark = pytest.mark.doors  # as people start it: a worker is a program of its own
 HEAD = "127.0.0.2"
 LINK_PORTS = "27701-27999"
 PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(4)]
@@ -136,7 +137,6 @@ def test_g1_two_hosts_give_the_tokens_of_one(
     assert len(two_hosts.stages(remote=False)) == 2
 
 
-@pytest.mark.soak
 def test_g1_r4_a_stage_of_another_host_that_is_killed_comes_back(
     two_hosts: TwoHosts, expected: list[list[int]]
 ) -> None:
