@@ -31,6 +31,7 @@ DOCUMENTS = [
     "docs/flags.md",
     "docs/perf-log.md",
     "docs/python.md",
+    "docs/several-machines.md",
     "docs/several-machines-security.md",
     "docs/test-bed.md",
 ]
