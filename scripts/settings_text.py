@@ -20,16 +20,19 @@ from typing import Any
 
 from penstock.config.declared import ENGINE, SERVER, Config, Declared, declared, declared_by, flags_of_fields
 from penstock.config.foreign_flags import FOREIGN_FLAGS
+from penstock.config.hosts import HostsConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 FLAGS_PAGE = ROOT / "docs" / "flags.md"
 LLM_SOURCE = ROOT / "src" / "penstock" / "llm" / "llm.py"
 
+ARGUMENTS = (*ENGINE, HostsConfig)  # whose settings `LLM` has arguments for
 GROUPS = {
     "model": "The model",
     "pipeline": "The pipeline",
     "kv": "The KV cache",
     "scheduler": "The scheduler",
+    "hosts": "Several hosts",
     "server": "The server",
     "limits": "Limits",
 }
@@ -163,7 +166,7 @@ def sources_of(config: Config) -> dict[str, tuple[str, str]]:
 
 def parameters() -> Iterator[str]:
     """Yield each keyword parameter of `LLM` as its source has it."""
-    for config in ENGINE:
+    for config in ARGUMENTS:
         written = sources_of(config)
         for setting in declared_by(config):
             if setting.setting.is_argument:
@@ -176,7 +179,7 @@ def parameters() -> Iterator[str]:
 
 def explained_arguments() -> Iterator[str]:
     """Yield the lines of the docstring of `LLM` that explain its arguments."""
-    texts = {name: text for config in ENGINE for name, text in explanations(config).items()}
+    texts = {name: text for config in ARGUMENTS for name, text in explanations(config).items()}
     texts[BACKEND] = BACKEND_EXPLANATION
     for name in ("model", *(parameter.partition(":")[0] for parameter in parameters())):
         text = " ".join([f"{name}: {texts[name]}", *filter(None, [ARGUMENT_NOTES.get(name)])])

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
-from certificates import PeerCertificates
+from link_peers import LinkPeers
 from penstock.hosts.local import LocalHost
-from penstock.hosts.rank_host import ChannelNeed, LinkNeed, Need, PlanNeed
+from penstock.hosts.rank_host import ChannelNeed, LinkNeed, Need, Parties, PlanNeed
 from penstock.hosts.stream_ends import DiallingEnd, ListeningEnd, StreamEnd, StreamNeed
 from penstock.pipeline.links.channel import MessageChannel
 from penstock.pipeline.links.channel_carriers import open_channel
@@ -22,11 +22,13 @@ from penstock.pipeline.links.link import Link
 from penstock.pipeline.links.link_carriers import open_link
 from penstock.pipeline.links.memory import MemoryLink
 from penstock.pipeline.links.plan_channel import QueueChannel
+from penstock.process.config import THIS_HOST
 from penstock.process.endpoints import PlainText, StreamSecurity
 from penstock.process.link_ports import PortRange, listen_in_range
 
 Endpoints = tuple[Any, Any]  # of the sender, or the joining end; of the receiver, or the accepting end
 Channels = tuple[MessageChannel, MessageChannel]
+PARTIES = Parties(epoch=0, own="rank-0", peer="rank-1", peer_host=THIS_HOST)
 MAX_TOKENS, WIDTH, ITEM_BYTES = 8, 6, 4  # of the frames of links
 
 
@@ -35,9 +37,9 @@ def local(kind: str) -> Callable[[Need, ExitStack], Endpoints]:
 
     def make(need: Need, closing: ExitStack) -> Endpoints:
         host = LocalHost()
-        accepted = host.accept(kind, need)
+        accepted = host.accept(kind, need, PARTIES)
         closing.callback(accepted.close)
-        joined = host.join(kind, need, accepted.invitation)
+        joined = host.join(kind, need, PARTIES, accepted.invitation)
         closing.callback(joined.close)
         return joined.endpoint, accepted.endpoint
 
@@ -52,10 +54,16 @@ def plain_text(closing: ExitStack) -> Secured:
     return PlainText(), PlainText()
 
 
+def challenged(closing: ExitStack) -> Secured:
+    """Two ends that have the key of one epoch, each of which expects the other."""
+    peers = closing.enter_context(LinkPeers())
+    return peers.challenged(0), peers.challenged(1)
+
+
 def tls(closing: ExitStack) -> Secured:
     """Two ends with certificates of one authority, each of which expects the other."""
-    made = closing.enter_context(PeerCertificates("rank-0", "rank-1"))
-    return made.material(0), made.material(1)
+    peers = closing.enter_context(LinkPeers())
+    return peers.certified(0), peers.certified(1)
 
 
 def stream(
@@ -135,6 +143,7 @@ LINKS: Mapping[str, Callable[[LinkNeed, ExitStack, str, float], Endpoints]] = {
     "shared memory": _link("ring"),
     "tcp": _stream_link(plain_text),
     "tcp, the sender is dialled": _stream_link(plain_text, joining_dials=False),
+    "tcp, challenged": _stream_link(challenged),
     "tls": _stream_link(tls),
 }
 # Where the sender waits once as many frames are under way as the link was made for, and not some more.
@@ -143,6 +152,7 @@ TWO_WAY_CHANNELS: Mapping[str, Callable[[ExitStack, str], Channels]] = {
     "zmq": _channel("socket", PlanNeed()),
     "memory": lambda closing, name: QueueChannel.pair(name),
     "tcp": _stream_channel(plain_text, PlanNeed()),
+    "tcp, challenged": _stream_channel(challenged, PlanNeed()),
     "tls": _stream_channel(tls, PlanNeed()),
 }
 ONE_WAY_CHANNELS: Mapping[str, Callable[[ExitStack, str], Channels]] = {

@@ -16,7 +16,7 @@ import msgspec
 from penstock.batch import RankLoaded
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Member, Waitable
-from penstock.hosts.rank_host import HostEnd, Need
+from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.process.child import StatusEvent
 from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
@@ -127,16 +127,19 @@ class StandInHost:
         members: that were started, in order.
         ranks: what the ranks among them were told at the start, in order.
         made: ends of connections, with their kinds.
+        parties: who is at them.
         spares_kept: the number of threads each time that a spare was to be kept.
         spare_bytes: that it says the spare has.
     """
 
     def __init__(self, name: str, *kinds: str) -> None:
         self.name = name
+        self.is_there = True
         self.kinds = list(kinds)
         self.members: list[StandInMember] = []
         self.ranks: list[RankConfig] = []
         self.made: list[tuple[str, StandInEnd]] = []
+        self.parties: list[Parties] = []
         self.spares_kept: list[int] = []
         self.spare_bytes = 0
         self.news, self._bell = socket.socketpair()
@@ -150,6 +153,9 @@ class StandInHost:
             self.news.recv(4096)
         except BlockingIOError:
             return
+
+    def tend(self, now: float) -> None:
+        """It is there."""
 
     def close(self) -> None:
         self.news.close()
@@ -175,11 +181,13 @@ class StandInHost:
     def offers(self, need: Need, peer: str) -> Sequence[str]:
         return self.kinds
 
-    def accept(self, kind: str, need: Need) -> HostEnd:
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
+        self.parties.append(parties)
         return StandInEnd(self, kind)
 
-    def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
+    def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
         assert isinstance(invitation, msgspec.Struct)
+        self.parties.append(parties)
         return StandInEnd(self, kind, invitation)
 
     def _start(self, name: str, stage: int | None, member_index: int) -> StandInMember:

@@ -31,6 +31,7 @@ DOCUMENTS = [
     "docs/flags.md",
     "docs/perf-log.md",
     "docs/python.md",
+    "docs/several-machines.md",
     "docs/several-machines-security.md",
     "docs/test-bed.md",
 ]
@@ -161,6 +162,8 @@ KNOW_THIS_MACHINE = {
     "pipeline/links/plan_channel.py",
     "pipeline/links/stream*.py",  # a process opens them with what its own host has handed it
     "hosts/stream_ends.py",
+    "hosts/link_streams.py",
+    "hosts/bell.py",  # rings in the own process
     "distributed/meeting.py",
     "engine/supervisor/fronts.py",  # the API process and the program that calls are always here
     "engine/supervisor/supervisor.py",  # its `main`, which such a program starts

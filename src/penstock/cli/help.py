@@ -26,6 +26,7 @@ Usage: penstock COMMAND ...     serves large language models through a pipeline
   penstock serve demo --pp 2    serve the model in the package through two stages
 
   serve MODEL           start the server: a model directory, or demo
+  worker                let this host serve stages of a model whose head is elsewhere
   plan MODEL            measure, and show the best split of the layers over the stages
   chat                  talk to a running server
   complete [PROMPT]     let a running server continue a text
@@ -115,6 +116,11 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
             "--api-key-file",
             "--served-model-name",
         ),
+    ),
+    ("worker",): CommandHelp(
+        "penstock worker --join ADDRESS:PORT [flags]",
+        "Let this host serve stages of a model whose head is elsewhere.",
+        "penstock worker --join 10.0.0.1:7700 --join-token-file token --models-dir ~/models",
     ),
     ("plan",): CommandHelp(
         "penstock plan MODEL --pp N [flags]",

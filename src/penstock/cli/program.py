@@ -48,6 +48,7 @@ def build_app(invocation: Invocation) -> App:
     )
     bench, cache, kernels = App(name="bench"), App(name="cache"), App(name="kernels")
     app.command("penstock.cli.serve:serve", name="serve")
+    app.command("penstock.cli.worker:worker", name="worker")
     app.command("penstock.cli.plan:plan", name="plan")
     app.command("penstock.cli.chat:chat", name="chat")
     app.command("penstock.cli.chat:complete", name="complete")

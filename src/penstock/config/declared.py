@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, TypeVar, get_args, get_origin, get_
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.hosts import HostsConfig
 from penstock.config.limits import ConnectionLimits, GrammarLimits, Limits
 from penstock.config.server import ServerConfig
 from penstock.config.setting import Setting, environment_names_of
@@ -24,7 +25,7 @@ Config = type[msgspec.Struct]
 AnyStruct = TypeVar("AnyStruct", bound=msgspec.Struct)
 
 ENGINE: tuple[Config, ...] = (ModelConfig, EngineConfig, ParallelConfig, CacheConfig, SchedulerConfig)
-SERVER: tuple[Config, ...] = (ServerConfig, Limits, GrammarLimits, ConnectionLimits)
+SERVER: tuple[Config, ...] = (HostsConfig, ServerConfig, Limits, GrammarLimits, ConnectionLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,4 +119,5 @@ def configured_engine(given: Mapping[str, Any], model: str) -> EngineConfig:
         parallel=parallel,
         cache=configured(CacheConfig, given),
         scheduler=configured(SchedulerConfig, given),
+        cluster=configured(HostsConfig, given),
     )

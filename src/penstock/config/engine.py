@@ -16,6 +16,7 @@ from typing import Annotated, ClassVar, Literal, TypeVar
 import msgspec
 
 from penstock.config.checks import above_zero, at_least, between
+from penstock.config.hosts import HostsConfig
 from penstock.config.refused_settings import require_backend
 from penstock.config.setting import Setting
 from penstock.errors import UsageError
@@ -459,6 +460,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that an engine needs; the parts go to their owners.
 
     Attributes:
+        cluster: the hosts that it runs on.
         seed: seed of requests that bring none.
     """
 
@@ -466,6 +468,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    cluster: HostsConfig = HostsConfig()
     seed: Annotated[int, Setting("model", "of requests without a seed")] = 0
 
     def with_partition(self, partition: str) -> EngineConfig:

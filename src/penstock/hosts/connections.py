@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.errors import PeerError
-from penstock.hosts.rank_host import HostEnd, Need, RankHost
+from penstock.hosts.rank_host import HostEnd, Need, Parties, RankHost
 
 
 class Connection:
@@ -42,22 +42,35 @@ class Connection:
             end.close()
 
 
-def connect(need: Need, accepting: RankHost, *joining: RankHost) -> Connection:
-    """Make a connection between a process at the host `accepting` and one at each of the others.
+class Place(NamedTuple):
+    """Where a process is, and its role there (`trust.peer_names`)."""
+
+    host: RankHost
+    role: str
+
+
+def connect(need: Need, epoch: int, accepting: Place, *joining: Place) -> Connection:
+    """Make a connection between a process that accepts and others that join it, for one epoch.
 
     Raises:
-        PeerError: the hosts offer no kind in common.
+        PeerError: the hosts offer no kind in common, or one of them is gone.
         OSError: no descriptors or no memory, perhaps for now; nothing is left of it.
     """
-    kind = _common_kind(need, accepting, joining)
-    accepted = accepting.accept(kind, need)
+    kind = _common_kind(need, accepting.host, [place.host for place in joining])
+    accepted = accepting.host.accept(kind, need, _parties(epoch, accepting, joining[0]))
     joined: list[HostEnd] = []
     try:
-        joined.extend(host.join(kind, need, accepted.invitation) for host in joining)
+        for place in joining:
+            parties = _parties(epoch, place, accepting)
+            joined.append(place.host.join(kind, need, parties, accepted.invitation))
     except BaseException:
         Connection(accepted, joined).close()
         raise
     return Connection(accepted, joined)
+
+
+def _parties(epoch: int, own: Place, peer: Place) -> Parties:
+    return Parties(epoch=epoch, own=own.role, peer=peer.role, peer_host=peer.host.name)
 
 
 def _common_kind(need: Need, accepting: RankHost, joining: Sequence[RankHost]) -> str:

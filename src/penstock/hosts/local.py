@@ -12,12 +12,13 @@ from typing import Any
 
 import msgspec
 
+from penstock.hosts.link_streams import LinkStreams, NoStreams
 from penstock.hosts.local_connections import KINDS, JoinedEnd
 from penstock.hosts.local_process import LocalMember, spawn
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.local_spare import SpareProcess
 from penstock.hosts.member import Member
-from penstock.hosts.rank_host import HostEnd, Need
+from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.process import entry_points
 from penstock.process.child import encode_config
@@ -39,15 +40,28 @@ class LocalHost:
 
     Args:
         detect: asks the machine what it can give.
+        name: among several hosts.
+        streams: what connections to other hosts are made of.
     """
 
-    def __init__(self, detect: Callable[[], HostResources] = HostResources.detect) -> None:
+    def __init__(
+        self,
+        detect: Callable[[], HostResources] = HostResources.detect,
+        *,
+        name: str = THIS_HOST,
+        streams: LinkStreams | None = None,
+    ) -> None:
         self._detect = detect
         self._spare = SpareProcess(_start_spare, lambda: detect().free_bytes)
-        self.name = THIS_HOST
+        self._streams = streams or NoStreams()
+        self.name = name
+        self.is_there = True
+
+    def tend(self, now: float) -> None:
+        """Whoever asks is there, and so is this host."""
 
     def resources(self) -> HostResources:
-        return self._detect()
+        return msgspec.structs.replace(self._detect(), name=self.name)
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
         if (spare := self._spare.take(rank, name, member_index)) is not None:
@@ -68,16 +82,21 @@ class LocalHost:
         return _start(entry_points.CORE, config, inherit, name=name, member_index=member_index)
 
     def offers(self, need: Need, peer: str) -> Sequence[str]:
-        return list(KINDS[type(need)]) if peer == self.name else []
+        return list(KINDS[type(need)]) if peer == self.name else self._streams.offers(need)
 
-    def accept(self, kind: str, need: Need) -> HostEnd:
-        return KINDS[type(need)][kind](need)
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
+        if parties.peer_host == self.name:
+            return KINDS[type(need)][kind](need)
+        return self._streams.accept(kind, need, parties)
 
-    def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
-        return JoinedEnd(invitation)
+    def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
+        if parties.peer_host == self.name:
+            return JoinedEnd(invitation)
+        return self._streams.join(kind, need, parties, invitation)
 
     def close(self) -> None:
         self._spare.close()
+        self._streams.close()
 
 
 def _start_spare(config: SpareProcessConfig) -> LocalMember:

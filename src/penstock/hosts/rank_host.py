@@ -24,14 +24,14 @@ from penstock.hosts.resources import HostResources
 from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
 
 
-class LinkNeed(msgspec.Struct, frozen=True, kw_only=True):
+class LinkNeed(msgspec.Struct, frozen=True, kw_only=True, tag="link"):
     """A link that carries hidden states from the joining end to the accepting one."""
 
     frame_bytes: int
     num_frames: int  # under way at once
 
 
-class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True):
+class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True, tag="channel"):
     """A one-way channel of messages, from the joining end to the accepting one.
 
     Attributes:
@@ -43,17 +43,31 @@ class ChannelNeed(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
 
 
-class PlanNeed(msgspec.Struct, frozen=True):
+class PlanNeed(msgspec.Struct, frozen=True, tag="plan"):
     """A two-way channel of messages between the core, which accepts, and a rank."""
 
 
-class MeetingNeed(msgspec.Struct, frozen=True, kw_only=True):
+class MeetingNeed(msgspec.Struct, frozen=True, kw_only=True, tag="meeting"):
     """Where the ranks of one stage meet; the first of them accepts."""
 
     num_ranks: int
 
 
 Need = LinkNeed | ChannelNeed | PlanNeed | MeetingNeed
+
+
+class Parties(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose connection it is, seen from one of its ends: what links between hosts are proved by.
+
+    Attributes:
+        own, peer: roles of the processes at this end and at the other (`trust.peer_names`).
+        peer_host: where the other one is.
+    """
+
+    epoch: int
+    own: str
+    peer: str
+    peer_host: str
 
 
 class HostEnd(Protocol):
@@ -88,6 +102,19 @@ class RankHost(Protocol):
     @property
     def name(self) -> str:
         """As `HostResources.name` and `RankConfig.host` have it."""
+        ...
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything can be asked of it; a host elsewhere may be lost, and come back."""
+        ...
+
+    def tend(self, now: float) -> None:
+        """Say that the supervisor is there, and see whether the host is; to be called each second.
+
+        Args:
+            now: monotonic seconds.
+        """
         ...
 
     def resources(self) -> HostResources:
@@ -129,15 +156,16 @@ class RankHost(Protocol):
         """
         ...
 
-    def accept(self, kind: str, need: Need) -> HostEnd:
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
         """Make the end that others join.
 
         Args:
             kind: one that it has offered.
+            parties: where several join, the first of them.
         """
         ...
 
-    def join(self, kind: str, need: Need, invitation: Any) -> HostEnd:
+    def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
         """Make an end that joins one that was accepted, here or at another host."""
         ...
 
@@ -182,6 +210,11 @@ class Hosts(Mapping[str, RankHost]):
         """Let go of all of them."""
         for host in self._by_name.values():
             host.close()
+
+    def tend(self, now: float) -> None:
+        """As `RankHost.tend`, for all of them."""
+        for host in self._by_name.values():
+            host.tend(now)
 
     def resources(self) -> list[HostResources]:
         """What each of them can give now."""

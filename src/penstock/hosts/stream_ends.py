@@ -31,7 +31,7 @@ NUM_PLAN_MESSAGES = 4096  # far above any depth, so that a full channel means a 
 OPEN_TIMEOUT_S = 3600.0  # the other rank may have to load its weights first
 
 
-class StreamInvitation(msgspec.Struct, frozen=True, kw_only=True):
+class StreamInvitation(msgspec.Struct, frozen=True, kw_only=True, tag="listens"):
     """Where a stream is accepted: what the host of the other end is told."""
 
     host: str

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.hosts import HostsConfig
 from penstock.config.refused_settings import refuse_if_known, refuse_replicas
 from penstock.config.topology import with_topology
 from penstock.engine.supervisor.auto_partition import settle_partition
@@ -27,6 +28,7 @@ _PARTS = {
     "parallel": ParallelConfig,
     "cache": CacheConfig,
     "scheduler": SchedulerConfig,
+    "cluster": HostsConfig,
 }
 
 

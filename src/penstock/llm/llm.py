@@ -127,6 +127,11 @@ class LLM:
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. No target by default: callers wait for
             all.
+        hosts: how many, this one counted; all others run `penstock worker`.
+        listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
+        join_token_file: holds the token with which they join; written if it is not there.
+        link_ports: where other hosts open links to ranks here: the first and the last.
+        state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
         distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
             makes an `executor.base.Executor` of a `LaunchPlan`.
 
@@ -180,6 +185,11 @@ class LLM:
         prefill_chunk: int = 512,
         micro_batches: int | Literal["auto"] = "auto",
         inter_token_target_ms: float = NO_INTER_TOKEN_TARGET_MS,
+        hosts: int = 1,
+        listen_workers: str | None = None,
+        join_token_file: str | None = None,
+        link_ports: str = "7701-7732",
+        state_dir: str | None = None,
         distributed_executor_backend: Backend | MakeExecutor = "mp",
         **unknown: Any,
     ) -> None:

@@ -92,28 +92,38 @@ StreamWay = DialledStream | AcceptedStream | ConnectedStream
 
 
 class PlainText(msgspec.Struct, frozen=True, tag="plain_text"):
-    """Bytes cross as they are."""
+    """Bytes cross as they are, to anybody. For processes of one host that measure, and for tests."""
 
 
 PLAIN_TEXT = PlainText()
 
 
-class TlsMaterial(msgspec.Struct, frozen=True, kw_only=True, tag="tls"):
-    """What a process needs for TLS with one peer; each descriptor is of a file in PEM form.
+class Certified(msgspec.Struct, frozen=True, kw_only=True, tag="certified"):
+    """TLS in which both ends show a certificate of their cluster.
 
     Attributes:
-        certificate_fd: the own certificate, and those that signed it.
-        authority_fd: the certificates that a peer's certificate must be signed by.
-        peer_name: the DNS name that the peer's certificate must have.
+        credentials_fd: of this end (`trust.credentials`).
+        peer: who the other end must be: the URI of its name (`trust.peer_names`).
     """
 
-    certificate_fd: int
-    key_fd: int
-    authority_fd: int
-    peer_name: str
+    credentials_fd: int
+    peer: str
 
 
-StreamSecurity = PlainText | TlsMaterial
+class Challenged(msgspec.Struct, frozen=True, kw_only=True, tag="challenged"):
+    """Plain text, after both ends have proved that they belong to the epoch (`trust.challenge`).
+
+    Attributes:
+        credentials_fd: of this end, with the key of the epoch.
+        own, peer: who the two ends are: URIs of their names.
+    """
+
+    credentials_fd: int
+    own: str
+    peer: str
+
+
+StreamSecurity = PlainText | Certified | Challenged
 
 
 class StreamPath(msgspec.Struct, frozen=True, kw_only=True):
@@ -155,9 +165,17 @@ class StreamChannelHandle(msgspec.Struct, frozen=True, kw_only=True, tag="stream
     num_messages: int
 
 
-LinkEndpoint = RingHandle | MemoryHandle | StreamLinkHandle
-ChannelEndpoint = RingHandle | SocketListener | SocketHandle | StreamChannelHandle
-MeetingEndpoint = MeetingHandle
+class HeldEnd(msgspec.Struct, frozen=True, kw_only=True, tag="held"):
+    """An end that the agent of another host holds, which gives its process what this stands for
+    (`hosts.agent`). No process gets it.
+    """
+
+    number: int
+
+
+LinkEndpoint = RingHandle | MemoryHandle | StreamLinkHandle | HeldEnd
+ChannelEndpoint = RingHandle | SocketListener | SocketHandle | StreamChannelHandle | HeldEnd
+MeetingEndpoint = MeetingHandle | HeldEnd
 Endpoint = LinkEndpoint | ChannelEndpoint | MeetingEndpoint
 
 

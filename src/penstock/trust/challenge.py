@@ -9,6 +9,7 @@ channels.
     OPENING, nonce (32), length and name of the dialler    ──▶   one of those that it expects?
                                           ◀──   nonce (32), HMAC over both nonces and both names, as accepter
     HMAC over the same, as dialler                         ──▶
+                                                           ◀──   welcome: what follows is the link's
 
 Each side proves itself over a nonce of the other, in a text that names its role, so that nothing can be
 played back to another side or time. No message has a field of free length but the name, which is compared and
@@ -22,6 +23,7 @@ import secrets
 from collections.abc import Collection
 
 from penstock.errors import CertificateError, LinkClosedError, PenstockError, ProtocolError
+from penstock.trust.conversation import WELCOME, Welcomed
 from penstock.trust.peer_names import PeerName
 
 KEY_BYTES = 32
@@ -52,6 +54,7 @@ class DialledChallenge:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self._buffer = b""
         self._needed = _NONCE_BYTES + _PROOF_BYTES
+        self._next = self._take_proof
         name = own.uri.encode()
         self._outgoing = OPENING + self._nonce + len(name).to_bytes(2, "big") + name
 
@@ -67,18 +70,25 @@ class DialledChallenge:
         self._buffer += data
         if self.wanted:
             return
-        nonces = self._nonce + self._buffer[:_NONCE_BYTES]
-        if not hmac.compare_digest(
-            _proof(self._key, b"accepter", nonces, self._names), self._buffer[_NONCE_BYTES:]
-        ):
-            raise _not_proved()
-        self._outgoing += _proof(self._key, b"dialler", nonces, self._names)
+        message, self._buffer, self._needed = self._buffer, b"", 0
+        self._next(message)
 
     def end_of_stream(self) -> None:
         raise _closed()
 
     def abandon(self) -> None:
         self._needed = len(self._buffer)
+
+    def _take_proof(self, message: bytes) -> None:
+        nonces = self._nonce + message[:_NONCE_BYTES]
+        expected = _proof(self._key, b"accepter", nonces, self._names)
+        if not hmac.compare_digest(expected, message[_NONCE_BYTES:]):
+            raise _not_proved()
+        self._outgoing += _proof(self._key, b"dialler", nonces, self._names)
+        self._needed, self._next = len(WELCOME), self._take_welcome
+
+    def _take_welcome(self, message: bytes) -> None:
+        Welcomed().receive(message)
 
 
 class AcceptedChallenge:
@@ -158,6 +168,7 @@ class AcceptedChallenge:
         ):
             raise _not_proved()
         self.peer = self._dialler
+        self._outgoing += WELCOME
 
 
 def _proof(key: bytes, role: bytes, nonces: bytes, names: tuple[PeerName, PeerName]) -> bytes:

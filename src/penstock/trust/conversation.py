@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from penstock.errors import LinkClosedError, ProtocolError
+
+WELCOME = b"\x06"  # of `Welcoming`
+
 
 class Conversation(Protocol):
     """One side of the first words on a connection."""
@@ -40,3 +44,54 @@ class Conversation(Protocol):
     def abandon(self) -> None:
         """The connection is closed before all is said: let go of what was held for the peer."""
         ...
+
+
+class Welcoming:
+    """The last word of who accepts a link, once the other side has proved itself; a `Conversation`.
+
+    What the dialler sends of its own comes only behind it. So whoever has not proved itself has no reason to
+    send much (`trust.door`), and a dialler that is refused knows it before its link counts as open.
+    """
+
+    wanted = 0
+
+    def __init__(self) -> None:
+        self._outgoing = WELCOME
+
+    def take_outgoing(self) -> bytes:
+        outgoing, self._outgoing = self._outgoing, b""
+        return outgoing
+
+    def receive(self, data: bytes) -> None:
+        raise AssertionError("nothing is wanted")
+
+    def end_of_stream(self) -> None:
+        raise AssertionError("nothing is wanted")
+
+    def abandon(self) -> None:
+        """Nothing is held."""
+
+
+class Welcomed:
+    """Who has dialled and proved itself, and waits for that word; a `Conversation`."""
+
+    def __init__(self) -> None:
+        self.wanted = len(WELCOME)
+
+    def take_outgoing(self) -> bytes:
+        return b""
+
+    def receive(self, data: bytes) -> None:
+        if data != WELCOME:
+            raise ProtocolError(
+                "the other side of a link does not welcome this one.",
+                remedy="Run the same version of Penstock on all hosts.",
+                code="not_a_link",
+            )
+        self.wanted = 0
+
+    def end_of_stream(self) -> None:
+        raise LinkClosedError("the other side closed a link before it was open.")
+
+    def abandon(self) -> None:
+        self.wanted = 0

@@ -14,6 +14,7 @@ The head has one for workers (`trust.joining`); carriers between hosts have one 
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import ssl
@@ -182,7 +183,7 @@ class Door(Generic[Speaker]):
         return len(self._visitors)
 
     def fileno(self) -> int:
-        """Readable when `serve` has something to do, but for timeouts."""
+        """Readable when `serve` has something to do, but for what `patience_s` says."""
         return self._selector.fileno()
 
     def serve(self, timeout_s: float) -> list[Entered[Speaker]]:
@@ -192,7 +193,7 @@ class Door(Generic[Speaker]):
             The connections that were let in.
         """
         entered: list[Entered[Speaker]] = []
-        for key, _ in self._selector.select(self._wait_s(timeout_s)):
+        for key, _ in self._selector.select(min(timeout_s, self.patience_s())):
             if key.data is None:
                 self._accept(entered)
             else:
@@ -209,9 +210,10 @@ class Door(Generic[Speaker]):
         self._selector.close()
         self._listener.close()
 
-    def _wait_s(self, timeout_s: float) -> float:
+    def patience_s(self) -> float:
+        """Return the seconds until a peer has not proved itself in time; infinite while nobody is there."""
         deadlines = [visitor.deadline - self._clock() for visitor in self._visitors]
-        return max(0.0, min([timeout_s, *deadlines]))
+        return max(0.0, min(deadlines, default=math.inf))
 
     def _accept(self, entered: list[Entered[Speaker]]) -> None:
         while len(self._visitors) < self._limits.max_peers:

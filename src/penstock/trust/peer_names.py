@@ -62,9 +62,14 @@ class PeerName(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def rank_role(rank: int) -> str:
-    """Return the role of a rank by its number in the pipeline."""
-    return f"rank-{rank}"
+def rank_role(rank: int, replica: int | None = None) -> str:
+    """Return the role of a rank by its number in the pipeline, and that of the pipeline if there are more."""
+    return f"rank-{rank}" + ("" if replica is None else f"-of-{replica}")
+
+
+def core_role(replica: int | None = None) -> str:
+    """Return the role of an engine core; `replica` as for a rank."""
+    return "core" + ("" if replica is None else f"-of-{replica}")
 
 
 def require_host_name(name: str) -> None:

@@ -18,7 +18,15 @@ from collections.abc import Collection
 
 import msgspec
 
-from penstock.errors import CertificateError, LinkClosedError, PenstockError, ProtocolError, WrongClusterError
+from penstock.errors import (
+    CertificateError,
+    JoinError,
+    LinkClosedError,
+    PeerError,
+    ProtocolError,
+    WrongClusterError,
+)
+from penstock.trust.conversation import Welcomed, Welcoming
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
@@ -104,12 +112,14 @@ def require_peer(connection: ssl.SSLSocket, expected: Collection[PeerName]) -> P
     return name
 
 
-class CertifiedPeer:
-    """A conversation in which nothing is said: the peer is known by its certificate. For links that listen.
+class CertifiedDialler(Welcomed):
+    """The side of a link that has connected, after its handshake: it waits to be welcome; a `Conversation`.
+
+    With TLS 1.3 its handshake ends before the other side has looked at its certificate.
 
     Args:
         connection: after its handshake.
-        expected: processes that may connect.
+        expected: processes that may be there.
 
     Attributes:
         peer: which of them it is.
@@ -118,22 +128,21 @@ class CertifiedPeer:
         CertificateError: it is another one.
     """
 
-    wanted = 0
-
     def __init__(self, connection: ssl.SSLSocket, expected: Collection[PeerName]) -> None:
+        super().__init__()
         self.peer = require_peer(connection, expected)
 
-    def take_outgoing(self) -> bytes:
-        return b""
 
-    def receive(self, data: bytes) -> None:
-        raise AssertionError("nothing is wanted")
+class CertifiedPeer(Welcoming):
+    """The side of a link that was connected to, after its handshake; a `Conversation`.
 
-    def end_of_stream(self) -> None:
-        raise AssertionError("nothing is wanted")
+    The peer is known by its certificate and has nothing to say. Arguments, attributes and errors as for
+    `CertifiedDialler`.
+    """
 
-    def abandon(self) -> None:
-        """Nothing is held."""
+    def __init__(self, connection: ssl.SSLSocket, expected: Collection[PeerName]) -> None:
+        super().__init__()
+        self.peer = require_peer(connection, expected)
 
 
 def own_certificate_der(credentials: Credentials) -> bytes:
@@ -141,7 +150,17 @@ def own_certificate_der(credentials: Credentials) -> bytes:
     return ssl.PEM_cert_to_DER_cert(credentials.certificate_pem.decode("ascii"))
 
 
-def refusal(error: OSError) -> PenstockError:
+def refusal_of_certificate(error: ssl.SSLError) -> JoinError | None:
+    """Return what the peer says of our certificate, where that is what it says; it may come after the
+    handshake."""
+    if error.reason in _OTHER_AUTHORITY:
+        return WrongClusterError("the other side is of another cluster, and has refused our certificate.")
+    if error.reason in _BAD_CERTIFICATE:
+        return CertificateError("the other side has refused our certificate.", remedy=_CLOCKS)
+    return None
+
+
+def refusal(error: OSError) -> PeerError:
     """Return what a failed handshake or a broken connection means, as an error that a user can read."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return _distrust(error)
@@ -156,14 +175,7 @@ def refusal(error: OSError) -> PenstockError:
             remedy="Check that the port is the one that the head printed, and that no proxy is in between.",
             code="not_tls",
         )
-    if reason in _OTHER_AUTHORITY:
-        return WrongClusterError("the other side is of another cluster, and has refused our certificate.")
-    if reason in _BAD_CERTIFICATE:
-        return CertificateError(
-            "the other side has refused our certificate.",
-            remedy=_CLOCKS,
-        )
-    return ProtocolError(
+    return refusal_of_certificate(error) or ProtocolError(
         f"the TLS handshake failed: {reason.replace('_', ' ').lower()}.",
         remedy="Run the same version of Penstock on all hosts.",
         code="tls_failed",
@@ -220,7 +232,7 @@ def _load(context: ssl.SSLContext, credentials: Credentials) -> None:
             raise CertificateError("the credentials of this process are damaged.") from error
 
 
-def _distrust(error: ssl.SSLCertVerificationError) -> PenstockError:
+def _distrust(error: ssl.SSLCertVerificationError) -> JoinError:
     if error.verify_code in (_NOT_YET_VALID, _EXPIRED):
         return CertificateError(
             "the certificate of the peer is not valid at this host's time.",

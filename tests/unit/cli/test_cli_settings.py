@@ -179,6 +179,8 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
  --max-waiting-tokens 30 --built-grammar-bytes 62
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --json-open-objects --no-warm-spare
+--hosts 2 --listen-workers [::1]:7801 --join-token-file /token --join-token-ttl 63 --host-name attic
+--link-ports 7801-7802 --insecure-links --state-dir /state
 --ssl-certfile /a.crt --ssl-keyfile /a.key
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
 --allowed-hosts host.docker.internal --allowed-hosts box
@@ -258,6 +260,16 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "micro_batches": 2,
             "inter_token_target_ms": 250.0,
             "built_grammar_bytes": 62,
+        },
+        "cluster": {
+            "hosts": 2,
+            "listen_workers": "[::1]:7801",
+            "join_token_file": "/token",
+            "join_token_ttl_s": 63.0,
+            "host_name": "attic",
+            "link_ports": "7801-7802",
+            "insecure_links": True,
+            "state_dir": "/state",
         },
         "seed": 12,
     }
@@ -403,7 +415,17 @@ def test_what_is_out_of_range_is_named_by_a_flag_that_exists() -> None:
     assert err.getvalue().startswith("error: --kv-write-rate is -1;")
     settings = {setting.name for setting in declared(*ENGINE, *SERVER)}
     fields = {field for kind in (*ENGINE, *SERVER) for field in kind.__struct_fields__}
-    parts = {"model", "parallel", "cache", "scheduler", "limits", "connections", "grammars", "settings"}
+    parts = {
+        "model",
+        "parallel",
+        "cache",
+        "scheduler",
+        "cluster",
+        "limits",
+        "connections",
+        "grammars",
+        "settings",
+    }
     assert fields - settings == parts | {"max_discarded_bytes", "max_pipelined"}
     assert settings - fields == {"topology", "api_key_file", "admin_key_file"}
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from penstock.errors import PeerError
-from penstock.hosts.connections import connect
+from penstock.hosts.connections import Connection, Place
+from penstock.hosts.connections import connect as connect_places
 from penstock.hosts.local import LocalHost
-from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Need, PlanNeed
+from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Need, PlanNeed, RankHost
 from penstock.process.endpoints import MeetingHandle, RingHandle, SocketHandle, SocketListener
 from stand_in_hosts import StandInHost
 
@@ -29,6 +30,12 @@ def make_host() -> Iterator[MakeHost]:
     yield make
     for host in made:
         host.close()
+
+
+def connect(need: Need, *hosts: RankHost) -> Connection:
+    """Of processes `rank-0` and so on at these hosts, in epoch 5; the first accepts."""
+    places = [Place(host, f"rank-{number}") for number, host in enumerate(hosts)]
+    return connect_places(need, 5, *places)
 
 
 def test_the_accepting_hosts_first_choice_that_the_other_offers_is_taken(make_host: MakeHost) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from penstock.errors import WaitTimeoutError, error_from_info
-from penstock.hosts.connections import Connection, connect
+from penstock.hosts.connections import Connection, Place, connect
 from penstock.hosts.member import Member
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import Hosts, MeetingNeed
@@ -22,7 +22,9 @@ from penstock.process.child import Measured, StatusEvent
 from penstock.process.config import MeasureConfig, RankConfig
 from penstock.process.control import BeginMeasuring
 from penstock.process.endpoints import MeetingEndpoint
+from penstock.trust.peer_names import rank_role
 
+LOOK_S = 1.0  # for hosts that must hear that somebody is there
 TIMEOUT_S = 900.0  # to load and to measure; a rank that dies is noticed at once
 
 
@@ -53,8 +55,12 @@ def _meetings(
     meetings = {}
     for first in ranks:
         if first.tp_size > 1 and first.tp_rank == 0:
-            own = [hosts[rank.host] for rank in ranks if rank.stage == first.stage]
-            meetings[first.stage] = connect(MeetingNeed(num_ranks=first.tp_size), *own)
+            own = [
+                Place(hosts[rank.host], rank_role(number))
+                for number, rank in enumerate(ranks)
+                if rank.stage == first.stage
+            ]
+            meetings[first.stage] = connect(MeetingNeed(num_ranks=first.tp_size), 0, *own)
             closing.callback(meetings[first.stage].close)
     return meetings
 
@@ -89,7 +95,8 @@ class _Fleet:
     def hear(self) -> None:
         """Wait for news and take them."""
         remaining = self._deadline - time.monotonic()
-        news, _ = self._watch.wait(max(0.0, remaining))
+        news, _ = self._watch.wait(min(LOOK_S, max(0.0, remaining)))
+        self._hosts.tend(time.monotonic())
         if not news and remaining <= 0:
             raise WaitTimeoutError(f"the stages could not be measured in {TIMEOUT_S:g} s.")
         for member in news:

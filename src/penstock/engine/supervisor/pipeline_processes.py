@@ -140,10 +140,10 @@ class PipelineProcesses:
         if losses.causes or has_ended:
             time.sleep(COMPANY_S)
             self._end_epoch()
-        if losses.is_due(time.monotonic()):
+        if losses.is_due(time.monotonic()) and self._all_hosts_are_there():
             try:
                 self._begin_epoch()
-            except OSError as error:  # no memory, no descriptors: perhaps later
+            except (OSError, PeerError) as error:  # no memory, a host that has just gone: perhaps later
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
 
     def kill_hung(self) -> None:
@@ -242,6 +242,10 @@ class PipelineProcesses:
         guilty = ended[max(ended)] if ended else None  # a rank before the core
         cause = self._watch.first_cause(guilty, self.members) if guilty else first_cause(self._losses.causes)
         self._lose(cause, self._ended())  # finding the cause may have taken a while
+
+    def _all_hosts_are_there(self) -> bool:
+        """Whether none is lost: one that comes back is waited for."""
+        return all(self._hosts[name].is_there for name in {rank.host for rank in self._plan.ranks})
 
     def _has_ended(self) -> bool:
         """Whether any member has."""

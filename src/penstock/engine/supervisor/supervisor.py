@@ -52,10 +52,9 @@ from penstock.engine.supervisor.reports import (
 )
 from penstock.engine.supervisor.spares import Spares
 from penstock.errors import ErrorInfo, PeerError, PenstockError, error_from_info
-from penstock.hosts.local import LocalHost
+from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
-from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Ready, StatusEvent, TextSideLoaded, show_threads_on_request
 from penstock.process.signals import SignalSource, signals_of_the_end
 
@@ -98,16 +97,19 @@ class Supervisor:
     def run(self) -> int:
         """Serve until told to stop, in the main thread. Returns the exit code; raises nothing of ours."""
         started = time.monotonic()
-        hosts = Hosts(LocalHost())
+        gathered: OneHost | GatheredHosts | None = None
         try:
             self._front.open()
+            gathered = open_hosts(self._engine, self._note)
+            gathered.gather(self._front.lifelines)
+            hosts = gathered.hosts
             settled = settle_partition(self._engine, hosts, self._reporter)
             plans = resolve_replicas(settled, hosts.resources())
             self._reporter.report(ModelFound(directory=plans[0].model_path))
             wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
             plans = [with_faults(plan, wanted) for plan in plans]
             with signals_of_the_end() as signals:
-                engine = _RunningEngine(plans, hosts, self._front, self._reporter, signals, started)
+                engine = _RunningEngine(plans, gathered, self._front, self._reporter, signals, started)
                 try:
                     return engine.run()
                 finally:
@@ -116,7 +118,11 @@ class Supervisor:
             return self._refuse(error)
         finally:
             self._front.close()
-            hosts.close()
+            if gathered is not None:
+                gathered.close()
+
+    def _note(self, text: str) -> None:
+        self._reporter.report(Notice(text=text))
 
     def _refuse(self, error: PenstockError | OSError) -> int:
         """Report why nothing was started; the exit code."""
@@ -132,7 +138,7 @@ class _RunningEngine:
     def __init__(
         self,
         plans: Sequence[LaunchPlan],
-        hosts: Hosts,
+        gathered: OneHost | GatheredHosts,
         front: EngineUser,
         reporter: Reporter,
         signals: SignalSource,
@@ -147,6 +153,7 @@ class _RunningEngine:
         self._is_serving = False
         self._text_side = TextSideLoaded(prompt_form="messages")
         self._watch = MemberWatch(self._take)
+        self._gathered, hosts = gathered, gathered.hosts
         self._replicas = [PipelineProcesses(plan, hosts, self._watch, reporter) for plan in plans]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
@@ -186,7 +193,7 @@ class _RunningEngine:
         for replica in self._replicas:
             replica.start()
         self._start_front()
-        for source in (self._signals, *self._front.lifelines):
+        for source in (self._signals, *self._front.lifelines, *self._gathered.sources):
             self._watch.watch(source)
 
     def _start_front(self) -> None:
@@ -233,6 +240,10 @@ class _RunningEngine:
     def _hear(self, timeout_s: float) -> set[Member]:
         """Wait for news and hear them; the children that have ended. Raises `_Stop` for what is no child."""
         children, sources = self._watch.wait(timeout_s)
+        if sources.intersection(self._gathered.sources):
+            self._gathered.admit()
+        self._gathered.tend(time.monotonic())
+        sources = sources.difference(self._gathered.sources)
         if sources:
             self._consume(sources)
             raise _Stop

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from penstock.engine.supervisor.launch import LaunchPlan
-from penstock.hosts.connections import Connection, connect
-from penstock.hosts.rank_host import ChannelNeed, Hosts, LinkNeed, MeetingNeed, PlanNeed
+from penstock.hosts.connections import Connection, Place, connect
+from penstock.hosts.rank_host import ChannelNeed, Hosts, LinkNeed, MeetingNeed, Need, PlanNeed
 from penstock.process.config import RankConfig
 from penstock.process.endpoints import ChannelEndpoint, CoreEndpoints, MeetingEndpoint, RankEndpoints
+from penstock.trust.peer_names import core_role, rank_role
 
 RankAddress = tuple[int, int]  # stage, rank in the stage
 
@@ -45,28 +46,33 @@ class Wiring:
             raise
 
     def _create(self, plan: LaunchPlan) -> None:
-        head, output = self._hosts.head, self._hosts[self._output.host]
-        link_bytes = plan.frame_bytes
+        core = Place(self._hosts.head, core_role(plan.core.replica))
+        places = {
+            address: Place(self._hosts[rank.host], rank_role(number, rank.replica))
+            for number, (address, rank) in enumerate(self._ranks.items())
+        }
+        output = places[self._output.stage, self._output.tp_rank]
+
+        def joined(need: Need, accepting: Place, *joining: Place) -> Connection:
+            return connect(need, self._epoch, accepting, *joining)
+
         for address, rank in self._ranks.items():
-            own = self._hosts[rank.host]
-            self._plans[address] = connect(PlanNeed(), head, own)
+            own = places[address]
+            self._plans[address] = joined(PlanNeed(), core, own)
             for receiver in _receivers(rank):
-                need = LinkNeed(frame_bytes=link_bytes, num_frames=rank.link_frames)
-                self._links[address, receiver] = connect(need, self._hosts[self._ranks[receiver].host], own)
+                need = LinkNeed(frame_bytes=plan.frame_bytes, num_frames=rank.link_frames)
+                self._links[address, receiver] = joined(need, places[receiver], own)
             if rank.is_output:
-                self._results.append(connect(_samples(rank), head, own))
+                self._results.append(joined(_samples(rank), core, own))
             if not rank.is_last:
-                self._tokens[address] = connect(_samples(rank), own, output)
+                self._tokens[address] = joined(_samples(rank), own, output)
             if rank.tp_size > 1 and rank.tp_rank == 0:
-                others = [self._hosts[other.host] for other in self._ranks_of(rank.stage)[1:]]
-                self._meetings[rank.stage] = connect(MeetingNeed(num_ranks=rank.tp_size), own, *others)
+                others = [places[rank.stage, other] for other in range(1, rank.tp_size)]
+                self._meetings[rank.stage] = joined(MeetingNeed(num_ranks=rank.tp_size), own, *others)
 
     @property
     def _output(self) -> RankConfig:
         return next(rank for rank in self._ranks.values() if rank.is_output)
-
-    def _ranks_of(self, stage: int) -> list[RankConfig]:
-        return [rank for rank in self._ranks.values() if rank.stage == stage]
 
     @property
     def _connections(self) -> Iterator[Connection]:

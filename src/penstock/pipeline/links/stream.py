@@ -29,6 +29,7 @@ import time
 from collections.abc import Sequence
 
 from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
+from penstock.trust.tls import refusal_of_certificate
 
 FAREWELL_MS = 10_000  # the kernel's time for what was written before the close
 _MOST_LEFTOVERS = 64  # pieces of 64 KiB that a closing end reads and forgets
@@ -237,9 +238,12 @@ def stream_error(name: str, error: Exception) -> PeerError:
     """Return an error of a stream as one of ours that names its link or channel."""
     if isinstance(error, StreamEndedError):
         return LinkClosedError(f"{name} has ended.")
+    if isinstance(error, ssl.SSLError):
+        error = refusal_of_certificate(error) or error
     if isinstance(error, PeerError):
         is_named = error.message.startswith(name)
-        return error if is_named else type(error)(f"{name}: {error.message}", remedy=error.remedy)
+        told = f"{name}: {error.message}"
+        return error if is_named else type(error)(told, remedy=error.remedy, code=error.code)
     if isinstance(error, ssl.SSLError):
         why = (error.reason or str(error)).replace("_", " ").lower()
         return ProtocolError(f"{name}: TLS says {why}.", remedy=_WIRE_REMEDY)

@@ -266,4 +266,4 @@ class _Incoming:
 
 def _again(error: PeerError) -> PeerError:
     """The same error, to be raised once more."""
-    return type(error)(error.message, remedy=error.remedy)
+    return type(error)(error.message, remedy=error.remedy, code=error.code)

@@ -78,7 +78,9 @@ class _StreamLink(Carrier):
     def _ended(self, purpose: str) -> PeerError:
         """Why there is nothing more, and for whom."""
         error = self._error or LinkClosedError(f"{self._name} has ended.")
-        return type(error)(f"{error.message} That was before {purpose}.", remedy=error.remedy)
+        return type(error)(
+            f"{error.message} That was before {purpose}.", remedy=error.remedy, code=error.code
+        )
 
 
 class StreamSender(_StreamLink):

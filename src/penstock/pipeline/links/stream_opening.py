@@ -20,13 +20,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from penstock.errors import LinkClosedError, PeerError, WaitTimeoutError
-from penstock.pipeline.links.stream import Interruption, Stream, StreamEndedError, stream_error
-from penstock.pipeline.links.stream_security import Secure, secure_by
+from penstock.errors import LinkClosedError, PeerError, PenstockError, WaitTimeoutError
+from penstock.pipeline.links.stream import Interruption, Stream, stream_error
+from penstock.pipeline.links.stream_security import Wait, proof_of, secured
 from penstock.process.endpoints import AcceptedStream, ConnectedStream, DialledStream, StreamPath, opener_of
+from penstock.trust.door import DEFAULT_LIMITS, Door
 
 CONNECT_TIMEOUT_S = 10.0  # for all addresses of a name together
-STRANGER_TIMEOUT_S = 5.0  # for somebody who has been accepted to show who it is
+LIMITS = DEFAULT_LIMITS  # of what strangers may cost
 _LEAVE_S = 5.0  # far above what a thread that has been stopped takes
 _REACH_REMEDY = "Check that a firewall lets the link ports (--link-ports) of that host through."
 
@@ -56,12 +57,12 @@ class Dialling(Opening):
 
     def __init__(self, way: DialledStream, path: StreamPath) -> None:
         self._way = way
-        self._secure = secure_by(path.security, "dialler")
+        self._proof = proof_of(path.security, "dialler")
 
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
         """See `Opening.connect`."""
         connected = self._dial(interruption, name)
-        return _made_safe(connected, self._secure, interruption, deadline)
+        return secured(connected, self._proof, _waiting(interruption, deadline))
 
     def _dial(self, interruption: Interruption, name: str) -> socket.socket:
         place = f"{self._way.host} port {self._way.port}"
@@ -80,55 +81,59 @@ class Dialling(Opening):
 
 
 class Accepting(Opening):
-    """Accepts the other end. Strangers are sent away, one after the other, and the wait goes on."""
+    """Accepts the other end. Strangers are sent away, and cost no more than `LIMITS` says."""
 
     def __init__(self, way: AcceptedStream, path: StreamPath) -> None:
-        self._secure = secure_by(path.security, "accepter")
+        proof = proof_of(path.security, "accepter")
         self._listener = socket.socket(fileno=os.dup(way.listen_fd))
-        self._listener.setblocking(False)
+        self._refused = ""  # who was sent away last
+        self._door = Door(self._listener, proof.wrap, proof.begin, self._note_refusal, LIMITS)
 
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
         """See `Opening.connect`."""
-        began, last = time.monotonic(), ""
+        began = time.monotonic()
         while True:
+            patience_s = self._door.patience_s()
             try:
-                interruption.wait(self._listener.fileno(), select.POLLIN, deadline)
-                accepted, _ = self._listener.accept()
+                until = min(deadline, time.monotonic() + patience_s)
+                interruption.wait(self._door.fileno(), select.POLLIN, until)
             except TimeoutError:
-                raise WaitTimeoutError(
-                    f"{name}: nobody came to port {self._listener.getsockname()[1]} within "
-                    f"{time.monotonic() - began:.3g} s.{last}",
-                    remedy=_REACH_REMEDY,
-                ) from None
-            except (BlockingIOError, ConnectionAbortedError):  # whoever came has left already
-                continue
-            soon = min(deadline, time.monotonic() + STRANGER_TIMEOUT_S)
-            try:
-                return _made_safe(accepted, self._secure, interruption, soon)
-            except StreamEndedError:
-                raise
-            except (OSError, PeerError) as error:
-                last = f" The last one that was sent away: {stream_error(name, error).message}"
+                if time.monotonic() >= deadline:
+                    raise self._late(name, time.monotonic() - began) from None
+            entered = [visitor.connection for visitor in self._door.serve(0)]
+            for connection in entered[1:]:  # the same peer once more
+                connection.close()
+            if entered:
+                return entered[0]
 
     def close(self) -> None:
         """Listen no longer, though the host may have the listener still: whoever dials now is refused."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
+
+    def _note_refusal(self, address: str, error: PenstockError) -> None:
+        self._refused = f" The last one that was sent away, {address}: {error.message}"
+
+    def _late(self, name: str, seconds: float) -> WaitTimeoutError:
+        port = self._listener.getsockname()[1]
+        return WaitTimeoutError(
+            f"{name}: nobody came to port {port} within {seconds:.3g} s.{self._refused}", remedy=_REACH_REMEDY
+        )
 
 
 class TakingOver(Opening):
     """Takes over a socket that the host has connected."""
 
     def __init__(self, way: ConnectedStream, path: StreamPath) -> None:
-        self._secure = secure_by(path.security, way.side)
+        self._proof = proof_of(path.security, way.side)
         self._connected = socket.socket(fileno=os.dup(way.stream_fd))
         self._connected.setblocking(False)
 
     def connect(self, interruption: Interruption, deadline: float, name: str) -> socket.socket:
         """See `Opening.connect`."""
         connected = socket.socket(fileno=self._connected.detach())
-        return _made_safe(connected, self._secure, interruption, deadline)
+        return secured(connected, self._proof, _waiting(interruption, deadline))
 
     def close(self) -> None:
         """Let the other end know if the stream has not come about; the host may have the socket still."""
@@ -144,15 +149,8 @@ _WAYS: Mapping[type, Callable[[Any, StreamPath], Opening]] = {
 }
 
 
-def _made_safe(
-    connected: socket.socket, secure: Secure, interruption: Interruption, deadline: float
-) -> socket.socket:
-    connected.setblocking(False)
-    try:
-        return secure(connected, lambda fd, events: interruption.wait(fd, events, deadline))
-    except BaseException:
-        connected.close()
-        raise
+def _waiting(interruption: Interruption, deadline: float) -> Wait:
+    return lambda fd, events: interruption.wait(fd, events, deadline)
 
 
 def _connect(family: int, address: Any, interruption: Interruption, deadline: float) -> socket.socket:

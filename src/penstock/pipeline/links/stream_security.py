@@ -1,12 +1,11 @@
-"""Makes a connected socket safe before a link or channel uses it: not at all, or by TLS 1.3.
+"""Makes a connected socket safe before a link or channel uses it: by TLS, by a challenge, or not at all.
 
-The seam is `Secure`: another way of making a stream safe is another line of the table. Called by
+The seam is `Proof`: another way of making a stream safe is another line of the table. What is proved, and
+how, is said in `trust`; here it is said over sockets that do not block. Used by
 `pipeline.links.stream_opening`. No torch here.
 
-Both ends of TLS show a certificate that the cluster's authority has signed, and each compares the other's
-name with the one that its host has named. The server gives out no session tickets: the end that only writes
-would never read them. Of other records after the handshake only a close or an alert can come; neither needs
-an answer.
+After a handshake only a close or an alert can come beside the stream's own bytes, since the server gives out
+no session tickets; neither needs an answer of the end that only writes.
 """
 
 from __future__ import annotations
@@ -16,126 +15,196 @@ import select
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
-from penstock.errors import ProtocolError
-from penstock.process.endpoints import PlainText, StreamSecurity, StreamSide, TlsMaterial, opener_of
+from penstock.errors import CertificateError, ProtocolError
+from penstock.process.endpoints import (
+    Certified,
+    Challenged,
+    PlainText,
+    StreamSecurity,
+    StreamSide,
+    opener_of,
+)
+from penstock.trust.challenge import AcceptedChallenge, DialledChallenge
+from penstock.trust.conversation import Conversation, Welcomed, Welcoming
+from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import PeerName
+from penstock.trust.tls import (
+    CertifiedDialler,
+    CertifiedPeer,
+    link_client_context,
+    link_server_context,
+    refusal,
+)
 
 Wait = Callable[[int, int], None]  # a descriptor, events of poll(2); raises at the deadline, and at the end
+Answer = TypeVar("Answer")
 
 
-class Secure(Protocol):
-    """Makes a stream of a connected socket."""
+class Proof(Protocol):
+    """How one end of a stream knows the other one, and is known to it."""
 
-    def __call__(self, connected: socket.socket, wait: Wait) -> socket.socket:
-        """Return the stream, which has the socket from now on.
+    def wrap(self, connected: socket.socket) -> socket.socket:
+        """Return the stream over a socket, which has it from now on. A handshake comes later."""
+        ...
 
-        Args:
-            connected: does not block; the caller closes it if this raises.
-            wait: blocks until the socket is ready.
+    def begin(self, stream: socket.socket) -> Conversation:
+        """Return what is said over the stream after its handshake.
 
         Raises:
-            ProtocolError, OSError: the other end is not the one that is expected, or speaks something else.
+            PeerError: the other end is not the one that is expected.
         """
         ...
 
 
-def secure_by(security: StreamSecurity, side: StreamSide) -> Secure:
-    """Return what makes streams of this kind.
+def proof_of(security: StreamSecurity, side: StreamSide) -> Proof:
+    """Return what makes streams of this kind safe.
 
     Args:
         security: its descriptors are read now, and stay the caller's.
-        side: the dialler begins a handshake.
+        side: the dialler begins.
 
     Raises:
-        ProtocolError: this build does not know the kind, or the material cannot be used.
+        ProtocolError, CertificateError: this build does not know the kind, or its credentials or names cannot
+            be used.
     """
     return opener_of(_KINDS, security, "a stream between hosts")(security, side)
 
 
-def _secure_plain(security: PlainText, side: StreamSide) -> Secure:
-    return lambda connected, wait: connected
+def secured(connected: socket.socket, proof: Proof, wait: Wait) -> socket.socket:
+    """Return the stream over a socket once both ends have proved who they are.
+
+    Args:
+        connected: belongs to the stream from now on, which does not block; it is closed if this raises.
+        wait: blocks until the socket is ready.
+
+    Raises:
+        PeerError, OSError: the other end is not the one that is expected, or speaks something else.
+    """
+    connected.setblocking(False)
+    stream = connected
+    try:
+        stream = proof.wrap(connected)
+        if isinstance(stream, ssl.SSLSocket):
+            _when_ready(stream.do_handshake, stream, wait)
+        _converse(proof.begin(stream), stream, wait)
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
-def _secure_with_tls(material: TlsMaterial, side: StreamSide) -> Secure:
-    return TlsHandshake(tls_context(material, side), side, material.peer_name)
+class ProvedByNothing:
+    """Whoever has connected; a `Proof`."""
+
+    def __init__(self, security: PlainText, side: StreamSide) -> None:
+        self._begin = Welcoming if side == "accepter" else Welcomed
+
+    def wrap(self, connected: socket.socket) -> socket.socket:
+        return connected
+
+    def begin(self, stream: socket.socket) -> Conversation:
+        return self._begin()
 
 
-_KINDS: Mapping[type, Callable[[Any, StreamSide], Secure]] = {
-    PlainText: _secure_plain,
-    TlsMaterial: _secure_with_tls,
+class ProvedByCertificates:
+    """TLS in which both ends show certificates of their cluster; a `Proof`."""
+
+    def __init__(self, security: Certified, side: StreamSide) -> None:
+        self._is_server = side == "accepter"
+        make = link_server_context if self._is_server else link_client_context
+        self._context = make(_credentials(security.credentials_fd))
+        self._peer = _name(security.peer)
+
+    def wrap(self, connected: socket.socket) -> socket.socket:
+        return self._context.wrap_socket(
+            connected, server_side=self._is_server, do_handshake_on_connect=False
+        )
+
+    def begin(self, stream: socket.socket) -> Conversation:
+        assert isinstance(stream, ssl.SSLSocket), stream
+        return (CertifiedPeer if self._is_server else CertifiedDialler)(stream, [self._peer])
+
+
+class ProvedByChallenge:
+    """Plain text after both ends have proved the key of the epoch; a `Proof`."""
+
+    def __init__(self, security: Challenged, side: StreamSide) -> None:
+        self._is_accepter = side == "accepter"
+        self._key = _credentials(security.credentials_fd).epoch_key
+        self._own, self._peer = _name(security.own), _name(security.peer)
+        if not self._key:
+            raise CertificateError(
+                "the credentials for a link in plain text have no key of an epoch.",
+                remedy="Give --insecure-links on all hosts, or on none.",
+            )
+
+    def wrap(self, connected: socket.socket) -> socket.socket:
+        return connected
+
+    def begin(self, stream: socket.socket) -> Conversation:
+        if self._is_accepter:
+            return AcceptedChallenge(self._key, self._own, [self._peer])
+        return DialledChallenge(self._key, self._own, self._peer)
+
+
+_KINDS: Mapping[type, Callable[[Any, StreamSide], Proof]] = {
+    PlainText: ProvedByNothing,
+    Certified: ProvedByCertificates,
+    Challenged: ProvedByChallenge,
 }
 
 
-class TlsHandshake:
-    """Wraps sockets with TLS, each for a peer of one name.
+def _converse(conversation: Conversation, stream: socket.socket, wait: Wait) -> None:
+    """Speak until all is said. Not a byte more is read: what follows belongs to the link."""
+    _say(conversation, stream, wait)
+    while conversation.wanted:
+        data = _when_ready(lambda: stream.recv(conversation.wanted), stream, wait)
+        if data:
+            conversation.receive(data)
+        else:
+            conversation.end_of_stream()
+        _say(conversation, stream, wait)
+
+
+def _say(conversation: Conversation, stream: socket.socket, wait: Wait) -> None:
+    unsent = conversation.take_outgoing()
+    while unsent:
+        num_sent = _when_ready(partial(stream.send, unsent), stream, wait, select.POLLOUT)
+        unsent = unsent[num_sent:]
+
+
+def _when_ready(
+    call: Callable[[], Answer], stream: socket.socket, wait: Wait, events: int = select.POLLIN
+) -> Answer:
+    """Call again and again until the socket was ready for it.
 
     Args:
-        context: demands a certificate of the peer.
-        peer_name: a DNS name that the certificate must have, letter by letter.
+        events: what a plain socket waits for; TLS says so itself.
     """
-
-    def __init__(self, context: ssl.SSLContext, side: StreamSide, peer_name: str) -> None:
-        self._context, self._side, self._peer_name = context, side, peer_name
-
-    def __call__(self, connected: socket.socket, wait: Wait) -> socket.socket:
-        """See `Secure`."""
-        wrapped = self._context.wrap_socket(
-            connected, server_side=self._side == "accepter", do_handshake_on_connect=False
-        )
+    while True:
         try:
-            while (wanted := _handshake(wrapped)) != 0:
-                wait(wrapped.fileno(), wanted)
-            self._check_name(wrapped.getpeercert() or {})
-        except BaseException:
-            wrapped.close()  # it has taken the descriptor of `connected`
-            raise
-        return wrapped
-
-    def _check_name(self, certificate: Mapping[str, Any]) -> None:
-        names = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "DNS"]
-        if self._peer_name not in names:
-            raise ProtocolError(
-                f"the other end is {', '.join(names) or 'nobody'} by its certificate, not {self._peer_name}.",
-                remedy="Let only the workers of this cluster connect to the link ports.",
-            )
+            return call()
+        except BlockingIOError:
+            wanted = events
+        except ssl.SSLWantReadError:
+            wanted = select.POLLIN
+        except ssl.SSLWantWriteError:
+            wanted = select.POLLOUT
+        except ssl.SSLError as error:
+            raise refusal(error) from error
+        wait(stream.fileno(), wanted)
 
 
-def _handshake(wrapped: ssl.SSLSocket) -> int:
-    """Go on with a handshake; the events that it waits for, 0 when it is done."""
+def _credentials(fd: int) -> Credentials:
+    """Read them through a descriptor that stays the caller's."""
+    return Credentials.from_memory(os.dup(fd))
+
+
+def _name(uri: str) -> PeerName:
     try:
-        wrapped.do_handshake()
-    except ssl.SSLWantReadError:
-        return select.POLLIN
-    except ssl.SSLWantWriteError:
-        return select.POLLOUT
-    return 0
-
-
-def tls_context(material: TlsMaterial, side: StreamSide) -> ssl.SSLContext:
-    """Return a context for TLS 1.3 in which both ends show certificates; raises `ProtocolError`."""
-    is_server = side == "accepter"
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.check_hostname = False  # `TlsHandshake` compares the names of both sides alike
-    context.verify_mode = ssl.CERT_REQUIRED
-    if is_server:
-        context.num_tickets = 0
-    try:
-        context.load_cert_chain(_path(material.certificate_fd), _path(material.key_fd), password=_no_password)
-        context.load_verify_locations(_path(material.authority_fd))
-    except OSError as error:  # of `ssl`, too
-        raise ProtocolError(
-            f"the certificate, key or authority of a stream between hosts cannot be used: {error}.",
-            remedy="Let the worker join again.",
-        ) from error
-    return context
-
-
-def _path(fd: int) -> str:
-    """Of an open file, for a library that reads files by their paths: at each use from its beginning."""
-    return f"/proc/{os.getpid()}/fd/{fd}"
-
-
-def _no_password() -> str:
-    raise OSError("the key is encrypted")
+        return PeerName.parse(uri)
+    except ValueError as error:
+        raise ProtocolError(f"{uri!r} is {error}.", remedy="Run the same Penstock on all hosts.") from error

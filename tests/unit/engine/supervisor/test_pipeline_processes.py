@@ -12,6 +12,7 @@ from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import Event, StageLoaded, StageLost
+from penstock.errors import WaitTimeoutError
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import Hosts
 from penstock.process.child import Ready, TensorsRead, WeightsLoaded
@@ -134,6 +135,53 @@ def test_r3_a_rank_that_is_lost_elsewhere_is_started_there_again(replica: Replic
     (fresh,) = replica.other.members[1].handed
     assert isinstance(fresh, RankEndpoints)
     assert fresh.epoch == 1
+
+
+def test_g1_the_ends_of_a_connection_know_who_is_at_them(replica: Replica) -> None:
+    replica.processes.begin()
+    known = {
+        (host.name, parties.own, parties.peer, parties.peer_host)
+        for host in (replica.head, replica.other)
+        for parties in host.parties
+    }
+    assert known == {
+        ("attic", "core", "rank-0", "attic"),
+        ("attic", "rank-0", "core", "attic"),
+        ("attic", "core", "rank-1", "cellar"),
+        ("cellar", "rank-1", "core", "attic"),
+        ("cellar", "rank-1", "rank-0", "attic"),
+        ("attic", "rank-0", "rank-1", "cellar"),
+    }
+    assert {parties.epoch for parties in replica.other.parties} == {0}
+
+
+def test_g1_no_epoch_begins_before_a_host_that_is_lost_is_back(replica: Replica) -> None:
+    replica.processes.begin()
+    replica.other.members[0].leave(1)
+    replica.other.is_there = False
+    for _ in range(3):
+        replica.processes.recover()
+    assert len(replica.other.members) == 1
+    replica.other.is_there = True
+    replica.processes.recover()
+    assert len(replica.other.members) == 2
+
+
+def test_g1_an_epoch_that_a_host_refuses_is_tried_again(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*given: object) -> None:
+        raise WaitTimeoutError("the host cellar has not answered for 5 s.")
+
+    replica.processes.begin()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(replica.other, "accept", refuse)
+        replica.other.members[0].leave(1)
+        replica.processes.recover()
+    lost = [event for event in replica.events if isinstance(event, StageLost)]
+    assert lost[-1].error.message == "no new epoch could begin: the host cellar has not answered for 5 s."
+    replica.processes.recover()
+    assert isinstance(replica.other.members[-1].handed[0], RankEndpoints)
 
 
 @pytest.mark.parametrize("parallel", [{"tied_head": "transfer"}], ids=str)

@@ -14,6 +14,7 @@ from penstock.engine.supervisor import supervisor
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.reports import Caution, EngineFailed, EngineReady, Event, ModelFound
 from penstock.engine.supervisor.supervisor import Supervisor
+from penstock.hosts.gathering import OneHost
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Waitable
 from penstock.hosts.member_watch import MemberWatch
@@ -100,7 +101,7 @@ def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHos
     signals, other_end = socket.socketpair()
     stopped: Any = signals
     engine = supervisor._RunningEngine(
-        [resolve(DEMO, hosts.resources())], hosts, front, events, stopped, started=0.0
+        [resolve(DEMO, hosts.resources())], OneHost(hosts), front, events, stopped, started=0.0
     )
     with signals, other_end:
         engine._start()

@@ -18,6 +18,7 @@ from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError
 from penstock.pipeline.links.channel import PolledChannel
 from penstock.pipeline.links.channel_carriers import open_channel
 from penstock.pipeline.links.plan_channel import wait_any
+from penstock.trust.conversation import WELCOME
 from streams import Pair, channel_handle, connected_path, descriptors, end_event, tcp_pair, unix_pair
 
 LONG_S = 30.0
@@ -41,6 +42,7 @@ def channel_and_wire(
     taken.close()
     closing.callback(wire.close)
     closing.callback(channel.close)
+    assert wire.recv(len(WELCOME)) == WELCOME
     return channel, wire, end_fd
 
 

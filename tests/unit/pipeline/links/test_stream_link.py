@@ -22,6 +22,7 @@ from penstock.pipeline.links.frame import ALIGNMENT, FrameHeader, FrameKind
 from penstock.pipeline.links.frame_memory import FrameMemory
 from penstock.pipeline.links.link import Link
 from penstock.pipeline.links.link_carriers import open_link
+from penstock.trust.conversation import WELCOME
 from streams import (
     FRAME_BYTES,
     Pair,
@@ -71,6 +72,7 @@ def end_and_wire(
     taken.close()
     closing.callback(wire.close)
     closing.callback(link.close)
+    assert wire.recv(len(WELCOME)) == WELCOME
     return link, wire, end_fd
 
 

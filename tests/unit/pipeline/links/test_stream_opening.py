@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
-import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
 import pytest
 
-from carriers import ANY_PORT, Secured, plain_text, stream, tls
-from certificates import PeerCertificates
+from carriers import ANY_PORT, Secured, challenged, plain_text, stream, tls
 from hand_core import Crew
-from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
+from link_peers import LinkPeers
+from penstock.errors import (
+    CertificateError,
+    JoinError,
+    LinkClosedError,
+    PeerError,
+    ProtocolError,
+    WaitTimeoutError,
+)
 from penstock.hosts.rank_host import PlanNeed
 from penstock.hosts.stream_ends import DiallingEnd, StreamEnd, StreamInvitation
 from penstock.pipeline.links import stream_opening
 from penstock.pipeline.links.channel import PolledChannel
 from penstock.pipeline.links.channel_carriers import open_channel
-from penstock.pipeline.links.stream_security import tls_context
-from penstock.process.endpoints import DialledStream, TlsMaterial
+from penstock.process.endpoints import Certified, DialledStream, StreamSecurity, StreamSide
 from penstock.process.link_ports import listen_in_range
+from penstock.trust.credentials import Credentials
+from penstock.trust.door import DoorLimits
 from streams import channel_handle, connected_path, end_event, reset, tcp_pair
 
 NAME = "core - stage 1"
@@ -66,7 +75,7 @@ def has_ipv6() -> bool:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost"])
-@pytest.mark.parametrize("secured", [plain_text, tls])
+@pytest.mark.parametrize("secured", [plain_text, challenged, tls])
 @pytest.mark.parametrize("joining_dials", [True, False])
 def test_g1_addresses_of_both_kinds_and_names_can_be_dialled(
     closing: ExitStack, host: str, secured: Any, joining_dials: bool
@@ -191,8 +200,11 @@ def test_g1_who_dials_after_the_other_end_has_come_is_refused(closing: ExitStack
 
 
 @pytest.mark.parametrize("says", [b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", bytes(2000), os.urandom(500)])
-def test_r15_a_stranger_is_sent_away_and_the_wait_goes_on(closing: ExitStack, says: bytes) -> None:
-    joining, accepting = stream(PlanNeed(), closing, tls)
+@pytest.mark.parametrize("secured", [challenged, tls])
+def test_r15_a_stranger_is_sent_away_and_the_wait_goes_on(
+    closing: ExitStack, secured: Any, says: bytes
+) -> None:
+    joining, accepting = stream(PlanNeed(), closing, secured)
     (channel,) = opened(closing, accepting)
     way = joining.endpoint.path.way
     assert isinstance(way, DialledStream)
@@ -211,7 +223,7 @@ def test_r15_a_stranger_is_sent_away_and_the_wait_goes_on(closing: ExitStack, sa
 def test_r15_a_stranger_that_says_nothing_costs_its_time_and_no_more(
     closing: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream_opening, "STRANGER_TIMEOUT_S", 0.02)
+    monkeypatch.setattr(stream_opening, "LIMITS", DoorLimits(timeout_s=0.02))
     joining, accepting = stream(PlanNeed(), closing, tls)
     (channel,) = opened(closing, accepting)
     way = joining.endpoint.path.way
@@ -219,53 +231,109 @@ def test_r15_a_stranger_that_says_nothing_costs_its_time_and_no_more(
     stranger = closing.enter_context(socket.create_connection((way.host, way.port)))
     stranger.settimeout(LONG_S)
     assert stranger.recv(1) == b""
-    monkeypatch.setattr(stream_opening, "STRANGER_TIMEOUT_S", LONG_S)
+    monkeypatch.setattr(stream_opening, "LIMITS", DoorLimits(timeout_s=LONG_S))
     (other,) = opened(closing, joining)
     assert_they_meet(channel, other)
 
 
 def other_name(closing: ExitStack) -> Secured:
     """The end that accepts is somebody of the cluster, but not who is expected."""
-    made = closing.enter_context(PeerCertificates("rank-0", "rank-7"))
-    return made.material(0, "rank-1"), made.material(1)
+    peers = closing.enter_context(LinkPeers(("rank-0", "rank-7")))
+    return peers.certified(0, peers.named(1, role="rank-1")), peers.certified(1)
 
 
-def name_within(closing: ExitStack) -> Secured:
-    """Names are compared letter by letter: no pattern, no part."""
-    made = closing.enter_context(PeerCertificates("rank-0", "*.penstock"))
-    return made.material(0, "rank-1.penstock"), made.material(1)
+def other_epoch(closing: ExitStack) -> Secured:
+    peers = closing.enter_context(LinkPeers())
+    return peers.certified(0, peers.named(1, epoch=4)), peers.certified(1)
+
+
+def other_host(closing: ExitStack) -> Secured:
+    peers = closing.enter_context(LinkPeers())
+    return peers.certified(0, peers.named(1, host="host-2")), peers.certified(1)
 
 
 def other_authority(closing: ExitStack) -> Secured:
-    made, others = (closing.enter_context(PeerCertificates("rank-0", "rank-1")) for _ in range(2))
-    return made.material(0), others.material(1)
+    peers, others = (closing.enter_context(LinkPeers()) for _ in range(2))
+    return peers.certified(0), others.certified(1)
 
 
-@pytest.mark.parametrize("secured", [other_name, name_within, other_authority])
-def test_r15_a_peer_with_another_certificate_is_refused_by_the_dialler(
-    closing: ExitStack, secured: Any
+def other_epoch_key(closing: ExitStack) -> Secured:
+    peers, others = (closing.enter_context(LinkPeers()) for _ in range(2))
+    of_accepter = others.challenged(1)
+    own, peer = peers.named(1).uri, peers.named(0).uri
+    return peers.challenged(0), msgspec.structs.replace(of_accepter, own=own, peer=peer)
+
+
+@pytest.mark.parametrize(
+    ("secured", "told"),
+    [
+        (
+            other_name,
+            "the peer is rank-7 of host-1 in epoch 3, where rank-1 of host-1 in epoch 3 was expected",
+        ),
+        (other_epoch, "where rank-1 of host-1 in epoch 4 was expected"),
+        (other_host, "where rank-1 of host-2 in epoch 3 was expected"),
+        (other_authority, "the peer is not of this cluster"),
+        (other_epoch_key, "does not have the key of this epoch"),
+    ],
+)
+def test_r15_a_peer_that_proves_something_else_is_refused_by_the_dialler(
+    closing: ExitStack, secured: Any, told: str
 ) -> None:
     joining, accepting = stream(PlanNeed(), closing, secured)
     dialler, _ = opened(closing, joining, accepting)
     error = failure_of(dialler)
-    assert isinstance(error, ProtocolError)
-    assert "rank-1" in error.message or "certificate verify failed" in error.message
+    assert isinstance(error, JoinError)
+    assert error.message.startswith(f"channel {NAME}: ")
+    assert told in error.message
     assert error.remedy
 
 
-def test_r15_a_dialler_with_another_certificate_is_refused_and_both_sides_know(closing: ExitStack) -> None:
-    made = closing.enter_context(PeerCertificates("rank-0", "rank-1"))
+def dialled_and_accepted(
+    closing: ExitStack, of_dialler: StreamSecurity, of_accepter: StreamSecurity
+) -> list[PolledChannel]:
     channels = []
-    securities = {"dialler": made.material(0), "accepter": made.material(1, "rank-9")}
-    for taken, (side, security) in zip(tcp_pair(), securities.items(), strict=True):
-        path = connected_path(taken, end_event(closing), side=side, security=security)  # type: ignore
+    ends: list[tuple[StreamSide, StreamSecurity]] = [("dialler", of_dialler), ("accepter", of_accepter)]
+    for taken, (side, security) in zip(tcp_pair(), ends, strict=True):
+        path = connected_path(taken, end_event(closing), side=side, security=security)
         channels.append(open_channel(channel_handle(path), NAME))
         closing.callback(channels[-1].close)
         taken.close()
-    accepter = failure_of(channels[1])
-    assert "the other end is rank-0 by its certificate, not rank-9" in accepter.message
-    channels[1].close()
-    assert isinstance(failure_of(channels[0]), LinkClosedError | ProtocolError)
+    return channels
+
+
+def test_r15_a_dialler_with_another_certificate_is_refused_and_both_sides_know(closing: ExitStack) -> None:
+    peers = closing.enter_context(LinkPeers())
+    wanted = peers.named(0, role="rank-9")
+    dialler, accepter = dialled_and_accepted(closing, peers.certified(0), peers.certified(1, wanted))
+    error = failure_of(accepter)
+    assert "the peer is rank-0 of host-0 in epoch 3, where rank-9 of host-0" in error.message
+    assert error.code == "unexpected_peer"
+    accepter.close()
+    assert isinstance(failure_of(dialler), LinkClosedError | ProtocolError)
+
+
+def test_r15_a_link_in_plain_text_needs_the_key_of_the_epoch(closing: ExitStack) -> None:
+    peers = closing.enter_context(LinkPeers())
+    bare = Credentials(key_pem=b"", certificate_pem=b"", authority_pem=b"").to_memory()
+    closing.callback(os.close, bare)
+    security = msgspec.structs.replace(peers.challenged(0), credentials_fd=bare)
+    with pytest.raises(CertificateError, match="no key of an epoch") as caught:
+        opened(closing, stream(PlanNeed(), closing, lambda _: (security, peers.challenged(1)))[0])
+    assert "--insecure-links" in caught.value.remedy
+
+
+@pytest.mark.parametrize("says", ["tls", "challenged"])
+def test_r15_plain_text_and_tls_do_not_meet_and_the_remedy_says_why(closing: ExitStack, says: str) -> None:
+    peers = closing.enter_context(LinkPeers())
+    kinds = {"tls": peers.certified, "challenged": peers.challenged}
+    other = kinds["challenged" if says == "tls" else "tls"]
+    dialler, accepter = dialled_and_accepted(closing, kinds[says](0), other(1))  # type: ignore[operator]
+    error = failure_of(accepter)
+    accepter.close()
+    assert isinstance(error, ProtocolError)
+    assert "plain text" in error.message or "does not speak TLS" in error.message
+    failure_of(dialler)
 
 
 def test_r15_who_was_sent_away_is_named_when_nobody_else_comes(closing: ExitStack) -> None:
@@ -275,28 +343,25 @@ def test_r15_who_was_sent_away_is_named_when_nobody_else_comes(closing: ExitStac
     stranger = closing.enter_context(socket.create_connection((way.host, way.port)))
     stranger.sendall(bytes(100))
     (channel,) = opened(closing, accepting)
-    assert "The last one that was sent away: channel core - stage 1: TLS says" in failure_of(channel).message
+    told = r"The last one that was sent away, 127\.0\.0\.1:\d+: the other side does not speak TLS"
+    assert re.search(told, failure_of(channel).message)
 
 
-def test_r15_tls_is_1_3_and_mutual_without_tickets(closing: ExitStack) -> None:
-    for side, material in zip(("dialler", "accepter"), tls(closing), strict=True):
-        assert isinstance(material, TlsMaterial)
-        context = tls_context(material, side)  # type: ignore[arg-type]
-        assert context.minimum_version is ssl.TLSVersion.TLSv1_3
-        assert context.verify_mode is ssl.CERT_REQUIRED
-        assert side == "dialler" or context.num_tickets == 0
-
-
-def test_r15_material_that_cannot_be_used_is_refused_at_once(closing: ExitStack) -> None:
+def test_r15_credentials_that_cannot_be_used_are_refused_at_once(closing: ExitStack) -> None:
     empty = os.memfd_create("nothing")
     closing.callback(os.close, empty)
-    material = TlsMaterial(certificate_fd=empty, key_fd=empty, authority_fd=empty, peer_name="x")
+    security = Certified(credentials_fd=empty, peer=closing.enter_context(LinkPeers()).named(1).uri)
     threads = threading.active_count()
     for side in (0, 1):
-        with pytest.raises(ProtocolError, match="certificate, key or authority") as caught:
-            opened(closing, stream(PlanNeed(), closing, lambda _: (material, material))[side])
-        assert caught.value.remedy
+        with pytest.raises(ProtocolError, match="credentials that this process was handed are damaged"):
+            opened(closing, stream(PlanNeed(), closing, lambda _: (security, security))[side])
     assert threading.active_count() == threads
+
+
+def test_r15_a_peer_of_no_cluster_cannot_be_expected(closing: ExitStack) -> None:
+    security = msgspec.structs.replace(closing.enter_context(LinkPeers()).certified(0), peer="rank-1")
+    with pytest.raises(ProtocolError, match="'rank-1' is not the name of a process of a cluster"):
+        opened(closing, stream(PlanNeed(), closing, lambda _: (security, security))[0])
 
 
 @pytest.mark.parametrize("ends_by", ["close", "reset", "garbage"])

@@ -1,0 +1,100 @@
+"""The settings of an engine over several hosts, as the head has them; those of a worker are its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from penstock.config.checks import above_zero, at_least
+from penstock.config.setting import Setting
+from penstock.errors import UsageError
+
+DEFAULT_PORT = 7700
+_ADDRESS = re.compile(r"(?:\[(?P<six>[^\[\]]+)\]|(?P<name>[^\[\]:]+))(?::(?P<port>\d{1,5}))?")
+
+
+class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Which hosts serve together, and how they know each other.
+
+    Attributes:
+        hosts: how many, this one counted; all others run `penstock worker`.
+        listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
+        join_token_file: holds the token with which they join; written if it is not there.
+        join_token_ttl_s: how long a new token is valid.
+        host_name: of this host among them; "" takes the machine's.
+        link_ports: where other hosts open links to ranks here: the first and the last.
+        insecure_links: links between ranks are in plain text, if the workers say so too.
+        state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
+    """
+
+    hosts: Annotated[int, Setting("hosts", "hosts that serve together, this one counted")] = 1
+    listen_workers: Annotated[str | None, Setting("hosts", "ADDRESS:PORT where workers join")] = None
+    join_token_file: Annotated[
+        str | None, Setting("hosts", "holds the token that workers join with; written if absent")
+    ] = None
+    join_token_ttl_s: Annotated[
+        float, Setting("hosts", "seconds for which a new token is valid", is_argument=False)
+    ] = 3600.0
+    host_name: Annotated[str, Setting("hosts", "of this host among them", is_argument=False)] = ""
+    link_ports: Annotated[str, Setting("hosts", "ports for links from other hosts")] = "7701-7732"
+    insecure_links: Annotated[
+        bool,
+        Setting("hosts", "links between ranks in plain text; workers must say so too", is_argument=False),
+    ] = False
+    state_dir: Annotated[str | None, Setting("hosts", "where the identity of the cluster is kept")] = None
+
+    def __post_init__(self) -> None:
+        at_least("hosts", self.hosts, 1)
+        above_zero("join_token_ttl_s", self.join_token_ttl_s)
+        if self.hosts > 1 and (self.listen_workers is None or self.join_token_file is None):
+            missing = "--listen-workers" if self.listen_workers is None else "--join-token-file"
+            raise UsageError(
+                f"--hosts is {self.hosts}, and {missing} is not given.",
+                remedy="Give --listen-workers ADDRESS:PORT and --join-token-file PATH for workers to join.",
+                param="hosts",
+            )
+        if self.listen_workers is not None:
+            parse_address(self.listen_workers, "--listen-workers")
+            if self.hosts == 1:
+                raise UsageError(
+                    "--listen-workers is given, and --hosts is 1.",
+                    remedy="Say with --hosts how many hosts serve together, this one counted.",
+                    param="hosts",
+                )
+
+
+def parse_address(text: str, flag: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
+    """Return host and port of `host:port`, `[v6]:port` or the host alone; raises `UsageError`."""
+    match = _ADDRESS.fullmatch(text.strip())
+    port = int(match["port"] or default_port) if match else 0
+    if match is None or not 0 < port <= 65535:
+        raise UsageError(
+            f"{flag} {text!r} is not an address.",
+            remedy=f"Write host and port, such as 10.0.0.1:{default_port} or [fd00::1]:{default_port}.",
+            param=flag,
+        )
+    return match["six"] or match["name"], port
+
+
+def own_host_name(given: str) -> str:
+    """Return the name of this host: the given one, or the machine's in letters that a name may have."""
+    return given or re.sub(r"[^A-Za-z0-9._-]+", "-", socket.gethostname()).strip("-._")[:64] or "host"
+
+
+def own_version() -> str:
+    """Return the version of Penstock on this host; all hosts must have the same."""
+    return metadata.version("penstock")
+
+
+def state_directory(given: str | os.PathLike[str] | None) -> Path:
+    """Return where a host keeps what must outlive it."""
+    if given is not None:
+        return Path(given).expanduser().resolve()
+    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    return Path(base) / "penstock"

@@ -1,0 +1,200 @@
+"""What the head and the agent of another host say to each other once the agent has been let in.
+
+The head asks; the agent carries it out and tells what happens. Members and ends of connections have numbers
+that the head gives, so that it need not wait for an answer, except for where a stream can be dialled.
+
+    head                                             agent
+                                                     AgentHello(what the host can give)
+    Heartbeat() each second                  ──▶     Heartbeat() each second
+    AllowEpoch(credentials)                  ──▶
+    StartRank(7, config)                     ──▶     Started(7, "pid 4711"), Said(7, Alive), … Ended(7, 0)
+    Accept(12, "tls", need, parties)         ──▶     Accepted(12, host and port)
+    Join(13, "ring", need, parties, …)       ──▶
+    Hand(7, RankEndpoints(… HeldEnd(12) …))  ──▶     the rank gets what 12 stands for
+
+Nothing here is a path, an address to fetch from, an environment variable or a program: an agent takes none.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Parties, PlanNeed
+from penstock.hosts.resources import HostResources
+from penstock.hosts.stream_ends import StreamInvitation
+from penstock.process.child import StatusEvent
+from penstock.process.config import MeasureConfig, RankConfig
+from penstock.process.control import BeginMeasuring, EpochLost, Stop
+from penstock.process.endpoints import HeldEnd, RankEndpoints
+from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import PeerName
+
+AtMember = Literal["show_threads", "ask_to_leave", "kill_now", "forget"]
+AtEnd = Literal["delivered", "end", "close"]
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
+    """Whoever says it is there; both do, each second."""
+
+
+class AllowEpoch(msgspec.Struct, frozen=True, kw_only=True, tag="allow_epoch"):
+    """Credentials of a process of the agent's host, for one epoch."""
+
+    name: PeerName
+    credentials: Credentials
+
+
+class StartRank(msgspec.Struct, frozen=True, kw_only=True, tag="start_rank"):
+    """Start the process of a rank as this member.
+
+    Attributes:
+        model: identity of its model (`kvstore.names.model_identity`), in place of a path.
+    """
+
+    number: int
+    rank: RankConfig
+    name: str
+    model: bytes
+
+
+class StartMeasuring(msgspec.Struct, frozen=True, kw_only=True, tag="start_measuring"):
+    """Start a process that times the steps of a rank as this member; `model` as in `StartRank`."""
+
+    number: int
+    config: MeasureConfig
+    name: str
+    model: bytes
+
+
+class KeepSpare(msgspec.Struct, frozen=True, kw_only=True, tag="keep_spare"):
+    """See to it that a process waits for a rank that is lost."""
+
+    threads: int
+
+
+class Hand(msgspec.Struct, frozen=True, kw_only=True, tag="hand"):
+    """Hand a message to a member; `HeldEnd` stands for an end."""
+
+    number: int
+    message: Stop | EpochLost | BeginMeasuring | RankEndpoints
+
+
+class TouchMember(msgspec.Struct, frozen=True, kw_only=True, tag="touch_member"):
+    """Do this to a member."""
+
+    number: int
+    what: AtMember
+
+
+class Accept(msgspec.Struct, frozen=True, kw_only=True, tag="accept"):
+    """Make the end that others join."""
+
+    number: int
+    kind: str
+    need: LinkNeed | ChannelNeed | PlanNeed | MeetingNeed
+    parties: Parties
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag="join"):
+    """Make an end that joins one that was accepted, here by its number or elsewhere where it listens."""
+
+    number: int
+    kind: str
+    need: LinkNeed | ChannelNeed | PlanNeed | MeetingNeed
+    parties: Parties
+    invitation: StreamInvitation | HeldEnd
+
+
+class TouchEnd(msgspec.Struct, frozen=True, kw_only=True, tag="touch_end"):
+    """Do this to an end."""
+
+    number: int
+    what: AtEnd
+
+
+class AskResources(msgspec.Struct, frozen=True, tag="ask_resources"):
+    """Say what the host can give now."""
+
+
+ToAgent = (
+    AllowEpoch
+    | StartRank
+    | StartMeasuring
+    | KeepSpare
+    | Hand
+    | TouchMember
+    | Accept
+    | Join
+    | TouchEnd
+    | AskResources
+    | Heartbeat
+)
+
+
+class AgentHello(msgspec.Struct, frozen=True, kw_only=True, tag="agent_hello"):
+    """The first word of an agent: what its host can give.
+
+    Attributes:
+        kinds: of connections to other hosts, best first.
+    """
+
+    resources: HostResources
+    kinds: list[str]
+
+
+class Resources(msgspec.Struct, frozen=True, kw_only=True, tag="resources"):
+    """What the host can give now."""
+
+    resources: HostResources
+
+
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+    """The process of a member runs; `identity` as in `Member`."""
+
+    number: int
+    identity: str
+
+
+class Said(msgspec.Struct, frozen=True, kw_only=True, tag="said"):
+    """A member has said this."""
+
+    number: int
+    event: StatusEvent
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """A member has ended; all that it said has been told.
+
+    Attributes:
+        error: why it was never started, where it was not.
+    """
+
+    number: int
+    exit_code: int
+    error: ErrorInfo | None = None
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):
+    """An end waits for who joins it; `invitation` is for another host."""
+
+    number: int
+    invitation: StreamInvitation | None = None
+
+
+class EndFailed(msgspec.Struct, frozen=True, kw_only=True, tag="end_failed"):
+    """An end could not be made."""
+
+    number: int
+    error: ErrorInfo
+
+
+class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
+    """Memory of the process that waits; 0: there is none."""
+
+    own_bytes: int
+
+
+ToHead = AgentHello | Heartbeat | Resources | Started | Said | Ended | Accepted | EndFailed | SpareKept

@@ -1,0 +1,126 @@
+"""Messages over the connection between the head and an agent, both ways, without ever waiting.
+
+A message is its length in four bytes and JSON, as over a status pipe. What the other side does not take at
+once is kept here and goes with the next call: the heartbeats judge whether it is gone, not the kernel's
+buffers.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from penstock.errors import LinkClosedError, PeerError, ProtocolError
+
+MAX_MESSAGE_BYTES = 64 << 20  # far above a config with the digests of a large stage
+_HEAD_BYTES = 4
+_READ_BYTES = 1 << 16
+
+Incoming = TypeVar("Incoming")
+
+
+class AgentWire(Generic[Incoming]):
+    """One end.
+
+    Args:
+        connection: authenticated, as `trust` has let it in. Belongs to the wire from now on.
+        incoming: type of the messages that come.
+
+    Attributes:
+        failure: why nothing follows; None while the connection stands.
+    """
+
+    def __init__(self, connection: socket.socket, incoming: Any) -> None:
+        self.failure: PeerError | None = None
+        self._connection = connection
+        self._connection.setblocking(False)
+        self._decoder: msgspec.json.Decoder[Incoming] = msgspec.json.Decoder(incoming)
+        self._encoder = msgspec.json.Encoder()
+        self._arrived = bytearray()
+        self._unsent = bytearray()
+
+    def fileno(self) -> int:
+        """Readable when something has come, or the other side is gone; negative after `close`."""
+        return self._connection.fileno()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message. Never fails: that the other side is gone is seen in `failure`."""
+        encoded = self._encoder.encode(message)
+        assert len(encoded) <= MAX_MESSAGE_BYTES, f"{type(message).__name__}: {len(encoded)} bytes"
+        self._unsent += len(encoded).to_bytes(_HEAD_BYTES, "big") + encoded
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send what the other side takes now; whether nothing is left."""
+        while self._unsent and self.failure is None:
+            try:
+                num_sent = self._connection.send(self._unsent)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                return False
+            except OSError as error:
+                self._fail(LinkClosedError(f"the connection is broken: {error.strerror or error}."))
+            else:
+                del self._unsent[:num_sent]
+        return not self._unsent
+
+    def receive(self) -> list[Incoming]:
+        """Return what has come. After the last message `failure` says why there is no more."""
+        self.flush()
+        while self.failure is None:
+            try:
+                data = self._connection.recv(_READ_BYTES)
+            except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                break
+            except OSError as error:
+                self._fail(LinkClosedError(f"the connection is broken: {error.strerror or error}."))
+                break
+            if not data:
+                self._fail(LinkClosedError("the other side has closed the connection."))
+            self._arrived += data
+        return self._take_messages()
+
+    def give_up(self, why: str) -> None:
+        """Take the other side as gone."""
+        self._fail(LinkClosedError(why))
+
+    def close(self) -> None:
+        """Close the connection. May be called twice."""
+        if self.failure is None:
+            self.failure = LinkClosedError("the connection was closed here.")
+        self._connection.close()
+
+    def _take_messages(self) -> list[Incoming]:
+        messages: list[Incoming] = []
+        place = 0
+        while len(self._arrived) - place >= _HEAD_BYTES:
+            size = int.from_bytes(self._arrived[place : place + _HEAD_BYTES], "big")
+            end = place + _HEAD_BYTES + size
+            if size > MAX_MESSAGE_BYTES:
+                self._refuse(f"a message of {size} bytes, where {MAX_MESSAGE_BYTES} are the most")
+                break
+            if len(self._arrived) < end:
+                break
+            try:
+                messages.append(self._decoder.decode(memoryview(self._arrived)[place + _HEAD_BYTES : end]))
+            except msgspec.MsgspecError as error:
+                self._refuse(f"a message that cannot be read: {error}")
+                break
+            place = end
+        del self._arrived[:place]
+        return messages
+
+    def _refuse(self, what: str) -> None:
+        self._arrived.clear()
+        self._fail(
+            ProtocolError(
+                f"the other side has sent {what}.",
+                remedy="Run the same version of Penstock on all hosts.",
+            )
+        )
+
+    def _fail(self, error: PeerError) -> None:
+        if self.failure is None:
+            self.failure = error

@@ -1,0 +1,234 @@
+"""The hosts of an engine: this one alone, or with the workers that join it.
+
+    head = open_hosts(engine, tell)         listens, and says what is to be typed on the other hosts
+    head.gather(lifelines)                  until all are there
+    head.hosts                              what the supervisor plans and starts with
+    head.admit()                            when one of `head.sources` is readable: somebody is back
+
+Called by `engine.supervisor.supervisor`.
+"""
+
+from __future__ import annotations
+
+import select
+import shlex
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from penstock.config.engine import EngineConfig
+from penstock.config.hosts import HostsConfig, own_host_name, own_version, parse_address, state_directory
+from penstock.errors import PeerError, PenstockError, PortInUseError, UnavailableError, UsageError
+from penstock.hosts.link_streams import ProvedStreams
+from penstock.hosts.local import LocalHost
+from penstock.hosts.member import Waitable
+from penstock.hosts.rank_host import Hosts
+from penstock.hosts.remote_host import Cluster, RemoteHost
+from penstock.hosts.worker_gate import JoinedWorker, WorkerGate
+from penstock.kvstore.names import model_identity
+from penstock.process.link_ports import PortRange
+from penstock.trust.admission import AdmissionBook
+from penstock.trust.door import Door
+from penstock.trust.head_join import ConnectedHosts, HeadJoin
+from penstock.trust.identity import ClusterIdentity
+from penstock.trust.join_token import head_token
+from penstock.trust.worker_door import worker_door
+
+Tell = Callable[[str], None]  # one line for the user
+
+
+class OneHost:
+    """This host alone.
+
+    Args:
+        hosts: what stands for it.
+    """
+
+    def __init__(self, hosts: Hosts | None = None) -> None:
+        self.hosts = hosts or Hosts(LocalHost())
+        self.sources: Sequence[Waitable] = ()
+
+    def gather(self, lifelines: Sequence[Waitable]) -> None:
+        """It is there."""
+
+    def admit(self) -> None:
+        """Nobody comes."""
+
+    def tend(self, now: float) -> None:
+        """It is there."""
+
+    def close(self) -> None:
+        self.hosts.close()
+
+
+class GatheredHosts:
+    """This host and the workers that join it.
+
+    Args:
+        tell: takes lines for the user.
+
+    Raises:
+        UsageError: the token file or the state directory cannot be used, or the library is missing.
+        PortInUseError: the address cannot be listened at.
+    """
+
+    def __init__(self, settings: HostsConfig, tell: Tell) -> None:
+        assert settings.listen_workers is not None
+        assert settings.join_token_file is not None
+        self._tell = tell
+        self._num_workers = settings.hosts - 1
+        self._name = own_host_name(settings.host_name)
+        self._addresses: dict[str, str] = {}  # of this host, as each worker reaches it
+        directory = state_directory(settings.state_dir) / "head"
+        identity = ClusterIdentity.open(directory, time.time)
+        self._cluster = Cluster(
+            name=identity.name,
+            issue=identity.link_credentials,
+            identify=lambda path: model_identity(Path(path)),
+        )
+        streams = ProvedStreams(
+            self._name,
+            identity.name,
+            lambda peer: self._addresses[peer],
+            PortRange.parse(settings.link_ports),
+            identity.link_credentials,
+            is_plain=settings.insecure_links,
+        )
+        self._head = LocalHost(name=self._name, streams=streams)
+        self._workers: dict[str, RemoteHost] = {}
+        self._gate = _open_gate(settings, identity, directory, self._name)
+        self.sources: Sequence[Waitable] = (self._gate,)
+        self.hosts = Hosts(self._head)
+        address, port = parse_address(settings.listen_workers, "--listen-workers")
+        tell(
+            f"waiting for {_counted(self._num_workers, 'worker')}; on "
+            f"{'the other host' if self._num_workers == 1 else 'each of the other hosts'} type:\n"
+            f"  penstock worker --join {_shown(address, port)}"
+            f" --join-token-file {shlex.quote(settings.join_token_file)}"
+        )
+
+    def gather(self, lifelines: Sequence[Waitable]) -> None:
+        """Wait until all workers are there.
+
+        Args:
+            lifelines: what becomes readable when nobody waits for the engine any more.
+
+        Raises:
+            UnavailableError: that is so.
+        """
+        while len(self._workers) < self._num_workers:
+            ready, _, _ = select.select([self._gate, *lifelines], [], [], 1.0)
+            if any(lifeline in ready for lifeline in lifelines):
+                raise UnavailableError("the program that has started the engine is gone.")
+            self.admit()
+            self.tend(time.monotonic())
+        self.hosts = Hosts(self._head, *self._workers.values())
+
+    def admit(self) -> None:
+        """Take in who has joined: those that are waited for, and those that are back."""
+        for address, error in self._gate.take_refused():
+            self._tell(f"somebody at {address} was not let in: {error.message}")
+        for worker in self._gate.take():
+            known = self._workers.get(worker.host)
+            if known is None and len(self._workers) >= self._num_workers:
+                self._tell(f"the worker {worker.host} has joined, and is not needed: --hosts counts no more.")
+                worker.wire.close()
+                self._gate.leave(worker.host)
+                continue
+            self._addresses[worker.host] = worker.local_address
+            if known is None:
+                self._workers[worker.host] = self._new_host(worker)
+            else:
+                known.attach(worker.wire, worker.hello)
+            given = worker.hello.resources
+            self._tell(
+                f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
+                f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
+            )
+
+    def tend(self, now: float) -> None:
+        """Let each worker know that the head is there, and see whether it is."""
+        for host in self._workers.values():
+            host.tend(now)
+
+    def close(self) -> None:
+        """Let all go."""
+        self._gate.close()
+        for host in self._workers.values():
+            host.close()
+        self._head.close()
+
+    def _new_host(self, worker: JoinedWorker) -> RemoteHost:
+        return RemoteHost(
+            worker.wire,
+            worker.host,
+            worker.hello,
+            self._cluster,
+            lambda error: self._lose(worker.host, error),
+        )
+
+    def _lose(self, host: str, error: PeerError) -> None:
+        self._tell(f"lost: the host {host}: {error.message}")
+        self._gate.leave(host)
+
+
+def open_hosts(engine: EngineConfig, tell: Tell) -> OneHost | GatheredHosts:
+    """Return the hosts that an engine is to run on.
+
+    Raises:
+        UsageError: a setting has no meaning for several hosts, or is not there yet.
+        PenstockError: what `GatheredHosts` raises.
+    """
+    if engine.cluster.hosts == 1:
+        return OneHost()
+    _require_parts_for_hosts(engine)
+    return GatheredHosts(engine.cluster, tell)
+
+
+def _require_parts_for_hosts(engine: EngineConfig) -> None:
+    num_hosts, num_stages = engine.cluster.hosts, engine.parallel.pipeline_parallel_size
+    if num_hosts > num_stages:
+        raise UsageError(
+            f"--hosts is {num_hosts}, and the pipeline has {_counted(num_stages, 'stage')}.",
+            remedy="Give --pp at least as many stages as there are hosts.",
+            param="hosts",
+        )
+    if engine.cache.kv_store is not None or engine.cache.kv_host_bytes:
+        raise UsageError(
+            "a KV store and host memory for KV blocks are for one host so far.",
+            remedy="Leave --kv-store and --kv-host-bytes out, or --hosts.",
+            param="hosts",
+        )
+
+
+def _open_gate(settings: HostsConfig, identity: ClusterIdentity, directory: Path, name: str) -> WorkerGate:
+    assert settings.listen_workers is not None
+    assert settings.join_token_file is not None
+    book = AdmissionBook(directory, time.time)
+    token = head_token(Path(settings.join_token_file), identity.public_key)
+    book.allow(token, settings.hosts - 1, settings.join_token_ttl_s)
+    connected = ConnectedHosts(name)
+    address = parse_address(settings.listen_workers, "--listen-workers")
+    try:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        listener = socket.create_server(address, family=family, backlog=128)
+    except OSError as error:
+        raise PortInUseError(
+            f"cannot listen for workers at {_shown(*address)}: {error.strerror or error}.",
+            remedy="Give another --listen-workers ADDRESS:PORT, with an address of this host.",
+            param="listen_workers",
+        ) from error
+
+    def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadJoin]:
+        return worker_door(listener, identity, book, connected, name, own_version(), on_refused)
+
+    return WorkerGate(make_door, connected)
+
+
+def _shown(address: str, port: int) -> str:
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)

@@ -1,0 +1,137 @@
+"""Streams to other hosts, as a host offers them: where it listens, and what its processes are proved by.
+
+Used by `hosts.local` on the head and on every worker. A host offers one kind: `tls`, or `challenged` (plain
+text) where its own command line says so. What the other side would like does not count.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.errors import PeerError, ProtocolError
+from penstock.hosts.rank_host import HostEnd, MeetingNeed, Need, Parties
+from penstock.hosts.stream_ends import DiallingEnd, ListeningEnd, StreamInvitation
+from penstock.process.endpoints import Certified, Challenged, StreamSecurity
+from penstock.process.link_ports import PortRange, listen_in_range
+from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import PeerName
+
+TLS, CHALLENGED = "tls", "challenged"
+
+Issue = Callable[[PeerName], Credentials]  # of a process of this host; raises PenstockError if there are none
+
+
+class LinkStreams(Protocol):
+    """What a host can do for connections to other hosts."""
+
+    def offers(self, need: Need) -> Sequence[str]:
+        """Kinds of connections, best first."""
+        ...
+
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
+        """As `RankHost.accept`."""
+        ...
+
+    def join(self, kind: str, need: Need, parties: Parties, invitation: object) -> HostEnd:
+        """As `RankHost.join`."""
+        ...
+
+    def close(self) -> None:
+        """Forget all credentials."""
+        ...
+
+
+class NoStreams:
+    """Of a host that is alone."""
+
+    def offers(self, need: Need) -> Sequence[str]:
+        return []
+
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
+        raise _not_offered(kind)
+
+    def join(self, kind: str, need: Need, parties: Parties, invitation: object) -> HostEnd:
+        raise _not_offered(kind)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class ProvedStreams:
+    """Streams whose ends prove that they are processes of the cluster and of the epoch.
+
+    Args:
+        host, cluster: names that stand in the credentials of its processes.
+        address_for: of this host, as another one reaches it.
+        issue: makes or looks up the credentials of a process of this host.
+        is_plain: links are in plain text (`--insecure-links`).
+    """
+
+    def __init__(
+        self,
+        host: str,
+        cluster: str,
+        address_for: Callable[[str], str],
+        ports: PortRange,
+        issue: Issue,
+        *,
+        is_plain: bool = False,
+    ) -> None:
+        self._host, self._cluster = host, cluster
+        self._address_for, self._ports = address_for, ports
+        self._issue = issue
+        self._kind = CHALLENGED if is_plain else TLS
+        self._memories: dict[PeerName, int] = {}  # credentials of processes in the present epochs
+
+    def offers(self, need: Need) -> Sequence[str]:
+        return [] if isinstance(need, MeetingNeed) else [self._kind]
+
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
+        if isinstance(need, MeetingNeed):
+            raise _not_offered(kind)
+        security = self._security(kind, parties)
+        address = self._address_for(parties.peer_host)
+        return ListeningEnd(need, listen_in_range(address, self._ports), address, security=security)
+
+    def join(self, kind: str, need: Need, parties: Parties, invitation: object) -> HostEnd:
+        if isinstance(need, MeetingNeed):
+            raise _not_offered(kind)
+        if not isinstance(invitation, StreamInvitation):
+            raise ProtocolError(f"a {type(invitation).__name__} does not say where to dial.")
+        return DiallingEnd(need, invitation, security=self._security(kind, parties))
+
+    def close(self) -> None:
+        for memory in self._memories.values():
+            os.close(memory)
+        self._memories.clear()
+
+    def _security(self, kind: str, parties: Parties) -> StreamSecurity:
+        if kind != self._kind:
+            raise _not_offered(kind)
+        own = self._name(self._host, parties.own, parties.epoch)
+        peer = self._name(parties.peer_host, parties.peer, parties.epoch)
+        memory = self._memory(own)
+        if kind == TLS:
+            return Certified(credentials_fd=memory, peer=peer.uri)
+        return Challenged(credentials_fd=memory, own=own.uri, peer=peer.uri)
+
+    def _memory(self, own: PeerName) -> int:
+        """The credentials of a process, in memory that it is handed. Its older epochs are forgotten."""
+        if own not in self._memories:
+            older = [name for name in self._memories if name.role == own.role and name.epoch < own.epoch]
+            for name in older:
+                os.close(self._memories.pop(name))
+            self._memories[own] = self._issue(own).to_memory()
+        return self._memories[own]
+
+    def _name(self, host: str, role: str, epoch: int) -> PeerName:
+        return PeerName(cluster=self._cluster, host=host, role=role, epoch=epoch)
+
+
+def _not_offered(kind: str) -> PeerError:
+    return PeerError(
+        f"this host does not offer connections of kind {kind!r} to other hosts.",
+        remedy="Give --insecure-links on all hosts, or on none.",
+    )

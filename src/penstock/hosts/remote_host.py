@@ -1,0 +1,388 @@
+"""A machine elsewhere as a host: what the supervisor asks of it goes to the agent there.
+
+The agent decides nothing (`hosts.agent`). Members and ends have numbers here and are held there; the
+supervisor waits for the agent only where a stream is to be dialled at its host, one round trip each.
+
+When the connection to the agent is lost, all its members count as lost, since nothing can be asked of them
+any more; the agent ends them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from penstock.errors import (
+    ErrorInfo,
+    PeerError,
+    ProtocolError,
+    StageLostError,
+    WaitTimeoutError,
+    error_from_info,
+)
+from penstock.hosts.agent_messages import (
+    Accept,
+    Accepted,
+    AgentHello,
+    AllowEpoch,
+    AskResources,
+    AtEnd,
+    AtMember,
+    Ended,
+    EndFailed,
+    Hand,
+    Heartbeat,
+    Join,
+    KeepSpare,
+    Resources,
+    Said,
+    SpareKept,
+    Started,
+    StartMeasuring,
+    StartRank,
+    ToHead,
+    TouchEnd,
+    TouchMember,
+)
+from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.bell import Bell
+from penstock.hosts.local_connections import KINDS
+from penstock.hosts.member import Member, Waitable
+from penstock.hosts.rank_host import HostEnd, Need, Parties
+from penstock.hosts.resources import HostResources
+from penstock.hosts.stream_ends import StreamInvitation
+from penstock.process.child import StatusEvent
+from penstock.process.config import MeasureConfig, RankConfig
+from penstock.process.control import ControlMessage
+from penstock.process.endpoints import HeldEnd
+from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import PeerName
+
+ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
+TEND_EVERY_S = 1.0
+SILENCE_LIMIT_S = 3.0  # between hosts; members have their own limits
+LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
+LEAVE_S = 5.0  # for a member that was killed
+
+
+class RemoteMember(Member):
+    """A process at another host. Made by `RemoteHost`."""
+
+    def __init__(
+        self, host: RemoteHost, number: int, name: str, stage: int | None, member_index: int
+    ) -> None:
+        super().__init__(name, stage, member_index)
+        self.number = number
+        self._host = host
+        self._identity = ""
+        self._said: deque[StatusEvent] = deque()
+        self._exit_code: int | None = None
+
+    @property
+    def identity(self) -> str:
+        return f"{self._identity} on {self._host.name}".strip()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._exit_code
+
+    @property
+    def sources(self) -> Collection[Waitable]:
+        return self._host.sources
+
+    @property
+    def has_news(self) -> bool:
+        """Whether it has said something that nobody has read."""
+        return bool(self._said)
+
+    def hand(self, message: ControlMessage) -> None:
+        self._host.tell(Hand(number=self.number, message=message))  # type: ignore[arg-type]  # none with files
+
+    def show_threads(self) -> None:
+        self._touch("show_threads")
+
+    def ask_to_leave(self) -> None:
+        self._touch("ask_to_leave")
+
+    def kill_now(self) -> None:
+        self._touch("kill_now")
+
+    def await_end(self) -> int:
+        """See `Member.await_end`. Of an agent that does not answer it is taken as killed."""
+        if not self._host.pump_until(lambda: self._exit_code is not None, LEAVE_S):
+            self._exit_code = -9
+        assert self._exit_code is not None
+        return self._exit_code
+
+    def close(self) -> None:
+        self.await_end()
+        self._touch("forget")
+        self._host.forget(self)
+
+    def note(self, message: Started | Said | Ended) -> None:
+        """Take what the agent tells of it."""
+        if isinstance(message, Started):
+            self._identity = message.identity
+        elif isinstance(message, Said):
+            self._said.append(message.event)
+        else:
+            self.note_end(message.exit_code, message.error)
+
+    def note_end(self, exit_code: int, error: ErrorInfo | None) -> None:
+        """It has ended, or nobody knows what becomes of it."""
+        if self._exit_code is None:
+            self._exit_code = exit_code
+            self.failure = self.failure or error
+
+    def _receive(self) -> list[StatusEvent]:
+        self._host.pump()
+        events = list(self._said)
+        self._said.clear()
+        self._host.hush()
+        return events
+
+    def _touch(self, what: AtMember) -> None:
+        self._host.tell(TouchMember(number=self.number, what=what))
+
+
+class RemoteEnd:
+    """An end that the agent holds; a `HostEnd`."""
+
+    def __init__(self, host: RemoteHost, number: int, invitation: StreamInvitation | HeldEnd) -> None:
+        self.endpoint: Any = HeldEnd(number=number)
+        self.invitation = invitation
+        self._host = host
+
+    def delivered(self) -> None:
+        self._touch("delivered")
+
+    def end(self) -> None:
+        self._touch("end")
+
+    def close(self) -> None:
+        self._touch("close")
+
+    def _touch(self, what: AtEnd) -> None:
+        self._host.tell(TouchEnd(number=self.endpoint.number, what=what))
+
+
+class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+    """What the head gives to the processes of its workers.
+
+    Attributes:
+        name: of the cluster.
+        issue: makes the credentials of a process, for one epoch.
+        identify: identity of the model in a directory of the head.
+    """
+
+    name: str
+    issue: Callable[[PeerName], Credentials]
+    identify: Callable[[str], bytes]
+
+
+class RemoteHost:
+    """A machine elsewhere. Implements `RankHost`.
+
+    Args:
+        name: of the host, as its certificate has it.
+        on_lost: called when the connection to its agent is lost.
+    """
+
+    def __init__(
+        self,
+        wire: AgentWire[ToHead],
+        name: str,
+        hello: AgentHello,
+        cluster: Cluster,
+        on_lost: Callable[[PeerError], None] = lambda error: None,
+    ) -> None:
+        self.name = name
+        self._cluster = cluster
+        self._on_lost = on_lost
+        self._numbers = itertools.count(1)
+        self._members: dict[int, RemoteMember] = {}
+        self._awaited = 0  # the end whose place is asked for
+        self._answers: list[Accepted | EndFailed] = []
+        self._bell = Bell()
+        self.attach(wire, hello)
+
+    def attach(self, wire: AgentWire[ToHead], hello: AgentHello) -> None:
+        """Talk to the agent over this wire from now on: the first one, or that of a host that is back.
+
+        Args:
+            hello: what its agent has said first.
+        """
+        self._wire = wire
+        self._resources = msgspec.structs.replace(hello.resources, name=self.name)
+        self._kinds = hello.kinds
+        self._allowed: set[PeerName] = set()
+        self._spare_bytes = 0
+        self._is_lost = False
+        self._heard_at = self._tended_at = -math.inf
+
+    @property
+    def is_there(self) -> bool:
+        return self._wire.failure is None
+
+    @property
+    def sources(self) -> Collection[Waitable]:
+        """What becomes readable when a member has news."""
+        return [self._bell] if self._wire.failure else [self._bell, self._wire]
+
+    def tend(self, now: float) -> None:
+        """See `RankHost.tend`. A host that has been silent for too long is lost, and its members are."""
+        if now - self._tended_at < TEND_EVERY_S:
+            return
+        if now - self._tended_at > LONG_LOOK_S:
+            self._heard_at = now  # the supervisor stood still: what the agent said meanwhile is not read yet
+        self._tended_at = now
+        self.pump()
+        silence_s = now - self._heard_at
+        if silence_s > SILENCE_LIMIT_S:
+            self._wire.give_up(f"it has given no sign of life for {silence_s:.1f} s.")
+            self.pump()
+        self.tell(Heartbeat())
+
+    def resources(self) -> HostResources:
+        """As of the agent's last word; the next one is asked for."""
+        self.pump()
+        self.tell(AskResources())
+        return self._resources
+
+    def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
+        member = self._member(name, rank.stage, member_index)
+        model = self._cluster.identify(rank.model_path)
+        sent = msgspec.structs.replace(rank, model_path="")
+        self.tell(StartRank(number=member.number, rank=sent, name=name, model=model))
+        return member
+
+    def start_measuring(self, config: MeasureConfig, name: str) -> Member:
+        member = self._member(name, config.rank.stage, 0)
+        model = self._cluster.identify(config.rank.model_path)
+        rank = msgspec.structs.replace(config.rank, model_path="")
+        sent = msgspec.structs.replace(config, rank=rank)
+        self.tell(StartMeasuring(number=member.number, config=sent, name=name, model=model))
+        return member
+
+    def keep_spare(self, threads: int) -> int:
+        self.tell(KeepSpare(threads=threads))
+        return self._spare_bytes
+
+    def offers(self, need: Need, peer: str) -> Sequence[str]:
+        return list(KINDS[type(need)]) if peer == self.name else self._kinds
+
+    def accept(self, kind: str, need: Need, parties: Parties) -> HostEnd:
+        number = self._begin_end(parties)
+        self.tell(Accept(number=number, kind=kind, need=need, parties=parties))
+        if parties.peer_host == self.name:
+            return RemoteEnd(self, number, HeldEnd(number=number))
+        return RemoteEnd(self, number, self._invitation(number))
+
+    def join(self, kind: str, need: Need, parties: Parties, invitation: Any) -> HostEnd:
+        number = self._begin_end(parties)
+        self.tell(Join(number=number, kind=kind, need=need, parties=parties, invitation=invitation))
+        return RemoteEnd(self, number, invitation)
+
+    def close(self) -> None:
+        self._wire.close()
+        self._bell.close()
+
+    def tell(self, message: msgspec.Struct) -> None:
+        """Send a message to the agent; nobody hears it if the agent is gone."""
+        self._wire.send(message)
+
+    def pump(self) -> None:
+        """Take what has come from the agent, without waiting."""
+        for message in self._wire.receive():
+            self._heard_at = max(self._heard_at, self._tended_at)  # as far as the last `tend` knows the time
+            self._take(message)
+        if self._wire.failure is not None:
+            self._lose(self._wire.failure)
+
+    def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
+        """Take what comes until the condition holds, or the agent is gone; whether it holds."""
+        deadline = time.monotonic() + timeout_s
+        self.pump()
+        while not condition() and self._wire.failure is None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            select.select([self._wire], [], [], left_s)
+            self.pump()
+        self._bell.ring()  # what came for others must be heard though nothing comes any more
+        return condition()
+
+    def hush(self) -> None:
+        """A member has been heard: once all have, the bell is silent."""
+        if not any(member.has_news for member in self._members.values()):
+            self._bell.hush()
+
+    def forget(self, member: RemoteMember) -> None:
+        """It has been reaped."""
+        self._members.pop(member.number, None)
+
+    def _member(self, name: str, stage: int | None, member_index: int) -> RemoteMember:
+        if self._wire.failure is not None:
+            raise OSError(f"the host {self.name} is lost")
+        number = next(self._numbers)
+        member = self._members[number] = RemoteMember(self, number, name, stage, member_index)
+        return member
+
+    def _begin_end(self, parties: Parties) -> int:
+        """A number for a new end, whose process has what links are proved by."""
+        if parties.peer_host != self.name:
+            name = PeerName(cluster=self._cluster.name, host=self.name, role=parties.own, epoch=parties.epoch)
+            if name not in self._allowed:
+                self._allowed = {each for each in self._allowed if each.epoch >= name.epoch} | {name}
+                self.tell(AllowEpoch(name=name, credentials=self._cluster.issue(name)))
+        return next(self._numbers)
+
+    def _invitation(self, number: int) -> StreamInvitation:
+        """Wait for where the end can be dialled.
+
+        Raises:
+            PeerError: the agent is gone, does not answer or has no port.
+        """
+        self._awaited = number
+        self._answers.clear()
+        if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
+            if self._wire.failure is not None:
+                raise self._wire.failure
+            raise WaitTimeoutError(f"the host {self.name} has not answered for {ANSWER_S:g} s.")
+        answer = self._answers.pop()
+        if isinstance(answer, EndFailed):
+            raise error_from_info(answer.error)
+        if answer.invitation is None:
+            raise ProtocolError(f"the host {self.name} does not say where it listens.")
+        return answer.invitation
+
+    def _take(self, message: ToHead) -> None:
+        if isinstance(message, Started | Said | Ended):
+            member = self._members.get(message.number)
+            if member is not None:
+                member.note(message)
+        elif isinstance(message, Accepted | EndFailed):
+            if message.number == self._awaited:
+                self._answers.append(message)
+        elif isinstance(message, Resources):
+            self._resources = msgspec.structs.replace(message.resources, name=self.name)
+        elif isinstance(message, SpareKept):
+            self._spare_bytes = message.own_bytes
+
+    def _lose(self, failure: PeerError) -> None:
+        if not self._is_lost:
+            self._is_lost = True
+            self._wire.close()
+            self._on_lost(failure)
+        for member in self._members.values():
+            if member.exit_code is None:
+                lost = StageLostError(f"the host {self.name} is lost: {failure.message}", stage=member.stage)
+                member.note_end(1, lost.info())
+                self._bell.ring()

@@ -1,0 +1,144 @@
+"""Where workers come in: a thread that serves the door, and hands over those that have joined.
+
+The door (`trust.worker_door`) lets in whoever has a certificate of the cluster. The first word of a worker
+says what its host can give; then its wire is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from penstock.errors import PenstockError
+from penstock.hosts.agent_messages import AgentHello, ToHead
+from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.bell import Bell
+from penstock.trust.door import Door
+from penstock.trust.head_join import ConnectedHosts, HeadJoin
+
+HELLO_S = 10.0  # for an agent to say its first word
+_LOOK_S = 0.05  # between two looks for it
+_IDLE_S = 0.5  # between two looks at whether the gate is closed
+
+
+class JoinedWorker(NamedTuple):
+    """A worker that is in.
+
+    Attributes:
+        host: its name.
+        address: it comes from.
+        local_address: of this host, where the worker has reached it.
+    """
+
+    host: str
+    wire: AgentWire[ToHead]
+    hello: AgentHello
+    address: str
+    local_address: str
+
+
+class _Arriving(NamedTuple):
+    host: str
+    wire: AgentWire[ToHead]
+    address: str
+    local_address: str
+    deadline: float
+
+
+class WorkerGate:
+    """Readable when a worker has joined.
+
+    Args:
+        door: served by the thread of the gate from now on.
+        make_door: makes the door, given whom it tells who was not let in.
+        connected: names in use, as the door knows them.
+    """
+
+    def __init__(
+        self,
+        make_door: Callable[[Callable[[str, PenstockError], None]], Door[HeadJoin]],
+        connected: ConnectedHosts,
+    ) -> None:
+        self._door = make_door(self._refuse)
+        self._connected = connected
+        self._refused: queue.SimpleQueue[tuple[str, PenstockError]] = queue.SimpleQueue()
+        self._bell = Bell()
+        self._joined: queue.SimpleQueue[JoinedWorker] = queue.SimpleQueue()
+        self._arriving: list[_Arriving] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="door for workers", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def take(self) -> list[JoinedWorker]:
+        """Return the workers that have joined since the last call."""
+        self._bell.hush()
+        joined = []
+        while not self._joined.empty():
+            joined.append(self._joined.get())
+        return joined
+
+    def take_refused(self) -> list[tuple[str, PenstockError]]:
+        """Return the addresses of those that were not let in since the last call, and why."""
+        refused = []
+        while not self._refused.empty():
+            refused.append(self._refused.get())
+        return refused
+
+    def leave(self, host: str) -> None:
+        """Its connection is gone: it may come back."""
+        self._connected.leave(host)
+
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._is_over.set()
+        self._thread.join()
+        self._door.close()
+        for wire in [
+            *(arriving.wire for arriving in self._arriving),
+            *(worker.wire for worker in self.take()),
+        ]:
+            wire.close()
+        self._bell.close()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            for entered in self._door.serve(_LOOK_S if self._arriving else _IDLE_S):
+                if entered.conversation.is_connected:
+                    self._begin(entered.conversation.host, entered.connection, entered.address)
+                else:
+                    entered.connection.close()  # it has its certificate, and comes back with it
+            self._arriving = [worker for worker in self._arriving if not self._has_said_hello(worker)]
+
+    def _refuse(self, address: str, error: PenstockError) -> None:
+        self._refused.put((address, error))
+        self._bell.ring()
+
+    def _begin(self, host: str, connection: socket.socket, address: str) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        local_address = str(connection.getsockname()[0])
+        wire: AgentWire[ToHead] = AgentWire(connection, ToHead)
+        self._arriving.append(_Arriving(host, wire, address, local_address, time.monotonic() + HELLO_S))
+
+    def _has_said_hello(self, worker: _Arriving) -> bool:
+        """Whether it need not be waited for any more: it is in, or gone."""
+        told = worker.wire.receive()
+        if told and isinstance(told[0], AgentHello):
+            self._joined.put(
+                JoinedWorker(worker.host, worker.wire, told[0], worker.address, worker.local_address)
+            )
+            self._bell.ring()
+            return True
+        if told or worker.wire.failure is not None or time.monotonic() > worker.deadline:
+            error = worker.wire.failure or PenstockError("it did not say what its host can give.")
+            worker.wire.close()
+            self.leave(worker.host)
+            self._refuse(worker.address, error)
+            return True
+        return False

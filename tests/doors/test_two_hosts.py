@@ -1,0 +1,159 @@
+"""The engine over two hosts, with a worker on the second: same tokens, also after a loss."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from checkpoints import make_checkpoint
+from penstock import LLM, SamplingParams
+from real_servers import free_ports
+from served import title_of, wait_until
+
+pytestmark = pytest.mark.doors  # as people start it: a worker is a program of its own
+HEAD = "127.0.0.2"
+LINK_PORTS = "27701-27999"
+PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(4)]
+SAMPLINGS = [
+    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=150, seed=3)
+
+
+def make_llm(model: Path, backend: str = "mp", **settings: Any) -> LLM:
+    return LLM(
+        str(model),
+        dtype="float32",
+        threads_per_rank=1,
+        distributed_executor_backend=backend,  # type: ignore[arg-type]
+        **settings,
+    )
+
+
+class TwoHosts:
+    """An engine whose last stages run at a worker of this machine.
+
+    Attributes:
+        llm: the engine, once `start` has returned.
+        worker: the process of the worker.
+    """
+
+    def __init__(self, directory: Path, model: Path) -> None:
+        self._directory, self._model = directory, model
+        (self._port,) = free_ports(1)
+        self._token = directory / "token"
+        self._made: list[LLM | BaseException] = []
+
+    def start(self, **settings: Any) -> None:
+        head = threading.Thread(target=self._make, kwargs=settings)
+        head.start()
+        wait_until(lambda: self._token.exists() or self._made, 60)
+        self.start_worker()
+        head.join(120)
+        (self.llm,) = self._made  # type: ignore[assignment]
+        assert isinstance(self.llm, LLM), self.llm
+
+    def start_worker(self) -> None:
+        words = ["worker", "--join", f"{HEAD}:{self._port}", "--join-token-file", str(self._token)]
+        words += ["--name", "desk", "--models-dir", str(self._model.parent), "--link-ports", LINK_PORTS]
+        words += ["--state-dir", str(self._directory / "desk")]
+        self.worker = psutil.Popen(
+            [sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True
+        )
+
+    def stages(self, *, remote: bool) -> list[psutil.Process]:
+        """The processes of stages at the worker, or at the head."""
+        parents = [self.worker] if remote else psutil.Process().children()
+        children = [
+            child for parent in parents if remote or parent != self.worker for child in parent.children()
+        ]
+        return [child for child in children if "penstock stage" in title_of(child)]
+
+    def close(self) -> None:
+        for llm in self._made:
+            if isinstance(llm, LLM):
+                llm.shutdown()
+        self.worker.terminate()
+        self.worker.communicate(timeout=30)
+
+    def _make(self, **settings: Any) -> None:
+        try:
+            self._made.append(
+                make_llm(
+                    self._model,
+                    hosts=2,
+                    listen_workers=f"{HEAD}:{self._port}",
+                    join_token_file=str(self._token),
+                    link_ports=LINK_PORTS,
+                    state_dir=str(self._directory / "tower"),
+                    **settings,
+                )
+            )
+        except BaseException as error:
+            self._made.append(error)
+            raise
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path, model: Path) -> Iterator[TwoHosts]:
+    hosts = TwoHosts(tmp_path, model)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+def tokens(llm: LLM) -> list[list[int]]:
+    return [
+        output.outputs[0].token_ids for sampling in SAMPLINGS for output in llm.generate(PROMPTS, sampling)
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    with make_llm(model, "inprocess") as llm:
+        return tokens(llm)
+
+
+@pytest.mark.parametrize("settings", [{"pipeline_parallel_size": 3, "async_depth": 1}], ids=str)
+def test_g1_two_hosts_give_the_tokens_of_one(
+    two_hosts: TwoHosts, expected: list[list[int]], settings: dict[str, Any]
+) -> None:
+    two_hosts.start(**settings)
+    assert tokens(two_hosts.llm) == expected
+    assert [title_of(stage) for stage in two_hosts.stages(remote=True)] == ["penstock stage 2 tp 0"]
+    assert len(two_hosts.stages(remote=False)) == 2
+
+
+def test_g1_r4_a_stage_of_another_host_that_is_killed_comes_back(
+    two_hosts: TwoHosts, expected: list[list[int]]
+) -> None:
+    two_hosts.start(pipeline_parallel_size=2)
+    assert tokens(two_hosts.llm) == expected
+    (victim,) = two_hosts.stages(remote=True)
+    victim.kill()
+    assert tokens(two_hosts.llm) == expected
+    assert victim.pid not in {stage.pid for stage in two_hosts.stages(remote=True)}
+
+
+def test_g1_r4_a_worker_that_is_killed_and_started_again_is_taken_back(
+    two_hosts: TwoHosts, expected: list[list[int]]
+) -> None:
+    two_hosts.start(pipeline_parallel_size=2)
+    assert tokens(two_hosts.llm) == expected
+    two_hosts.worker.kill()
+    two_hosts.worker.communicate()
+    two_hosts.start_worker()
+    assert tokens(two_hosts.llm) == expected

@@ -1,0 +1,107 @@
+"""Messages between head and agent: whole however they are cut; who speaks otherwise is given up."""
+
+from __future__ import annotations
+
+import random
+import socket
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from penstock.errors import LinkClosedError, ProtocolError
+from penstock.hosts import agent_wire
+from penstock.hosts.agent_messages import AskResources, Ended, Heartbeat, KeepSpare, ToAgent, TouchMember
+from penstock.hosts.agent_wire import AgentWire
+
+Wires = tuple[AgentWire[ToAgent], AgentWire[ToAgent]]
+MESSAGES = [Heartbeat(), TouchMember(number=7, what="kill_now"), KeepSpare(threads=2), AskResources()]
+
+
+def wire_of(end: socket.socket) -> AgentWire[ToAgent]:
+    return AgentWire(end, ToAgent)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    pair = socket.socketpair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def bytes_of(*messages: msgspec.Struct) -> bytes:
+    encoded = [msgspec.json.encode(message) for message in messages]
+    return b"".join(len(each).to_bytes(4, "big") + each for each in encoded)
+
+
+def test_messages_come_as_they_were_sent(ends: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = map(wire_of, ends)
+    for message in MESSAGES:
+        sender.send(message)
+    assert receiver.receive() == MESSAGES
+    assert receiver.receive() == []
+    assert receiver.failure is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_messages_are_whole_however_the_bytes_are_cut(
+    ends: tuple[socket.socket, socket.socket], seed: int
+) -> None:
+    chance, receiver, received = random.Random(seed), wire_of(ends[1]), list[object]()
+    data = bytes_of(*MESSAGES * 5)
+    while data:
+        size = chance.randint(1, 9)
+        ends[0].sendall(data[:size])
+        data = data[size:]
+        received += receiver.receive()
+    assert received == MESSAGES * 5
+
+
+def test_what_is_not_taken_at_once_goes_later(ends: tuple[socket.socket, socket.socket]) -> None:
+    sender, receiver = map(wire_of, ends)
+    message = TouchMember(number=1, what="forget")
+    for _ in range(20_000):
+        sender.send(message)
+    assert not sender.flush(), "the kernel holds less than that"
+    received = 0
+    while received < 20_000:
+        received += len(receiver.receive())
+        sender.flush()
+    assert sender.flush()
+
+
+def test_a_peer_that_has_gone_is_told_behind_its_last_words(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    ends[0].sendall(bytes_of(*MESSAGES) + b"\0\0")
+    ends[0].close()
+    receiver = wire_of(ends[1])
+    assert receiver.receive() == MESSAGES
+    assert isinstance(receiver.failure, LinkClosedError)
+    receiver.send(Heartbeat())  # nobody hears it
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff\xff\xff\xff", b"\0\0\0\1{", bytes_of(Ended(number=1, exit_code=0)), b"GET / HTTP/1.1\r\n\r\n"],
+    ids=["length", "json", "other way", "http"],
+)
+def test_r15_who_speaks_otherwise_is_given_up(
+    ends: tuple[socket.socket, socket.socket], garbage: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_wire, "MAX_MESSAGE_BYTES", 1 << 20)
+    receiver = wire_of(ends[1])
+    ends[0].sendall(bytes_of(*MESSAGES) + garbage)
+    assert receiver.receive() == MESSAGES
+    assert isinstance(receiver.failure, ProtocolError)
+    assert receiver.failure.remedy
+    assert receiver.receive() == []
+
+
+def test_a_closed_wire_has_no_descriptor(ends: tuple[socket.socket, socket.socket]) -> None:
+    wire = wire_of(ends[0])
+    wire.close()
+    wire.close()
+    assert wire.fileno() == -1
+    assert wire.receive() == []

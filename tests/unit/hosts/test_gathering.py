@@ -1,0 +1,176 @@
+"""The hosts of an engine: who is waited for, who is let back in, and what an engine over hosts refuses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from penstock.config.hosts import HostsConfig
+from penstock.errors import PortInUseError, UnavailableError, UsageError
+from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
+from penstock.hosts.worker import Worker, WorkerSettings
+from penstock.process.link_ports import PortRange
+from penstock.trust.join_token import worker_token
+from real_servers import free_ports
+
+WAIT_S = 30.0
+
+
+def engine_of(directory: Path, **changed: Any) -> EngineConfig:
+    (port,) = free_ports(1)
+    cluster = HostsConfig(
+        hosts=2,
+        listen_workers=f"127.0.0.1:{port}",
+        join_token_file=str(directory / "token"),
+        host_name="tower",
+        state_dir=str(directory / "tower"),
+    )
+    given: dict[str, Any] = {
+        "parallel": ParallelConfig(pipeline_parallel_size=2),
+        "cluster": cluster,
+        **changed,
+    }
+    return EngineConfig(model=ModelConfig(model="demo"), **given)
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"parallel": ParallelConfig()}, "--hosts is 2, and the pipeline has 1 stage"),
+        ({"cache": CacheConfig(kv_store="/blocks")}, "for one host so far"),
+        ({"cache": CacheConfig(kv_host_bytes=1 << 20)}, "for one host so far"),
+    ],
+)
+def test_g1_an_engine_over_hosts_refuses_what_it_cannot_do_there(
+    tmp_path: Path, changed: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(UsageError, match=told) as caught:
+        open_hosts(engine_of(tmp_path, **changed), print)
+    assert caught.value.remedy
+    assert not (tmp_path / "token").exists()
+
+
+def test_one_host_is_there_at_once(tmp_path: Path) -> None:
+    alone = open_hosts(engine_of(tmp_path, cluster=HostsConfig()), print)
+    assert isinstance(alone, OneHost)
+    alone.gather([])
+    alone.admit()
+    alone.tend(0.0)
+    assert len(alone.hosts) == 1
+    alone.close()
+
+
+def test_an_address_that_is_taken_is_refused_with_a_remedy(tmp_path: Path) -> None:
+    engine = engine_of(tmp_path)
+    address = str(engine.cluster.listen_workers).rpartition(":")
+    with (
+        socket.create_server((address[0], int(address[2]))),
+        pytest.raises(PortInUseError, match=r"cannot listen for workers at 127\.0\.0\.1:") as caught,
+    ):
+        open_hosts(engine, print)
+    assert "--listen-workers" in caught.value.remedy
+
+
+class Joining:
+    """A head, and a worker in a thread that serves no rank."""
+
+    def __init__(self, directory: Path) -> None:
+        self.told: list[str] = []
+        self.said: list[str] = []
+        engine = engine_of(directory)
+        gathered = open_hosts(engine, self.told.append)
+        assert isinstance(gathered, GatheredHosts)
+        self.gathered = gathered
+        host, _, port = str(engine.cluster.listen_workers).rpartition(":")
+        self.settings = WorkerSettings(
+            head=(host, int(port)), name="desk", state=directory / "desk", ports=PortRange(0, 0)
+        )
+        self._token = directory / "token"
+        self._threads: list[threading.Thread] = []
+        self._stops: list[tuple[int, int]] = []
+
+    def start_worker(self) -> Callable[[], None]:
+        """Returns what ends it."""
+        reading, writing = os.pipe()
+        self._stops.append((reading, writing))
+
+        class Stop:
+            def fileno(self) -> int:
+                return reading
+
+        worker = Worker(self.settings, lambda: worker_token(self._token), self.said.append, Stop())
+        thread = threading.Thread(target=worker.run)
+        thread.start()
+        self._threads.append(thread)
+
+        def end() -> None:
+            os.write(writing, b"!")
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+        return end
+
+    def await_told(self, words: str) -> None:
+        for _ in range(round(WAIT_S / 0.05)):
+            if any(words in line for line in self.told):
+                return
+            self.gathered.admit()
+            for host in self.gathered.hosts.values():
+                host.resources()  # hears what has come
+            threading.Event().wait(0.05)
+        raise AssertionError(self.told)
+
+    def close(self) -> None:
+        self.gathered.close()
+        for thread, stop in zip(self._threads, self._stops, strict=True):
+            os.write(stop[1], b"!")
+            thread.join(WAIT_S)
+            for end in stop:
+                os.close(end)
+
+
+@pytest.fixture
+def joining(tmp_path: Path) -> Iterator[Joining]:
+    made = Joining(tmp_path)
+    yield made
+    made.close()
+
+
+def test_g1_the_head_says_what_to_type_and_waits_until_all_are_there(joining: Joining) -> None:
+    address = "{}:{}".format(*joining.settings.head)
+    assert joining.told == [
+        "waiting for 1 worker; on the other host type:\n"
+        f"  penstock worker --join {address} --join-token-file {joining._token}"
+    ]
+    joining.start_worker()
+    joining.gathered.gather([])
+    assert list(joining.gathered.hosts) == ["tower", "desk"]
+    assert [host.name for host in joining.gathered.hosts.resources()] == ["tower", "desk"]
+    assert "desk has joined from 127.0.0.1:" in joining.told[-1]
+
+
+def test_g1_a_worker_that_leaves_is_told_and_comes_back_as_the_same_host(joining: Joining) -> None:
+    end = joining.start_worker()
+    joining.gathered.gather([])
+    host = joining.gathered.hosts["desk"]
+    end()
+    joining.await_told("lost: the host desk: the other side has closed the connection.")
+    assert not host.is_there
+    joining.told.clear()
+    joining.start_worker()  # with its certificate: the token is used up
+    joining.await_told("desk has joined")
+    assert host.is_there
+
+
+def test_g1_nobody_is_waited_for_when_whoever_wanted_the_engine_is_gone(joining: Joining) -> None:
+    here, there = socket.socketpair()
+    there.close()
+    with here, pytest.raises(UnavailableError, match="is gone"):
+        joining.gathered.gather([here])

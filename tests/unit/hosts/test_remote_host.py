@@ -1,0 +1,290 @@
+"""A host elsewhere, asked over a wire: its agent does what the head asks, and takes no more than it may."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from fakes import FakeClock
+from hand_core import Crew
+from penstock.errors import ErrorInfo, ModelError, PeerError, StageLostError
+from penstock.families.registry import resolve_model_directory
+from penstock.faults import parse
+from penstock.hosts.agent import HEAD_LIMIT_S, Agent, AllowedNames
+from penstock.hosts.agent_messages import AgentHello, Hand, StartRank, ToAgent, ToHead
+from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.rank_host import LinkNeed, Parties, PlanNeed
+from penstock.hosts.remote_host import SILENCE_LIMIT_S, Cluster, RemoteHost
+from penstock.hosts.stream_ends import StreamInvitation
+from penstock.process.child import Alive, ChildFailed, Ready, WeightsLoaded
+from penstock.process.config import RankConfig, StoreConfig
+from penstock.process.control import Stop
+from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints
+from penstock.trust.credentials import Credentials
+from penstock.trust.peer_names import PeerName
+from rank_configs import make_rank_configs
+from stand_in_hosts import StandInHost, StandInMember
+
+MODEL, IDENTITY = "/models/on/the/head", b"identity"
+(FAULT,) = parse("rank.load@0:1=kill")
+LINK = LinkNeed(frame_bytes=64, num_frames=2)
+SECRET = Credentials(key_pem=b"key", certificate_pem=b"certificate", authority_pem=b"authority")
+
+
+def rank_config(stage: int = 1, **changed: Any) -> RankConfig:
+    """Of two stages, as the head has it."""
+    return make_rank_configs(resolve_model_directory("demo"), 2, model_path=MODEL, **changed)[stage]
+
+
+class Pair:
+    """A remote host at the head and the agent that serves it, each served by hand."""
+
+    def __init__(self) -> None:
+        ends = socket.socketpair()
+        self.own = StandInHost("desk", "ring", "tls")
+        self.clock = FakeClock()
+        self.allowed = AllowedNames()
+        self.models: dict[bytes, Path] = {IDENTITY: Path("/models/here")}
+        self.lost: list[PeerError] = []
+        agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
+        self.head_wire: AgentWire[ToHead] = AgentWire(ends[0], ToHead)
+        self.agent = Agent(self.own, agent_wire, self._locate, self.allowed, self.clock)
+        (hello,) = self.head_wire.receive()
+        assert isinstance(hello, AgentHello)
+        cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
+        cluster = msgspec.structs.replace(cluster, identify={MODEL: IDENTITY}.__getitem__)
+        self.host = RemoteHost(self.head_wire, "desk", hello, cluster, self.lost.append)
+
+    def serve(self) -> None:
+        """Let the agent do all that it was asked for."""
+        self.clock.advance(1.0)  # so that it waits for nothing
+        self.agent.serve()
+
+    def start(self, **changed: Any) -> tuple[Any, StandInMember]:
+        """A rank, as the head and as the agent's own host have it."""
+        config = rank_config(**changed)
+        member = self.host.start_rank(config, "stage 1", 1)
+        self.serve()
+        return member, self.own.members[-1]
+
+    def close(self) -> None:
+        self.host.close()
+        self.agent.close()
+
+    def _locate(self, identity: bytes) -> Path:
+        if identity not in self.models:
+            raise ModelError("this host does not have the model.")
+        return self.models[identity]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.close()
+
+
+def parties(peer_host: str, own: str = "rank-1", epoch: int = 3) -> Parties:
+    return Parties(epoch=epoch, own=own, peer="rank-0", peer_host=peer_host)
+
+
+def test_g1_what_a_member_says_and_how_it_ends_is_told(pair: Pair) -> None:
+    member, own = pair.start()
+    assert member.exit_code is None
+    own.say(WeightsLoaded(bytes_read=5, seconds=0.5, identity=b"i"))
+    own.say(Ready(epoch=0, rank=None))
+    pair.serve()
+    assert [type(event) for event in member.read_status()] == [WeightsLoaded, Ready]
+    assert (member.has_loaded, member.is_ready) == (True, True)
+    assert member.identity == "desk #1 on desk"
+    own.say(ChildFailed(error=ErrorInfo(kind="PenstockError", message="it broke.")))
+    own.leave(3)
+    pair.serve()
+    assert len(member.read_status()) == 1
+    assert (member.exit_code, member.end().message) == (3, "it broke.")
+    member.close()
+
+
+def test_r15_an_agent_takes_no_path_no_fault_and_no_store(pair: Pair) -> None:
+    pair.start(faults=[FAULT], store=StoreConfig(url="s3://x", quota_bytes=1, namespace=b"n"))
+    (rank,) = pair.own.ranks
+    assert (rank.model_path, rank.faults, rank.store, rank.host) == ("/models/here", [], None, "desk")
+
+
+def test_r15_the_head_sends_no_path() -> None:
+    sent = {field.name for field in msgspec.structs.fields(StartRank)}
+    assert sent == {"number", "rank", "name", "model"}
+
+
+def test_g1_a_model_that_the_host_does_not_have_is_said_by_its_rank(pair: Pair) -> None:
+    pair.models.clear()
+    member = pair.host.start_rank(rank_config(0), "stage 0", 0)
+    pair.serve()
+    member.read_status()
+    assert member.exit_code == 1
+    assert member.end().kind == "ModelError"
+    assert pair.own.members == []
+
+
+def test_g1_ends_within_the_host_are_made_without_a_round_trip(pair: Pair) -> None:
+    accepted = pair.host.accept("ring", LINK, parties("desk", "rank-2"))
+    joined = pair.host.join("ring", LINK, parties("desk"), accepted.invitation)
+    member, own = pair.start()
+    member.hand(RankEndpoints(epoch=3, plans=joined.endpoint, tokens=[accepted.endpoint]))
+    pair.serve()
+    (first, second) = (end for _, end in pair.own.made)
+    assert second.endpoint == first.invitation
+    assert own.handed == [RankEndpoints(epoch=3, plans=second.endpoint, tokens=[first.endpoint])]
+    assert isinstance(accepted.endpoint, HeldEnd)
+    accepted.delivered()
+    accepted.end()
+    joined.close()
+    pair.serve()
+    assert (first.happened, second.happened) == (["delivered", "end"], ["close"])
+
+
+def test_g1_an_end_for_another_host_says_where_it_listens(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = StreamInvitation(host="10.0.0.2", port=7701)
+
+    def accept(kind: str, need: object, given: Parties) -> object:
+        end = original(kind, LINK, given)
+        end.invitation = where  # type: ignore[misc]
+        return end
+
+    original = pair.own.accept
+    monkeypatch.setattr(pair.own, "accept", accept)
+    crew = Crew()
+    found: list[Any] = []
+    crew.start(lambda: found.append(pair.host.accept("tls", LINK, parties("tower"))))
+    while not pair.own.made:
+        pair.serve()
+    crew.join()
+    assert found[0].invitation == where
+    name = PeerName(cluster="0" * 32, host="desk", role="rank-1", epoch=3)
+    assert pair.allowed.issue(name) == SECRET
+
+
+def test_g1_an_end_that_cannot_be_made_is_refused_with_the_agents_words(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def accept(*given: object) -> None:
+        asked.append(given)
+        raise OSError(24, "Too many open files")
+
+    asked: list[object] = []
+    monkeypatch.setattr(pair.own, "accept", accept)
+    crew = Crew()
+    raised: list[BaseException] = []
+
+    def ask() -> None:
+        with pytest.raises(PeerError) as caught:
+            pair.host.accept("tls", LINK, parties("tower"))
+        raised.append(caught.value)
+
+    crew.start(ask)
+    while not asked:
+        pair.serve()
+    crew.join()
+    assert "Too many open files" in str(raised[0])
+
+
+def test_g1_a_member_that_needs_an_end_which_was_not_made_is_lost(pair: Pair) -> None:
+    member, own = pair.start()
+    member.hand(RankEndpoints(epoch=0, plans=HeldEnd(number=99), tokens=[]))
+    pair.serve()
+    member.read_status()
+    assert "end 99 of a connection was not made" in member.end().message
+    assert (own.handed, own.exit_code) == ([], -9)
+
+
+def test_messages_without_ends_are_handed_on_as_they_are(pair: Pair) -> None:
+    member, own = pair.start()
+    member.hand(Stop())
+    member.show_threads()
+    member.ask_to_leave()
+    member.kill_now()
+    pair.serve()
+    assert own.handed == [Stop()]
+    assert own.done == ["show_threads", "ask_to_leave", "kill_now"]
+    pair.host.tell(Hand(number=77, message=Stop()))  # to a member that has ended, and is forgotten
+    pair.serve()
+
+
+def test_a_spare_is_kept_where_the_head_wants_one(pair: Pair) -> None:
+    assert pair.host.keep_spare(3) == 0
+    pair.own.spare_bytes = 5
+    pair.serve()
+    pair.host.pump()
+    assert pair.host.keep_spare(3) == 5
+    assert pair.own.spares_kept == [3]
+
+
+def test_g1_members_are_lost_with_the_connection_and_a_new_one_serves_others(pair: Pair) -> None:
+    member, own = pair.start()
+    pair.agent.close()
+    assert member.read_status() == []
+    assert member.exit_code == 1
+    assert "the host desk is lost: the other side has closed the connection." in member.end().message
+    assert member.end().kind == StageLostError.__name__
+    assert own.done == ["kill_now", "close"], "the agent ends its ranks"
+    assert not pair.host.is_there
+    assert len(pair.lost) == 1
+    with pytest.raises(OSError, match="desk is lost"):
+        pair.host.start_rank(rank_config(0), "stage 0", 0)
+    member.close()
+    ends = socket.socketpair()
+    pair.host.attach(AgentWire(ends[0], ToHead), AgentHello(resources=pair.own.resources(), kinds=[]))
+    assert pair.host.is_there
+    assert pair.host.resources().name == "desk"
+    ends[1].close()
+
+
+def test_g1_a_silent_agent_is_lost_after_the_limit_and_not_by_a_supervisor_that_slept(pair: Pair) -> None:
+    member, _ = pair.start()
+    pair.host.tend(0.0)
+    pair.host.tend(100.0)  # the supervisor slept
+    assert pair.host.is_there
+    now = 100.0
+    while pair.host.is_there:
+        now += 1.0
+        pair.host.tend(now)
+    assert SILENCE_LIMIT_S < now - 100.0 <= SILENCE_LIMIT_S + 1.0
+    assert "has given no sign of life for 4.0 s" in member.end().message
+
+
+def test_g1_heartbeats_keep_both_sides_content(pair: Pair) -> None:
+    for second in range(100):
+        pair.host.tend(float(second))
+        pair.serve()
+    assert pair.host.is_there
+    assert pair.agent.failure is None
+
+
+def test_g1_a_silent_head_is_left_by_its_agent(pair: Pair) -> None:
+    for _ in range(round(HEAD_LIMIT_S)):
+        pair.serve()
+    assert pair.agent.failure is None
+    pair.serve()
+    pair.serve()
+    assert "the head has given no sign of life" in str(pair.agent.failure)
+
+
+def test_offers_within_the_host_are_its_own_and_to_others_what_its_agent_said(pair: Pair) -> None:
+    assert pair.host.offers(LINK, "desk") == ["ring"]
+    assert pair.host.offers(PlanNeed(), "tower") == ["ring", "tls"]
+
+
+def test_alive_is_enough_for_a_member_to_count_as_heard(pair: Pair) -> None:
+    member, own = pair.start()
+    own.say(Alive())
+    pair.serve()
+    member.read_status()
+    assert member.has_spoken
+    assert MemoryHandle(number=1) != HeldEnd(number=1)
