@@ -24,6 +24,7 @@ from penstock.cli.bench.offline import (
 from penstock.cli.bench.workload import BenchRequest
 from penstock.cli.program import run
 from penstock.cli.terminal import Invocation
+from penstock.config.hosts import HostsConfig
 from penstock.errors import PenstockError, UsageError
 from penstock.llm.llm import LLM
 
@@ -115,7 +116,7 @@ def test_engine_settings_become_arguments_of_the_offline_engine() -> None:
     assert arguments["num_blocks"] == 9
     assert arguments["dtype"] == "float32"
     assert arguments["inter_token_target_ms"] == 100.0  # that of a server
-    own = {"model", "distributed_executor_backend", "unknown"}
+    own = {"model", "distributed_executor_backend", "unknown", *HostsConfig.__struct_fields__}
     assert set(arguments) == set(signature(LLM).parameters) - own
 
 

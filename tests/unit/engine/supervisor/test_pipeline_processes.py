@@ -111,12 +111,8 @@ def test_each_rank_is_started_and_connected_by_its_host(replica: Replica) -> Non
 
 
 def test_r3_a_rank_that_is_lost_elsewhere_is_started_there_again(replica: Replica) -> None:
-    replica.processes.begin()
+    serve(replica)
     core, lost = replica.head.members[1], replica.other.members[0]
-    for member in (replica.head.members[0], lost):
-        member.say(WeightsLoaded(bytes_read=2, seconds=0.1))
-        member.say(Ready(rank=LOADED))
-    replica.hear()
     assert isinstance(replica.events[1], StageLoaded)
     assert {event.process for event in replica.events if isinstance(event, StageLoaded)} == {
         "attic #0",
@@ -155,8 +151,17 @@ def test_g1_the_ends_of_a_connection_know_who_is_at_them(replica: Replica) -> No
     assert {parties.epoch for parties in replica.other.parties} == {0}
 
 
-def test_g1_no_epoch_begins_before_a_host_that_is_lost_is_back(replica: Replica) -> None:
+def serve(replica: Replica) -> None:
+    """Let all stages load and be ready."""
     replica.processes.begin()
+    for member in (replica.head.members[0], replica.other.members[0]):
+        member.say(WeightsLoaded(bytes_read=2, seconds=0.1))
+        member.say(Ready(rank=LOADED))
+    replica.hear()
+
+
+def test_g1_no_epoch_begins_before_a_host_that_is_lost_is_back(replica: Replica) -> None:
+    serve(replica)
     replica.other.members[0].leave(1)
     replica.other.is_there = False
     for _ in range(3):
@@ -173,7 +178,7 @@ def test_g1_an_epoch_that_a_host_refuses_is_tried_again(
     def refuse(*given: object) -> None:
         raise WaitTimeoutError("the host cellar has not answered for 5 s.")
 
-    replica.processes.begin()
+    serve(replica)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(replica.other, "accept", refuse)
         replica.other.members[0].leave(1)
