@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from penstock.errors import CertificateError, LinkClosedError, PenstockError, ProtocolError
 from penstock.trust.conversation import WELCOME, Welcomed
@@ -38,25 +38,18 @@ def new_epoch_key() -> bytes:
     return secrets.token_bytes(KEY_BYTES)
 
 
-class DialledChallenge:
-    """The side that has connected; a `Conversation`.
+class _Challenge:
+    """What both sides do with bytes: a message is as long as `_needed` says, and goes to `_next` once whole.
 
     Args:
-        key: of the epoch.
-        own, peer: names of this process and of the one that it wants to reach.
+        needed, take: of the first message that this side waits for.
     """
 
-    def __init__(self, key: bytes, own: PeerName, peer: PeerName) -> None:
-        _require_key(key)
-        self.peer = peer
+    def __init__(self, key: bytes, needed: int, take: Callable[[bytes], None]) -> None:
+        assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
         self._key = key
-        self._names = (own, peer)
-        self._nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._buffer = b""
-        self._needed = _NONCE_BYTES + _PROOF_BYTES
-        self._next = self._take_proof
-        name = own.uri.encode()
-        self._outgoing = OPENING + self._nonce + len(name).to_bytes(2, "big") + name
+        self._buffer = self._outgoing = b""
+        self._needed, self._next = needed, take
 
     @property
     def wanted(self) -> int:
@@ -78,6 +71,23 @@ class DialledChallenge:
 
     def abandon(self) -> None:
         self._needed = len(self._buffer)
+
+
+class DialledChallenge(_Challenge):
+    """The side that has connected; a `Conversation`.
+
+    Args:
+        key: of the epoch.
+        own, peer: names of this process and of the one that it wants to reach.
+    """
+
+    def __init__(self, key: bytes, own: PeerName, peer: PeerName) -> None:
+        super().__init__(key, _NONCE_BYTES + _PROOF_BYTES, self._take_proof)
+        self.peer = peer
+        self._names = (own, peer)
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        name = own.uri.encode()
+        self._outgoing = OPENING + self._nonce + len(name).to_bytes(2, "big") + name
 
     def _take_proof(self, message: bytes) -> None:
         nonces = self._nonce + message[:_NONCE_BYTES]
@@ -91,7 +101,7 @@ class DialledChallenge:
         Welcomed().receive(message)
 
 
-class AcceptedChallenge:
+class AcceptedChallenge(_Challenge):
     """The side that was connected to; a `Conversation`.
 
     Args:
@@ -104,38 +114,12 @@ class AcceptedChallenge:
     """
 
     def __init__(self, key: bytes, own: PeerName, expected: Collection[PeerName]) -> None:
-        _require_key(key)
+        super().__init__(key, _HEAD_BYTES, self._take_head)
         self.peer: PeerName
-        self._key = key
         self._own = own
         self._expected = {name.uri.encode(): name for name in expected}
         self._dialler: PeerName
         self._nonces = b""
-        self._buffer = b""
-        self._needed = _HEAD_BYTES
-        self._next = self._take_head
-        self._outgoing = b""
-
-    @property
-    def wanted(self) -> int:
-        return self._needed - len(self._buffer)
-
-    def take_outgoing(self) -> bytes:
-        outgoing, self._outgoing = self._outgoing, b""
-        return outgoing
-
-    def receive(self, data: bytes) -> None:
-        self._buffer += data
-        if self.wanted:
-            return
-        message, self._buffer, self._needed = self._buffer, b"", 0
-        self._next(message)
-
-    def end_of_stream(self) -> None:
-        raise _closed()
-
-    def abandon(self) -> None:
-        self._needed = len(self._buffer)
 
     def _take_head(self, message: bytes) -> None:
         if not message.startswith(OPENING):
@@ -175,10 +159,6 @@ def _proof(key: bytes, role: bytes, nonces: bytes, names: tuple[PeerName, PeerNa
     """Names hold no line end, and nonces have a fixed length: one text has one meaning."""
     dialler, accepter = (name.uri.encode() for name in names)
     return hmac.digest(key, b"\n".join((OPENING + role, dialler, accepter, nonces)), "sha256")
-
-
-def _require_key(key: bytes) -> None:
-    assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
 
 
 def _not_proved() -> PenstockError:
