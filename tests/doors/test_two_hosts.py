@@ -13,33 +13,19 @@ import psutil
 import pytest
 
 from checkpoints import make_checkpoint
-from penstock import LLM, SamplingParams
+from linked_engines import make_llm, tokens
+from penstock import LLM
 from real_servers import free_ports
 from served import title_of, wait_until
 
 pytestmark = pytest.mark.doors  # as people start it: a worker is a program of its own
 HEAD = "127.0.0.2"
 LINK_PORTS = "27701-27999"
-PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(4)]
-SAMPLINGS = [
-    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True),
-]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=150, seed=3)
-
-
-def make_llm(model: Path, backend: str = "mp", **settings: Any) -> LLM:
-    return LLM(
-        str(model),
-        dtype="float32",
-        threads_per_rank=1,
-        distributed_executor_backend=backend,  # type: ignore[arg-type]
-        **settings,
-    )
 
 
 class TwoHosts:
@@ -113,12 +99,6 @@ def two_hosts(tmp_path: Path, model: Path) -> Iterator[TwoHosts]:
         yield hosts
     finally:
         hosts.close()
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    return [
-        output.outputs[0].token_ids for sampling in SAMPLINGS for output in llm.generate(PROMPTS, sampling)
-    ]
 
 
 @pytest.fixture(scope="module")

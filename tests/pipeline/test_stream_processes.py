@@ -11,17 +11,11 @@ import pytest
 
 from checkpoints import make_checkpoint
 from disturbed import started_processes
+from linked_engines import make_llm, tokens
 from paths import REPOSITORY
-from penstock import LLM, SamplingParams
 from penstock.process import entry_points
 from served import title_of
 from stream_supervisor import ENVIRONMENT, MODULE
-
-PROMPTS = [{"prompt_token_ids": [(7 * i + 3 * j) % 90 for j in range(5 + 11 * i)]} for i in range(4)]
-SAMPLINGS = [
-    SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
-    SamplingParams(temperature=0.9, seed=7, max_tokens=12, ignore_eos=True),
-]
 
 
 @pytest.fixture(scope="module")
@@ -37,22 +31,6 @@ def streams(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv(ENVIRONMENT, request.param)
     monkeypatch.setattr(entry_points, "SUPERVISOR", MODULE)
-
-
-def make_llm(model: Path, backend: str = "mp", **layout: Any) -> LLM:
-    return LLM(
-        str(model),
-        dtype="float32",
-        threads_per_rank=1,
-        distributed_executor_backend=backend,  # type: ignore[arg-type]
-        **layout,
-    )
-
-
-def tokens(llm: LLM) -> list[list[int]]:
-    return [
-        output.outputs[0].token_ids for sampling in SAMPLINGS for output in llm.generate(PROMPTS, sampling)
-    ]
 
 
 def stages() -> list[psutil.Process]:
