@@ -65,6 +65,10 @@ class Pair:
         self.clock.advance(1.0)  # so that it waits for nothing
         self.agent.serve()
 
+    def serve_who_asks(self) -> None:
+        """Let the agent wait for another thread, which asks. Time stands still: no silence is too long."""
+        self.agent.serve()
+
     def start(self, **changed: Any) -> tuple[Any, StandInMember]:
         """A rank, as the head and as the agent's own host have it."""
         config = rank_config(**changed)
@@ -164,7 +168,7 @@ def test_g1_an_end_for_another_host_says_where_it_listens(
     found: list[Any] = []
     crew.start(lambda: found.append(pair.host.accept("tls", LINK, parties("tower"))))
     while not pair.own.made:
-        pair.serve()
+        pair.serve_who_asks()
     crew.join()
     assert found[0].invitation == where
     name = PeerName(cluster="0" * 32, host="desk", role="rank-1", epoch=3)
@@ -190,7 +194,7 @@ def test_g1_an_end_that_cannot_be_made_is_refused_with_the_agents_words(
 
     crew.start(ask)
     while not asked:
-        pair.serve()
+        pair.serve_who_asks()
     crew.join()
     assert "Too many open files" in str(raised[0])
 
