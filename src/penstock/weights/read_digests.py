@@ -144,12 +144,17 @@ class _Aside:
 
 def _do(calls: SimpleQueue[Callable[[], None] | None], ends: SimpleQueue[Exception | None]) -> None:
     while (call := calls.get()) is not None:
-        try:
-            call()
-        except Exception as error:
-            ends.put(error)
-        else:
-            ends.put(None)
+        error = _error_of(call)
+        del call  # it holds the bytes: whoever hears of the end may let go of them
+        ends.put(error)
+
+
+def _error_of(call: Callable[[], None]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
 
 
 def record(name: str, digest: bytes) -> bytes:

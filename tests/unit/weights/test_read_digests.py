@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 
 import pytest
 
@@ -44,6 +45,16 @@ def test_a_changed_tensor_is_told_from_beside_and_so_is_what_the_reader_finds() 
         pass
     with pytest.raises(ZeroDivisionError), digests.beside("f", "c", 0, content):
         1 / 0  # noqa: B018
+
+
+def test_nobody_holds_bytes_that_were_digested_beside() -> None:
+    digests, memory = ReadDigests(), memoryview(bytes(ASIDE_BYTES))
+    held = weakref.ref(memory)
+    with digests.beside("f", "a", 0, memory):
+        pass
+    del memory
+    assert held() is None
+    digests.finish()
 
 
 def test_a_repeated_read_adds_nothing() -> None:
