@@ -149,7 +149,7 @@ def test_https_is_served_announced_and_trusted_by_name(tmp_path: Path) -> None:
     files = ("--ssl-certfile", made.certfile, "--ssl-keyfile", made.keyfile)
     with Served(*DEMO, *files) as served:
         assert served.url.startswith("https://127.0.0.1:")
-        assert f"Try: curl {served.url}/v1/chat/completions" in served.output
+        wait_until(lambda: f"Try: curl {served.url}/v1/chat/completions" in served.output, 20)
         words = ["chat", "--url", served.url, "--quick", "ROMEO:", "--max-tokens", "4"]
         for trusted, code in ((["--ca-file", made.ca_file], 0), ([], 5)):
             client = subprocess.run(
