@@ -125,7 +125,7 @@ def test_r1_r13_another_api_process_takes_the_next_connection_and_orphans_end(nu
         with contextlib.suppress(http.client.HTTPException, OSError):
             assert len(list(orphan)) < NUM_TOKENS - 1, "it was cut"
         assert [*Stream(server, REQUESTS[1])] == server.golden[1], "it waited in the socket that all inherit"
-        assert re.search(r"recovered in \d+\.\d s   API process", server.output)
+        wait_until(lambda: re.search(r"recovered in \d+\.\d s   API process", server.output), 30)
         assert pids(server, API) == others
         wait_until(lambda: server.metric("penstock_num_requests_running") == 0, 10)
         assert server.metric("penstock_kv_cache_usage_perc") == 0

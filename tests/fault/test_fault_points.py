@@ -44,7 +44,7 @@ def test_r4_i14_a_stage_that_breaks_at_an_exact_place_costs_no_token(
     with Served("demo", "--pp", "2", *flags, env={"PENSTOCK_FAULTS": fault}) as served:
         streams = [Stream(served, request | {"max_tokens": TOKENS}) for request in REQUESTS]
         assert [[*stream] for stream in streams] == golden
-        assert "recovered in" in served.output
+        wait_until(lambda: "recovered in" in served.output, 30)
         if fault.endswith("=raise"):
             assert "InjectedError: a fault at stage.forward" in served.output
         if fault.endswith("=hang"):
