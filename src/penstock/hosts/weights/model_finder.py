@@ -94,9 +94,7 @@ class ModelFinder:
         client.fetch(identity, parts, _SmallFileSink(self._cache))
         return files
 
-    def _found(
-        self, client: WeightClient, identity: bytes, groups: Sequence[TensorGroup]
-    ) -> dict[str, Path]:
+    def _found(self, client: WeightClient, identity: bytes, groups: Sequence[TensorGroup]) -> dict[str, Path]:
         """Return the files of the tensors that are here, whole groups of them.
 
         The head is asked for digests of those alone that may be here: it may have to read them.

@@ -148,9 +148,7 @@ class ModelSupply:
 class _Progress:
     """How much has been fetched for a rank; implements `Notes`."""
 
-    def __init__(
-        self, job: _Job, put: Callable[[Delivery | str], None], clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, job: _Job, put: Callable[[Delivery | str], None], clock: Callable[[], float]) -> None:
         self._job = job
         self._put = put
         self._clock = clock

@@ -17,7 +17,11 @@ from penstock.hosts.weights.weight_wire import Description, SmallFile, TensorSha
 from penstock.kvstore.names import model_identity
 from penstock.weights.checkpoint import Checkpoint, TensorEntry
 
-SMALL_FILES = ("config.json", "generation_config.json", "tokenizer.json")  # all that ranks read beside weights
+SMALL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+)  # all that ranks read beside weights
 MAX_SMALL_BYTES = 64 << 20
 
 

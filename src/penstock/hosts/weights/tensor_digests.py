@@ -141,6 +141,4 @@ class TensorDigests:
 
 def _unreadable(entry: TensorEntry, error: OSError) -> CheckpointError:
     found = error.strerror or "an error"
-    return CheckpointError(
-        file=entry.path.name, tensor=entry.name, expected="a readable file", found=found
-    )
+    return CheckpointError(file=entry.path.name, tensor=entry.name, expected="a readable file", found=found)

@@ -139,9 +139,7 @@ class WeightCache:
             small: digests of small files by name.
             tensors: the file that has each tensor.
         """
-        links: dict[str, Path] = {
-            name: Path("../../files") / digest.hex() for name, digest in small.items()
-        }
+        links: dict[str, Path] = {name: Path("../../files") / digest.hex() for name, digest in small.items()}
         weight_map: dict[str, str] = {}
         of_path: dict[Path, str] = {}
         for tensor, path in tensors.items():

@@ -23,8 +23,8 @@ from penstock.hosts.weights.weight_wire import (
     MAX_ASKED_BYTES,
     PIECE_BYTES,
     STALL_S,
-    Asked,
     AskDigests,
+    Asked,
     AskModel,
     AskParts,
     Refused,
@@ -55,7 +55,9 @@ class WeightServer:
     def serve(self, connection: socket.socket, host: str) -> None:
         """Serve a connection of a worker until the worker closes it. Does not wait for anything."""
         wire = WeightWire(connection, self._stall_s)
-        thread = threading.Thread(target=self._run, args=(wire, host), name=f"weights for {host}", daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(wire, host), name=f"weights for {host}", daemon=True
+        )
         with self._mutex:
             if self._is_closed or self._of_host[host] >= MAX_CONNECTIONS:
                 wire.close()
@@ -150,7 +152,7 @@ class _Conversation:
 
 
 def _checked(model: ServedModel, asked: AskDigests | AskParts) -> Iterator[TensorEntry]:
-    """Yield the tensors that are asked for; raise before anything is sent where there are none of the name."""
+    """Yield the tensors that are asked for; raise where there is none of a name, before anything is sent."""
     if isinstance(asked, AskParts):
         for name in asked.files:
             model.small_file(name)
