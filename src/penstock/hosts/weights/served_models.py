@@ -82,13 +82,26 @@ class ServedModels:
     def __init__(self, digests: TensorDigests) -> None:
         self.digests = digests
         self._directories: dict[bytes, Path] = {}
+        self._identities: dict[str, bytes] = {}  # by directory, of the supervisor's thread alone
         self._mutex = threading.Lock()
 
     def identify(self, path: str) -> bytes:
-        """Return the identity of the model in a directory of the head, and serve the model from now on."""
-        identity = model_identity(Path(path))
+        """Return the identity of the model in a directory of the head, and serve the model from now on.
+
+        Where its files can no longer be read it is what it was: a worker may have a copy.
+
+        Raises:
+            ModelError: they cannot be read, and never could.
+        """
+        try:
+            identity = model_identity(Path(path))
+        except ModelError:
+            if path not in self._identities:
+                raise
+            return self._identities[path]
         with self._mutex:
             self._directories[identity] = Path(path)
+        self._identities[path] = identity
         return identity
 
     def open(self, identity: bytes) -> ServedModel:

@@ -142,7 +142,7 @@ class WeightCache:
         links: dict[str, Path] = {name: Path("../../files") / digest.hex() for name, digest in small.items()}
         weight_map: dict[str, str] = {}
         of_path: dict[Path, str] = {}
-        for tensor, path in tensors.items():
+        for tensor, path in sorted(tensors.items()):  # the same tensors give the same directory
             if path not in of_path:
                 of_path[path] = f"weights-{len(of_path) + 1:05d}{_SUFFIX}"
                 is_ours = path.parent == self._directory / "tensors"

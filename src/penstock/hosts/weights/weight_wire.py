@@ -241,7 +241,7 @@ def _lost(error: OSError) -> PeerError:
         return error
     if isinstance(error, TimeoutError):
         return WaitTimeoutError("the other side of a connection for weights has stopped.")
-    return LinkClosedError(f"a connection for weights is broken: {refusal(error).message}")
+    return LinkClosedError(f"weights do not come any more: {refusal(error).message}")
 
 
 def _other_version(what: str) -> ProtocolError:
