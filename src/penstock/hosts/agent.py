@@ -136,7 +136,8 @@ class Agent:
         for delivery in self._models.take():
             self._deliver(delivery)
         self._keep_alive()
-        return sources - {self._wire, self._models}
+        own: set[Waitable] = {self._wire, self._models}
+        return sources - own
 
     def _keep_alive(self) -> None:
         now = self._clock()

@@ -22,7 +22,7 @@ SMALL_FILES = (
     "generation_config.json",
     "tokenizer.json",
 )  # all that ranks read beside weights
-MAX_SMALL_BYTES = 64 << 20
+MAX_SMALL_BYTES = 256 << 20  # as `grammar.matcher` takes of a tokenizer
 
 
 class ServedModel:
