@@ -141,7 +141,7 @@ class WeightWire:
         self._fill(memoryview(content))
         try:
             return msgspec.msgpack.decode(content, type=kind)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise _other_version(f"a message that cannot be read: {error}") from error
 
     def ask(self, message: msgspec.Struct, kind: type[Message]) -> Message:
