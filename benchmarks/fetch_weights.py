@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -51,7 +52,13 @@ from rank_configs import make_rank_configs
 
 BAR = 0.9  # of the copy
 SUBJECTS = ("fetch", "copy", "bytes alone")
-SIZES = {"hidden_size": 1024, "intermediate_size": 4096, "heads": 16, "kv_heads": 16, "vocab_size": 4096}
+SIZES: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "heads": 16,
+    "kv_heads": 16,
+    "vocab_size": 4096,
+}
 
 
 class Served(msgspec.Struct):
