@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from clusters import HEAD_HOST, VERSION, Cluster
-from penstock.errors import CertificateError, PeerError, ProtocolError
+from penstock.errors import CertificateError, JoinError, PeerError, ProtocolError, WrongClusterError
 from penstock.hosts import worker_gate
 from penstock.hosts.agent_messages import AgentHello, AskResources, Heartbeat, ToAgent
 from penstock.hosts.agent_wire import AgentWire
@@ -124,9 +124,17 @@ def test_g1_a_worker_that_has_joined_opens_connections_for_weights_beside_its_wi
     wire.close()
 
 
-@pytest.mark.parametrize("why", ["it has left", "it is revoked", "it is a rank", "it is of another cluster"])
-def test_r15_nobody_else_gets_weights(gate: Gate, tmp_path: Path, why: str) -> None:
-    gate.join().close()
+@pytest.mark.parametrize(
+    ("why", "error"),
+    [
+        ("it has left", JoinError),
+        ("it is revoked", CertificateError),
+        ("it is a rank", ProtocolError),
+        ("it is of another cluster", WrongClusterError),
+    ],
+)
+def test_r15_nobody_else_gets_weights(gate: Gate, tmp_path: Path, why: str, error: type[PeerError]) -> None:
+    wire = gate.join()
     if why == "it has left":
         gate.gate.leave("desk")
     elif why == "it is revoked":
@@ -139,8 +147,10 @@ def test_r15_nobody_else_gets_weights(gate: Gate, tmp_path: Path, why: str) -> N
     with pytest.raises(PeerError):
         gate.fetch().close()
     gate.await_news()
-    assert [type(error) for _, error in gate.gate.take_refused()] != []
+    ((_, refused),) = gate.gate.take_refused()
+    assert type(refused) is error
     assert gate.fetching.empty()
+    wire.close()
 
 
 def test_r15_a_worker_gives_no_name_of_a_tensor_to_another_head(gate: Gate) -> None:

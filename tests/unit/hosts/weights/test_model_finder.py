@@ -75,7 +75,7 @@ def at(path: Path, rank: RankConfig, identity: bytes) -> RankConfig:
     return msgspec.structs.replace(rank, model_path=str(path), model_identity=identity)
 
 
-FAMILIES: list[tuple[Family, dict[str, Any], dict[str, Any]]] = [
+FAMILIES: list[Any] = [
     ("llama", {}, {}),
     ("llama", {"tied": True}, {}),
     ("llama", {"tied": True}, {"tied_head": "transfer"}),
@@ -83,6 +83,7 @@ FAMILIES: list[tuple[Family, dict[str, Any], dict[str, Any]]] = [
     ("mixtral", {}, {"tp": (2, 2), "expert_parallel": True}),
     ("qwen2_moe", {}, {}),
     ("qwen3_moe", {}, {"quantization": "int8"}),
+    pytest.param("llama", {"tied": True}, {"model_impl": "transformers"}, marks=pytest.mark.soak),
 ]
 
 
@@ -363,3 +364,12 @@ def test_a_view_that_was_touched_is_made_anew(
     (path / "config.json").write_text("{}")
     assert worker.find(rank) == path
     assert (path / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+def test_g1_a_head_whose_files_are_gone_knows_the_identity_of_its_model_still(
+    tmp_path: Path, head: WeightHead, model: Path
+) -> None:
+    shutil.rmtree(model)
+    assert head.served.identify(str(model)) == head.identity
+    with pytest.raises(ModelError):
+        head.served.identify(str(tmp_path / "another"))

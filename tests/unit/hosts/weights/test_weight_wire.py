@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
@@ -140,10 +141,11 @@ def test_r15_garbage_harms_no_head(head: WeightHead, seed: int) -> None:
         data[chance.randrange(len(data))] = chance.randrange(256)
     stranger = head.connect()
     stranger.settimeout(30.0)
-    stranger.sendall(data)
-    stranger.shutdown(socket.SHUT_WR)
-    while stranger.recv(1 << 16):
-        pass
+    with contextlib.suppress(ConnectionError):  # it may close before it has read all
+        stranger.sendall(data)
+        stranger.shutdown(socket.SHUT_WR)
+        while stranger.recv(1 << 16):
+            pass
     stranger.close()
     client = WeightClient(head.connect, Cancellation())
     assert client.describe(head.identity).tensors
