@@ -34,10 +34,12 @@ class TwoHosts:
     Attributes:
         llm: the engine, once `start` has returned.
         worker: the process of the worker.
+        models_dir: of the worker.
     """
 
     def __init__(self, directory: Path, model: Path) -> None:
         self._directory, self._model = directory, model
+        self.models_dir = model.parent
         (self._port,) = free_ports(1)
         self._token = directory / "token"
         self._made: list[LLM | BaseException] = []
@@ -53,7 +55,7 @@ class TwoHosts:
 
     def start_worker(self) -> None:
         words = ["worker", "--join", f"{HEAD}:{self._port}", "--join-token-file", str(self._token)]
-        words += ["--name", "desk", "--models-dir", str(self._model.parent), "--link-ports", LINK_PORTS]
+        words += ["--name", "desk", "--models-dir", str(self.models_dir), "--link-ports", LINK_PORTS]
         words += ["--state-dir", str(self._directory / "desk")]
         self.worker = psutil.Popen(
             [sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True
@@ -67,12 +69,19 @@ class TwoHosts:
         ]
         return [child for child in children if "penstock stage" in title_of(child)]
 
-    def close(self) -> None:
+    def stop(self) -> str:
+        """End both sides; what the worker has said."""
         for llm in self._made:
             if isinstance(llm, LLM):
                 llm.shutdown()
+        self._made.clear()
         self.worker.terminate()
-        self.worker.communicate(timeout=30)
+        said, _ = self.worker.communicate(timeout=30)
+        return str(said)
+
+    def close(self) -> None:
+        if self._made or self.worker.poll() is None:
+            self.stop()
 
     def _make(self, **settings: Any) -> None:
         try:
@@ -137,3 +146,20 @@ def test_g1_r4_a_worker_that_is_killed_and_started_again_is_taken_back(
     two_hosts.worker.communicate()
     two_hosts.start_worker()
     assert tokens(two_hosts.llm) == expected
+
+
+def test_g1_a_worker_without_the_models_files_fetches_its_tensors_once(
+    two_hosts: TwoHosts, tmp_path: Path, expected: list[list[int]]
+) -> None:
+    two_hosts.models_dir = tmp_path / "models"
+    two_hosts.models_dir.mkdir()
+    two_hosts.start(pipeline_parallel_size=3)
+    assert tokens(two_hosts.llm) == expected
+    (victim,) = two_hosts.stages(remote=True)
+    victim.kill()
+    assert tokens(two_hosts.llm) == expected
+    said = two_hosts.stop()
+    assert said.count("fetched") == 1
+    two_hosts.start(pipeline_parallel_size=3)
+    assert tokens(two_hosts.llm) == expected
+    assert "fetch" not in two_hosts.stop()

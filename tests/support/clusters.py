@@ -15,7 +15,7 @@ from penstock.trust.admission import AdmissionBook
 from penstock.trust.conversation import Conversation
 from penstock.trust.credentials import Credentials
 from penstock.trust.door import DEFAULT_LIMITS, Door, DoorLimits
-from penstock.trust.head_join import ConnectedHosts, HeadDesk, HeadJoin
+from penstock.trust.head_join import ConnectedHosts, HeadConversation, HeadDesk, HeadJoin
 from penstock.trust.identity import ClusterIdentity
 from penstock.trust.join_token import JoinToken
 from penstock.trust.peer_names import AGENT_ROLE, PeerName
@@ -124,7 +124,9 @@ class ServedDoor:
         entered: names of the hosts that came in with their certificate, in order.
     """
 
-    def __init__(self, door: Door[HeadJoin], address: tuple[str, int], refused: list[PenstockError]) -> None:
+    def __init__(
+        self, door: Door[HeadConversation], address: tuple[str, int], refused: list[PenstockError]
+    ) -> None:
         self.address = address
         self.refused = refused
         self.entered: list[str] = []

@@ -120,7 +120,7 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ("worker",): CommandHelp(
         "penstock worker --join ADDRESS:PORT [flags]",
         "Let this host serve stages of a model whose head is elsewhere.",
-        "penstock worker --join 10.0.0.1:7700 --join-token-file token --models-dir ~/models",
+        "penstock worker --join 10.0.0.1:7700 --join-token-file token",
     ),
     ("plan",): CommandHelp(
         "penstock plan MODEL --pp N [flags]",

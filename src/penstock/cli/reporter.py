@@ -72,7 +72,8 @@ class LoadingLine:
 def _share(event: LoadProgress) -> str:
     done = event.done_bytes / max(1, event.total_bytes)
     filled = int(10 * done)
-    return f"{event.name} [{'#' * filled}{'.' * (10 - filled)}] {megabytes(event.total_bytes)}"
+    name = event.name if event.what == "loading" else f"{event.name} {event.what}"
+    return f"{name} [{'#' * filled}{'.' * (10 - filled)}] {megabytes(event.total_bytes)}"
 
 
 class ServeReporter:

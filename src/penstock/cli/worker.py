@@ -34,6 +34,9 @@ def worker(
     models_dir: Annotated[
         Path | None, flag("with models, in it or below", "--models-dir", group=_GROUP)
     ] = None,
+    weights_cache: Annotated[
+        Path | None, flag("where fetched weights are kept", "--weights-cache", group=_GROUP)
+    ] = None,
     insecure_links: Annotated[
         bool, flag("links in plain text; the head must say so too", "--insecure-links", group=_GROUP)
     ] = False,
@@ -76,6 +79,7 @@ def worker(
         address=address,
         ports=PortRange.parse(link_ports),
         models=[] if models_dir is None else [models_dir],
+        weights=weights_cache,
         is_plain=insecure_links,
     )
     require_host_name(settings.name)

@@ -3,7 +3,7 @@
 It has a host of its own (`hosts.local`) and does there what the head asks for over a wire
 (`hosts.agent_messages`), as the supervisor does on the head. It is torch-free.
 
-What it takes from the head are numbers and names. A model is looked up on its own disk (`locate`),
+What it takes from the head are numbers and names. A model is looked up by its identity (`hosts.weights`),
 faults and stores are not taken at all, and links are proved as its own command line says, not as the head
 likes (`hosts.link_streams`).
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -44,14 +43,14 @@ from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import HostEnd, PlanNeed, RankHost
+from penstock.hosts.weights.model_supply import Delivery, Models
 from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
-from penstock.process.control import ControlMessage
+from penstock.process.control import ControlMessage, UseModel
 from penstock.process.endpoints import HeldEnd
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
-Locate = Callable[[bytes], Path]  # where this host has the model of an identity; raises PenstockError
 HEARTBEAT_S = 1.0
 HEAD_LIMIT_S = (
     30.0  # of silence: the supervisor may be busy for a while, and a head that died is seen at once
@@ -82,7 +81,7 @@ class Agent:
     Args:
         host: the own one.
         wire: to the head. Belongs to the agent, as the members do.
-        locate: finds the model of a rank on this host.
+        models: gets ranks their weights; belongs to the agent.
         allowed: takes the credentials that the head sends.
         clock: monotonic seconds.
     """
@@ -91,16 +90,17 @@ class Agent:
         self,
         host: RankHost,
         wire: AgentWire[ToAgent],
-        locate: Locate,
+        models: Models,
         allowed: AllowedNames,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._host = host
         self._wire = wire
-        self._locate = locate
+        self._models = models
         self._allowed = allowed
         self._watch = MemberWatch(self._tell_event)
         self._watch.watch(wire)
+        self._watch.watch(models)
         self._members: dict[int, Member] = {}
         self._ends: dict[int, HostEnd] = {}
         self._spare_bytes = -1
@@ -133,8 +133,11 @@ class Agent:
             self._obey(message)
         for member in members:
             self._hear(member)
+        for delivery in self._models.take():
+            self._deliver(delivery)
         self._keep_alive()
-        return sources - {self._wire}
+        own: set[Waitable] = {self._wire, self._models}
+        return sources - own
 
     def _keep_alive(self) -> None:
         now = self._clock()
@@ -151,6 +154,7 @@ class Agent:
         self._ends.clear()
         self._watch.close()
         self._members.clear()
+        self._models.close()
         self._host.close()
         self._wire.close()
 
@@ -179,16 +183,31 @@ class Agent:
     def _start(
         self, message: StartRank | StartMeasuring, rank: RankConfig, start: Callable[[RankConfig], Member]
     ) -> None:
-        """Start a process with what this host takes of a rank's config, or say why not."""
+        """Start a process with what this host takes of a rank's config, or say why not. It imports what it
+        needs while its weights are sought, and then waits for them."""
         number = message.number
+        own = msgspec.structs.replace(
+            rank, model_path="", model_identity=b"", faults=[], store=None, host=self._host.name
+        )
         try:
-            path = str(self._locate(message.model))
-            own = msgspec.structs.replace(rank, model_path=path, faults=[], store=None, host=self._host.name)
             member = self._members[number] = self._watch.add(start(own))
         except (PenstockError, OSError) as error:
             self._wire.send(Ended(number=number, exit_code=1, error=_info(error)))
             return
         self._wire.send(Started(number=number, identity=member.identity))
+        self._models.seek(number, message.model, own)
+
+    def _deliver(self, delivery: Delivery) -> None:
+        """Give a rank its weights, or end it where they cannot be had."""
+        member, news = self._members.get(delivery.number), delivery.news
+        if member is None:
+            return  # it has ended meanwhile
+        if isinstance(news, PenstockError):
+            self._end_member(delivery.number, member, news)
+        elif isinstance(news, UseModel):
+            member.hand(news)
+        else:
+            self._wire.send(Said(number=delivery.number, event=news))
 
     def _start_rank(self, message: StartRank, rank: RankConfig) -> Member:
         return self._host.start_rank(rank, message.name, message.number)
@@ -216,10 +235,7 @@ class Agent:
         try:
             member.hand(self._resolved(message.message))
         except PenstockError as error:
-            member.kill_now()
-            member.await_end()
-            self._forget(message.number)
-            self._wire.send(Ended(number=message.number, exit_code=1, error=error.info()))
+            self._end_member(message.number, member, error)
 
     def _touch_member(self, message: TouchMember) -> None:
         member = self._members.get(message.number)
@@ -236,7 +252,15 @@ class Agent:
         else:
             member.kill_now()
 
+    def _end_member(self, number: int, member: Member, error: PenstockError) -> None:
+        """End a member that cannot have what it needs, and tell why."""
+        member.kill_now()
+        member.await_end()
+        self._forget(number)
+        self._wire.send(Ended(number=number, exit_code=1, error=error.info()))
+
     def _forget(self, number: int) -> None:
+        self._models.forget(number)
         self._watch.reap(self._members.pop(number))
 
     def _make_end(self, message: Accept | Join) -> None:

@@ -25,14 +25,17 @@ from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Waitable
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.remote_host import Cluster, RemoteHost
+from penstock.hosts.weights.served_models import ServedModels
+from penstock.hosts.weights.tensor_digests import TensorDigests
+from penstock.hosts.weights.weight_server import WeightServer
 from penstock.hosts.worker_gate import JoinedWorker, WorkerGate
-from penstock.kvstore.names import model_identity
 from penstock.process.link_ports import PortRange
 from penstock.trust.admission import AdmissionBook
 from penstock.trust.door import Door
-from penstock.trust.head_join import ConnectedHosts, HeadJoin
+from penstock.trust.head_join import ConnectedHosts, HeadConversation
 from penstock.trust.identity import ClusterIdentity
 from penstock.trust.join_token import head_token
+from penstock.trust.private_files import make_private_directory
 from penstock.trust.worker_door import worker_door
 
 Tell = Callable[[str], None]  # one line for the user
@@ -82,10 +85,12 @@ class GatheredHosts:
         self._addresses: dict[str, str] = {}  # of this host, as each worker reaches it
         directory = state_directory(settings.state_dir) / "head"
         identity = ClusterIdentity.open(directory, time.time)
+        served = ServedModels(TensorDigests(_private(directory / "digests")))
+        self._weights = WeightServer(served)
         self._cluster = Cluster(
             name=identity.name,
             issue=identity.link_credentials,
-            identify=lambda path: model_identity(Path(path)),
+            identify=served.identify,
         )
         streams = ProvedStreams(
             self._name,
@@ -97,7 +102,7 @@ class GatheredHosts:
         )
         self._head = LocalHost(name=self._name, streams=streams)
         self._workers: dict[str, RemoteHost] = {}
-        self._gate = _open_gate(settings, identity, directory, self._name)
+        self._gate = _open_gate(settings, identity, directory, self._name, self._weights)
         self.sources: Sequence[Waitable] = (self._gate,)
         self.hosts = Hosts(self._head)
         address, port = parse_address(settings.listen_workers, "--listen-workers")
@@ -155,6 +160,7 @@ class GatheredHosts:
     def close(self) -> None:
         """Let all go."""
         self._gate.close()
+        self._weights.close()
         for host in self._workers.values():
             host.close()
         self._head.close()
@@ -202,7 +208,9 @@ def _require_parts_for_hosts(engine: EngineConfig) -> None:
         )
 
 
-def _open_gate(settings: HostsConfig, identity: ClusterIdentity, directory: Path, name: str) -> WorkerGate:
+def _open_gate(
+    settings: HostsConfig, identity: ClusterIdentity, directory: Path, name: str, weights: WeightServer
+) -> WorkerGate:
     assert settings.listen_workers is not None
     assert settings.join_token_file is not None
     book = AdmissionBook(directory, time.time)
@@ -220,10 +228,15 @@ def _open_gate(settings: HostsConfig, identity: ClusterIdentity, directory: Path
             param="listen_workers",
         ) from error
 
-    def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadJoin]:
+    def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadConversation]:
         return worker_door(listener, identity, book, connected, name, own_version(), on_refused)
 
-    return WorkerGate(make_door, connected)
+    return WorkerGate(make_door, connected, weights.serve)
+
+
+def _private(directory: Path) -> Path:
+    make_private_directory(directory)
+    return directory
 
 
 def _shown(address: str, port: int) -> str:

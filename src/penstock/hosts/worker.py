@@ -9,6 +9,7 @@ Called by `penstock worker`. Ends when it is told to, or when the head will neve
 
 from __future__ import annotations
 
+import contextlib
 import select
 import time
 from collections.abc import Callable, Sequence
@@ -25,10 +26,13 @@ from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Waitable
 from penstock.hosts.model_shelf import ModelShelf
+from penstock.hosts.weights.model_finder import ModelFinder
+from penstock.hosts.weights.model_supply import ModelSupply
+from penstock.hosts.weights.weight_cache import WeightCache
 from penstock.process.link_ports import PortRange
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
-from penstock.trust.joining import Address, JoinedHead, join_with_token, rejoin
+from penstock.trust.joining import Address, JoinedHead, connect_for_weights, join_with_token, rejoin
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 10.0  # between two tries to reach the head
 
@@ -42,6 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         name: of this host.
         address: under which other hosts reach it; "": that of its connection to the head.
         models: directories with models.
+        weights: where fetched weights are kept; None: below `state`.
         state: where its credentials are kept.
     """
 
@@ -51,6 +56,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     address: str = ""
     ports: PortRange
     models: Sequence[Path] = ()
+    weights: Path | None = None
     is_plain: bool = False
 
 
@@ -78,6 +84,7 @@ class Worker:
         self._clock = clock
         host, port = settings.head
         self._path = settings.state / "worker" / f"{host.replace('/', '_')}_{port}_{settings.name}"
+        self._weights = settings.weights or settings.state / "weights"
 
     def run(self) -> None:
         """Serve until told to stop.
@@ -85,8 +92,12 @@ class Worker:
         Raises:
             JoinError: the head does not let this host in, and never will.
             PeerError: it cannot be reached for the first join.
-            UsageError: the token or the state directory cannot be used.
+            UsageError: the token, the state directory or that of the weights cannot be used.
         """
+        with contextlib.closing(WeightCache(self._weights)) as cache:
+            self._live(cache)
+
+    def _live(self, cache: WeightCache) -> None:
         credentials = self._credentials()
         pause_s = FIRST_PAUSE_S
         while True:
@@ -94,7 +105,7 @@ class Worker:
             try:
                 head = self._connect(credentials)
                 credentials = head.credentials
-                if self._serve(head):
+                if self._serve(head, cache):
                     return
             except (NameTakenError, PeerError) as error:
                 if isinstance(error, JoinError) and not isinstance(error, NameTakenError):
@@ -127,7 +138,7 @@ class Worker:
             self._tell(f"{error.message} A token is needed once more.")
             return rejoin(self._settings.head, self._join(), version=own_version(), path=self._path)
 
-    def _serve(self, head: JoinedHead) -> bool:
+    def _serve(self, head: JoinedHead, cache: WeightCache) -> bool:
         """Serve the head until it is gone, or the worker is to stop; whether it is."""
         settings = self._settings
         own_address = settings.address or str(head.connection.getsockname()[0])
@@ -141,8 +152,8 @@ class Worker:
             is_plain=settings.is_plain,
         )
         wire: AgentWire[ToAgent] = AgentWire(head.connection, ToAgent)
-        shelf = ModelShelf(settings.models)
-        agent = Agent(LocalHost(name=settings.name, streams=streams), wire, shelf.locate, allowed)
+        models = ModelSupply(self._finder(head, cache).find, self._tell)
+        agent = Agent(LocalHost(name=settings.name, streams=streams), wire, models, allowed)
         agent.watch(self._stop)
         self._tell(
             f"{settings.name} has joined {head.name.host}; links from other hosts come to {own_address}, "
@@ -157,6 +168,15 @@ class Worker:
         finally:
             agent.unwatch(self._stop)
             agent.close()
+
+    def _finder(self, head: JoinedHead, cache: WeightCache) -> ModelFinder:
+        """What gets ranks their weights: from this host, or from the head that it has joined."""
+        address, credentials, name = self._settings.head, head.credentials, head.name
+        return ModelFinder(
+            ModelShelf(self._settings.models),
+            cache,
+            lambda: connect_for_weights(address, credentials, name),
+        )
 
     def _waited(self, seconds: float) -> bool:
         """Wait; whether the worker is to stop."""

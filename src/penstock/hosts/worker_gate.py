@@ -18,7 +18,7 @@ from penstock.hosts.agent_messages import AgentHello, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.trust.door import Door
-from penstock.trust.head_join import ConnectedHosts, HeadJoin
+from penstock.trust.head_join import ConnectedHosts, HeadConversation, WeightsVisit
 
 HELLO_S = 10.0  # for an agent to say its first word
 _LOOK_S = 0.05  # between two looks for it
@@ -56,15 +56,19 @@ class WorkerGate:
         door: served by the thread of the gate from now on.
         make_door: makes the door, given whom it tells who was not let in.
         connected: names in use, as the door knows them.
+        give_weights: takes the connections over which workers fetch weights, and the names of their hosts; it
+            is called in the thread of the gate, and must not wait.
     """
 
     def __init__(
         self,
-        make_door: Callable[[Callable[[str, PenstockError], None]], Door[HeadJoin]],
+        make_door: Callable[[Callable[[str, PenstockError], None]], Door[HeadConversation]],
         connected: ConnectedHosts,
+        give_weights: Callable[[socket.socket, str], None] = lambda connection, host: connection.close(),
     ) -> None:
         self._door = make_door(self._refuse)
         self._connected = connected
+        self._give_weights = give_weights
         self._refused: queue.SimpleQueue[tuple[str, PenstockError]] = queue.SimpleQueue()
         self._bell = Bell()
         self._joined: queue.SimpleQueue[JoinedWorker] = queue.SimpleQueue()
@@ -110,7 +114,9 @@ class WorkerGate:
     def _serve(self) -> None:
         while not self._is_over.is_set():
             for entered in self._door.serve(_LOOK_S if self._arriving else _IDLE_S):
-                if entered.conversation.is_connected:
+                if isinstance(entered.conversation, WeightsVisit):
+                    self._give_weights(entered.connection, entered.conversation.host)
+                elif entered.conversation.is_connected:
                     self._begin(entered.conversation.host, entered.connection, entered.address)
                 else:
                     entered.connection.close()  # it has its certificate, and comes back with it

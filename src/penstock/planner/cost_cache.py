@@ -27,7 +27,9 @@ from penstock.process.config import MeasureConfig
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 # Of a rank's config, what its steps do not depend on.
-_IRRELEVANT = frozenset({"model_path", "num_blocks", "kv_cache_bytes", "wait_timeout_s", "store", "host"})
+_IRRELEVANT = frozenset(
+    {"model_path", "model_identity", "num_blocks", "kv_cache_bytes", "wait_timeout_s", "store", "host"}
+)
 
 
 def cost_key(configs: Sequence[MeasureConfig], spec: ModelSpec, environ: Mapping[str, str]) -> str:

@@ -39,7 +39,10 @@ def _measure(config: MeasureProcessConfig, status: StatusWriter, options: argpar
     from penstock.planner.step_timing import TimedRank
 
     control = ControlReader.inherited(options)
-    timed = TimedRank(config.measure)
+    located = control.await_model(rank)
+    if located is None:  # the model is not to be had
+        return 0
+    timed = TimedRank(msgspec.structs.replace(config.measure, rank=located))
     status.write(Ready())
     begin = control.receive()
     if not isinstance(begin, BeginMeasuring):  # the others never came

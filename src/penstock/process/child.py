@@ -37,6 +37,7 @@ _MAX_TEXT = 1500  # so that message and trace of a failure fit a line
 
 Config = TypeVar("Config")
 
+LoadPhase = Literal["fetching", "loading"]
 PromptForm = Literal["messages", "text", "token_ids"]
 
 
@@ -48,10 +49,11 @@ class StartedByParent(Protocol):
 
 
 class LoadProgressed(msgspec.Struct, frozen=True, kw_only=True, tag="progress", tag_field="event"):
-    """Tensor bytes loaded so far, of all that the rank will load."""
+    """Tensor bytes loaded so far, of all that the rank will load; or fetched by its host before."""
 
     done: int
     total: int
+    what: LoadPhase = "loading"
 
 
 class TensorsRead(msgspec.Struct, frozen=True, kw_only=True, tag="read", tag_field="event"):

@@ -92,9 +92,11 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         store: where KV blocks are kept beyond the cache; None: nowhere.
         host: name of the machine that it runs on.
         first_load: what must be on the disk still.
+        model_identity: of the model whose tensors are in the directory, where the host knows it; empty: the
+            rank takes samples of the files.
     """
 
-    model_path: str  # resolved directory
+    model_path: str  # resolved directory; empty: the rank is told later, by `UseModel`
     dtype: Literal["float32", "bfloat16", "float16"]
     max_model_len: int
     stage: int
@@ -129,6 +131,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     store: StoreConfig | None = None
     host: str = THIS_HOST
     first_load: FirstLoad = FirstLoad()
+    model_identity: bytes = b""
 
     @property
     def device_type(self) -> str:

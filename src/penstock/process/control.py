@@ -11,6 +11,7 @@ import contextlib
 import os
 import select
 import socket
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,19 @@ class BecomeRank(msgspec.Struct, frozen=True, tag="become_rank"):
         return read_config(self.config_fd, RankProcessConfig).rank
 
 
-ControlMessage = Stop | EpochLost | BeginMeasuring | BecomeRank | RankEndpoints | CoreEndpoints
+class UseModel(msgspec.Struct, frozen=True, kw_only=True, tag="use_model"):
+    """To a rank that was started without a model: its own host has it now.
+
+    Attributes:
+        path: of a directory that has what the rank reads.
+        identity: of the whole model (`kvstore.names.model_identity`).
+    """
+
+    path: str
+    identity: bytes
+
+
+ControlMessage = Stop | EpochLost | BeginMeasuring | BecomeRank | UseModel | RankEndpoints | CoreEndpoints
 
 
 class ControlSocket:
@@ -107,6 +120,7 @@ class ControlReader:
 
     def __init__(self, fd: int) -> None:
         self._socket = socket.socket(fileno=fd)
+        self._kept: deque[ControlMessage] = deque()  # by `await_model`
 
     @classmethod
     def inherited(cls, options: argparse.Namespace) -> ControlReader:
@@ -119,7 +133,21 @@ class ControlReader:
 
     def has_news(self) -> bool:
         """Whether `receive` would return at once: what was said before is then over."""
-        return bool(select.select([self._socket], [], [], 0)[0])
+        return bool(self._kept or select.select([self._socket], [], [], 0)[0])
+
+    def await_model(self, rank: RankConfig) -> RankConfig | None:
+        """Wait for the model of a rank that was started without; what else comes is kept for `receive`.
+
+        Returns:
+            The config with the model; None when the rank is to leave.
+        """
+        if rank.model_path:
+            return rank
+        while not isinstance(message := self._receive(), UseModel):
+            if isinstance(message, Stop):
+                return None
+            self._kept.append(message)
+        return msgspec.structs.replace(rank, model_path=message.path, model_identity=message.identity)
 
     def receive(self) -> ControlMessage:
         """Wait for the next message; `Stop` when the supervisor is gone. The descriptors are the caller's.
@@ -127,6 +155,12 @@ class ControlReader:
         Raises:
             ProtocolError: it is none that this build knows.
         """
+        return self._kept.popleft() if self._kept else self._receive()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self) -> ControlMessage:
         packet, descriptors, _, _ = socket.recv_fds(self._socket, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not packet:
             return Stop()
@@ -141,9 +175,6 @@ class ControlReader:
                 remedy="Run the same Penstock version in all processes and on all hosts.",
             ) from error
         return message
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def descriptors_of(message: ControlMessage) -> list[int]:

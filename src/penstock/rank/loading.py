@@ -91,7 +91,9 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     torch.set_num_threads(config.threads)
     device = device_of(config)
     directory, first = Path(config.model_path), config.first_load
-    samples = sample_model(directory, identity=first.identity, table=first.digests)
+    samples = sample_model(
+        directory, identity=first.identity, table=first.digests, known=config.model_identity
+    )
     spec = load_spec(directory, config.model_impl)
     is_quantized = config.quantization != "none" or spec.quantization is not None
     is_ours = spec.implementation == "penstock"

@@ -57,6 +57,10 @@ def live(rank: RankConfig, status: StatusWriter, control: ControlReader) -> int:
     # Here and not above: torch reads its environment when it is imported.
     from penstock.rank.rank import run_rank
 
+    located = control.await_model(rank)
+    if located is None:
+        return 0
+    rank = located
     epochs = _epochs(rank, control, status.write)
     failed = run_rank(rank, epochs, status.write, loads_first=True)
     return 0 if failed is None else error_from_info(failed.error).exit_code

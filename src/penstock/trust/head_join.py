@@ -16,6 +16,7 @@ import msgspec
 from penstock.errors import JoinError, NameTakenError, PenstockError, describe
 from penstock.trust import certificates
 from penstock.trust.admission import AdmissionBook, Seat
+from penstock.trust.conversation import Welcoming
 from penstock.trust.identity import ClusterIdentity
 from penstock.trust.join_messages import (
     NONCE_BYTES,
@@ -64,6 +65,19 @@ class ConnectedHosts:
                     remedy="Choose another --name; a worker that has just lost its connection can try again.",
                 )
             self._names.add(host)
+
+    def require(self, host: str) -> None:
+        """Refuse a host that is not in the cluster now.
+
+        Raises:
+            JoinError: its worker has not joined, or its connection is lost.
+        """
+        with self._mutex:
+            if host not in self._names:
+                raise JoinError(
+                    f"the host {host} asks for weights and has not joined.",
+                    remedy="It joins by itself when its worker runs.",
+                )
 
     def leave(self, host: str) -> None:
         """Give a name back: the connection of its worker is gone."""
@@ -218,6 +232,34 @@ class HeadJoin:
         self._release = _nothing
         self._await = None
         self._outgoing += framed(Kind.DONE)
+
+
+class WeightsVisit(Welcoming):
+    """A connection over which a worker that has joined fetches weights; a `Conversation`.
+
+    Args:
+        peer: the worker's certificate.
+
+    Attributes:
+        host: name of the worker.
+
+    Raises:
+        JoinError: it has not joined, or its certificate is revoked.
+        ProtocolError: it is not a worker of this cluster.
+    """
+
+    is_connected = False  # as an agent
+
+    def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
+        super().__init__()
+        if peer.name.role != AGENT_ROLE or peer.name.cluster != desk.identity.name:
+            raise garbage()
+        self.host = peer.name.host
+        desk.book.require_known(self.host, peer.serial)
+        desk.connected.require(self.host)
+
+
+HeadConversation = HeadJoin | WeightsVisit
 
 
 def _nothing() -> None:

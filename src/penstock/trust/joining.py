@@ -3,6 +3,7 @@
 credentials = join_with_token(address, token, host="desk", version=…, path=…)     once
 head = rejoin(address, credentials, version=…, path=…)                            whenever it is back
 head.connection                                                                   mutual TLS 1.3
+connection = connect_for_weights(address, credentials, head.name)                 one more, beside it
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from penstock.trust.credentials import Credentials
 from penstock.trust.door import shown_address
 from penstock.trust.join_token import JoinToken
 from penstock.trust.peer_names import PeerName
-from penstock.trust.tls import link_client_context, refusal, token_client_context
+from penstock.trust.tls import (
+    WEIGHTS_PROTOCOL,
+    CertifiedDialler,
+    link_client_context,
+    refusal,
+    token_client_context,
+    weights_client_context,
+)
 from penstock.trust.worker_join import CertificateClaim, Claim, TokenClaim, WorkerJoin
 
 Address = tuple[str, int]
@@ -95,6 +103,45 @@ def rejoin(
     with _joined(address, context, claim, path, timeout_s, clock, wall_clock) as head:
         head.connection.settimeout(None)
     return head
+
+
+def connect_for_weights(
+    address: Address,
+    credentials: Credentials,
+    head: PeerName,
+    *,
+    timeout_s: float = TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+) -> ssl.SSLSocket:
+    """Open one more connection to the head, over which this host fetches weights.
+
+    Args:
+        head: whom this host has joined.
+
+    Returns:
+        A connection that blocks; it is the caller's.
+
+    Raises:
+        JoinError: the head, or this worker, refuses.
+        PeerError: the head cannot be reached, does not answer in time, or gives no weights.
+    """
+    deadline = clock() + timeout_s
+    with _explained(address), contextlib.ExitStack() as at_failure:
+        plain = socket.create_connection(address, timeout=timeout_s)
+        at_failure.callback(plain.close)
+        plain.settimeout(_left_s(deadline, clock))
+        connection = weights_client_context(credentials).wrap_socket(plain)
+        at_failure.callback(connection.close)
+        if connection.selected_alpn_protocol() != WEIGHTS_PROTOCOL:
+            raise ProtocolError(
+                "the head gives no weights to workers of this version.",
+                remedy="Run the same version of Penstock on all hosts.",
+                code="no_weights",
+            )
+        converse(connection, CertifiedDialler(connection, {head}), deadline, clock)
+        connection.settimeout(None)
+        at_failure.pop_all()
+    return connection
 
 
 @contextlib.contextmanager

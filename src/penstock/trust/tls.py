@@ -41,10 +41,17 @@ class PeerCertificate(msgspec.Struct, frozen=True, kw_only=True):
 NO_CERTIFICATE = PeerCertificate(name=PeerName(cluster="", host="", role=""), serial=0)
 
 
+WEIGHTS_PROTOCOL = "penstock-weights/1"  # of ALPN: what a worker says that comes for weights
+
+
 def join_server_context(credentials: Credentials) -> ssl.SSLContext:
-    """Return what the head lets workers join with: a certificate of theirs is checked, none is taken too."""
+    """Return what the head lets workers join with: a certificate of theirs is checked, none is taken too.
+
+    A worker that comes for weights says so in the handshake (`WEIGHTS_PROTOCOL`).
+    """
     context = _context(ssl.PROTOCOL_TLS_SERVER)
     context.verify_mode = ssl.CERT_OPTIONAL
+    context.set_alpn_protocols([WEIGHTS_PROTOCOL])
     _load(context, credentials)
     return context
 
@@ -68,6 +75,13 @@ def link_server_context(credentials: Credentials) -> ssl.SSLContext:
 def link_client_context(credentials: Credentials) -> ssl.SSLContext:
     """Return what a process connects to others of its cluster with: both sides show a certificate."""
     return _mutual_context(ssl.PROTOCOL_TLS_CLIENT, credentials)
+
+
+def weights_client_context(credentials: Credentials) -> ssl.SSLContext:
+    """Return what a worker fetches weights from its head with: as for links, and it says what it wants."""
+    context = link_client_context(credentials)
+    context.set_alpn_protocols([WEIGHTS_PROTOCOL])
+    return context
 
 
 def peer_certificate(connection: ssl.SSLSocket) -> PeerCertificate:

@@ -4,6 +4,8 @@ door = worker_door(listener, identity, book, connected, head_host, version, on_r
 for entered in door.serve(timeout_s):
     if entered.conversation.is_connected:     the agent of `conversation.host`, over mutual TLS 1.3
         ...
+    elif isinstance(entered.conversation, WeightsVisit):     the same host, for weights
+        ...
     else:                                     has its certificate, and comes back with it
         entered.connection.close()
 """
@@ -18,9 +20,14 @@ from collections.abc import Callable
 from penstock.errors import PenstockError, ProtocolError
 from penstock.trust.admission import AdmissionBook
 from penstock.trust.door import DEFAULT_LIMITS, Door, DoorLimits
-from penstock.trust.head_join import ConnectedHosts, HeadDesk, HeadJoin
+from penstock.trust.head_join import ConnectedHosts, HeadConversation, HeadDesk, HeadJoin, WeightsVisit
 from penstock.trust.identity import ClusterIdentity
-from penstock.trust.tls import join_server_context, own_certificate_der, peer_certificate
+from penstock.trust.tls import (
+    WEIGHTS_PROTOCOL,
+    join_server_context,
+    own_certificate_der,
+    peer_certificate,
+)
 
 
 def worker_door(
@@ -33,7 +40,7 @@ def worker_door(
     on_refused: Callable[[str, PenstockError], None],
     limits: DoorLimits = DEFAULT_LIMITS,
     clock: Callable[[], float] = time.monotonic,
-) -> Door[HeadJoin]:
+) -> Door[HeadConversation]:
     """Open the door for workers.
 
     Args:
@@ -59,9 +66,11 @@ def worker_door(
     def secure(accepted: socket.socket) -> socket.socket:
         return context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
 
-    def begin(connection: socket.socket) -> HeadJoin:
+    def begin(connection: socket.socket) -> HeadConversation:
         if not isinstance(connection, ssl.SSLSocket):  # `secure` makes no other
             raise ProtocolError("a worker has come without TLS.", code="not_tls")
+        if connection.selected_alpn_protocol() == WEIGHTS_PROTOCOL:
+            return WeightsVisit(desk, peer_certificate(connection))
         return HeadJoin(desk, peer_certificate(connection))
 
     return Door(listener, secure, begin, on_refused, limits, clock)

@@ -124,7 +124,8 @@ def load_weights(
 
     Args:
         progress: called with (bytes done, bytes in all) after each tensor.
-        left_out: checkpoint names of tensors that somebody else fills; checked like the others, but not read.
+        left_out: checkpoint names of tensors that somebody else fills; checked like the others where they are
+            there, but not read.
         quantized: the checkpoint's quantised projections, if it has any.
 
     Raises:
@@ -137,7 +138,8 @@ def load_weights(
     known = _tensors_elsewhere(model, packed, quantized) | unused_names(model, checkpoint.names)
     _check_surplus(slots, known, checkpoint)
     others = set(map(id, packed))
-    plain = [slot for slot in slots if id(slot) not in others]
+    absent = left_out - checkpoint.names
+    plain = [slot for slot in slots if id(slot) not in others and slot.name not in absent]
     loads = [load for load in _plan(plain, checkpoint) if load.entry.name not in left_out]
     total = sum(load.num_bytes for load in loads)
     if quantized is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,18 +11,20 @@ import pytest
 
 from fakes import FakeClock
 from hand_core import Crew
-from penstock.errors import ErrorInfo, ModelError, PeerError, StageLostError
+from penstock.errors import ErrorInfo, PeerError, StageLostError
 from penstock.families.registry import resolve_model_directory
 from penstock.faults import parse
 from penstock.hosts.agent import HEAD_LIMIT_S, Agent, AllowedNames
 from penstock.hosts.agent_messages import AgentHello, Hand, StartRank, ToAgent, ToHead
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.bell import Bell
 from penstock.hosts.rank_host import LinkNeed, Parties, PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S, Cluster, RemoteHost
 from penstock.hosts.stream_ends import StreamInvitation
-from penstock.process.child import Alive, ChildFailed, Ready, WeightsLoaded
+from penstock.hosts.weights.model_supply import Delivery
+from penstock.process.child import Alive, ChildFailed, LoadProgressed, Ready, WeightsLoaded
 from penstock.process.config import RankConfig, StoreConfig
-from penstock.process.control import Stop
+from penstock.process.control import Stop, UseModel
 from penstock.process.endpoints import HeldEnd, MemoryHandle, RankEndpoints
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
@@ -41,6 +42,39 @@ def rank_config(stage: int = 1, **changed: Any) -> RankConfig:
     return make_rank_configs(resolve_model_directory("demo"), 2, model_path=MODEL, **changed)[stage]
 
 
+class StandInModels:
+    """What gets ranks their weights, as a test plays it.
+
+    Attributes:
+        sought: number and identity of each search.
+        deliveries: that the agent takes next.
+        ended: what else was asked of it, in order.
+    """
+
+    def __init__(self) -> None:
+        self.sought: list[tuple[int, bytes, RankConfig]] = []
+        self.deliveries: list[Delivery] = []
+        self.ended: list[object] = []
+        self._bell = Bell()
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def seek(self, number: int, identity: bytes, rank: RankConfig) -> None:
+        self.sought.append((number, identity, rank))
+
+    def take(self) -> list[Delivery]:
+        taken, self.deliveries = self.deliveries, []
+        return taken
+
+    def forget(self, number: int) -> None:
+        self.ended.append(number)
+
+    def close(self) -> None:
+        self.ended.append("close")
+        self._bell.close()
+
+
 class Pair:
     """A remote host at the head and the agent that serves it, each served by hand."""
 
@@ -49,11 +83,11 @@ class Pair:
         self.own = StandInHost("desk", "ring", "tls")
         self.clock = FakeClock()
         self.allowed = AllowedNames()
-        self.models: dict[bytes, Path] = {IDENTITY: Path("/models/here")}
+        self.models = StandInModels()
         self.lost: list[PeerError] = []
         agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
         self.head_wire: AgentWire[ToHead] = AgentWire(ends[0], ToHead)
-        self.agent = Agent(self.own, agent_wire, self._locate, self.allowed, self.clock)
+        self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock)
         (hello,) = self.head_wire.receive()
         assert isinstance(hello, AgentHello)
         cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
@@ -79,11 +113,6 @@ class Pair:
     def close(self) -> None:
         self.host.close()
         self.agent.close()
-
-    def _locate(self, identity: bytes) -> Path:
-        if identity not in self.models:
-            raise ModelError("this host does not have the model.")
-        return self.models[identity]
 
 
 @pytest.fixture
@@ -117,22 +146,41 @@ def test_g1_what_a_member_says_and_how_it_ends_is_told(pair: Pair) -> None:
 def test_r15_an_agent_takes_no_path_no_fault_and_no_store(pair: Pair) -> None:
     pair.start(faults=[FAULT], store=StoreConfig(url="s3://x", quota_bytes=1, namespace=b"n"))
     (rank,) = pair.own.ranks
-    assert (rank.model_path, rank.faults, rank.store, rank.host) == ("/models/here", [], None, "desk")
+    assert (rank.model_path, rank.faults, rank.store, rank.host) == ("", [], None, "desk")
+    assert pair.models.sought == [(1, IDENTITY, rank)]
 
 
 def test_r15_the_head_sends_no_path() -> None:
     sent = {field.name for field in msgspec.structs.fields(StartRank)}
     assert sent == {"number", "rank", "name", "model"}
+    with pytest.raises(msgspec.ValidationError):  # which model it is says the own host alone
+        msgspec.convert(
+            {"number": 1, "message": {"type": "use_model", "path": "/x", "identity": ""}, "type": "hand"},
+            Hand,
+        )
 
 
-def test_g1_a_model_that_the_host_does_not_have_is_said_by_its_rank(pair: Pair) -> None:
-    pair.models.clear()
-    member = pair.host.start_rank(rank_config(0), "stage 0", 0)
+def test_g1_weights_that_cannot_be_had_end_the_rank_that_waits_for_them(pair: Pair) -> None:
+    member, own = pair.start()
+    error = PeerError("the disk is full.", remedy="Free space.", code="disk_full")
+    pair.models.deliveries = [Delivery(99, error), Delivery(1, error)]
     pair.serve()
     member.read_status()
-    assert member.exit_code == 1
-    assert member.end().kind == "ModelError"
-    assert pair.own.members == []
+    assert (member.exit_code, own.exit_code) == (1, -9)
+    assert (member.end().code, member.end().remedy) == ("disk_full", "Free space.")
+    assert pair.models.ended == [1]
+
+
+def test_g1_weights_are_handed_to_their_rank_and_their_coming_is_told(pair: Pair) -> None:
+    member, own = pair.start()
+    progress = LoadProgressed(done=1, total=2, what="fetching")
+    model = UseModel(path="/cache/1", identity=IDENTITY)
+    pair.models.deliveries = [Delivery(1, progress), Delivery(1, model)]
+    pair.serve()
+    assert member.read_status() == [progress]
+    assert own.handed == [model]
+    pair.agent.close()
+    assert pair.models.ended == ["close"]
 
 
 def test_g1_ends_within_the_host_are_made_without_a_round_trip(pair: Pair) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import queue
 import select
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from clusters import HEAD_HOST, VERSION, Cluster
+from penstock.errors import CertificateError, JoinError, PeerError, ProtocolError, WrongClusterError
 from penstock.hosts import worker_gate
 from penstock.hosts.agent_messages import AgentHello, AskResources, Heartbeat, ToAgent
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.resources import HostResources
 from penstock.hosts.worker_gate import JoinedWorker, WorkerGate
-from penstock.trust.joining import Address, join_with_token, rejoin
+from penstock.trust import tls
+from penstock.trust.joining import Address, connect_for_weights, join_with_token, rejoin
 from penstock.trust.worker_door import worker_door
 
 WAIT_S = 30.0
@@ -35,16 +39,22 @@ class Gate:
                 listener, cluster.identity, cluster.book, cluster.connected, HEAD_HOST, VERSION, on_refused
             )
 
-        self.gate = WorkerGate(make_door, self.cluster.connected)
+        self.fetching: queue.SimpleQueue[tuple[socket.socket, str]] = queue.SimpleQueue()
+        self.gate = WorkerGate(make_door, self.cluster.connected, lambda *given: self.fetching.put(given))
 
     def join(self) -> AgentWire[ToAgent]:
         """Let `desk` join, as far as its first word."""
         path = self._directory / "desk"
-        credentials = join_with_token(
+        self.credentials = join_with_token(
             self.address, self.cluster.token, host="desk", version=VERSION, path=path
         )
-        head = rejoin(self.address, credentials, version=VERSION, path=path)
+        head = rejoin(self.address, self.credentials, version=VERSION, path=path)
+        self.head = head.name
         return AgentWire(head.connection, ToAgent)
+
+    def fetch(self) -> socket.socket:
+        """Open a connection for weights, as `desk`."""
+        return connect_for_weights(self.address, self.credentials, self.head)
 
     def await_news(self) -> None:
         assert select.select([self.gate], [], [], WAIT_S)[0]
@@ -99,3 +109,63 @@ def test_r15_strangers_are_reported_and_nobody_is_handed_over(gate: Gate) -> Non
     assert gate.gate.take() == []
     ((_, error),) = gate.gate.take_refused()
     assert "does not speak TLS" in error.message
+
+
+def test_g1_a_worker_that_has_joined_opens_connections_for_weights_beside_its_wire(gate: Gate) -> None:
+    wire = gate.join()
+    with gate.fetch() as ours:
+        theirs, host = gate.fetching.get(timeout=WAIT_S)
+        assert host == "desk"
+        theirs.settimeout(WAIT_S)
+        ours.sendall(b"names")
+        assert theirs.recv(5) == b"names"
+        theirs.close()
+    assert gate.gate.take() == []
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    ("why", "error"),
+    [
+        ("it has left", JoinError),
+        ("it is revoked", CertificateError),
+        ("it is a rank", ProtocolError),
+        ("it is of another cluster", WrongClusterError),
+    ],
+)
+def test_r15_nobody_else_gets_weights(gate: Gate, tmp_path: Path, why: str, error: type[PeerError]) -> None:
+    wire = gate.join()
+    if why == "it has left":
+        gate.gate.leave("desk")
+    elif why == "it is revoked":
+        gate.cluster.book.revoke_host("desk")
+    elif why == "it is a rank":
+        gate.credentials = gate.cluster.link_credentials("desk", "rank-1", 3)
+    else:
+        other = Cluster(tmp_path / "other").joined()
+        gate.credentials = msgspec.structs.replace(other, authority_pem=gate.credentials.authority_pem)
+    with pytest.raises(PeerError):
+        gate.fetch().close()
+    gate.await_news()
+    ((_, refused),) = gate.gate.take_refused()
+    assert type(refused) is error
+    assert gate.fetching.empty()
+    wire.close()
+
+
+def test_r15_a_worker_gives_no_name_of_a_tensor_to_another_head(gate: Gate) -> None:
+    gate.join().close()
+    gate.head = gate.cluster.name("desk")
+    with pytest.raises(CertificateError, match="the peer is head of tower"):
+        gate.fetch()
+
+
+def test_a_head_that_knows_nothing_of_weights_is_told_apart(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wire = gate.join()
+    monkeypatch.setattr(tls, "WEIGHTS_PROTOCOL", "penstock-weights/9")
+    with pytest.raises(ProtocolError, match="gives no weights") as caught:
+        gate.fetch()
+    assert caught.value.code == "no_weights"
+    wire.close()

@@ -9,15 +9,19 @@ import msgspec
 import pytest
 
 from penstock.errors import ErrorInfo, ProtocolError
+from penstock.families.registry import resolve_model_directory
+from penstock.process.config import RankConfig
 from penstock.process.control import (
     ControlMessage,
     ControlReader,
     ControlSocket,
     EpochLost,
     Stop,
+    UseModel,
     descriptors_of,
 )
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints, RingHandle, SocketHandle, SocketListener
+from rank_configs import make_rank_configs
 
 ERROR = ErrorInfo(kind="StageLostError", message="x", stage=0)
 
@@ -93,3 +97,29 @@ def test_all_descriptors_of_a_ranks_ends_are_known() -> None:
     tokens = [handle(4), handle(7)]
     ends = RankEndpoints(epoch=1, plans=SocketHandle(handle_fd=3), tokens=tokens, incoming=handle(10))
     assert sorted(descriptors_of(ends)) == list(range(3, 13))
+
+
+def rank_without_a_model() -> RankConfig:
+    return make_rank_configs(resolve_model_directory("demo"), 2, model_path="")[1]
+
+
+def test_g1_a_rank_waits_for_its_model_and_hears_the_rest_after(pair: Pair) -> None:
+    pair.socket.send(EpochLost(ERROR))
+    pair.socket.send(UseModel(path="/cache/1", identity=b"id"))
+    located = pair.reader.await_model(rank_without_a_model())
+    assert located is not None
+    assert (located.model_path, located.model_identity) == ("/cache/1", b"id")
+    assert pair.reader.has_news()
+    assert pair.reader.receive() == EpochLost(ERROR)
+    assert not pair.reader.has_news()
+
+
+def test_a_rank_that_has_its_model_waits_for_none(pair: Pair) -> None:
+    rank = msgspec.structs.replace(rank_without_a_model(), model_path="/here")
+    assert pair.reader.await_model(rank) is rank
+
+
+def test_a_rank_that_waits_for_its_model_leaves_with_its_host(pair: Pair) -> None:
+    pair.socket.send(EpochLost(ERROR))
+    pair.socket.close()
+    assert pair.reader.await_model(rank_without_a_model()) is None

@@ -107,3 +107,15 @@ def test_r3_a_file_whose_samples_differ_is_named(rank: RankConfig) -> None:
     change_one_element(Path(rank.model_path), "model.norm.weight")
     with pytest.raises(ModelChangedError, match=r"^model\.safetensors: expected the bytes"):
         load(again)
+
+
+def test_g1_a_rank_whose_host_knows_the_model_takes_no_samples_and_says_the_same_identity(
+    rank: RankConfig,
+) -> None:
+    first = load(rank)
+    known = msgspec.structs.replace(rank, model_identity=first.samples.identity)
+    again = load(replacement(known, first))
+    assert again.samples.identity == first.samples.identity
+    assert again.samples.table == b""
+    with pytest.raises(ModelChangedError):
+        load(replacement(msgspec.structs.replace(rank, model_identity=b"another"), first))

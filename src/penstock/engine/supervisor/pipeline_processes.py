@@ -117,6 +117,7 @@ class PipelineProcesses:
                 **_named(self._plan.ranks[member.member_index]),
                 done_bytes=event.done,
                 total_bytes=event.total,
+                what=event.what,
             )
             self._reporter.report(progress)
         elif isinstance(event, child_process.TensorsRead):

@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol, TextIO
 import msgspec
 
 from penstock.errors import ErrorInfo
-from penstock.process.child import PromptForm
+from penstock.process.child import LoadPhase, PromptForm
 from penstock.process.config import RankConfig
 
 PROGRESS_EVERY_S = 5.0
@@ -43,10 +43,11 @@ class _OfRank(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadProgress(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="progress"):
-    """A rank is reading its weights."""
+    """A rank is reading its weights, or its host fetches them."""
 
     done_bytes: int
     total_bytes: int
+    what: LoadPhase = "loading"
 
 
 class StageLoaded(_OfRank, frozen=True, kw_only=True, tag_field="event", tag="stage_loaded"):
@@ -264,7 +265,7 @@ def event_line(event: Event) -> str:
     match event:
         case LoadProgress():
             share = 100 * event.done_bytes // max(1, event.total_bytes)
-            return f"{event.name}  loading {share} % of {megabytes(event.total_bytes)}"
+            return f"{event.name}  {event.what} {share} % of {megabytes(event.total_bytes)}"
         case Notice() | Caution():
             return f"{'note' if isinstance(event, Notice) else 'warning'}: {event.text}"
         case PartitionChosen():

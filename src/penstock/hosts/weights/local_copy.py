@@ -1,0 +1,73 @@
+"""A copy of the head's model on a worker's own disk, as far as its tensors are those of the head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from penstock.errors import CheckpointError
+from penstock.hosts.weights.needed_tensors import TensorGroup
+from penstock.hosts.weights.tensor_digests import TensorDigests
+from penstock.weights.checkpoint import Checkpoint
+
+
+class LocalCopy(Protocol):
+    """What a host has of a model without the head."""
+
+    def has(self, group: TensorGroup) -> bool:
+        """Return whether there are tensors of these names and shapes."""
+        ...
+
+    def digests(self, group: TensorGroup) -> list[bytes]:
+        """Return the digests of the tensors; empty where they are not there, or cannot be read."""
+        ...
+
+    def paths(self, group: TensorGroup) -> dict[str, Path]:
+        """Return the file that has each tensor."""
+        ...
+
+
+class NoCopy:
+    """The host has none."""
+
+    def has(self, group: TensorGroup) -> bool:
+        return False
+
+    def digests(self, group: TensorGroup) -> list[bytes]:
+        return []
+
+    def paths(self, group: TensorGroup) -> dict[str, Path]:
+        return {}
+
+
+class CheckpointCopy:
+    """A checkpoint below the worker's own directories.
+
+    Args:
+        digests: of its tensors, as far as they are known.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, digests: TensorDigests) -> None:
+        self._checkpoint = checkpoint
+        self._digests = digests
+
+    def has(self, group: TensorGroup) -> bool:
+        try:
+            entries = [self._checkpoint.entry(name) for name in group.names]
+        except CheckpointError:
+            return False
+        return all(
+            (entry.dtype, entry.shape) == (tensor.dtype, tensor.shape)
+            for entry, tensor in zip(entries, group.tensors, strict=True)
+        )
+
+    def digests(self, group: TensorGroup) -> list[bytes]:
+        if not self.has(group):
+            return []
+        try:
+            return [self._digests.of(self._checkpoint.entry(name)) for name in group.names]
+        except CheckpointError:
+            return []
+
+    def paths(self, group: TensorGroup) -> dict[str, Path]:
+        return {name: self._checkpoint.entry(name).path for name in group.names}

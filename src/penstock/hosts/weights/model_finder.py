@@ -1,0 +1,199 @@
+"""Finds the weights of a rank for a worker: in a copy on its own disk, in its cache, or at the head.
+
+    the head says what there is ──▶ what the rank needs ──▶ a copy here with the same digests?
+                                                        └──▶ in the cache, undamaged?
+                                                        └──▶ fetched into the cache, over several connections
+    ──▶ a directory with links to all of it, which looks to the rank like a checkpoint
+
+Called by `hosts.weights.model_supply`, in a thread of its own. Takes no path from the head: the model is
+named by its identity, and every file by its content.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Protocol
+
+from penstock.errors import ModelError, ProtocolError
+from penstock.families.registry import load_spec
+from penstock.hosts.model_shelf import ModelShelf
+from penstock.hosts.weights.local_copy import CheckpointCopy, LocalCopy, NoCopy
+from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes, tensor_groups, total_bytes
+from penstock.hosts.weights.served_models import MAX_SMALL_BYTES, SMALL_FILES
+from penstock.hosts.weights.tensor_digests import TensorDigests
+from penstock.hosts.weights.weight_cache import WeightCache
+from penstock.hosts.weights.weight_client import Cancellation, Connect, Part, Sink, WeightClient
+from penstock.hosts.weights.weight_wire import Description, SmallFile
+from penstock.process.config import RankConfig
+from penstock.weights.checkpoint import Checkpoint
+
+NUM_CONNECTIONS = 2  # TLS of one takes a core beyond about 10 Gbit/s
+
+
+class Notes(Protocol):
+    """Hears what is done for a rank. Its methods are called from several threads."""
+
+    def begin(self, num_bytes: int) -> None:
+        """So many bytes are to be fetched."""
+        ...
+
+    def add(self, num_bytes: int) -> None:
+        """So many more have come; fewer than nothing where a part comes anew."""
+        ...
+
+
+class ModelFinder:
+    """The weights that this host has or can get.
+
+    Args:
+        shelf: models on its own disk.
+        connect: opens a connection to the head, for weights.
+    """
+
+    def __init__(self, shelf: ModelShelf, cache: WeightCache, connect: Connect) -> None:
+        self._shelf = shelf
+        self._cache = cache
+        self._connect = connect
+        self._digests = TensorDigests(cache.digests)
+
+    def find(self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation) -> Path:
+        """Return a directory with all that a rank reads, which looks like a checkpoint.
+
+        Raises:
+            PeerError: the head cannot be reached, or the disk is full.
+            ModelError: the head does not serve the model, or its files are bad.
+            CancelledError: nobody wants it any more.
+        """
+        with closing(WeightClient(self._connect, cancellation)) as client:
+            description = client.describe(identity)
+            small = {file.name: file.digest for file in self._small_files(client, identity, description)}
+            spec = load_spec(self._cache.view(small, {}), rank.model_impl)
+            groups = tensor_groups(description.tensors, spec, rank)
+            found = self._found(client, identity, groups)
+        missing = [group for group in groups if group.names[0] not in found]
+        if missing:
+            self._cache.require_room(total_bytes(missing))
+            notes.begin(total_bytes(missing))
+            found |= self._fetched(identity, missing, notes, cancellation)
+        self._digests.keep()
+        return self._cache.view(small, found)
+
+    def _small_files(
+        self, client: WeightClient, identity: bytes, description: Description
+    ) -> list[SmallFile]:
+        """Have all small files in the cache."""
+        files = [file for file in description.files if file.name in SMALL_FILES]
+        if any(not 0 <= file.num_bytes <= MAX_SMALL_BYTES for file in files):
+            raise ProtocolError("the head describes a file that no rank would read.")
+        missing = [file for file in files if self._cache.small_file(file.digest) is None]
+        parts = [Part(file.name, file.num_bytes, is_file=True) for file in missing]
+        client.fetch(identity, parts, _SmallFileSink(self._cache))
+        return files
+
+    def _found(self, client: WeightClient, identity: bytes, groups: Sequence[TensorGroup]) -> dict[str, Path]:
+        """Return the files of the tensors that are here, whole groups of them.
+
+        The head is asked for digests of those alone that may be here: it may have to read them.
+        """
+        copy = self._copy(identity)
+        candidates = [group for group in groups if copy.has(group) or self._cache.has_candidate(group)]
+        names = [name for group in candidates for name in group.names]
+        with ThreadPoolExecutor(1, "digests") as pool:
+            asked = pool.submit(client.digests, identity, names)
+            own = [copy.digests(group) for group in candidates]
+            digests = dict(zip(names, asked.result(), strict=True))
+        found: dict[str, Path] = {}
+        for group, of_copy in zip(candidates, own, strict=True):
+            wanted = [digests[name] for name in group.names]
+            if of_copy == wanted:
+                found |= copy.paths(group)
+            elif (path := self._cache.find(group, wanted)) is not None:
+                found |= dict.fromkeys(group.names, path)
+        return found
+
+    def _copy(self, identity: bytes) -> LocalCopy:
+        try:
+            return CheckpointCopy(Checkpoint(self._shelf.locate(identity)), self._digests)
+        except ModelError:
+            return NoCopy()
+
+    def _fetched(
+        self, identity: bytes, groups: Sequence[TensorGroup], notes: Notes, cancellation: Cancellation
+    ) -> dict[str, Path]:
+        """Fetch groups over several connections at once. After an error none is begun any more."""
+        queue = deque(groups)
+        found: dict[str, Path] = {}
+
+        def work() -> None:
+            with closing(WeightClient(self._connect, cancellation)) as client:
+                while (group := _taken(queue)) is not None:
+                    try:
+                        path = self._fetch_group(client, identity, group, notes)
+                    except BaseException:
+                        queue.clear()
+                        raise
+                    found.update(dict.fromkeys(group.names, path))
+
+        count = min(NUM_CONNECTIONS, len(groups))
+        with ThreadPoolExecutor(count, "weights") as pool:
+            futures = [pool.submit(work) for _ in range(count)]
+        for future in futures:
+            future.result()
+        return found
+
+    def _fetch_group(self, client: WeightClient, identity: bytes, group: TensorGroup, notes: Notes) -> Path:
+        parts = [Part(tensor.name, num_bytes(tensor)) for tensor in group.tensors]
+        with self._cache.writer(group) as writer:
+            client.fetch(identity, parts, _NotedSink(writer, notes))
+            return writer.keep()
+
+
+def _taken(queue: deque[TensorGroup]) -> TensorGroup | None:
+    try:
+        return queue.popleft()
+    except IndexError:
+        return None
+
+
+class _NotedSink:
+    """A sink whose bytes are counted; a `Sink`."""
+
+    def __init__(self, sink: Sink, notes: Notes) -> None:
+        self._sink = sink
+        self._notes = notes
+        self._of_part = 0
+
+    def begin(self, number: int) -> None:
+        self._notes.add(-self._of_part)  # of a part that comes anew
+        self._of_part = 0
+        self._sink.begin(number)
+
+    def write(self, memory: memoryview) -> None:
+        self._sink.write(memory)
+        self._of_part += len(memory)
+        self._notes.add(len(memory))
+
+    def end(self, digest: bytes) -> None:
+        self._of_part = 0
+        self._sink.end(digest)
+
+
+class _SmallFileSink:
+    """Puts small files into the cache; a `Sink`."""
+
+    def __init__(self, cache: WeightCache) -> None:
+        self._cache = cache
+        self._content = bytearray()
+
+    def begin(self, number: int) -> None:
+        self._content.clear()
+
+    def write(self, memory: memoryview) -> None:
+        self._content += memory
+
+    def end(self, digest: bytes) -> None:
+        self._cache.put_small_file(bytes(self._content))

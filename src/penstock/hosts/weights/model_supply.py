@@ -1,0 +1,186 @@
+"""Gets ranks of a worker their weights, beside the loop of its agent, which must not wait.
+
+    agent ── seek(7, identity, config) ──▶ one thread, rank after rank ──▶ model_finder
+          ◀── bell, take(): 34 % have come, … ; the directory, or why there is none ──┘
+
+A rank of the same stage finds what was fetched for its neighbour. The processes of ranks start meanwhile, and
+wait for the directory once they have imported what they need.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from penstock.errors import PeerError, PenstockError
+from penstock.hosts.bell import Bell
+from penstock.hosts.weights.model_finder import Notes
+from penstock.hosts.weights.weight_client import Cancellation, CancelledError
+from penstock.process.child import LoadProgressed
+from penstock.process.config import RankConfig
+from penstock.process.control import UseModel
+
+CLOSE_S = 5.0  # for a thread that reads from a slow disk
+LINE_S = 5.0  # between two lines for the user about one rank
+
+
+class Delivery(NamedTuple):
+    """What has become of the weights of a rank: they are there, on their way, or cannot be had."""
+
+    number: int
+    news: UseModel | LoadProgressed | PenstockError
+
+
+class Models(Protocol):
+    """What an agent needs to know about weights. Readable when there is a delivery."""
+
+    def fileno(self) -> int: ...
+
+    def seek(self, number: int, identity: bytes, rank: RankConfig) -> None:
+        """Get the weights of a rank, which is this member."""
+        ...
+
+    def take(self) -> list[Delivery]:
+        """Return what has happened since the last call."""
+        ...
+
+    def forget(self, number: int) -> None:
+        """The member has ended."""
+        ...
+
+    def close(self) -> None:
+        """Stop."""
+        ...
+
+
+class Find(Protocol):
+    """As `ModelFinder.find`."""
+
+    def __call__(
+        self, identity: bytes, rank: RankConfig, notes: Notes, cancellation: Cancellation
+    ) -> Path: ...
+
+
+class _Job(NamedTuple):
+    number: int
+    identity: bytes
+    rank: RankConfig
+    cancellation: Cancellation
+
+
+class ModelSupply:
+    """The thread and its jobs; implements `Models`.
+
+    Args:
+        tell: takes lines for the user, in the thread of the agent.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, find: Find, tell: Callable[[str], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._find = find
+        self._tell = tell
+        self._clock = clock
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._wanted: dict[int, Cancellation] = {}
+        self._news: queue.SimpleQueue[Delivery | str] = queue.SimpleQueue()
+        self._bell = Bell()
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def seek(self, number: int, identity: bytes, rank: RankConfig) -> None:
+        self._wanted[number] = Cancellation()
+        self._jobs.put(_Job(number, identity, rank, self._wanted[number]))
+
+    def take(self) -> list[Delivery]:
+        self._bell.hush()
+        deliveries = []
+        while not self._news.empty():
+            news = self._news.get()
+            if isinstance(news, str):
+                self._tell(news)
+            elif news.number in self._wanted:
+                deliveries.append(news)
+        return deliveries
+
+    def forget(self, number: int) -> None:
+        cancellation = self._wanted.pop(number, None)
+        if cancellation is not None:
+            cancellation.cancel()
+
+    def close(self) -> None:
+        for number in list(self._wanted):
+            self.forget(number)
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():  # else it would ring what is closed
+            self._bell.close()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                path = self._find(
+                    job.identity, job.rank, _Progress(job, self._put, self._clock), job.cancellation
+                )
+            except CancelledError:
+                continue
+            except PenstockError as error:
+                self._put(f"{job.rank.name} cannot have its weights: {error}")
+                self._put(Delivery(job.number, error))
+            except Exception as error:  # of a disk, or ours: a rank that waits must not wait for ever
+                self._put(Delivery(job.number, PeerError(f"its weights cannot be had: {error}.")))
+            else:
+                self._put(Delivery(job.number, UseModel(path=str(path), identity=job.identity)))
+
+    def _put(self, news: Delivery | str) -> None:
+        self._news.put(news)
+        self._bell.ring()
+
+
+class _Progress:
+    """How much has been fetched for a rank; implements `Notes`."""
+
+    def __init__(self, job: _Job, put: Callable[[Delivery | str], None], clock: Callable[[], float]) -> None:
+        self._job = job
+        self._put = put
+        self._clock = clock
+        self._mutex = threading.Lock()
+        self._done = self._total = 0
+        self._percent = 0
+        self._began_at = self._told_at = clock()
+
+    def begin(self, num_bytes: int) -> None:
+        self._total = num_bytes
+        self._began_at = self._told_at = self._clock()
+        self._put(f"{self._job.rank.name}: fetching {num_bytes / 1e6:.1f} MB from the head")
+
+    def add(self, num_bytes: int) -> None:
+        with self._mutex:
+            self._done += num_bytes
+            percent = 100 * self._done // max(1, self._total)
+            if percent <= self._percent:
+                return
+            self._percent = percent
+            progress = LoadProgressed(done=self._done, total=self._total, what="fetching")
+            self._put(Delivery(self._job.number, progress))
+            self._tell()
+
+    def _tell(self) -> None:
+        now = self._clock()
+        name, megabytes = self._job.rank.name, self._total / 1e6
+        if self._done == self._total:
+            seconds = max(now - self._began_at, 1e-3)
+            self._put(
+                f"{name}: fetched {megabytes:.1f} MB in {seconds:.1f} s ({megabytes / seconds:.0f} MB/s)"
+            )
+        elif now - self._told_at >= LINE_S:
+            self._told_at = now
+            self._put(f"{name}: fetching, {self._percent} % of {megabytes:.1f} MB are here")

@@ -1,0 +1,144 @@
+"""Digests of whole tensors in files, remembered as long as the files are as they were.
+
+Head and worker compare tensors by them. To digest a tensor it must be read, which takes as long as the disk
+does; so the digests are kept in a directory, by what the kernel says of the file: device, inode, size and
+time of the last change. Digests find accidents and not intent: who may send weights is a matter of trust
+(`penstock.trust`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from penstock.errors import CheckpointError
+from penstock.weights.checkpoint import TensorEntry
+
+READ_BYTES = 1 << 20
+
+FileState = tuple[int, int, int, int]
+_Known = dict[str, bytes]  # by name of the tensor
+
+
+def file_state(file: FileIO) -> FileState:
+    """Return what changes with the content of an open file."""
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_pieces(entry: TensorEntry, file: FileIO, memory: memoryview) -> Iterator[int]:
+    """Read a tensor piece by piece into the same memory; yield the size of each piece.
+
+    Raises:
+        CheckpointError: the file ends too early, or cannot be read.
+    """
+    position = entry.begin
+    try:
+        file.seek(position)
+        while position < entry.end:
+            count = file.readinto(memory[: entry.end - position])
+            if not count:
+                raise CheckpointError(
+                    file=entry.path.name,
+                    tensor=entry.name,
+                    expected=f"{entry.end - entry.begin} bytes",
+                    found=f"the end of the file after {position - entry.begin}",
+                )
+            position += count
+            yield count
+    except OSError as error:
+        raise _unreadable(entry, error) from error
+
+
+@contextlib.contextmanager
+def opened(entry: TensorEntry) -> Iterator[FileIO]:
+    """Open the file of a tensor; raises `CheckpointError`."""
+    try:
+        file = open(entry.path, "rb", buffering=0)  # noqa: SIM115  # closed below
+    except OSError as error:
+        raise _unreadable(entry, error) from error
+    with file:
+        yield file
+
+
+class TensorDigests:
+    """The digests that this host knows. Thread-safe.
+
+    Args:
+        directory: where they are kept; private, and made by the caller.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._known: dict[FileState, _Known] = {}
+        self._changed: set[FileState] = set()
+        self._mutex = threading.Lock()
+
+    def of(self, entry: TensorEntry) -> bytes:
+        """Return the digest of a tensor; it is read where the digest is not known."""
+        with opened(entry) as file:
+            state = file_state(file)
+            found = self._of_file(state).get(entry.name, b"")
+            if found:
+                return found
+            digest = xxhash.xxh3_128()
+            memory = memoryview(bytearray(READ_BYTES))
+            for size in read_pieces(entry, file, memory):
+                digest.update(memory[:size])
+            self.note(entry, file, state, digest.digest())
+            return digest.digest()
+
+    def note(self, entry: TensorEntry, file: FileIO, state: FileState, digest: bytes) -> None:
+        """Remember the digest of a tensor that was read, unless its file has changed meanwhile.
+
+        Args:
+            state: of the file before it was read.
+        """
+        if file_state(file) == state:
+            known = self._of_file(state)
+            with self._mutex:
+                known[entry.name] = digest
+                self._changed.add(state)
+
+    def keep(self) -> None:
+        """Write what is new. A host that cannot write it digests again after its next start."""
+        with self._mutex:
+            changed = {state: dict(self._known[state]) for state in self._changed}
+            self._changed.clear()
+        for state, known in changed.items():
+            path = self._path(state)
+            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+            try:
+                temporary.write_bytes(msgspec.msgpack.encode(known))
+                os.replace(temporary, path)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+
+    def _of_file(self, state: FileState) -> _Known:
+        with self._mutex:
+            if state not in self._known:
+                self._known[state] = self._read(state)
+            return self._known[state]
+
+    def _read(self, state: FileState) -> _Known:
+        try:
+            return msgspec.msgpack.decode(self._path(state).read_bytes(), type=_Known)
+        except (OSError, msgspec.MsgspecError):
+            return {}
+
+    def _path(self, state: FileState) -> Path:
+        return self._directory / "-".join(f"{number:x}" for number in state)
+
+
+def _unreadable(entry: TensorEntry, error: OSError) -> CheckpointError:
+    found = error.strerror or "an error"
+    return CheckpointError(file=entry.path.name, tensor=entry.name, expected="a readable file", found=found)

@@ -1,0 +1,323 @@
+"""Weights that a worker has fetched, in files that are named by their content.
+
+    DIRECTORY/tensors/SHAPES-CONTENT.safetensors   a group of tensors (`hosts.weights.needed_tensors`)
+    DIRECTORY/files/CONTENT                        a small file, such as a config.json
+    DIRECTORY/models/CONTENT/                      what a rank is given: links to all that it reads
+    DIRECTORY/partial/                             what is being written
+
+A file gets its name once its content is verified and on the disk. It is read through and compared with its
+name when it is used for the first time in the life of a worker; a damaged one is deleted. Several workers may
+share a directory: each writes files of its own, and the names appear whole. What no worker writes any more is
+deleted. Nothing of a name comes from the head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+
+import msgspec
+import xxhash
+
+from penstock.errors import PeerError, PenstockError
+from penstock.hosts.weights.needed_tensors import TensorGroup, num_bytes
+from penstock.hosts.weights.tensor_digests import READ_BYTES, FileState, file_state
+from penstock.trust.private_files import make_private_directory
+from penstock.weights.checkpoint import INDEX_FILE
+
+SPARE_BYTES = 64 << 20  # of a disk, which we leave to others
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_SUFFIX = ".safetensors"
+
+
+class WeightCache:
+    """A directory of fetched weights. Thread-safe.
+
+    Args:
+        directory: private; made if it is not there.
+
+    Raises:
+        UsageError: it cannot be used, or others may enter it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._verified: dict[Path, FileState] = {}  # files that were read through
+        make_private_directory(directory)
+        for name in ("tensors", "files", "models", "partial", "digests"):
+            make_private_directory(directory / name)
+        _delete_abandoned(directory / "partial")
+        self._partial = directory / "partial" / secrets.token_hex(16)
+        make_private_directory(self._partial)
+        self._lock = os.open(self._partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # it is written here
+
+    @property
+    def digests(self) -> Path:
+        """Where the digests of local copies are kept (`hosts.weights.tensor_digests`)."""
+        return self._directory / "digests"
+
+    def close(self) -> None:
+        """Delete what is not finished. May be called twice."""
+        if self._lock >= 0:
+            shutil.rmtree(self._partial, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+
+    def has_candidate(self, group: TensorGroup) -> bool:
+        """Return whether there is a file of such tensors, whatever numbers they have."""
+        return any((self._directory / "tensors").glob(f"{group.shape_key}-*{_SUFFIX}"))
+
+    def find(self, group: TensorGroup, digests: list[bytes]) -> Path | None:
+        """Return the file of a group with this content; None where there is none, or it was damaged."""
+        path = self._path(group, digests)
+        with contextlib.suppress(OSError), path.open("rb", buffering=0) as file:
+            state = file_state(file)
+            if self._verified.get(path) == state:
+                return path
+            if _content_digests(group, file) == digests:
+                self._verified[path] = state
+                return path
+            path.unlink(missing_ok=True)
+        return None
+
+    def require_room(self, wanted: int) -> None:
+        """Raise `PeerError` if so many bytes do not fit beside what is there."""
+        with self._explained(wanted):
+            status = os.statvfs(self._directory)
+            if status.f_bavail * status.f_frsize < wanted + SPARE_BYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def writer(self, group: TensorGroup) -> GroupWriter:
+        """Return what writes the file of a group; raises `PeerError` where the disk has no room for it."""
+        with self._explained(group.num_bytes):
+            return GroupWriter(self, self._partial / secrets.token_hex(16), group)
+
+    def keep(self, partial: Path, group: TensorGroup, digests: list[bytes]) -> Path:
+        """Give a written file its name, which says its content."""
+        path = self._path(group, digests)
+        os.replace(partial, path)
+        _sync(path.parent)
+        with path.open("rb", buffering=0) as file:
+            self._verified[path] = file_state(file)
+        return path
+
+    def small_file(self, digest: bytes) -> bytes | None:
+        """Return the content of a small file; None where there is none, or it was damaged."""
+        path = self._directory / "files" / digest.hex()
+        with contextlib.suppress(OSError):
+            content = path.read_bytes()
+            if xxhash.xxh3_128_digest(content) == digest:
+                return content
+            path.unlink(missing_ok=True)
+        return None
+
+    def put_small_file(self, content: bytes) -> None:
+        """Keep a small file; raises `PeerError`."""
+        path = self._directory / "files" / xxhash.xxh3_128_hexdigest(content)
+        with self._explained(len(content)):
+            partial = self._partial / secrets.token_hex(16)
+            try:
+                partial.write_bytes(content)
+                os.replace(partial, path)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+
+    def view(self, small: Mapping[str, bytes], tensors: Mapping[str, Path]) -> Path:
+        """Return a directory that looks like a checkpoint of these tensors.
+
+        Args:
+            small: digests of small files by name.
+            tensors: the file that has each tensor.
+        """
+        links: dict[str, Path] = {name: Path("../../files") / digest.hex() for name, digest in small.items()}
+        weight_map: dict[str, str] = {}
+        of_path: dict[Path, str] = {}
+        for tensor, path in sorted(tensors.items()):  # the same tensors give the same directory
+            if path not in of_path:
+                of_path[path] = f"weights-{len(of_path) + 1:05d}{_SUFFIX}"
+                is_ours = path.parent == self._directory / "tensors"
+                links[of_path[path]] = Path("../../tensors") / path.name if is_ours else path
+            weight_map[tensor] = of_path[path]
+        index = msgspec.json.encode({"metadata": {}, "weight_map": weight_map})
+        described = [index, *(f"{name}\0{target}\0".encode() for name, target in sorted(links.items()))]
+        final = self._directory / "models" / xxhash.xxh3_128_hexdigest(b"\0".join(described))
+        with self._explained(len(index)):
+            if not _is_view(final, links, index):
+                self._make_view(final, links, index)
+        return final
+
+    def _make_view(self, final: Path, links: Mapping[str, Path], index: bytes) -> None:
+        shutil.rmtree(final, ignore_errors=True)
+        partial = self._partial / secrets.token_hex(16)
+        try:
+            partial.mkdir(mode=0o700)
+            for name, target in links.items():
+                (partial / name).symlink_to(target)
+            (partial / INDEX_FILE).write_bytes(index)
+            with contextlib.suppress(FileExistsError):  # another worker has made the same
+                _rename_new(partial, final)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def _path(self, group: TensorGroup, digests: list[bytes]) -> Path:
+        return self._directory / "tensors" / f"{group.shape_key}-{group.content_key(digests)}{_SUFFIX}"
+
+    @contextlib.contextmanager
+    def _explained(self, wanted: int) -> Iterator[None]:
+        """Raise what goes wrong with the disk as an error that says what to do."""
+        try:
+            yield
+        except PenstockError:  # some are an OSError too
+            raise
+        except OSError as error:
+            raise self.unusable(error, wanted) from error
+
+    def unusable(self, error: OSError, wanted: int) -> PeerError:
+        """Return the error of a cache that cannot take so many bytes."""
+        if error.errno not in _FULL:
+            return PeerError(
+                f"the weights cannot be kept in {self._directory}: {error.strerror or error}.",
+                remedy="Give the worker another directory with --weights-cache.",
+                code="weights_cache_failed",
+            )
+        free = "no"
+        with contextlib.suppress(OSError):
+            status = os.statvfs(self._directory)
+            free = f"{status.f_bavail * status.f_frsize / 1e6:.1f} MB"
+        return PeerError(
+            f"the disk of {self._directory} is full: {wanted / 1e6:.1f} MB of weights are to be kept there, "
+            f"and {free} are free.",
+            remedy="Free space, or give the worker a directory on another disk with --weights-cache.",
+            code="disk_full",
+        )
+
+
+class GroupWriter:
+    """Writes the file of a group, tensor by tensor; a `Sink`. Gone without a trace unless it is kept.
+
+    Args:
+        partial: path of the file while it is written.
+    """
+
+    def __init__(self, cache: WeightCache, partial: Path, group: TensorGroup) -> None:
+        self._cache = cache
+        self._partial = partial
+        self._group = group
+        self._digests: list[bytes] = []
+        self._file = partial.open("xb", buffering=0)
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, len(group.header) + group.num_bytes)
+            self._write(memoryview(group.header))
+        except BaseException:
+            self._discard()
+            raise
+
+    def __enter__(self) -> GroupWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._discard()
+
+    def begin(self, number: int) -> None:
+        """See `Sink.begin`."""
+        del self._digests[number:]
+        self._file.seek(len(self._group.header) + sum(map(num_bytes, self._group.tensors[:number])))
+
+    def write(self, memory: memoryview) -> None:
+        """See `Sink.write`; raises `PeerError` where the disk takes no more."""
+        try:
+            self._write(memory)
+        except OSError as error:
+            raise self._cache.unusable(error, self._group.num_bytes) from error
+
+    def end(self, digest: bytes) -> None:
+        """See `Sink.end`."""
+        self._digests.append(digest)
+
+    def keep(self) -> Path:
+        """Give the complete file its name; raises `PeerError`."""
+        assert len(self._digests) == len(self._group.tensors), "a group without some of its tensors"
+        try:
+            os.fsync(self._file.fileno())
+            return self._cache.keep(self._partial, self._group, self._digests)
+        except OSError as error:
+            raise self._cache.unusable(error, self._group.num_bytes) from error
+
+    def _write(self, memory: memoryview) -> None:
+        while memory:
+            memory = memory[self._file.write(memory) :]
+
+    def _discard(self) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def _content_digests(group: TensorGroup, file: FileIO) -> list[bytes]:
+    """Return the digests of the tensors in a file; empty where it is not a file of the group."""
+    if file.read(len(group.header)) != group.header:
+        return []
+    memory = memoryview(bytearray(READ_BYTES))
+    found = []
+    for tensor in group.tensors:
+        digest = xxhash.xxh3_128()
+        left = num_bytes(tensor)
+        while left:
+            count = file.readinto(memory[:left])
+            if not count:
+                return []
+            digest.update(memory[:count])
+            left -= count
+        found.append(digest.digest())
+    return [] if file.read(1) else found
+
+
+def _is_view(final: Path, links: Mapping[str, Path], index: bytes) -> bool:
+    """Return whether a directory is there with just these links and this index."""
+    try:
+        found = {path.name: path.readlink() for path in final.iterdir() if path.name != INDEX_FILE}
+        return found == dict(links) and (final / INDEX_FILE).read_bytes() == index
+    except OSError:
+        return False
+
+
+def _rename_new(partial: Path, final: Path) -> None:
+    """Rename a directory; raises FileExistsError where there is one of this name."""
+    try:
+        os.rename(partial, final)
+    except OSError as error:
+        if error.errno == errno.ENOTEMPTY:
+            raise FileExistsError from error
+        raise
+
+
+def _delete_abandoned(directory: Path) -> None:
+    """Delete what workers that were killed have not finished; who still writes holds a lock."""
+    for path in directory.iterdir():
+        with contextlib.suppress(OSError):
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(handle)
+
+
+def _sync(directory: Path) -> None:
+    """Make a new name in a directory survive a loss of power."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

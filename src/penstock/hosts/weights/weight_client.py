@@ -1,0 +1,205 @@
+"""Fetches tensors from the head: asks for them by name, and goes on where a torn connection has left off.
+
+A tensor that has come counts; the one that was under way when the connection broke comes anew. A connection
+that breaks `MAX_TEARS` times without a tensor between is given up. Used by `hosts.weights.model_finder`, in
+threads of the worker.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+import xxhash
+
+from penstock.errors import LinkClosedError, PeerError, WaitTimeoutError
+from penstock.hosts.weights.weight_wire import (
+    PIECE_BYTES,
+    AskDigests,
+    AskModel,
+    AskParts,
+    Description,
+    Sending,
+    WeightWire,
+)
+
+MAX_TEARS = 4
+FIRST_PAUSE_S = 0.25  # before a connection is made anew; the next ones are longer
+
+Connect = Callable[[], socket.socket]  # authenticated, to the head; raises PeerError
+Result = TypeVar("Result")
+
+
+class Part(NamedTuple):
+    """A tensor, or a small file, that is to come."""
+
+    name: str
+    num_bytes: int
+    is_file: bool = False
+
+
+class Sink(Protocol):
+    """Where what comes is kept."""
+
+    def begin(self, number: int) -> None:
+        """The bytes of this part follow, from its first one: for the first time, or anew."""
+        ...
+
+    def write(self, memory: memoryview) -> None:
+        """Take the next bytes; the memory is used again."""
+        ...
+
+    def end(self, digest: bytes) -> None:
+        """The part has come as it was sent."""
+        ...
+
+
+class Cancellation:
+    """Ends a job from another thread: at once, also where it waits for the head."""
+
+    def __init__(self) -> None:
+        self._is_cancelled = threading.Event()
+        self._wires: set[WeightWire] = set()
+        self._mutex = threading.Lock()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._is_cancelled.is_set()
+
+    def cancel(self) -> None:
+        with self._mutex:
+            self._is_cancelled.set()
+            for wire in self._wires:
+                wire.abort()
+
+    def pause(self, seconds: float) -> None:
+        """Wait; raises `CancelledError` at once when the job is cancelled."""
+        self._is_cancelled.wait(seconds)
+        self.check()
+
+    def check(self) -> None:
+        """Raise `CancelledError` if the job is cancelled."""
+        if self.is_cancelled:
+            raise CancelledError
+
+    def add(self, wire: WeightWire) -> None:
+        """Abort this wire too when the job is cancelled."""
+        with self._mutex:
+            self._wires.add(wire)
+        self.check()
+
+    def remove(self, wire: WeightWire) -> None:
+        with self._mutex:
+            self._wires.discard(wire)
+
+
+class CancelledError(Exception):
+    """Nobody wants the result any more."""
+
+
+class WeightClient:
+    """A connection to the head, made when it is needed and again when it is torn. Of one thread at a time.
+
+    Args:
+        connect: opens a connection.
+        cancellation: of the job that it is for.
+    """
+
+    def __init__(self, connect: Connect, cancellation: Cancellation) -> None:
+        self._connect = connect
+        self._cancellation = cancellation
+        self._wires: list[WeightWire] = []  # none, or one
+        self._num_tears = 0
+
+    def describe(self, model: bytes) -> Description:
+        """Return what a model is made of; raises `PenstockError`."""
+        return self._tried(lambda wire: wire.ask(AskModel(model=model), Description))
+
+    def digests(self, model: bytes, tensors: Sequence[str]) -> list[bytes]:
+        """Return the digests of tensors as the head has them; raises `PenstockError`."""
+
+        def receive(wire: WeightWire) -> list[bytes]:
+            wire.ask(AskDigests(model=model, tensors=list(tensors)), Sending)
+            return [wire.receive_digest() for _ in tensors]
+
+        return self._tried(receive) if tensors else []
+
+    def fetch(self, model: bytes, parts: Sequence[Part], sink: Sink) -> None:
+        """Fetch small files and tensors, in this order, the files first.
+
+        Raises:
+            PeerError: the connection tears again and again.
+            PenstockError: the head refuses, or the sink does.
+        """
+        num_done = 0
+
+        def receive(wire: WeightWire) -> None:
+            nonlocal num_done
+            left = parts[num_done:]
+            files, tensors = ([part.name for part in left if part.is_file is kind] for kind in (True, False))
+            wire.ask(AskParts(model=model, files=files, tensors=tensors), Sending)
+            for part in left:
+                sink.begin(num_done)
+                sink.end(self._receive_part(wire, part, sink))
+                num_done += 1
+                self._num_tears = 0
+
+        if parts:
+            self._tried(receive)
+
+    def close(self) -> None:
+        """Close the connection. May be called twice."""
+        for wire in self._wires:
+            self._cancellation.remove(wire)
+            wire.close()
+        self._wires.clear()
+
+    def _receive_part(self, wire: WeightWire, part: Part, sink: Sink) -> bytes:
+        """Receive the bytes of a part and its digest, which must be theirs."""
+        digest = xxhash.xxh3_128()
+        memory = memoryview(bytearray(min(PIECE_BYTES, part.num_bytes)))
+        left = part.num_bytes
+        while left:
+            size = wire.receive_piece(memory[:left])
+            digest.update(memory[:size])
+            sink.write(memory[:size])
+            left -= size
+            self._cancellation.check()
+        sent = wire.receive_digest()
+        if digest.digest() != sent:
+            raise LinkClosedError(f"{part.name} has not arrived as the head has sent it.")
+        return sent
+
+    def _tried(self, action: Callable[[WeightWire], Result]) -> Result:
+        """Carry out an action over the connection, and again over a new one when it is torn."""
+        self._num_tears = 0
+        while True:
+            self._cancellation.check()
+            try:
+                return action(self._wire())
+            except (LinkClosedError, WaitTimeoutError) as error:
+                self.close()
+                self._num_tears += 1
+                if self._num_tears >= MAX_TEARS:
+                    raise _given_up(error) from error
+                self._cancellation.pause(FIRST_PAUSE_S * 2 ** (self._num_tears - 1))
+            except BaseException:
+                self.close()  # what is under way in it is of no use
+                raise
+
+    def _wire(self) -> WeightWire:
+        if not self._wires:
+            wire = WeightWire(self._connect())
+            self._wires.append(wire)
+            self._cancellation.add(wire)
+        return self._wires[0]
+
+
+def _given_up(error: PeerError) -> PeerError:
+    """Return the error of a connection that tears again and again; of the same type."""
+    return type(error)(
+        f"the weights could not be fetched from the head; tried {MAX_TEARS} times: {error.message}",
+        remedy="Check the network between this host and the head. What has come is kept for the next start.",
+    )

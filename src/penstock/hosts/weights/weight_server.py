@@ -1,0 +1,160 @@
+"""Gives workers the tensors of the models that the head serves, each connection in a thread of its own.
+
+The threads read files and send; reading, digesting and TLS run without the interpreter's lock, so that the
+supervisor beside them goes on. A worker that asks for something else than there is gets a refusal in words,
+and its connection ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import xxhash
+
+from penstock.errors import PeerError, PenstockError, describe
+from penstock.hosts.weights.served_models import ServedModel, ServedModels
+from penstock.hosts.weights.tensor_digests import file_state, opened, read_pieces
+from penstock.hosts.weights.weight_wire import (
+    HEAD_BYTES,
+    MAX_ASKED_BYTES,
+    PIECE_BYTES,
+    STALL_S,
+    AskDigests,
+    Asked,
+    AskModel,
+    AskParts,
+    Refused,
+    Sending,
+    WeightWire,
+)
+from penstock.weights.checkpoint import TensorEntry
+
+MAX_CONNECTIONS = 8  # of one host at a time
+CLOSE_S = 5.0  # for a thread that reads from a slow disk
+
+
+class WeightServer:
+    """All connections over which workers fetch weights.
+
+    Args:
+        models: that may be asked for.
+    """
+
+    def __init__(self, models: ServedModels, stall_s: float = STALL_S) -> None:
+        self._models = models
+        self._stall_s = stall_s
+        self._threads: dict[WeightWire, threading.Thread] = {}
+        self._of_host: Counter[str] = Counter()
+        self._is_closed = False
+        self._mutex = threading.Lock()
+
+    def serve(self, connection: socket.socket, host: str) -> None:
+        """Serve a connection of a worker until the worker closes it. Does not wait for anything."""
+        wire = WeightWire(connection, self._stall_s)
+        thread = threading.Thread(
+            target=self._run, args=(wire, host), name=f"weights for {host}", daemon=True
+        )
+        with self._mutex:
+            if self._is_closed or self._of_host[host] >= MAX_CONNECTIONS:
+                wire.close()
+                return
+            self._of_host[host] += 1
+            self._threads[wire] = thread
+            thread.start()
+
+    def close(self) -> None:
+        """End all connections."""
+        with self._mutex:
+            self._is_closed = True
+            threads = dict(self._threads)
+        for wire in threads:
+            wire.abort()
+        for thread in threads.values():
+            thread.join(CLOSE_S)
+
+    def _run(self, wire: WeightWire, host: str) -> None:
+        try:
+            with contextlib.suppress(PeerError):  # the worker has left, or says why it leaves
+                _Conversation(wire, self._models).run()
+        finally:
+            self._models.digests.keep()
+            wire.close()
+            with self._mutex:
+                del self._threads[wire]
+                self._of_host[host] -= 1
+
+
+class _Conversation:
+    """What is said over one connection."""
+
+    def __init__(self, wire: WeightWire, models: ServedModels) -> None:
+        self._wire = wire
+        self._models = models
+        self._buffer = memoryview(bytearray(HEAD_BYTES + PIECE_BYTES))
+        self._data = self._buffer[HEAD_BYTES:]
+
+    def run(self) -> None:
+        """Answer what the worker asks; raises `PeerError` at the end of the connection."""
+        while True:
+            asked: Asked = self._wire.receive(Asked, MAX_ASKED_BYTES)
+            try:
+                model = self._models.open(asked.model)
+                if isinstance(asked, AskModel):
+                    self._wire.send(model.description())
+                    continue
+                parts = list(_checked(model, asked))
+            except PenstockError as error:
+                self._wire.send(Refused(describe(error)))
+                continue
+            self._wire.send(Sending())
+            self._send(asked, model, parts)
+
+    def _send(self, asked: AskDigests | AskParts, model: ServedModel, entries: list[TensorEntry]) -> None:
+        try:
+            if isinstance(asked, AskDigests):
+                for entry in entries:
+                    self._send_small(self._models.digests.of(entry))
+                    self._wire.flush()  # the next one may have to be read
+                return
+            for name in asked.files:
+                self._send_file(model.small_file(name))
+            for entry in entries:
+                self._send_tensor(entry)
+            self._wire.flush()
+        except PeerError:
+            raise
+        except PenstockError as error:  # of a file that has changed, or a disk
+            self._wire.send_refusal(error)
+        self._models.digests.keep()
+
+    def _send_tensor(self, entry: TensorEntry) -> None:
+        digest = xxhash.xxh3_128()
+        with opened(entry) as file:
+            state = file_state(file)
+            for size in read_pieces(entry, file, self._data):
+                digest.update(self._data[:size])
+                self._wire.send_piece(self._buffer, size)
+            self._models.digests.note(entry, file, state, digest.digest())
+        self._send_small(digest.digest())
+
+    def _send_file(self, content: bytes) -> None:
+        for begin in range(0, len(content), PIECE_BYTES):
+            self._send_small(content[begin : begin + PIECE_BYTES])
+        self._send_small(xxhash.xxh3_128_digest(content))
+
+    def _send_small(self, content: bytes) -> None:
+        self._data[: len(content)] = content
+        self._wire.send_piece(self._buffer, len(content))
+
+
+def _checked(model: ServedModel, asked: AskDigests | AskParts) -> Iterator[TensorEntry]:
+    """Yield the tensors that are asked for; raise where there is none of a name, before anything is sent."""
+    if isinstance(asked, AskParts):
+        for name in asked.files:
+            model.small_file(name)
+    for name in asked.tensors:
+        yield model.tensor(name)

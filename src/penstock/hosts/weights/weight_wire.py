@@ -1,0 +1,251 @@
+"""What a worker that fetches weights and the head say to each other, and how it is framed.
+
+A worker asks for a model by its identity and for tensors by their names. No path is said in either direction.
+
+    worker                                       head
+    AskModel(identity)                   ──▶     Description: names and shapes of all tensors, small files
+    AskDigests(identity, names)          ──▶     Sending(), then 16 bytes for each tensor
+    AskParts(identity, files, tensors)   ──▶     Sending(), then of each its bytes and 16 bytes of digest
+
+A message is its length in four bytes and msgpack. Bytes go in pieces of at most `PIECE_BYTES`, each behind
+its length; a length of `REFUSED` means that a `Refused` follows in place of the rest. Both ends block, each
+in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any, TypeVar
+
+import msgspec
+
+from penstock.errors import (
+    ErrorInfo,
+    LinkClosedError,
+    PeerError,
+    PenstockError,
+    ProtocolError,
+    WaitTimeoutError,
+    error_from_info,
+)
+from penstock.trust.tls import refusal
+
+PIECE_BYTES = 1 << 20
+DIGEST_BYTES = 16  # xxh3-128, as `weights.read_digests` has it
+MAX_ASKED_BYTES = 32 << 20  # names of a hundred thousand tensors
+MAX_TOLD_BYTES = 64 << 20
+STALL_S = 60.0  # in which a piece goes over the slowest network
+REFUSED = 0xFFFFFFFF
+SMALL_BYTES = 64 << 10  # less is sent together with what comes next
+
+_LENGTH = struct.Struct(">I")
+HEAD_BYTES = _LENGTH.size
+
+Message = TypeVar("Message")
+
+
+class TensorShape(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of a checkpoint, without its place; `dtype` as safetensors spells it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SmallFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file beside the weights."""
+
+    name: str
+    num_bytes: int
+    digest: bytes
+
+
+class AskModel(msgspec.Struct, frozen=True, kw_only=True, tag="model"):
+    """Say what the model of this identity is made of."""
+
+    model: bytes
+
+
+class AskDigests(msgspec.Struct, frozen=True, kw_only=True, tag="digests"):
+    """Send the digests of these tensors, in this order."""
+
+    model: bytes
+    tensors: list[str]
+
+
+class AskParts(msgspec.Struct, frozen=True, kw_only=True, tag="parts"):
+    """Send these small files, and then these tensors, in this order."""
+
+    model: bytes
+    files: list[str] = []
+    tensors: list[str] = []
+
+
+class Description(msgspec.Struct, frozen=True, kw_only=True, tag="description"):
+    """What a model is made of."""
+
+    files: list[SmallFile]
+    tensors: list[TensorShape]
+
+
+class Sending(msgspec.Struct, frozen=True, tag="sending"):
+    """What was asked for follows."""
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """Why it does not follow."""
+
+    error: ErrorInfo
+
+
+Asked = AskModel | AskDigests | AskParts
+Told = Description | Sending | Refused
+
+
+class WeightWire:
+    """One end of a connection for weights.
+
+    Args:
+        connection: authenticated; belongs to the wire from now on.
+        stall_s: the longest wait for the other side.
+
+    All calls raise `PeerError` where the connection is lost or the other side says something else.
+    """
+
+    def __init__(self, connection: socket.socket, stall_s: float = STALL_S) -> None:
+        self._connection = connection
+        connection.settimeout(stall_s)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._head = bytearray(HEAD_BYTES)
+        self._unsent = bytearray()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message, and what has been kept back before it."""
+        encoded = msgspec.msgpack.encode(message)
+        self._unsent += _LENGTH.pack(len(encoded)) + encoded
+        self.flush()
+
+    def receive(self, kind: Any, max_bytes: int) -> Any:
+        """Wait for a message of this kind.
+
+        Raises:
+            LinkClosedError: the other side has closed the connection.
+            ProtocolError: it has sent something else.
+        """
+        size = self._receive_length()
+        if size > max_bytes:
+            raise _other_version(f"a message of {size} bytes, where {max_bytes} are the most")
+        content = bytearray(size)
+        self._fill(memoryview(content))
+        try:
+            return msgspec.msgpack.decode(content, type=kind)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise _other_version(f"a message that cannot be read: {error}") from error
+
+    def ask(self, message: msgspec.Struct, kind: type[Message]) -> Message:
+        """Send a request and return the answer; raises what the other side says instead."""
+        self.send(message)
+        answer = self.receive(Told, MAX_TOLD_BYTES)
+        if isinstance(answer, Refused):
+            raise error_from_info(answer.error)
+        if not isinstance(answer, kind):
+            raise _other_version(f"a {type(answer).__name__} where a {kind.__name__} belongs")
+        return answer
+
+    def send_piece(self, buffer: memoryview, size: int) -> None:
+        """Send a piece, a small one with the next `flush`.
+
+        Args:
+            buffer: the piece is in it behind `HEAD_BYTES` that are free.
+        """
+        _LENGTH.pack_into(buffer, 0, size)
+        if size < SMALL_BYTES:
+            self._unsent += buffer[: HEAD_BYTES + size]
+            if len(self._unsent) < SMALL_BYTES:
+                return
+            size = 0
+        self.flush()
+        if size:
+            self._send(buffer[: HEAD_BYTES + size])
+
+    def flush(self) -> None:
+        """Send what has been kept back."""
+        if self._unsent:
+            self._send(self._unsent)
+            self._unsent.clear()
+
+    def send_refusal(self, error: PenstockError) -> None:
+        """Send, in place of a piece, why none follows."""
+        self._unsent += _LENGTH.pack(REFUSED)
+        self.send(Refused(error.info()))
+
+    def receive_piece(self, memory: memoryview) -> int:
+        """Fill the beginning of `memory` with the next piece; the size of the piece.
+
+        Raises:
+            PenstockError: what the other side sends in place of it.
+        """
+        size = self._receive_length()
+        if size == REFUSED:
+            raise error_from_info(self.receive(Refused, MAX_TOLD_BYTES).error)
+        if not 0 < size <= len(memory):
+            raise _other_version(f"a piece of {size} bytes, where {len(memory)} are the most")
+        self._fill(memory[:size])
+        return size
+
+    def receive_digest(self) -> bytes:
+        """Return a digest, which is a piece of its own; raises as `receive_piece`."""
+        digest = bytearray(DIGEST_BYTES)
+        size = self.receive_piece(memoryview(digest))
+        if size != DIGEST_BYTES:
+            raise _other_version(f"a digest of {size} bytes")
+        return bytes(digest)
+
+    def abort(self) -> None:
+        """End whatever waits at the connection, from another thread."""
+        try:
+            socket.socket.shutdown(self._connection, socket.SHUT_RDWR)  # without a word of TLS, which blocks
+        except OSError:
+            return  # it is broken already
+
+    def close(self) -> None:
+        """Close the connection. May be called twice."""
+        self._connection.close()
+
+    def _receive_length(self) -> int:
+        self._fill(memoryview(self._head))
+        return int(_LENGTH.unpack(self._head)[0])
+
+    def _send(self, data: bytearray | memoryview) -> None:
+        try:
+            self._connection.sendall(data)
+        except OSError as error:
+            raise _lost(error) from error
+
+    def _fill(self, memory: memoryview) -> None:
+        filled = 0
+        try:
+            while filled < len(memory):
+                count = self._connection.recv_into(memory[filled:])
+                if not count:
+                    raise LinkClosedError("the other side has closed a connection for weights.")
+                filled += count
+        except OSError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: OSError) -> PeerError:
+    if isinstance(error, PeerError):
+        return error
+    if isinstance(error, TimeoutError):
+        return WaitTimeoutError("the other side of a connection for weights has stopped.")
+    return LinkClosedError(f"weights do not come any more: {refusal(error).message}")
+
+
+def _other_version(what: str) -> ProtocolError:
+    return ProtocolError(
+        f"the other side of a connection for weights has sent {what}.",
+        remedy="Run the same version of Penstock on all hosts.",
+    )

@@ -1,0 +1,375 @@
+"""What a rank needs comes from the head once, whole and checked, or from what this host has already."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from checkpoints import Family, change_one_element, make_checkpoint, make_quantized_checkpoint
+from hand_core import Crew
+from penstock.errors import LinkClosedError, ModelError, PeerError
+from penstock.hosts.weights import weight_client
+from penstock.hosts.weights.weight_client import Cancellation, CancelledError
+from penstock.process.config import RankConfig
+from penstock.rank.loading import load_rank
+from penstock.weights.read_digests import parse_table
+from rank_configs import make_rank_configs
+from weight_heads import WeightHead, WeightWorker
+
+Setting = tuple[WeightHead, Callable[..., WeightWorker], Path]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_checkpoint(tmp_path / "model", layers=4, seed=1, num_shards=3)
+
+
+@pytest.fixture
+def head(tmp_path: Path, model: Path) -> Iterator[WeightHead]:
+    made = WeightHead(tmp_path / "head", model)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def new_worker(tmp_path: Path, head: WeightHead) -> Iterator[Callable[..., WeightWorker]]:
+    made: list[WeightWorker] = []
+
+    def make(*models: Path, name: str = "cache") -> WeightWorker:
+        made.append(WeightWorker(tmp_path / name, head, *models))
+        return made[-1]
+
+    yield make
+    for worker in made:
+        worker.close()
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_client, "FIRST_PAUSE_S", 0.0)
+
+
+def last_stage(model: Path, **changed: Any) -> RankConfig:
+    return make_rank_configs(model, 2, **changed)[1]
+
+
+def what_was_read(rank: RankConfig) -> dict[bytes, bytes]:
+    """Digests of all that the rank reads when it loads, by what it is."""
+    threads = torch.get_num_threads()
+    try:
+        return parse_table(load_rank(rank, lambda done, total: None).report.digests)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def at(path: Path, rank: RankConfig, identity: bytes) -> RankConfig:
+    return msgspec.structs.replace(rank, model_path=str(path), model_identity=identity)
+
+
+FAMILIES: list[Any] = [
+    ("llama", {}, {}),
+    ("llama", {"tied": True}, {}),
+    ("llama", {"tied": True}, {"tied_head": "transfer"}),
+    ("qwen2", {"dtype": torch.bfloat16}, {"tp": (1, 2)}),
+    ("mixtral", {}, {"tp": (2, 2), "expert_parallel": True}),
+    ("qwen2_moe", {}, {}),
+    ("qwen3_moe", {}, {"quantization": "int8"}),
+    pytest.param("llama", {"tied": True}, {"model_impl": "transformers"}, marks=pytest.mark.soak),
+]
+
+
+@pytest.mark.parametrize(("family", "config", "layout"), FAMILIES, ids=str)
+def test_g1_ranks_read_the_same_bytes_from_what_was_fetched(
+    tmp_path: Path, family: Family, config: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    model = make_checkpoint(tmp_path / "m", family=family, layers=3, kv_heads=2, num_shards=2, **config)
+    assert_loads_alike(tmp_path, model, layout)
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "packed", "int8"])
+def test_g1_ranks_read_the_same_bytes_of_a_quantised_checkpoint(tmp_path: Path, layout: Any) -> None:
+    bits = 8 if layout == "int8" else 4
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "layers": 3}
+    make_quantized_checkpoint(tmp_path / "m", layout, bits=bits, num_shards=2, **sizes)
+    assert_loads_alike(tmp_path, tmp_path / "m", {})
+
+
+def assert_loads_alike(tmp_path: Path, model: Path, layout: dict[str, Any]) -> None:
+    head = WeightHead(tmp_path / "head", model)
+    worker = WeightWorker(tmp_path / "cache", head)
+    try:
+        for rank in make_rank_configs(model, 2, are_threads=True, kernels="off", **layout):
+            found = at(worker.find(rank), rank, head.identity)
+            assert what_was_read(found) == what_was_read(rank)
+    finally:
+        worker.close()
+        head.close()
+
+
+def test_g1_a_rank_fetches_its_own_tensors_alone(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    worker = new_worker()
+    path = worker.find(last_stage(model))
+    whole = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    assert worker.notes.done == worker.notes.total < 0.7 * whole
+    assert len(worker.tensor_files) == 4  # two layers, norm and head
+    assert (path / "config.json").read_bytes() == (model / "config.json").read_bytes()
+    assert worker.leftovers == []
+    assert worker.directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_g1_a_second_start_fetches_nothing(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    first = new_worker()
+    path = first.find(last_stage(model))
+    fetched = head.num_bytes
+    first.close()
+    head.num_bytes = 0
+    again = new_worker()
+    assert again.find(last_stage(model)) == path
+    assert again.notes.total == 0
+    assert head.num_bytes < 8000 < fetched / 5  # names, shapes and digests
+
+
+def test_g1_another_stage_fetches_what_is_new(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    worker = new_worker()
+    worker.find(last_stage(model))
+    worker.find(make_rank_configs(model, 4)[3])  # its layer is here
+    assert worker.notes.total == 0
+    worker.find(make_rank_configs(model, 4)[1])
+    assert worker.notes.total > 0
+    assert len(worker.tensor_files) == 5
+
+
+def test_g1_a_local_copy_is_used_where_its_digests_are_the_heads(
+    tmp_path: Path, head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    copy = Path(shutil.copytree(model, tmp_path / "models" / "copy"))
+    worker = new_worker(tmp_path / "models")
+    rank = last_stage(model)
+    found = worker.find(rank)
+    assert (worker.notes.total, worker.tensor_files) == (0, [])
+    assert {link.resolve().parent for link in found.glob("*.safetensors")} == {copy}
+    assert what_was_read(at(found, rank, head.identity)) == what_was_read(rank)
+
+
+def test_r15_of_a_copy_with_another_tensor_the_group_is_fetched_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The samples of the files do not see the change, as they are small here."""
+    monkeypatch.setattr("penstock.kvstore.names.SAMPLE_BYTES", 16)
+    model = make_checkpoint(tmp_path / "m", layers=4, seed=1)
+    copy = Path(shutil.copytree(model, tmp_path / "models" / "copy"))
+    change_one_element(copy, "model.layers.3.mlp.up_proj.weight")
+    head = WeightHead(tmp_path / "head", model)
+    worker = WeightWorker(tmp_path / "cache", head, tmp_path / "models")
+    rank = last_stage(model)
+    try:
+        found = at(worker.find(rank), rank, head.identity)
+        assert len(worker.tensor_files) == 1
+        assert 0 < worker.notes.total < 100_000
+        assert what_was_read(found) == what_was_read(rank)
+    finally:
+        worker.close()
+        head.close()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "its end", "its header", "all"])
+def test_g1_a_damaged_file_of_the_cache_is_fetched_again(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path, damage: str
+) -> None:
+    first = new_worker()
+    rank = last_stage(model)
+    first.find(rank)
+    first.close()
+    victim = max(first.tensor_files, key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    if damage == "a bit":
+        content[-5] ^= 1
+    elif damage == "its header":
+        content[12] ^= 1
+    victim.write_bytes(content[: {"its end": -1, "all": 0}.get(damage, len(content))])
+    again = new_worker()
+    found = again.find(rank)
+    assert 0 < again.notes.total < first.notes.total
+    assert what_was_read(at(found, rank, head.identity)) == what_was_read(rank)
+
+
+def test_g1_a_changed_model_is_not_taken_from_the_cache(
+    tmp_path: Path, head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    rank = last_stage(model)
+    worker = new_worker()
+    first = worker.find(rank)
+    make_checkpoint(model, layers=4, seed=2, num_shards=3)
+    head.identity = head.served.identify(str(model))
+    second = worker.find(rank)
+    assert first != second
+    assert len(worker.tensor_files) == 8
+    assert what_was_read(at(second, rank, head.identity)) == what_was_read(rank)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_r15_a_torn_connection_goes_on_where_it_was(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path, seed: int
+) -> None:
+    chance = random.Random(seed)
+    rank = last_stage(model)
+    head.tears = [chance.randrange(4000, 30_000) for _ in range(3)]
+    worker = new_worker()
+    found = worker.find(rank)
+    assert worker.notes.done == worker.notes.total
+    assert what_was_read(at(found, rank, head.identity)) == what_was_read(rank)
+    assert worker.leftovers == []
+
+
+def test_r15_a_connection_that_tears_again_and_again_is_one_typed_error(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    worker = new_worker()
+    head.tears = [3000, *([0] * 40)]
+    with pytest.raises(LinkClosedError, match="tried 4 times") as caught:
+        worker.find(last_stage(model))
+    assert "Check the network" in caught.value.remedy
+    assert worker.leftovers == []
+
+
+def test_r15_a_model_that_the_head_does_not_serve_is_refused_in_words(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    head.identity = b"another"
+    with pytest.raises(ModelError, match="does not serve this model"):
+        new_worker().find(last_stage(model))
+    assert head.num_connections == 1, "a refusal is not tried again"
+
+
+def test_r15_weights_that_are_gone_at_the_head_are_an_error_without_its_paths(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    for path in model.glob("model*"):
+        path.unlink()
+    with pytest.raises(ModelError) as caught:
+        new_worker().find(last_stage(model))
+    assert str(model.parent) not in str(caught.value)
+
+
+def fail_with(code: int) -> Callable[..., None]:
+    def fail(*given: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_g1_a_disk_that_becomes_full_is_one_typed_error_and_leaves_nothing(
+    head: WeightHead,
+    new_worker: Callable[..., WeightWorker],
+    model: Path,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = new_worker()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fail_with(code))
+        with pytest.raises(PeerError, match="is full") as caught:
+            worker.find(last_stage(model))
+    assert caught.value.code == "disk_full"
+    assert "--weights-cache" in caught.value.remedy
+    assert worker.leftovers == worker.tensor_files == []
+    worker.find(last_stage(model))  # there is room again
+
+
+def test_g1_a_disk_without_room_is_refused_before_a_tensor_is_fetched(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker, real = new_worker(), os.statvfs
+
+    def statvfs(path: object) -> Any:
+        fields = list(real(path))  # type: ignore[call-overload]
+        fields[4] = 100  # f_bavail
+        return os.statvfs_result(fields)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    with pytest.raises(PeerError, match=r"is full: .* MB of weights") as caught:
+        worker.find(last_stage(model))
+    assert caught.value.code == "disk_full"
+    assert head.num_bytes < 20_000
+
+
+def test_g1_two_workers_with_one_cache_do_not_harm_each_other(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    rank, crew, found = last_stage(model), Crew(), list[Path]()
+    workers = [new_worker() for _ in range(2)]
+    for worker in workers:
+        crew.start(lambda worker=worker: found.append(worker.find(rank)))
+    crew.join()
+    assert len(set(found)) == 1
+    assert len(workers[0].tensor_files) == 4
+    assert what_was_read(at(found[0], rank, head.identity)) == what_was_read(rank)
+
+
+def test_g1_what_a_killed_worker_has_begun_is_deleted_by_the_next_one(
+    tmp_path: Path, new_worker: Callable[..., WeightWorker]
+) -> None:
+    first = new_worker()
+    killed = tmp_path / "cache" / "partial" / "killed"
+    killed.mkdir()
+    (killed / "half").write_bytes(b"half")
+    (tmp_path / "cache" / "partial" / "killed2").mkdir()
+    new_worker()
+    assert not killed.exists()
+    assert sum(1 for _ in (tmp_path / "cache" / "partial").iterdir()) == 2, "those of the two that live"
+    first.close()
+    assert sum(1 for _ in (tmp_path / "cache" / "partial").iterdir()) == 1
+
+
+def test_a_search_that_nobody_wants_any_more_ends_at_once(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    cancellation, worker = Cancellation(), new_worker()
+    original = worker.notes.add
+
+    class Cancelling:
+        def begin(self, num_bytes: int) -> None:
+            cancellation.cancel()
+
+        def add(self, num_bytes: int) -> None:
+            original(num_bytes)
+
+    with pytest.raises(CancelledError):
+        worker._finder.find(head.identity, last_stage(model), Cancelling(), cancellation)
+    assert worker.leftovers == []
+
+
+def test_a_view_that_was_touched_is_made_anew(
+    head: WeightHead, new_worker: Callable[..., WeightWorker], model: Path
+) -> None:
+    worker, rank = new_worker(), last_stage(model)
+    path = worker.find(rank)
+    (path / "config.json").unlink()
+    (path / "config.json").write_text("{}")
+    assert worker.find(rank) == path
+    assert (path / "config.json").read_bytes() == (model / "config.json").read_bytes()
+
+
+def test_g1_a_head_whose_files_are_gone_knows_the_identity_of_its_model_still(
+    tmp_path: Path, head: WeightHead, model: Path
+) -> None:
+    shutil.rmtree(model)
+    assert head.served.identify(str(model)) == head.identity
+    with pytest.raises(ModelError):
+        head.served.identify(str(tmp_path / "another"))
