@@ -2,8 +2,8 @@
 
 Answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
 
-- Into how many micro-batches are the decoding requests split? Into as many as there are stages, unless fewer
-  have the shorter cycle: every micro-batch reads the weights again (d10).
+- Into how many micro-batches are the decoding requests split? Into as many as fill the pipe
+  (`scheduler.plan_depth`), unless fewer have the shorter cycle: each of them reads the weights again (d10).
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
   target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
   that are multiplied while the weights are read cost nothing.
@@ -26,6 +26,7 @@ import math
 
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
+from penstock.scheduler.plan_depth import PlanDepth
 
 MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
 _GRAIN = 4  # chunks that do not end a prompt are whole multiples of it
@@ -42,17 +43,24 @@ class Pacing:
     Args:
         model: costs of the stages; others may go on teaching it.
         budget: the limits of a plan, which stand.
+        depth: says how many plans fill the pipe, and what a wire between stages takes.
         inter_token_target_s: to be kept by prompts that run beside decodes.
     """
 
-    def __init__(self, model: CostModel, budget: TokenBudget, *, inter_token_target_s: float) -> None:
+    def __init__(
+        self, model: CostModel, budget: TokenBudget, depth: PlanDepth, *, inter_token_target_s: float
+    ) -> None:
         self._model = model
         self._budget = budget
+        self._depth = depth
         self._target_s = inter_token_target_s
-        self._num_micro_batches = budget.num_stages
+        self._num_micro_batches = depth.number
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        """Micro-batches of one cycle while nobody prefills, 1 to P; changes only for a clear gain.
+        """Return the micro-batches of one cycle while nobody prefills.
+
+        They are at most as many as fill the pipe: more lengthen the cycle, since the slowest stage runs all.
+        Their number changes only for a clear gain; where it is above that of the stages it follows the wire.
 
         Args:
             num_decoding: requests that decode.
@@ -60,18 +68,19 @@ class Pacing:
         """
         shared, alone = self._model.costs(), self._model.costs(alone=True)
         if num_decoding == 0 or shared is None or alone is None:
-            return self._budget.num_stages
+            return self._depth.number
+        wire = self._depth.wire
 
         def cycle_s(micro_batches: int) -> float:
             rows = -(-num_decoding // micro_batches)
             shape = StepShape(rows, attended // micro_batches, rows)
             seconds = [cost.seconds(shape) for cost in (alone if micro_batches == 1 else shared)]
-            return cycle_seconds(seconds, micro_batches)
+            return cycle_seconds(seconds + wire.of_links(rows), micro_batches, wire.latency)
 
-        self._num_micro_batches = min(self._num_micro_batches, num_decoding)
-        best = min(range(1, min(self._budget.num_stages, num_decoding) + 1), key=cycle_s)
-        if cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(self._num_micro_batches):
-            self._num_micro_batches = best
+        current = min(self._num_micro_batches, num_decoding)
+        best = min(_splits(num_decoding, self._depth.largest), key=cycle_s)
+        is_clear = cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(current)
+        self._num_micro_batches = best if is_clear or current > self._budget.num_stages else current
         return self._num_micro_batches
 
     def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
@@ -127,23 +136,30 @@ class Pacing:
         """What a stage may spend on prompts in a plan that somebody's next token waits for: what the target
         leaves, but at least some."""
         alone_s = cost.seconds(decodes)
-        until_s = max(self._target_s / self._budget.num_stages, _LENGTHEN * alone_s)
+        until_s = max(self._target_s / self._depth.number, _LENGTHEN * alone_s)
         # While the weights are read, more rows than those of the decodes may be multiplied.
         return until_s - alone_s + max(0.0, cost.read - cost.per_token * decodes.tokens)
 
 
 class PlainPacing:
-    """Where times are not known, or would decide tokens: as many micro-batches as stages, plain chunks.
+    """Where times are not known, or would decide tokens: micro-batches that fill the pipe, plain chunks.
 
     Args:
         budget: the limits of a plan.
+        depth: says how many plans fill the pipe.
     """
 
-    def __init__(self, budget: TokenBudget) -> None:
+    def __init__(self, budget: TokenBudget, depth: PlanDepth) -> None:
         self._budget = budget
+        self._depth = depth
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        return self._budget.num_stages
+        """Return as many as fill the pipe, and over a wire no fewer when all are made of equal size."""
+        number = self._depth.number
+        if number <= self._budget.num_stages:
+            return number
+        rows = max(1, num_decoding // number)
+        return max(number, min(-(-num_decoding // rows), self._depth.largest))
 
     def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
         return self._budget.for_prompts(decodes.tokens, backlog)
@@ -189,12 +205,21 @@ class TimedBudget:
         self._is_untouched = False
 
 
-def cycle_seconds(stage_seconds: list[float], micro_batches: int) -> float:
-    """Time from one token of a request to its next, when so many equal micro-batches go round.
+def _splits(num_decoding: int, most: int) -> list[int]:
+    """Return the numbers of micro-batches that make them smaller than the number before does."""
+    numbers = range(1, min(most, num_decoding) + 1)
+    return [n for n in numbers if n == 1 or -(-num_decoding // n) < -(-num_decoding // (n - 1))]
+
+
+def cycle_seconds(stage_seconds: list[float], micro_batches: int, latency: float = 0.0) -> float:
+    """Return the time from one token of a request to its next, when so many equal micro-batches go round.
 
     A micro-batch passes all stages one after the other, and the slowest stage runs all micro-batches.
+
+    Args:
+        latency: seconds on the wire, there and back.
     """
-    return max(sum(stage_seconds), micro_batches * max(stage_seconds))
+    return max(sum(stage_seconds) + latency, micro_batches * max(stage_seconds))
 
 
 def _multiplying(cost: StageCost, start: int, num_tokens: int) -> float:

@@ -2,7 +2,7 @@
 
 Cadence (row E8). A request's next decode may go into step n when the result of its last sampling step s has
 returned, or when n - s >= P: in a full pipe once per trip, with at most one sample per trip not yet returned.
-(With fewer micro-batches than stages, `scheduler.pacing`, their number stands for P.)
+(Where there are fewer or more micro-batches than stages, `scheduler.pacing`, their number stands for P.)
 Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:
 
     step        0     1     2     3     4
@@ -28,6 +28,7 @@ from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.invariants import check_consistency
 from penstock.scheduler.pacing import Pacing, PlainPacing
 from penstock.scheduler.plan_builder import PlanBuilder
+from penstock.scheduler.plan_depth import PlanDepth
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState
@@ -42,6 +43,7 @@ class Placement:
 
     Args:
         pacing: sizes plans, by time where times are known and do not decide tokens.
+        depth: says how many plans fill the pipe, and hears of those that are made.
         micro_batches: that the decoding requests are split into, if not up to `pacing`.
         grammars: of the rows; whoever gets or loses one passes there.
         clock: monotonic seconds.
@@ -55,6 +57,7 @@ class Placement:
         self,
         budget: TokenBudget,
         pacing: Pacing | PlainPacing,
+        depth: PlanDepth,
         micro_batches: int | None,
         queues: RequestQueues,
         rows: RowPool,
@@ -66,6 +69,7 @@ class Placement:
     ) -> None:
         self._budget = budget
         self._pacing = pacing
+        self._depth = depth
         self._micro_batches = micro_batches
         self._queues = queues
         self._rows = rows
@@ -76,7 +80,7 @@ class Placement:
         self._order = StartOrder(queues, grammars)
         self._clock = clock
         self.num_preemptions = 0
-        self.num_micro_batches = budget.num_stages
+        self.num_micro_batches = depth.number
         self.has_prompts = False
 
     def fill(
@@ -98,10 +102,7 @@ class Placement:
             budget = self._prompt_budget(draft, bool(decoding), prefill_tokens + prefill_in_flight)
             self._place_chunks(draft, budget)
             self._admit(draft, budget, newcomers)
-
-    @property
-    def num_stages(self) -> int:
-        return self._budget.num_stages
+        self._depth.planned(draft)
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
@@ -121,12 +122,11 @@ class Placement:
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
-        """As asked; else P while there are prompts to run, which fill the pipe; else by a cycle's time."""
-        num_stages = self._budget.num_stages
+        """As asked; else as many as fill the pipe while there are prompts to run; else by a cycle's time."""
         if self._micro_batches is not None:
-            return min(self._micro_batches, num_stages)
-        if prefill_tokens or num_stages == 1:
-            return num_stages
+            return min(self._micro_batches, self._depth.largest)
+        if prefill_tokens or self._depth.largest == 1:
+            return self._depth.number
         attended = sum(request.num_scheduled + 1 for request in decoding)
         return self._pacing.num_micro_batches(len(decoding), attended)
 
