@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any, Literal, Self
 
 from penstock.batch import (
@@ -60,13 +61,14 @@ from penstock.request import (
 from penstock.residency import Residency
 from penstock.scheduler.admission import derive_seed
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
-from penstock.scheduler.plan_depth import WireDepth
+from penstock.scheduler.plan_depth import WireDepth, WireTime
 from penstock.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
 SMALL_SCHEDULER = SchedulerConfig(max_num_seqs=8)
 PLAIN_TIERS = TierPolicy()
 REPORTED_S = 0.05  # of each stage for a plan, where there is a wire and no cost
+WIRE_S = 0.5  # the wire's time until it is measured
 
 
 class FakeClock:
@@ -552,7 +554,7 @@ class CoreRig:
         eviction: policy of the prefix cache, if there is one.
         catalogue: of a store, if there is one.
         tier_policy: of the tiers beyond the pool, but for `store_when_found`.
-        max_plans_in_flight: with a wire between the stages; its time is measured.
+        max_plans_in_flight: with a wire between the stages, whose time is measured.
         executor_class: makes the executor, of the arguments of a `FakeExecutor`.
         clock: that is given; None: a new one.
     """
@@ -594,6 +596,7 @@ class CoreRig:
         self.depth, wire = depth_and_wire(parallel, model, num_links=num_stages - 1)
         if isinstance(self.depth, WireDepth):
             self.depth.reported = [REPORTED_S] * num_stages
+            self.depth.wire = WireTime(latency=WIRE_S)
         self.eos_token_ids = list(eos_token_ids)
         self.seed = seed
         self.cache = None if eviction is None else PrefixCache(num_blocks, eviction_order(eviction))
@@ -743,6 +746,11 @@ class CoreRig:
         """Sampled ids that never reached anybody, because their request had ended."""
         sampled = sum(plan.need_sampled.count(True) for plan in self.executor.plans)
         return sampled - sum(len(self.tokens(request_id)) for request_id in self.requests)
+
+    @property
+    def most_in_flight(self) -> int:
+        """Plans that were in flight at once at most."""
+        return max(accumulate(1 if kind == "submit" else -1 for kind, _ in self.executor.events), default=0)
 
     @property
     def plans(self) -> list[ScheduledBatch]:

@@ -349,10 +349,10 @@ def test_r15_the_limit_of_a_stall_counts_the_queue_and_the_wire() -> None:
 
 
 def test_r15_after_a_loss_with_many_plans_in_flight_every_stream_goes_on_with_its_tokens() -> None:
-    one = started(rig(ARITHMETIC, wire_s=WIRE_S, recovers=True))
+    one = started(rig(HALF, wire_s=WIRE_S, recovers=True))
     one.add_streams(12, max_tokens=80)
     for _ in range(3):
-        one.run(2.5)
+        one.run(3.0)
         assert one.core.num_inflight > 4
         one.pipe.lose_stage(1, "killed")
         one.step()
