@@ -1,4 +1,4 @@
-"""Steady decode through two stages with a long wire between them: with plans in flight that follow it, or not.
+"""Steady decode through two stages with a long wire between them: plans in flight that follow it, or not.
 
     python benchmarks/delayed_links.py MODEL [--delays 0,5,50] [--batches 8,16,32,64] [--rounds 3]
                                        [--partition even] [--seconds 10]

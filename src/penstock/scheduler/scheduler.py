@@ -251,6 +251,8 @@ class Scheduler:
             prompt_tokens=self._settlement.prompt_tokens,
             generated_tokens=self._settlement.generated_tokens,
             micro_batches=self._placement.num_micro_batches,
+            fill_plans=self._depth.number,
+            wire_s=self._depth.wire.latency,
         )
 
     def check_invariants(self) -> None:
