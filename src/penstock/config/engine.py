@@ -421,7 +421,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         queue_timeout_s: a request that has waited this many seconds is answered 503.
         max_sessions: sessions of each replica that are open at once (`kvcache.sessions`); one more is
             answered 429.
-        micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, or P.
+        micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half.
         built_grammar_bytes: bytes of grammars on a rank of the last stage, those of rows and those kept for

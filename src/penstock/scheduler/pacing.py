@@ -77,11 +77,23 @@ class Pacing:
             seconds = [cost.seconds(shape) for cost in (alone if micro_batches == 1 else shared)]
             return cycle_seconds(seconds + wire.of_links(rows), micro_batches, wire.latency)
 
+        cycles_s = {number: cycle_s(number) for number in self._splits(num_decoding)}
+        best = min(cycles_s, key=cycles_s.__getitem__)
         current = min(self._num_micro_batches, num_decoding)
-        best = min(_splits(num_decoding, self._depth.largest), key=cycle_s)
-        is_clear = cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(current)
-        self._num_micro_batches = best if is_clear or current > self._budget.num_stages else current
-        return self._num_micro_batches
+        if current > self._budget.num_stages or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[current]:
+            current = best
+        self._num_micro_batches = current
+        return current
+
+    def _splits(self, num_decoding: int) -> list[int]:
+        """Return the numbers of micro-batches to choose from, in order.
+
+        Of those above the number of stages, the ones that make micro-batches smaller than the one before.
+        """
+        few, most = self._budget.num_stages, min(self._depth.largest, num_decoding)
+        splits = list(range(1, min(few, most) + 1))
+        splits += [n for n in range(few + 1, most + 1) if -(-num_decoding // n) < -(-num_decoding // (n - 1))]
+        return splits
 
     def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
         """What one plan may take of prompts; by the plain rules while the costs are unknown.
@@ -203,12 +215,6 @@ class TimedBudget:
             self._seconds[stage] -= _multiplying(cost, start, num_tokens)
         self._num_tokens -= num_tokens
         self._is_untouched = False
-
-
-def _splits(num_decoding: int, most: int) -> list[int]:
-    """Return the numbers of micro-batches that make them smaller than the number before does."""
-    numbers = range(1, min(most, num_decoding) + 1)
-    return [n for n in numbers if n == 1 or -(-num_decoding // n) < -(-num_decoding // (n - 1))]
 
 
 def cycle_seconds(stage_seconds: list[float], micro_batches: int, latency: float = 0.0) -> float:
