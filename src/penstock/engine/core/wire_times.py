@@ -114,9 +114,9 @@ class WireTimes:
     def forget(self) -> None:
         """Forget the plans in flight, which will not return, and all samples: the wire may be another one.
 
-        What they have told stands until there is a new one.
+        What they have told stands until there is a new one, which the first plan afterwards tells.
         """
-        self.wants_look = False
+        self.wants_look = True  # it costs nothing: the pipe is empty
         self._num_working = 0
         self._unqueued.clear()
         self._unreported.clear()

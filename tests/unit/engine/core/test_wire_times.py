@@ -142,6 +142,7 @@ def test_a_new_epoch_begins_with_samples_of_its_own_and_the_old_number() -> None
     cross(wire, plan_of(0, 0), 0.1)
     wire.submitted(plan_of(1, 9))
     wire.forget()
+    assert wire.wants_look, "at once: the pipe is empty"
     assert depth.wire.latency == 0.1
     cross(wire, plan_of(2, 0), 0.3)
     assert depth.wire.latency == 0.3, "the wire may be another one, and a longer"
