@@ -122,19 +122,32 @@ class Placement:
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
-        """As asked; else as many as fill the pipe while there are prompts to run; else by a cycle's time."""
+        """As asked; else by a cycle's time, and at least P while there are prompts to run."""
+        num_stages, largest = self._budget.num_stages, self._depth.largest
         if self._micro_batches is not None:
-            return min(self._micro_batches, self._depth.largest)
-        if prefill_tokens or self._depth.largest == 1:
-            return self._depth.number
+            return min(self._micro_batches, largest)
+        if largest == 1 or (prefill_tokens and largest == num_stages):
+            return num_stages
         attended = sum(request.num_scheduled + 1 for request in decoding)
-        return self._pacing.num_micro_batches(len(decoding), attended)
+        chosen = self._pacing.num_micro_batches(len(decoding), attended)
+        return max(chosen, num_stages) if prefill_tokens else chosen
+
+    @property
+    def _lag(self) -> int:
+        """Plans after which a request may go again though its result is not back.
+
+        Over a wire chunks of prompts are in flight between the micro-batches: a decode that came too early
+        would hold them up at the first stage until its token is there.
+        """
+        fills = self._depth.number
+        has_more = self.has_prompts and fills > self._budget.num_stages
+        return max(self.num_micro_batches, fills) if has_more else self.num_micro_batches
 
     def _place_decodes(
         self, draft: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
-        newest = max(returned_step, draft.step_id - self.num_micro_batches)
+        newest = max(returned_step, draft.step_id - self._lag)
         ready = [request for request in decoding if request.last_sampled_step <= newest]
         ready.sort(key=_by_last_sample)
         quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)
