@@ -143,7 +143,7 @@ class WireRig(CoreRig):
             "costs": (stages[0], stages[0]) if knows_costs else None,
             "scheduler": scheduler,
             "block_size": 64,
-            "num_blocks": 4096,
+            "num_blocks": 768,
             "max_model_len": 1 << 14,
             "eos_token_ids": (),
             "clock": clock,

@@ -303,7 +303,7 @@ def test_r15_prompts_fill_the_wire_too() -> None:
     for wire_s, most in ((0.0, MOST), (WIRE_S, "auto"), (WIRE_S, MOST)):
         one = started(WireRig(ARITHMETIC, ARITHMETIC, wire_s=wire_s, max_plans_in_flight=most))
         began = one.clock.now
-        one.add_streams(40, prompt_len=300, max_tokens=1)
+        one.add_streams(16, prompt_len=300, max_tokens=1)
         while not one.core.is_idle:
             one.run(0.2)
         spent.append(one.clock.now - began)
@@ -345,14 +345,14 @@ def test_r15_slow_links_are_counted() -> None:
     assert one.rate(5.0) >= 0.95 / 0.0098
 
 
-def test_r15_a_busy_pipe_is_looked_through_now_and_then_and_loses_hardly_anything() -> None:
+def test_r15_a_busy_pipe_is_looked_through_now_and_then(often: float) -> None:
     one = started(rig(ARITHMETIC, wire_s=WIRE_S))
     one.add_streams(12)
     one.run(3.0)
     first = len(one.pipe.plans)
-    one.run(26.0)
+    one.run(3 * often)
     probes = [plan for plan in one.pipe.plans[first:] if not plan.rows]
-    assert len(probes) == 2
+    assert 3 <= len(probes) <= 5
     assert all(plan.meta == NO_META or plan.meta.held for plan in probes)
 
 
@@ -376,9 +376,9 @@ def test_r15_the_limit_of_a_stall_counts_the_queue_and_the_wire() -> None:
 
 def test_r15_after_a_loss_with_many_plans_in_flight_every_stream_goes_on_with_its_tokens() -> None:
     one = started(rig(HALF, wire_s=WIRE_S, recovers=True))
-    one.add_streams(12, max_tokens=80)
-    for _ in range(3):
-        one.run(3.0)
+    one.add_streams(12, max_tokens=60)
+    for _ in range(2):
+        one.run(2.0)
         assert one.core.num_inflight > 4
         one.pipe.lose_stage(1, "killed")
         one.step()
