@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -192,8 +193,8 @@ def test_nothing_is_measured_without_a_wire() -> None:
 # With a whole core, over simulated stages
 
 
-def rig(cost: StageCost, **options: object) -> WireRig:
-    return WireRig(cost, cost, max_plans_in_flight=MOST, **options)  # type: ignore[arg-type]
+def rig(cost: StageCost, **options: Any) -> WireRig:
+    return WireRig(cost, cost, max_plans_in_flight=MOST, **options)
 
 
 def started(one: WireRig) -> WireRig:
