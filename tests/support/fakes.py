@@ -41,6 +41,7 @@ from penstock.config.engine import EvictionPolicy, ParallelConfig, Pooling, Sche
 from penstock.engine.client.siblings import with_siblings
 from penstock.engine.core.core import EngineCore
 from penstock.engine.core.core_assembly import depth_and_wire
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.stall_limits import FixedLimit, StallLimit
 from penstock.errors import StageLostError
 from penstock.executor.base import KVPlan
@@ -61,7 +62,7 @@ from penstock.request import (
 from penstock.residency import Residency
 from penstock.scheduler.admission import derive_seed
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
-from penstock.scheduler.plan_depth import WireDepth, WireTime
+from penstock.scheduler.pacing import WireTime
 from penstock.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40

@@ -52,7 +52,7 @@ from penstock.process.config import RankConfig
 from penstock.process.endpoints import RingHandle
 from penstock.rank.rank import RankConnections, run_rank
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
-from penstock.scheduler.plan_depth import FixedDepth
+from penstock.scheduler.pacing import FixedDepth
 from penstock.scheduler.scheduler import Scheduler
 
 GUARD_S = 60.0  # against a hang; nothing takes nearly as long

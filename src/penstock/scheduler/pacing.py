@@ -3,7 +3,7 @@
 Answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
 
 - Into how many micro-batches are the decoding requests split? Into as many as fill the pipe
-  (`scheduler.plan_depth`), unless fewer have the shorter cycle: each of them reads the weights again (d10).
+  (`PlanDepth`), unless fewer have the shorter cycle: each of them reads the weights again (d10).
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
   target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
   that are multiplied while the weights are read cost nothing.
@@ -23,10 +23,11 @@ Where a rank computes with torch there is no cost model, and `scheduler.chunking
 from __future__ import annotations
 
 import math
+from typing import NamedTuple, Protocol
 
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
-from penstock.scheduler.plan_depth import PlanDepth
+from penstock.scheduler.plan_builder import PlanBuilder
 
 MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
 _GRAIN = 4  # chunks that do not end a prompt are whole multiples of it
@@ -35,6 +36,60 @@ _MIN_GAIN = 0.05  # of the cycle, for which the number of micro-batches changes
 _LATE_CHUNK = 4  # a chunk late in the context has at least a quarter of the first one's tokens
 _SLACK = 0.03  # of the time of a prompt in chunks of the best size, that larger chunks may cost
 _NEGLIGIBLE_S = 1e-9
+
+
+class WireTime(NamedTuple):
+    """What a plan takes between the stages and back, in seconds.
+
+    Attributes:
+        latency: of all ways together, whatever they carry.
+        per_token: that one link takes for the hidden states of a token.
+        num_links: between hosts. A link carries one plan at a time, as a stage computes one at a time.
+    """
+
+    latency: float = 0.0
+    per_token: float = 0.0
+    num_links: int = 0
+
+    def of_links(self, num_tokens: int) -> list[float]:
+        """Return what each link takes for the hidden states of a plan."""
+        return [self.per_token * num_tokens] * self.num_links
+
+
+NO_WIRE_TIME = WireTime()
+
+
+class PlanDepth(Protocol):
+    """Says how many plans fill the pipe.
+
+    Attributes:
+        number: of plans that do, now.
+        largest: that `number` may become; what plans in flight need is allocated for it.
+        wire: what plans take between stages.
+    """
+
+    number: int
+    largest: int
+    wire: WireTime
+
+    def planned(self, draft: PlanBuilder) -> None:
+        """Note what a plan has in it that is issued now."""
+
+
+class FixedDepth:
+    """One plan for each stage: there is no wire between stages that could hold another.
+
+    Args:
+        num_stages: P.
+    """
+
+    wire = NO_WIRE_TIME
+
+    def __init__(self, num_stages: int) -> None:
+        self.number = self.largest = num_stages
+
+    def planned(self, draft: PlanBuilder) -> None:
+        """Nothing follows from it."""
 
 
 class Pacing:

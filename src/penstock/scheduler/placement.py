@@ -26,9 +26,8 @@ from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import StepShape
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.invariants import check_consistency
-from penstock.scheduler.pacing import Pacing, PlainPacing
+from penstock.scheduler.pacing import Pacing, PlainPacing, PlanDepth
 from penstock.scheduler.plan_builder import PlanBuilder
-from penstock.scheduler.plan_depth import PlanDepth
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestPhase, RequestQueues, RequestState

@@ -25,10 +25,9 @@ from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.intake import Intake
 from penstock.scheduler.issued_steps import IssuedSteps
-from penstock.scheduler.pacing import Pacing, PlainPacing
+from penstock.scheduler.pacing import FixedDepth, Pacing, PlainPacing, PlanDepth
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_builder import PlanBuilder
-from penstock.scheduler.plan_depth import FixedDepth, PlanDepth
 from penstock.scheduler.prefix_reuse import PrefixReuse
 from penstock.scheduler.queues import RequestQueues
 from penstock.scheduler.recovery import Recovery

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fakes import taught
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.scheduler.chunking import FixedBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
-from penstock.scheduler.pacing import MIN_CHUNK, Pacing, cycle_seconds
-from penstock.scheduler.plan_depth import FixedDepth, PlanDepth, WireDepth, WireTime
+from penstock.scheduler.pacing import MIN_CHUNK, FixedDepth, Pacing, PlanDepth, WireTime, cycle_seconds
 
 NOTHING = StepShape(0, 0, 0)
 WEIGHT_BOUND = StageCost(read=0.030, per_token=0.002)  # two stages on one memory, both reading

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import calibrate
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.stall_limits import FixedLimit, MeasuredLimit, StallLimit
 from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes, WireTimes
 from penstock.engine.ipc import HEARTBEAT_S
@@ -28,7 +29,7 @@ from penstock.kvstore.opening import open_guarded
 from penstock.process.config import CoreConfig
 from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.scheduler.cost_model import CostModel
-from penstock.scheduler.plan_depth import FixedDepth, PlanDepth, WireDepth
+from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
 
 CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks

@@ -10,7 +10,7 @@ empty now and then, for about a hundredth of its time, and sends one first: a qu
 look like a longer wire, more plans would make the queue longer, and a wire that has become faster would not
 be noticed.
 
-The engine core tells of its plans, and `scheduler.plan_depth` is told what was measured.
+The engine core tells of its plans, and `engine.core.plan_depth` is told what was measured.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from collections.abc import Sequence
 
 from penstock.batch import ScheduledBatch, StageSpans, StageTimes
 from penstock.engine.core.cost_learning import step_times
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.executor.base import Reports
-from penstock.scheduler.plan_depth import WireDepth, WireTime
+from penstock.scheduler.pacing import WireTime
 
 FOLLOW_S = 1.0  # between two times that reports are looked at: stages report about as often
 LOOK_S = 10.0  # without a plan that met no other, after which the pipe is to run empty

@@ -1,7 +1,7 @@
 """How many plans may be in flight at most, and how many frames the links between stages hold for them.
 
 On one host there is room for a plan in each stage and for those issued ahead. A wire between hosts holds
-plans too; how many is measured later (`scheduler.plan_depth`), and here is room for as many as that may be.
+plans too; how many is measured later (`engine.core.plan_depth`), and here is room for as many as that may be.
 Called by `engine.supervisor.launch`.
 """
 

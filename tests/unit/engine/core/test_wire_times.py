@@ -11,10 +11,11 @@ from fakes import FakeExecutor
 from penstock.batch import NO_META, ScheduledBatch, StageSpans, StageTimes
 from penstock.config.engine import SchedulerConfig
 from penstock.engine.core import wire_times
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.stall_limits import LEAST_S, SLOWNESS, MeasuredLimit
 from penstock.engine.core.wire_times import LOOK_S, NO_WIRE_TIMES, WireTimes
 from penstock.scheduler.cost_model import StageCost, StepShape
-from penstock.scheduler.plan_depth import WireDepth, WireTime
+from penstock.scheduler.pacing import WireTime
 from penstock.trace.phases import Phase
 from wire_pipe import PROBE_S, WireRig
 

@@ -10,12 +10,13 @@ import pytest
 
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from penstock.engine.core.core_assembly import depth_and_wire
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.wire_times import NO_WIRE_TIMES, WireTimes
 from penstock.engine.supervisor import flight_room
 from penstock.engine.supervisor.launch import LaunchPlan, resolve, resolve_replicas
 from penstock.errors import UsageError
 from penstock.hosts.resources import HostResources
-from penstock.scheduler.plan_depth import FixedDepth, WireDepth
+from penstock.scheduler.pacing import FixedDepth
 
 FIELDS = {
     "architectures": ["LlamaForCausalLM"],

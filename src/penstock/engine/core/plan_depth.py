@@ -5,80 +5,26 @@ slowest of them could take other plans, so that the pipe is full with
 
     (sum of stages + wires) / slowest        plans, rounded up: two stages of 10 ms and 30 ms of wire take 5
 
-    stage 0   | 0 | 1 | 2 | 3 | 4 | 5 |      plan 5 goes when the result of plan 0 is back
-    stage 1           | 0 | 1 | 2 | 3 |
-    result                      ^0  ^1
+    stage 0   | 0 | 1 | 2 | 3 | 4 | 5 | 6 |      plan 5 goes when the result of plan 0 is back
+    stage 1             | 0 | 1 | 2 | 3 |
+    result                            ^0  ^1
 
 What stages take for a plan is predicted by their costs, or where those are not known is what they have
 reported. What wires take is measured by `engine.core.wire_times`. The number follows an average over the last
 plans, so that large chunks of prompts, which need few, do not queue up as many as small decodes do. Read by
-`scheduler.scheduler`, `scheduler.placement` and `scheduler.pacing`. No clock here.
+the scheduler, which knows it as `scheduler.pacing.PlanDepth`. No clock here.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, Protocol
 
 from penstock.scheduler.cost_model import CostModel, StepShape, attended_by
+from penstock.scheduler.pacing import NO_WIRE_TIME
 from penstock.scheduler.plan_builder import PlanBuilder
 
 _NEWEST_WEIGHT = 0.2  # of a plan in the averages
 _MARGIN = 0.05  # of the number: the share of the slowest stage's time that another plan must be worth
-
-
-class WireTime(NamedTuple):
-    """What a plan takes between the stages and back, in seconds.
-
-    Attributes:
-        latency: of all ways together, whatever they carry.
-        per_token: that one link takes for the hidden states of a token.
-        num_links: between hosts. A link carries one plan at a time, as a stage computes one at a time.
-    """
-
-    latency: float = 0.0
-    per_token: float = 0.0
-    num_links: int = 0
-
-    def of_links(self, num_tokens: int) -> list[float]:
-        """Return what each link takes for the hidden states of a plan."""
-        return [self.per_token * num_tokens] * self.num_links
-
-
-NO_WIRE_TIME = WireTime()
-
-
-class PlanDepth(Protocol):
-    """Says how many plans fill the pipe.
-
-    Attributes:
-        number: of plans that do, now.
-        largest: that `number` may become; what plans in flight need is allocated for it.
-        wire: what plans take between stages.
-    """
-
-    number: int
-    largest: int
-    wire: WireTime
-
-    def planned(self, draft: PlanBuilder) -> None:
-        """Note what a plan has in it that is issued now."""
-
-
-class FixedDepth:
-    """One plan for each stage: there is no wire between stages that could hold another.
-
-    Args:
-        num_stages: P.
-    """
-
-    wire = NO_WIRE_TIME
-
-    def __init__(self, num_stages: int) -> None:
-        self.number = self.largest = num_stages
-
-    def planned(self, draft: PlanBuilder) -> None:
-        """Nothing follows from it."""
 
 
 class WireDepth:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fakes import taught
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.scheduler.cost_model import StageCost
+from penstock.scheduler.pacing import FixedDepth, WireTime
 from penstock.scheduler.plan_builder import PlanBuilder
-from penstock.scheduler.plan_depth import FixedDepth, WireDepth, WireTime
 
 TEN_MS = StageCost(read=0.010, per_token=1e-9)
 
