@@ -37,8 +37,15 @@ from rank_configs import make_rank_configs
 WAIT_S = 0.06  # of every wait at a link; long enough for a step, short enough for many lost frames
 ALIVE = 6  # requests at any time, of which four have a row
 RATE = 1 / 40  # of frames, over the number of stages: three or four in a step of each
-Layout = tuple[int, str, int]  # stages, carrier of the hidden states, async depth
-LAYOUTS: list[Layout] = [(2, "memory", 0), (3, "shared memory", 1), (3, "memory", 0), (2, "shared memory", 1)]
+Layout = tuple[int, str, int, int]  # stages, carrier of the hidden states, async depth, plans on a wire
+LAYOUTS: list[Layout] = [
+    (2, "memory", 0, 0),
+    (3, "shared memory", 1, 0),
+    (3, "memory", 0, 0),
+    (2, "shared memory", 1, 0),
+    (2, "memory", 1, 5),
+    (3, "shared memory", 0, 4),
+]
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +107,10 @@ def workload() -> list[tuple[list[int], SamplingParams]]:
 REQUESTS = workload()
 
 
-def configs(model: Path, num_stages: int, async_depth: int = 0) -> list[RankConfig]:
-    return make_rank_configs(model, num_stages, async_depth, wait_timeout_s=WAIT_S)
+def configs(model: Path, layout: Layout, wait_timeout_s: float = WAIT_S) -> list[RankConfig]:
+    num_stages, _, async_depth, wire_plans = layout
+    depth = num_stages + async_depth + wire_plans
+    return make_rank_configs(model, num_stages, async_depth, depth=depth, wait_timeout_s=wait_timeout_s)
 
 
 @pytest.fixture(scope="module")
@@ -161,10 +170,15 @@ class Load:
 def run_under_faults(
     model: Path, golden: list[list[int]], chains: Chains, *, seed: int, num_faults: int, layout: Layout
 ) -> None:
-    num_stages, carrier, async_depth = layout
+    num_stages, carrier, async_depth, wire_plans = layout
     faults = Faults(seed, RATE / num_stages, limit=num_faults)
     pipe = FaultyPipe(
-        configs(model, num_stages, async_depth), faults, chains, carrier=carrier, async_depth=async_depth
+        configs(model, layout),
+        faults,
+        chains,
+        carrier=carrier,
+        async_depth=async_depth,
+        wire_plans=wire_plans,
     )
     load = Load(pipe, golden)
     try:
@@ -205,17 +219,21 @@ def test_r14_d1_ten_thousand_faults_under_load(
     run_under_faults(model, golden, chains, seed=seed, num_faults=1250, layout=layout)
 
 
-@pytest.mark.parametrize("layout", sampled(LAYOUTS, 2), ids=str)
+@pytest.mark.parametrize("layout", sampled(LAYOUTS, 3), ids=str)
 def test_r14_whatever_is_delayed_all_stages_have_one_history(
     model: Path, golden: list[list[int]], chains: Chains, layout: Layout
 ) -> None:
-    num_stages, carrier, async_depth = layout
+    num_stages, carrier, async_depth, wire_plans = layout
     faults = Faults(3, 0.4, kinds=[Kind.DELAY], limit=600)
-    patient = make_rank_configs(model, num_stages, async_depth)
-    pipe = FaultyPipe(patient, faults, chains, carrier=carrier, async_depth=async_depth)
+    patient = configs(model, layout, 30.0)
+    pipe = FaultyPipe(
+        patient, faults, chains, carrier=carrier, async_depth=async_depth, wire_plans=wire_plans
+    )
     load = Load(pipe, golden)
+    most = 0
     while not faults.is_over:
         load.step()
+        most = max(most, pipe.core.num_inflight)
         chains.check()
     load.finish()
     pipe.close()
@@ -223,6 +241,7 @@ def test_r14_whatever_is_delayed_all_stages_have_one_history(
     assert {len(digests) for digests in chains.of_ranks.values()} == {num_stages}
     assert chains.of_ranks.keys() == chains.of_core.keys()
     assert (load.num_failed, pipe.losses, pipe.ranks.told) == (0, [], [])
+    assert most > num_stages + async_depth or not wire_plans, "as many as on one host"
 
 
 class DivergingChannel:

@@ -11,10 +11,11 @@ import math
 import struct
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Self
+from itertools import accumulate
+from typing import Any, Literal, Self
 
 from penstock.batch import (
     KNOWN,
@@ -39,6 +40,8 @@ from penstock.batch import (
 from penstock.config.engine import EvictionPolicy, ParallelConfig, Pooling, SchedulerConfig
 from penstock.engine.client.siblings import with_siblings
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.core_assembly import depth_and_wire
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.stall_limits import FixedLimit, StallLimit
 from penstock.errors import StageLostError
 from penstock.executor.base import KVPlan
@@ -59,11 +62,14 @@ from penstock.request import (
 from penstock.residency import Residency
 from penstock.scheduler.admission import derive_seed
 from penstock.scheduler.cost_model import CostModel, StageCost, StepSample, StepShape
+from penstock.scheduler.pacing import WireTime
 from penstock.scheduler.scheduler import Scheduler
 
 VOCAB_SIZE = 40
 SMALL_SCHEDULER = SchedulerConfig(max_num_seqs=8)
 PLAIN_TIERS = TierPolicy()
+REPORTED_S = 0.05  # of each stage for a plan, where there is a wire and no cost
+WIRE_S = 0.5  # the wire's time until it is measured
 
 
 class FakeClock:
@@ -549,6 +555,9 @@ class CoreRig:
         eviction: policy of the prefix cache, if there is one.
         catalogue: of a store, if there is one.
         tier_policy: of the tiers beyond the pool, but for `store_when_found`.
+        max_plans_in_flight: with a wire between the stages, whose time is measured.
+        executor_class: makes the executor, of the arguments of a `FakeExecutor`.
+        clock: that is given; None: a new one.
     """
 
     def __init__(
@@ -571,13 +580,24 @@ class CoreRig:
         stall_timeout_s: float = math.inf,
         stall_limit: StallLimit | None = None,
         recovers: bool = False,
+        max_plans_in_flight: int | Literal["auto"] = "auto",
+        executor_class: Callable[..., FakeExecutor] = FakeExecutor,
+        clock: FakeClock | None = None,
     ) -> None:
-        parallel = ParallelConfig(pipeline_parallel_size=num_stages, async_depth=async_depth)
+        parallel = ParallelConfig(
+            pipeline_parallel_size=num_stages,
+            async_depth=async_depth,
+            max_plans_in_flight=max_plans_in_flight,
+        )
         model = None
         if costs is not None:
             shared, alone = costs
             model = taught(*[shared] * num_stages, alone=[alone] * num_stages)
-        self.clock = FakeClock()
+        self.clock = clock or FakeClock()
+        self.depth, wire = depth_and_wire(parallel, model, num_links=num_stages - 1)
+        if isinstance(self.depth, WireDepth):
+            self.depth.reported = [REPORTED_S] * num_stages
+            self.depth.wire = WireTime(latency=WIRE_S)
         self.eos_token_ids = list(eos_token_ids)
         self.seed = seed
         self.cache = None if eviction is None else PrefixCache(num_blocks, eviction_order(eviction))
@@ -596,9 +616,10 @@ class CoreRig:
             clock=self.clock,
             costs=model,
             tier=self.tier,
+            depth=self.depth,
         )
         self.make_executor = partial(
-            FakeExecutor,
+            executor_class,
             depth=parallel.depth,
             num_stages=num_stages,
             min_lag=None if costs is None and scheduler.micro_batches == "auto" else 1,
@@ -615,6 +636,7 @@ class CoreRig:
             self.clock,
             recovers=recovers,
             stall_limit=stall_limit or FixedLimit(stall_timeout_s),
+            wire=wire,
         )
         self.requests: dict[str, GenerationRequest] = {}
         self.updates: dict[str, list[RequestUpdate]] = {}
@@ -725,6 +747,11 @@ class CoreRig:
         """Sampled ids that never reached anybody, because their request had ended."""
         sampled = sum(plan.need_sampled.count(True) for plan in self.executor.plans)
         return sampled - sum(len(self.tokens(request_id)) for request_id in self.requests)
+
+    @property
+    def most_in_flight(self) -> int:
+        """Plans that were in flight at once at most."""
+        return max(accumulate(1 if kind == "submit" else -1 for kind, _ in self.executor.events), default=0)
 
     @property
     def plans(self) -> list[ScheduledBatch]:

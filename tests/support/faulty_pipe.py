@@ -52,6 +52,7 @@ from penstock.process.config import RankConfig
 from penstock.process.endpoints import RingHandle
 from penstock.rank.rank import RankConnections, run_rank
 from penstock.request import GenerationRequest, RequestUpdate, SamplingParams
+from penstock.scheduler.pacing import FixedDepth
 from penstock.scheduler.scheduler import Scheduler
 
 GUARD_S = 60.0  # against a hang; nothing takes nearly as long
@@ -164,6 +165,7 @@ class FaultyPipe:
     Args:
         configs: of the ranks; their deadline is that of every wait.
         carrier: "memory" or "shared memory", of the hidden states.
+        wire_plans: plans in flight beside one for each stage and those issued ahead, as over a wire.
         wrap: connections of a rank as it gets them; by default all of them suffer from `faults`.
     """
 
@@ -176,6 +178,7 @@ class FaultyPipe:
         carrier: str = "memory",
         width: int = 32,
         async_depth: int = 0,
+        wire_plans: int = 0,
         wrap: Wrap | None = None,
     ) -> None:
         self.faults = faults
@@ -193,11 +196,15 @@ class FaultyPipe:
         self.ranks = RankThreads(configs)
         executor, plan = self._join(AllocateKV(num_blocks=0))
         self.allocator = BlockAllocator(BlockPool(plan.num_blocks), configs[0].block_size)
-        self.core = self._make_core(executor, async_depth)
+        self.core = self._make_core(executor, async_depth, wire_plans)
 
-    def _make_core(self, executor: EpochExecutor, async_depth: int) -> EngineCore:
+    def _make_core(self, executor: EpochExecutor, async_depth: int, wire_plans: int) -> EngineCore:
         config = self.ranks.configs[0]
-        parallel = ParallelConfig(pipeline_parallel_size=config.num_stages, async_depth=async_depth)
+        parallel = ParallelConfig(
+            pipeline_parallel_size=config.num_stages,
+            async_depth=async_depth,
+            max_plans_in_flight=config.num_stages + async_depth + wire_plans,
+        )
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=config.max_num_seqs, max_num_batched_tokens=24, prefill_chunk=16),
             self.allocator,
@@ -206,6 +213,7 @@ class FaultyPipe:
             eos_token_ids=[2],
             seed=0,
             clock=time.monotonic,
+            depth=FixedDepth(config.num_stages + wire_plans),
         )
         return EngineCore(
             scheduler,

@@ -40,6 +40,7 @@ _DEVICE = re.compile(r"cpu|cuda(:\d{1,3})?")
 
 
 MAX_THREADS = 1024  # of a rank; threads beyond the cores only wait for each other
+MAX_PLANS_IN_FLIGHT = 1024  # a channel to a rank has room for four times as many
 
 
 def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> list[int]:
@@ -101,7 +102,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             devices and threads.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        async_depth: plans issued ahead; P + async_depth are in flight. `auto` measures whether 1 is faster.
+        async_depth: plans issued ahead of those that fill the pipe. `auto` measures whether 1 is faster.
+        max_plans_in_flight: plans in the pipe at once at most, those issued ahead counted. `auto`: one for
+            each stage, and up to 30 more where stages are on several hosts, as many as their wires take.
         threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
             None shares the cores among the ranks.
         device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
@@ -172,6 +175,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     async_depth: Annotated[
         int | Literal["auto"], Setting("pipeline", "plans issued ahead of the pipe, or auto: measured")
     ] = "auto"
+    max_plans_in_flight: Annotated[
+        int | Literal["auto"],
+        Setting("pipeline", "plans in the pipe at once at most", is_argument=False),
+    ] = "auto"
     threads_per_rank: Annotated[
         int | str | list[int] | None,
         Setting("pipeline", "CPU threads of a rank, or of each: 1,3", text_type=int | str | None),
@@ -208,6 +215,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             at_least("async_depth", self.async_depth, 0)
             if self.async_depth > 64:
                 raise UsageError(f"async_depth is {self.async_depth}, more than 64.", remedy="Use 0, 1 or 2.")
+        self._check_plans_in_flight()
         _ = self.rank_threads  # can be read
         self._check_devices()
         if not 2 <= self.heartbeat_limit_s < math.inf:
@@ -224,6 +232,25 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def max_async_depth(self) -> int:
         """That there must be room for; `auto` takes 0 or 1."""
         return 1 if self.async_depth == "auto" else self.async_depth
+
+    @property
+    def least_plans_in_flight(self) -> int:
+        """One for each stage, and those issued ahead."""
+        return self.pipeline_parallel_size + self.max_async_depth
+
+    def _check_plans_in_flight(self) -> None:
+        name, given = "max_plans_in_flight", self.max_plans_in_flight
+        if given == "auto":
+            return
+        between(name, given, 1, MAX_PLANS_IN_FLIGHT)
+        if given < self.least_plans_in_flight:
+            raise UsageError(
+                f"max_plans_in_flight is {given}; {self.pipeline_parallel_size} stages with "
+                f"{self.max_async_depth} plans issued ahead have {self.least_plans_in_flight} in flight.",
+                remedy=f"Use {self.least_plans_in_flight} or more, or leave it out.",
+                param=name,
+                code="out_of_range",
+            )
 
     @property
     def tp_sizes(self) -> list[int]:
@@ -296,8 +323,8 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def depth(self) -> int:
-        """Plans in flight at most (rows D1, F2; S8)."""
-        return self.pipeline_parallel_size + self.max_async_depth
+        """Plans in flight at most (rows D1, F2; S8); `auto` counts as on one host."""
+        return self.least_plans_in_flight if self.max_plans_in_flight == "auto" else self.max_plans_in_flight
 
 
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -394,7 +421,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
         queue_timeout_s: a request that has waited this many seconds is answered 503.
         max_sessions: sessions of each replica that are open at once (`kvcache.sessions`); one more is
             answered 429.
-        micro_batches: parts of the decoding requests; `auto`: 1 to P by the time of a cycle, P where unknown.
+        micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half.
         built_grammar_bytes: bytes of grammars on a rank of the last stage, those of rows and those kept for

@@ -91,7 +91,7 @@ class LLM:
         topology: TOML file of unlike stages, in place of their number, ranks, layers, devices and threads.
         partition: `even`, `last`, `auto` (measured at start), or layers per stage such as "5,6,5,6".
         partition_mix: tokens of a typical request, "PROMPT:OUTPUT", for which `auto` chooses.
-        async_depth: plans issued ahead; P + async_depth are in flight. `auto` measures whether 1 is faster.
+        async_depth: plans issued ahead of those that fill the pipe. `auto` measures whether 1 is faster.
         threads_per_rank: CPU threads of every rank, or of those of each stage, or of each, such as "1,3";
             None shares the cores among the ranks. Or a list: [1, 3].
         device: `cpu`, `cuda` (the host's GPUs in turn), a GPU such as `cuda:1`, one of these for each stage
@@ -123,7 +123,7 @@ class LLM:
         max_num_seqs: requests that hold a row at once.
         max_num_batched_tokens: tokens of one plan at most.
         prefill_chunk: prompt tokens of one request in one plan at most.
-        micro_batches: parts of the decoding requests; `auto`: 1 to P by the time of a cycle, P where unknown.
+        micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
             they may always lengthen the plan that they join by half. No target by default: callers wait for
             all.

@@ -1,4 +1,4 @@
-"""The steps in flight: a ring of `depth = num_stages + async_depth` slots.
+"""The steps in flight: a ring of `depth` slots, at least one for each stage.
 
 Step n lives in slot `n % depth` from its submission until its result has been settled. Steps enter and leave
 in order, so the occupied slots are always one run of the ring:

@@ -110,8 +110,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int | None
     max_num_seqs: int
     max_num_batched_tokens: int
-    depth: int
-    link_frames: int  # frames that a link holds: async_depth + 1
+    depth: int  # plans in flight at most
+    link_frames: int  # frames that a link holds, each end of it where it is between hosts
     tied_head: TiedHead = "load"
     quantization: Quantization = "none"
     num_sharers: int = 1
@@ -187,6 +187,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
             stages, and from then on follows what plans take.
         cpus: cores that the core's process may use; empty: all.
         store: as for the ranks.
+        num_links: that are between hosts, on the way of a plan through the stages.
     """
 
     parallel: ParallelConfig
@@ -201,6 +202,7 @@ class CoreConfig(msgspec.Struct, frozen=True, kw_only=True):
     replica: int | None = None
     cpus: tuple[int, ...] = ()
     store: StoreConfig | None = None
+    num_links: int = 0
 
 
 class RankProcessConfig(msgspec.Struct, frozen=True, kw_only=True):

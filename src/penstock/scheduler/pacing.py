@@ -2,8 +2,8 @@
 
 Answers three questions of `scheduler.placement` from the costs of the stages (`scheduler.cost_model`):
 
-- Into how many micro-batches are the decoding requests split? Into as many as there are stages, unless fewer
-  have the shorter cycle: every micro-batch reads the weights again (d10).
+- Into how many micro-batches are the decoding requests split? Into as many as fill the pipe
+  (`PlanDepth`), unless fewer have the shorter cycle: each of them reads the weights again (d10).
 - How many prompt tokens may a plan take beside its decodes? As many as keep the cycle below the inter-token
   target, but no fewer than lengthen the plan by half, or a slow machine would never finish a prompt. Tokens
   that are multiplied while the weights are read cost nothing.
@@ -23,9 +23,11 @@ Where a rank computes with torch there is no cost model, and `scheduler.chunking
 from __future__ import annotations
 
 import math
+from typing import NamedTuple, Protocol
 
 from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
+from penstock.scheduler.plan_builder import PlanBuilder
 
 MIN_CHUNK = 8  # tokens; fewer cost hardly less, since a stage reads all its weights for them
 _GRAIN = 4  # chunks that do not end a prompt are whole multiples of it
@@ -36,23 +38,84 @@ _SLACK = 0.03  # of the time of a prompt in chunks of the best size, that larger
 _NEGLIGIBLE_S = 1e-9
 
 
+class WireTime(NamedTuple):
+    """What a plan takes between the stages and back, in seconds.
+
+    Attributes:
+        latency: of all ways together, whatever they carry.
+        per_token: that one link takes for the hidden states of a token.
+        num_links: between hosts. A link carries one plan at a time, as a stage computes one at a time.
+    """
+
+    latency: float = 0.0
+    per_token: float = 0.0
+    num_links: int = 0
+
+    def of_links(self, num_tokens: int) -> list[float]:
+        """Return what each link takes for the hidden states of a plan."""
+        return [self.per_token * num_tokens] * self.num_links
+
+
+NO_WIRE_TIME = WireTime()
+
+
+class PlanDepth(Protocol):
+    """Says how many plans fill the pipe.
+
+    Attributes:
+        number: of plans that do, now.
+        largest: that `number` may become; what plans in flight need is allocated for it.
+        wire: what plans take between stages.
+    """
+
+    number: int
+    largest: int
+    wire: WireTime
+
+    def planned(self, draft: PlanBuilder) -> None:
+        """Note what a plan has in it that is issued now."""
+
+
+class FixedDepth:
+    """One plan for each stage: there is no wire between stages that could hold another.
+
+    Args:
+        num_stages: P.
+    """
+
+    wire = NO_WIRE_TIME
+
+    def __init__(self, num_stages: int) -> None:
+        self.number = self.largest = num_stages
+
+    def planned(self, draft: PlanBuilder) -> None:
+        """Nothing follows from it."""
+
+
 class Pacing:
     """Sizes plans by time.
 
     Args:
         model: costs of the stages; others may go on teaching it.
         budget: the limits of a plan, which stand.
+        depth: says how many plans fill the pipe, and what a wire between stages takes.
         inter_token_target_s: to be kept by prompts that run beside decodes.
     """
 
-    def __init__(self, model: CostModel, budget: TokenBudget, *, inter_token_target_s: float) -> None:
+    def __init__(
+        self, model: CostModel, budget: TokenBudget, depth: PlanDepth, *, inter_token_target_s: float
+    ) -> None:
         self._model = model
         self._budget = budget
+        self._depth = depth
         self._target_s = inter_token_target_s
-        self._num_micro_batches = budget.num_stages
+        self._num_micro_batches = depth.number
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        """Micro-batches of one cycle while nobody prefills, 1 to P; changes only for a clear gain.
+        """Return the micro-batches of one cycle while nobody prefills.
+
+        They are at most as many as fill the pipe: more lengthen the cycle, since the slowest stage runs all.
+        Their number changes only for a clear gain; where it is above that of the stages it follows the wire.
 
         Args:
             num_decoding: requests that decode.
@@ -60,19 +123,32 @@ class Pacing:
         """
         shared, alone = self._model.costs(), self._model.costs(alone=True)
         if num_decoding == 0 or shared is None or alone is None:
-            return self._budget.num_stages
+            return self._depth.number
+        wire = self._depth.wire
 
         def cycle_s(micro_batches: int) -> float:
             rows = -(-num_decoding // micro_batches)
             shape = StepShape(rows, attended // micro_batches, rows)
             seconds = [cost.seconds(shape) for cost in (alone if micro_batches == 1 else shared)]
-            return cycle_seconds(seconds, micro_batches)
+            return cycle_seconds(seconds + wire.of_links(rows), micro_batches, wire.latency)
 
-        self._num_micro_batches = min(self._num_micro_batches, num_decoding)
-        best = min(range(1, min(self._budget.num_stages, num_decoding) + 1), key=cycle_s)
-        if cycle_s(best) < (1.0 - _MIN_GAIN) * cycle_s(self._num_micro_batches):
-            self._num_micro_batches = best
-        return self._num_micro_batches
+        cycles_s = {number: cycle_s(number) for number in self._splits(num_decoding)}
+        best = min(cycles_s, key=cycles_s.__getitem__)
+        current = min(self._num_micro_batches, num_decoding)
+        if current > self._budget.num_stages or cycles_s[best] < (1.0 - _MIN_GAIN) * cycles_s[current]:
+            current = best
+        self._num_micro_batches = current
+        return current
+
+    def _splits(self, num_decoding: int) -> list[int]:
+        """Return the numbers of micro-batches to choose from, in order.
+
+        Of those above the number of stages, the ones that make micro-batches smaller than the one before.
+        """
+        few, most = self._budget.num_stages, min(self._depth.largest, num_decoding)
+        splits = list(range(1, min(few, most) + 1))
+        splits += [n for n in range(few + 1, most + 1) if -(-num_decoding // n) < -(-num_decoding // (n - 1))]
+        return splits
 
     def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
         """What one plan may take of prompts; by the plain rules while the costs are unknown.
@@ -127,23 +203,30 @@ class Pacing:
         """What a stage may spend on prompts in a plan that somebody's next token waits for: what the target
         leaves, but at least some."""
         alone_s = cost.seconds(decodes)
-        until_s = max(self._target_s / self._budget.num_stages, _LENGTHEN * alone_s)
+        until_s = max(self._target_s / self._depth.number, _LENGTHEN * alone_s)
         # While the weights are read, more rows than those of the decodes may be multiplied.
         return until_s - alone_s + max(0.0, cost.read - cost.per_token * decodes.tokens)
 
 
 class PlainPacing:
-    """Where times are not known, or would decide tokens: as many micro-batches as stages, plain chunks.
+    """Where times are not known, or would decide tokens: micro-batches that fill the pipe, plain chunks.
 
     Args:
         budget: the limits of a plan.
+        depth: says how many plans fill the pipe.
     """
 
-    def __init__(self, budget: TokenBudget) -> None:
+    def __init__(self, budget: TokenBudget, depth: PlanDepth) -> None:
         self._budget = budget
+        self._depth = depth
 
     def num_micro_batches(self, num_decoding: int, attended: int) -> int:
-        return self._budget.num_stages
+        """Return as many as fill the pipe, and over a wire no fewer when all are made of equal size."""
+        number = self._depth.number
+        if number <= self._budget.num_stages:
+            return number
+        rows = max(1, num_decoding // number)
+        return max(number, min(-(-num_decoding // rows), self._depth.largest))
 
     def prompt_budget(self, decodes: StepShape, *, anybody_decodes: bool, backlog: int) -> PromptBudget:
         return self._budget.for_prompts(decodes.tokens, backlog)
@@ -189,12 +272,15 @@ class TimedBudget:
         self._is_untouched = False
 
 
-def cycle_seconds(stage_seconds: list[float], micro_batches: int) -> float:
-    """Time from one token of a request to its next, when so many equal micro-batches go round.
+def cycle_seconds(stage_seconds: list[float], micro_batches: int, latency: float = 0.0) -> float:
+    """Return the time from one token of a request to its next, when so many equal micro-batches go round.
 
     A micro-batch passes all stages one after the other, and the slowest stage runs all micro-batches.
+
+    Args:
+        latency: seconds on the wire, there and back.
     """
-    return max(sum(stage_seconds), micro_batches * max(stage_seconds))
+    return max(sum(stage_seconds) + latency, micro_batches * max(stage_seconds))
 
 
 def _multiplying(cost: StageCost, start: int, num_tokens: int) -> float:

@@ -2,7 +2,7 @@
 
 Cadence (row E8). A request's next decode may go into step n when the result of its last sampling step s has
 returned, or when n - s >= P: in a full pipe once per trip, with at most one sample per trip not yet returned.
-(With fewer micro-batches than stages, `scheduler.pacing`, their number stands for P.)
+(Where there are fewer or more micro-batches than stages, `scheduler.pacing`, their number stands for P.)
 Three requests, two stages, `async_depth` 0; a plan takes ceil(3 / 2) decodes:
 
     step        0     1     2     3     4
@@ -26,7 +26,7 @@ from penstock.scheduler.chunking import PromptBudget, TokenBudget
 from penstock.scheduler.cost_model import StepShape
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.invariants import check_consistency
-from penstock.scheduler.pacing import Pacing, PlainPacing
+from penstock.scheduler.pacing import Pacing, PlainPacing, PlanDepth
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.preemption import choose_victim, preempt_youngest
 from penstock.scheduler.prefix_reuse import PrefixReuse
@@ -42,6 +42,7 @@ class Placement:
 
     Args:
         pacing: sizes plans, by time where times are known and do not decide tokens.
+        depth: says how many plans fill the pipe, and hears of those that are made.
         micro_batches: that the decoding requests are split into, if not up to `pacing`.
         grammars: of the rows; whoever gets or loses one passes there.
         clock: monotonic seconds.
@@ -55,6 +56,7 @@ class Placement:
         self,
         budget: TokenBudget,
         pacing: Pacing | PlainPacing,
+        depth: PlanDepth,
         micro_batches: int | None,
         queues: RequestQueues,
         rows: RowPool,
@@ -66,6 +68,7 @@ class Placement:
     ) -> None:
         self._budget = budget
         self._pacing = pacing
+        self._depth = depth
         self._micro_batches = micro_batches
         self._queues = queues
         self._rows = rows
@@ -76,7 +79,7 @@ class Placement:
         self._order = StartOrder(queues, grammars)
         self._clock = clock
         self.num_preemptions = 0
-        self.num_micro_batches = budget.num_stages
+        self.num_micro_batches = depth.number
         self.has_prompts = False
 
     def fill(
@@ -98,10 +101,7 @@ class Placement:
             budget = self._prompt_budget(draft, bool(decoding), prefill_tokens + prefill_in_flight)
             self._place_chunks(draft, budget)
             self._admit(draft, budget, newcomers)
-
-    @property
-    def num_stages(self) -> int:
-        return self._budget.num_stages
+        self._depth.planned(draft)
 
     def settle_orders(self, finished: list[OrderResult], use: StoreUse) -> None:
         """As `PrefixReuse.settle_orders`. Who has begun behind blocks that have not come begins again, and so
@@ -121,20 +121,32 @@ class Placement:
         return running + (self._queues.backlog_tokens if self._rows.num_free else 0)
 
     def _choose_micro_batches(self, decoding: list[RequestState], prefill_tokens: int) -> int:
-        """As asked; else P while there are prompts to run, which fill the pipe; else by a cycle's time."""
-        num_stages = self._budget.num_stages
+        """As asked; else by a cycle's time, and at least P while there are prompts to run."""
+        num_stages, largest = self._budget.num_stages, self._depth.largest
         if self._micro_batches is not None:
-            return min(self._micro_batches, num_stages)
-        if prefill_tokens or num_stages == 1:
+            return min(self._micro_batches, largest)
+        if largest == 1 or (prefill_tokens and largest == num_stages):
             return num_stages
         attended = sum(request.num_scheduled + 1 for request in decoding)
-        return self._pacing.num_micro_batches(len(decoding), attended)
+        chosen = self._pacing.num_micro_batches(len(decoding), attended)
+        return max(chosen, num_stages) if prefill_tokens else chosen
+
+    @property
+    def _lag(self) -> int:
+        """Plans after which a request may go again though its result is not back.
+
+        Over a wire chunks of prompts are in flight between the micro-batches: a decode that came too early
+        would hold them up at the first stage until its token is there.
+        """
+        fills = self._depth.number
+        has_more = self.has_prompts and fills > self._budget.num_stages
+        return max(self.num_micro_batches, fills) if has_more else self.num_micro_batches
 
     def _place_decodes(
         self, draft: PlanBuilder, decoding: list[RequestState], prefill_tokens: int, returned_step: int
     ) -> None:
         """Place this plan's share of the decoding requests: longest unsampled first, then oldest first."""
-        newest = max(returned_step, draft.step_id - self.num_micro_batches)
+        newest = max(returned_step, draft.step_id - self._lag)
         ready = [request for request in decoding if request.last_sampled_step <= newest]
         ready.sort(key=_by_last_sample)
         quota = self._budget.decode_quota(len(decoding), prefill_tokens, self.num_micro_batches)

@@ -25,7 +25,7 @@ from penstock.scheduler.cost_model import CostModel
 from penstock.scheduler.grammars import GrammarBuilds
 from penstock.scheduler.intake import Intake
 from penstock.scheduler.issued_steps import IssuedSteps
-from penstock.scheduler.pacing import Pacing, PlainPacing
+from penstock.scheduler.pacing import FixedDepth, Pacing, PlainPacing, PlanDepth
 from penstock.scheduler.placement import Placement
 from penstock.scheduler.plan_builder import PlanBuilder
 from penstock.scheduler.prefix_reuse import PrefixReuse
@@ -53,6 +53,7 @@ class Scheduler:
         clock: monotonic seconds.
         costs: of the stages, if plans may be sized by time (`scheduler.pacing`).
         tier: of the blocks in a store, over the same allocator, if there is one.
+        depth: says how many plans fill the pipe; None: one for each stage.
 
     Attributes:
         prefixes: what was computed before, and orders to ranks.
@@ -72,15 +73,17 @@ class Scheduler:
         clock: Callable[[], float],
         costs: CostModel | None = None,
         tier: AnyStorageTier | None = None,
+        depth: PlanDepth | None = None,
     ) -> None:
         admission = Admission(
             config, allocator, max_model_len=max_model_len, eos_token_ids=eos_token_ids, seed=seed
         )
         budget = TokenBudget.from_config(config, num_stages)
+        self._depth = depth = depth or FixedDepth(num_stages)
         pacing = (
-            PlainPacing(budget)
+            PlainPacing(budget, depth)
             if costs is None
-            else Pacing(costs, budget, inter_token_target_s=config.inter_token_target_ms / 1000)
+            else Pacing(costs, budget, depth, inter_token_target_s=config.inter_token_target_ms / 1000)
         )
         micro_batches = None if config.micro_batches == "auto" else config.micro_batches
         sessions = Sessions(allocator, config.max_sessions, clock)
@@ -92,7 +95,17 @@ class Scheduler:
         self._endings = endings = RequestEndings(queues, rows, allocator, prefixes, grammars)
         self._intake = Intake(admission, queues, prefixes, endings, config.queue_timeout_s, clock)
         self._placement = Placement(
-            budget, pacing, micro_batches, queues, rows, allocator, admission, prefixes, grammars, clock
+            budget,
+            pacing,
+            depth,
+            micro_batches,
+            queues,
+            rows,
+            allocator,
+            admission,
+            prefixes,
+            grammars,
+            clock,
         )
         self._issued = IssuedSteps()
         self._settlement = ResultSettlement(queues, prefixes, endings)
@@ -106,11 +119,11 @@ class Scheduler:
 
     @property
     def useful_depth(self) -> int:
-        """Plans in flight that keep the pipe busy: P; with fewer micro-batches, one more than those, so that
-        the next plan lies at the first stage when the token comes."""
-        micro_batches, num_stages = self._placement.num_micro_batches, self._placement.num_stages
-        is_full = self._placement.has_prompts or micro_batches == num_stages
-        return num_stages if is_full else micro_batches + 1
+        """Plans in flight that keep the pipe busy: as many as fill it; with fewer micro-batches, one more
+        than those, so that the next plan lies at the first stage when the token comes."""
+        micro_batches, full = self._placement.num_micro_batches, self._depth.number
+        is_full = self._placement.has_prompts or micro_batches >= full
+        return max(full, micro_batches) if is_full else micro_batches + 1
 
     @property
     def is_one_alone(self) -> bool:
@@ -237,6 +250,8 @@ class Scheduler:
             prompt_tokens=self._settlement.prompt_tokens,
             generated_tokens=self._settlement.generated_tokens,
             micro_batches=self._placement.num_micro_batches,
+            fill_plans=self._depth.number,
+            wire_s=self._depth.wire.latency,
         )
 
     def check_invariants(self) -> None:

@@ -16,3 +16,5 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_tokens: int = 0  # of requests that have yielded their first token, or ended without one
     generated_tokens: int = 0
     micro_batches: int = 0  # that the decoding requests were split into for the last plan
+    fill_plans: int = 0  # in flight that fill the pipe
+    wire_s: float = 0.0  # of a plan between the stages and back, without what its bytes take

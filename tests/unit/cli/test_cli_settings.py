@@ -167,7 +167,8 @@ def serve(monkeypatch: pytest.MonkeyPatch, *words: str, **environ: str) -> tuple
 
 EVERY_FLAG = """
 m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp 2,1 --dp 2 --ep
---partition 4,1 --partition-mix 24:25 --async-depth 1 --threads-per-rank 3 --device cpu,cuda:1
+--partition 4,1 --partition-mix 24:25 --async-depth 1 --max-plans-in-flight 11 --threads-per-rank 3
+--device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
 --kernels -attention,-head --pin-threads off --model-impl penstock --pooling cls
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
@@ -223,6 +224,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "partition": "4,1",
             "partition_mix": "24:25",
             "async_depth": 1,
+            "max_plans_in_flight": 11,
             "threads_per_rank": 3,
             "device": "cpu,cuda:1",
             "tied_head": "transfer",

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fakes import taught
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.scheduler.chunking import FixedBudget, TokenBudget
 from penstock.scheduler.cost_model import CostModel, StageCost, StepShape, attended_by
-from penstock.scheduler.pacing import MIN_CHUNK, Pacing, cycle_seconds
+from penstock.scheduler.pacing import MIN_CHUNK, FixedDepth, Pacing, PlanDepth, WireTime, cycle_seconds
 
 NOTHING = StepShape(0, 0, 0)
 WEIGHT_BOUND = StageCost(read=0.030, per_token=0.002)  # two stages on one memory, both reading
@@ -15,11 +16,18 @@ ALONE = StageCost(read=0.015, per_token=0.002)
 LONG_CONTEXT = StageCost(read=0.004, per_token=0.002, per_attended=1e-6, overhead=0.05)
 
 
-def pacing(model: CostModel, *, num_stages: int = 2, target_s: float = 0.1, max_chunk: int = 512) -> Pacing:
+def pacing(
+    model: CostModel,
+    *,
+    num_stages: int = 2,
+    target_s: float = 0.1,
+    max_chunk: int = 512,
+    depth: PlanDepth | None = None,
+) -> Pacing:
     budget = TokenBudget(
         max_tokens=2048, chunk=max_chunk, max_decodes_beside_prefill=2048, num_stages=num_stages
     )
-    return Pacing(model, budget, inter_token_target_s=target_s)
+    return Pacing(model, budget, depth or FixedDepth(num_stages), inter_token_target_s=target_s)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +57,60 @@ def test_d10_the_number_of_micro_batches_changes_only_for_a_clear_gain() -> None
     assert found.num_micro_batches(15, 15) == 2, "kept"
     assert found.num_micro_batches(8, 8) == 1
     assert found.num_micro_batches(15, 15) == 1, "kept"
+
+
+def wire_depth(number: int, wire: WireTime) -> WireDepth:
+    depth = WireDepth(2, 40, None)
+    depth.number, depth.wire = number, wire
+    return depth
+
+
+def test_r15_a_wire_is_filled_with_smaller_micro_batches_where_arithmetic_decides() -> None:
+    """48 rows take 120 ms of each stage however they are split: in 12 parts a trip takes as long, too."""
+    cost = StageCost(read=0.001, per_token=0.0025)
+    found = pacing(taught(cost, cost), depth=wire_depth(12, WireTime(latency=0.1)))
+    assert 11 <= found.num_micro_batches(48, 48) <= 12
+    assert pacing(taught(cost, cost)).num_micro_batches(48, 48) == 2
+
+
+def test_r15_a_wire_is_not_filled_with_micro_batches_that_each_read_all_weights_for_nothing() -> None:
+    """The trip takes 120 ms with one part as with twelve: more would only read the weights more often."""
+    cost = StageCost(read=0.010, per_token=0.0001)
+    depth = wire_depth(12, WireTime(latency=0.1))
+    found = pacing(taught(cost, cost), depth=depth)
+    found.num_micro_batches(1, 1)
+    assert found.num_micro_batches(8, 8) == 1
+
+
+def test_r15_the_micro_batches_follow_the_wire_up_to_what_is_allocated() -> None:
+    cost = StageCost(read=0.001, per_token=0.0025)
+    depth = wire_depth(12, WireTime(latency=0.1))
+    found = pacing(taught(cost, cost), depth=depth)
+    assert found.num_micro_batches(48, 48) > 10
+    depth.wire = WireTime(latency=0.0)
+    assert found.num_micro_batches(48, 48) == 2, "it has become fast"
+    depth.wire, depth.largest = WireTime(latency=0.1), 7
+    assert found.num_micro_batches(48, 48) == 7
+    assert found.num_micro_batches(1, 1) == 1, "one stream keeps one plan"
+
+
+def test_r15_what_a_link_takes_for_the_bytes_of_a_plan_is_counted_as_a_stage_is() -> None:
+    """A link of 2 ms a row, beside stages of 1 ms a row: three parts, and not two, keep it busy."""
+    cost = StageCost(read=0.0001, per_token=0.001)
+    wire = WireTime(latency=0.0, per_token=0.001, num_links=1)
+    assert pacing(taught(cost, cost), depth=wire_depth(3, wire)).num_micro_batches(48, 48) == 3
+
+
+def test_r15_prompts_beside_decodes_leave_room_for_all_plans_of_a_cycle_within_the_target() -> None:
+    cost = StageCost(read=0.010, per_token=0.001, per_attended=1e-7, overhead=0.001)
+    decodes = StepShape(8, 800, 8)
+    chunks = []
+    for depth in (None, wire_depth(5, WireTime(latency=0.2))):
+        found = pacing(taught(cost, cost), target_s=0.5, depth=depth)
+        chunks.append(found.prompt_budget(decodes, anybody_decodes=True, backlog=10_000).take(0, 4000))
+    assert cost.seconds(StepShape(8 + chunks[0], 800, 8)) <= 0.5 / 2
+    assert cost.seconds(StepShape(8 + chunks[1], 800, 8)) <= 0.5 / 5
+    assert chunks[1] < chunks[0]
 
 
 def test_costs_that_are_not_known_leave_the_plain_rules() -> None:

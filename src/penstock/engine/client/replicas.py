@@ -241,6 +241,8 @@ def merged_stats(replica_stats: Sequence[CoreStats | None]) -> CoreStats | None:
             schedulers,
             paused=any(part.paused for part in schedulers),
             micro_batches=max(part.micro_batches for part in schedulers),
+            fill_plans=max(part.fill_plans for part in schedulers),
+            wire_s=max(part.wire_s for part in schedulers),
         ),
         cache=summed([stats.cache for stats in each]),
         store=summed([stats.store for stats in each], use=summed(uses, failure=failure)),

@@ -19,6 +19,7 @@ from penstock.engine.core.pace import Pace
 from penstock.engine.core.plan_feed import PlanFeed
 from penstock.engine.core.stall_limits import NO_LIMIT, StallLimit
 from penstock.engine.core.steps_in_flight import StepsInFlight
+from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
@@ -33,11 +34,12 @@ class EngineCore:
     Args:
         scheduler: decides; this core is its only caller.
         executor: has been started; runs plans in order and returns one result per plan, in order.
-        parallel: gives the largest depth, `P + async_depth` plans in flight (rows D1, S8).
+        parallel: gives the largest depth (rows D1, S8).
         clock: monotonic seconds.
         calibration: where steps begin, how many plans are issued ahead, and what goes on learning.
         recovers: somebody will join a broken pipe again (`enter_epoch`); else its loss is the end.
         stall_limit: how long a plan may be in the stages until the pipeline is lost.
+        wire: measures what is between the stages.
         epoch: that the executor was started for.
         restarts: of all processes before that epoch.
 
@@ -55,6 +57,7 @@ class EngineCore:
         calibration: Calibration | None = None,
         recovers: bool = False,
         stall_limit: StallLimit = NO_LIMIT,
+        wire: AnyWireTimes = NO_WIRE_TIMES,
         epoch: int = 0,
         restarts: Restarts = NO_RESTARTS,
     ) -> None:
@@ -70,9 +73,10 @@ class EngineCore:
             calibration.next_step,
             clock,
             stall_limit=stall_limit,
+            wire=wire,
             concerned_by=lambda step_id: concerned(scheduler.requests_of(step_id)),
         )
-        self._feed = PlanFeed(scheduler, self._steps, pace, self.operations, calibration)
+        self._feed = PlanFeed(scheduler, self._steps, pace, self.operations, calibration, wire)
         self._epoch = epoch
         self._restarts = restarts
         self._failure: ErrorInfo | None = None

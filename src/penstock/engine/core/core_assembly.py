@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import calibrate
 from penstock.engine.core.core import EngineCore
+from penstock.engine.core.plan_depth import WireDepth
 from penstock.engine.core.stall_limits import FixedLimit, MeasuredLimit, StallLimit
+from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes, WireTimes
 from penstock.engine.ipc import HEARTBEAT_S
 from penstock.errors import error_from_info
 from penstock.executor.base import Executor, KVPlan
@@ -25,6 +28,8 @@ from penstock.kvstore.host_tier import block_bytes
 from penstock.kvstore.opening import open_guarded
 from penstock.process.config import CoreConfig
 from penstock.process.endpoints import NO_RESTARTS, Restarts
+from penstock.scheduler.cost_model import CostModel
+from penstock.scheduler.pacing import FixedDepth, PlanDepth
 from penstock.scheduler.scheduler import Scheduler
 
 CATALOGUE_BYTES = 1 << 20  # beside the entries of the blocks
@@ -42,6 +47,7 @@ def build_core(
 ) -> tuple[EngineCore, Scheduler]:
     """Scheduler and core over an executor that has been started; measures the stages."""
     calibration = calibrate(executor, config, kv_plan, clock, epoch=epoch)
+    depth, wire = depth_and_wire(config.parallel, calibration.costs.model, num_links=config.num_links)
     allocator = BlockAllocator(_pool(config, kv_plan.num_blocks), config.cache.block_size)
     scheduler = Scheduler(
         config.scheduler,
@@ -53,6 +59,7 @@ def build_core(
         clock=clock,
         costs=calibration.costs.model,
         tier=_tier(config, allocator, clock),
+        depth=depth,
     )
     core = EngineCore(
         scheduler,
@@ -62,10 +69,29 @@ def build_core(
         calibration=calibration,
         recovers=recovers,
         stall_limit=_stall_limit(config, recovers),
+        wire=wire,
         epoch=epoch,
         restarts=restarts,
     )
     return core, scheduler
+
+
+def depth_and_wire(
+    parallel: ParallelConfig, costs: CostModel | None, *, num_links: int
+) -> tuple[PlanDepth, AnyWireTimes]:
+    """Return what says how many plans fill the pipe, and what measures the wires for it.
+
+    Where no more plans may be in flight than stages need, nothing is measured.
+
+    Args:
+        num_links: between hosts, on the way through the stages.
+    """
+    num_stages = parallel.pipeline_parallel_size
+    largest = parallel.depth - parallel.max_async_depth
+    if largest == num_stages:
+        return FixedDepth(num_stages), NO_WIRE_TIMES
+    depth = WireDepth(num_stages, largest, costs)
+    return depth, WireTimes(depth, num_stages, num_links)
 
 
 def _stall_limit(config: CoreConfig, recovers: bool) -> StallLimit:

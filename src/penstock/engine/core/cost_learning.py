@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from penstock.batch import NO_GRAMMAR, NewRow, ScheduledBatch, StageSpans
@@ -28,6 +28,11 @@ class StepTimes(NamedTuple):
     forward_s: float
     sample_s: float
     overhead_s: float
+
+    @property
+    def seconds(self) -> float:
+        """All together."""
+        return self.forward_s + self.sample_s + self.overhead_s
 
 
 class _Told(NamedTuple):
@@ -114,11 +119,11 @@ def _is_special(new: NewRow) -> bool:
     return new.grammar != NO_GRAMMAR or new.pooling is not None
 
 
-def step_times(report: StageSpans) -> Iterator[StepTimes]:
-    """The steps with tokens of one report."""
+def step_times(report: StageSpans, wanted: Container[int] | None = None) -> Iterator[StepTimes]:
+    """Yield the steps with tokens of one report; of these only the wanted ones, if some are named."""
     ends = [index for index, _, _ in report.steps[1:]] + [len(report.phases)]
     for (begin, step, num_tokens), end in zip(report.steps, ends, strict=True):
-        if num_tokens == 0:
+        if num_tokens == 0 or (wanted is not None and step not in wanted):
             continue
         spent_ns = [0] * len(Phase)
         spans = zip(report.phases[begin:end], report.durations_ns[begin:end], strict=True)

@@ -15,6 +15,7 @@ from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce
 from penstock.engine.core.pace import Pace
 from penstock.engine.core.steps_in_flight import StepsInFlight
+from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes
 from penstock.executor.base import Executor
 from penstock.scheduler.scheduler import Scheduler
 
@@ -30,6 +31,7 @@ class PlanFeed:
         pace: how fast plans may follow one another.
         operations: say what ranks are asked for besides.
         calibration: how many plans are issued ahead, and what learns from them.
+        wire: measures what is between the stages, and for that wants the pipe empty now and then.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class PlanFeed:
         pace: Pace,
         operations: OperationsInForce,
         calibration: Calibration,
+        wire: AnyWireTimes = NO_WIRE_TIMES,
     ) -> None:
         self._scheduler = scheduler
         self._steps = steps
         self._pace = pace
         self._operations = operations
         self._calibration = calibration
+        self._wire = wire
         self._meta = _STARVED  # of the next plan: why it is not issued now
 
     @property
@@ -58,6 +62,8 @@ class PlanFeed:
 
     def fill(self, executor: Executor, epoch: int) -> None:
         """Submit plans until the pipe is full or nobody may run."""
+        if self._wire.wants_look and not self._look(executor, epoch):
+            return
         while len(self._steps) < self._scheduler.useful_depth + self._calibration.async_depth:
             if not self._pace.allows_plan:
                 self._meta = NO_META  # ranks wait for a plan
@@ -75,8 +81,17 @@ class PlanFeed:
         self._submit(self._scheduler.plan_probe(self._steps.next_step), executor, epoch)
 
     def learn(self, now: float, executor: Executor) -> None:
-        """Learn what plans cost from the stages' reports; `now`: clock seconds."""
+        """Learn what plans and wires cost from the stages' reports; `now`: clock seconds."""
         self._calibration.costs.follow(now, executor.reports.spans)
+        self._wire.follow(now, executor.reports)
+
+    def _look(self, executor: Executor, epoch: int) -> bool:
+        """Once the pipe is empty, send a plan that meets no other, and say that others may follow."""
+        if len(self._steps):
+            self._meta = _HELD
+            return False
+        self.probe(executor, epoch)
+        return True
 
     def _submit(self, plan: ScheduledBatch, executor: Executor, epoch: int) -> None:
         meta, self._meta = self._meta, NO_META

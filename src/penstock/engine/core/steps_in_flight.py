@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from penstock.batch import ScheduledBatch, StepResult
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.stall_limits import StallLimit
+from penstock.engine.core.wire_times import AnyWireTimes
 from penstock.errors import ProtocolError, WaitTimeoutError
 from penstock.pipeline.inflight import InflightQueue
 
@@ -38,10 +39,11 @@ class StepsInFlight:
     """What was submitted and is not settled.
 
     Args:
-        parallel: gives the largest depth, `P + async_depth` plans in flight (rows D1, S8).
+        parallel: gives the largest depth (rows D1, S8).
         first_step: step id of the first plan.
         clock: monotonic seconds.
         stall_limit: how long a plan may take until the pipeline is lost.
+        wire: hears of all plans, and when their results come.
         concerned_by: says whose a step is, for messages.
     """
 
@@ -52,6 +54,7 @@ class StepsInFlight:
         clock: Callable[[], float],
         *,
         stall_limit: StallLimit,
+        wire: AnyWireTimes,
         concerned_by: Callable[[int], str],
     ) -> None:
         self._inflight: InflightQueue[StepInFlight] = InflightQueue(
@@ -60,6 +63,7 @@ class StepsInFlight:
         self._results: deque[StepResult] = deque()  # that have come, and are not settled
         self._clock = clock
         self._stall_limit = stall_limit
+        self._wire = wire
         self._concerned_by = concerned_by
         self._last_result_at = -math.inf  # the first probe is due at once: it proves the stages
 
@@ -83,6 +87,7 @@ class StepsInFlight:
         """Note a plan that is submitted now; the caller fills in its digest."""
         step = StepInFlight(plan, plan.need_sampled.count(True), self._clock())
         self._inflight.push(step)
+        self._wire.submitted(plan)
         return step
 
     def add_results(self, results: Iterable[StepResult]) -> None:
@@ -102,9 +107,10 @@ class StepsInFlight:
         """
         result = self._results.popleft()
         _check_result(result, self._inflight, epoch, self._concerned)
-        step = self._inflight.pop()
+        step, now = self._inflight.pop(), self._clock()
+        self._wire.crossed(step.plan, now - step.submitted_at)
         if not step.plan.awaited:  # else its result has waited for the store
-            self._stall_limit.crossed(step.plan.total_tokens, step.submitted_at, self._clock())
+            self._stall_limit.crossed(step.plan.total_tokens, step.submitted_at, now)
         return step.plan, result
 
     def note_result(self) -> None:
@@ -115,6 +121,7 @@ class StepsInFlight:
         """Forget all steps: none of them will return. Step ids go on."""
         self._inflight.clear()
         self._results.clear()
+        self._wire.forget()
 
     def expect_probe(self) -> None:
         """A probe is due at once."""

@@ -18,6 +18,12 @@ from typing import Literal
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.engine.supervisor.flight_room import (
+    notes_on_frames,
+    num_links_between_hosts,
+    with_link_frames,
+    with_plans_in_flight,
+)
 from penstock.engine.supervisor.host_blocks import host_blocks
 from penstock.engine.supervisor.placement import (
     cpus_of_core,
@@ -123,6 +129,8 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     require_plain(spec, config.model.quantization, parallel)
     layout = RankLayout(tp_sizes=tuple(parallel.tp_sizes), data_parallel_size=parallel.data_parallel_size)
     homes = hosts_of_ranks(layout, hosts)
+    given, parallel = parallel, with_plans_in_flight(parallel, homes)
+    config = msgspec.structs.replace(config, parallel=parallel)
     form = _weight_form(config.model, parallel, spec, homes)
     _check_tensor_parallel(parallel, spec, form)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
@@ -139,23 +147,32 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     store = _store_config(config, directory, kind, form.dtype, num_host_blocks)
     core = msgspec.structs.replace(core, store=store)
     ranks = [msgspec.structs.replace(rank, store=store) for rank in ranks]
+    size_of_frame = frame_bytes(
+        max_num_tokens=config.scheduler.max_num_batched_tokens,
+        width=spec.hidden_size,
+        itemsize=ITEM_SIZES[form.dtype],
+    )
     size = len(ranks) // parallel.data_parallel_size
+    replicas = [
+        with_link_frames(ranks[first : first + size], parallel, size_of_frame)
+        for first in range(0, len(ranks), size)
+    ]
+    notes = (*form.notes, *implementation_notes(spec), *_notes_of_unused(config, spec))
     return [
         LaunchPlan(
             model_path=str(directory),
             spec=spec,
             ranks=own,
             core=msgspec.structs.replace(
-                core, replica=own[0].replica, seed=replica_seed(config.seed, own[0].replica or 0)
+                core,
+                replica=own[0].replica,
+                seed=replica_seed(config.seed, own[0].replica or 0),
+                num_links=num_links_between_hosts(own),
             ),
-            frame_bytes=frame_bytes(
-                max_num_tokens=config.scheduler.max_num_batched_tokens,
-                width=spec.hidden_size,
-                itemsize=ITEM_SIZES[form.dtype],
-            ),
-            notes=(*form.notes, *implementation_notes(spec), *_notes_of_unused(config, spec)),
+            frame_bytes=size_of_frame,
+            notes=(*notes, *notes_on_frames(own, given, size_of_frame)),
         )
-        for own in (ranks[first : first + size] for first in range(0, len(ranks), size))
+        for own in replicas
     ]
 
 

@@ -125,6 +125,16 @@ class Metrics:
             "Parts that decoding requests are split into.",
             stats.scheduler.micro_batches,
         )
+        yield self._gauge(
+            "pipeline_fill_batches",
+            "Plans that fill the pipe: one for each stage, and those on the wires between hosts.",
+            stats.scheduler.fill_plans,
+        )
+        yield self._gauge(
+            "pipeline_wire_seconds",
+            "Measured time of a plan between stages on several hosts, and back.",
+            stats.scheduler.wire_s,
+        )
         yield self._gauge("paused", "1 while an administrator has paused the engine.", stats.scheduler.paused)
         yield self._gauge(
             "operations_open",

@@ -40,6 +40,8 @@ STATS = core_stats(
     generated_tokens=500,
     prompt_tokens=70,
     micro_batches=2,
+    fill_plans=3,
+    wire_s=0.25,
     stage_times=[StageTimes(stage=1, num_steps=1, wall_ns=1, busy_ns=1, phase_ns=[], busy_ratio=0.5)],
 )
 

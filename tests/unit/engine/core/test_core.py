@@ -325,6 +325,7 @@ def test_stats_count_requests_blocks_and_tokens() -> None:
         generated_tokens=2,
         prompt_tokens=10,
         micro_batches=2,
+        fill_plans=2,
     )
     rig.run_until_idle()
     stats = rig.core.stats()

@@ -45,6 +45,7 @@ RIGS = st.fixed_dictionaries(
             micro_batches=st.sampled_from(["auto", "auto", 1, 2, 9]),
         ),
         "costs": st.sampled_from(COSTS),
+        "max_plans_in_flight": st.sampled_from(["auto", "auto", 8, 20]),
     }
 )
 SAMPLING = st.fixed_dictionaries(
@@ -154,6 +155,7 @@ def test_d2_d10_d11_d13_every_request_gets_exactly_its_tokens(
     for operation in operations:
         trace.apply(operation)
     trace.check_end()
+    event("more plans than stages in flight", trace.rig.most_in_flight > 4 + 2)
     event("preemption", trace.rig.core.stats().scheduler.num_preemptions > 0)
     event("steps of a finished request in flight", trace.rig.num_dropped > 0)
     event("abort of a live request", len(trace.aborted) > 0)
@@ -178,6 +180,7 @@ def random_rig(random: Random) -> dict[str, Any]:
             max_waiting_tokens=1 << 20,  # pools are small here: nobody is to be refused
         ),
         "costs": random.choice(COSTS),
+        "max_plans_in_flight": random.choice(["auto", "auto", 8, 20]),
     }
 
 
@@ -210,6 +213,7 @@ def test_d2_d10_d11_d13_long_random_traces() -> None:
     assert sum(preempting) > 10, "traces too tame"
     assert sum(trace.rig.num_dropped > 0 for trace in traces) > 10, "traces too tame"
     assert sum(len(trace.aborted) > 0 for trace in traces) > 10, "traces too tame"
+    assert sum(trace.rig.most_in_flight > 4 + 2 for trace in traces) > 3, "traces too tame"
 
 
 @pytest.mark.soak

@@ -1,0 +1,174 @@
+"""What plans take between the stages and back, measured with the core's clock and the stages' reports.
+
+    round trip of a plan = what its stages took + what the wires took + queues
+
+No clocks of two hosts are compared. A plan that is sent while no plan with tokens is in flight meets no
+queue: its round trip, less what the stages report that they took for it, is the time of the wires. Plans
+without tokens tell the latency, since they take the stages next to nothing; the others how much comes to it
+for each token. An idle engine sends one without tokens each second, its probe. A busy one lets the pipe run
+empty now and then, for about a hundredth of its time, and sends one first: a queue of its own making would
+look like a longer wire, more plans would make the queue longer, and a wire that has become faster would not
+be noticed.
+
+The engine core tells of its plans, and `engine.core.plan_depth` is told what was measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Sequence
+
+from penstock.batch import ScheduledBatch, StageSpans, StageTimes
+from penstock.engine.core.cost_learning import step_times
+from penstock.engine.core.plan_depth import WireDepth
+from penstock.executor.base import Reports
+from penstock.scheduler.pacing import WireTime
+
+FOLLOW_S = 1.0  # between two times that reports are looked at: stages report about as often
+LOOK_S = 10.0  # without a plan that met no other, after which the pipe is to run empty
+LOOK_TRIPS = 100  # the same in trips of a plan: what a look costs at most is one of them
+_NUM_SAMPLES = 3  # of which the least counts: a sample may be late, and never early
+_MIN_TOKENS = 8  # of a plan that tells of the time of a token: with fewer it is lost in that of the way
+_MAX_UNREPORTED = 16  # plans that stages have not reported of yet
+
+
+class NoWireTimes:
+    """Where there is no wire between the stages, nothing is measured.
+
+    Attributes:
+        wants_look: as of `WireTimes`.
+    """
+
+    wants_look = False
+
+    def submitted(self, plan: ScheduledBatch) -> None:
+        """It may take what it will."""
+
+    def crossed(self, plan: ScheduledBatch, seconds: float) -> None:
+        """It is not compared with anything."""
+
+    def forget(self) -> None:
+        """Nothing is known."""
+
+    def follow(self, now: float, reports: Reports) -> None:
+        """Nothing is looked at."""
+
+
+NO_WIRE_TIMES = NoWireTimes()
+
+
+class WireTimes:
+    """Measures the wires of one pipeline.
+
+    Args:
+        depth: is told.
+        num_stages: P; each of them must have reported of a plan.
+        num_links: between hosts, each way through the stages.
+
+    Attributes:
+        wants_look: no plan may be issued until the pipe is empty, and then one without tokens first.
+    """
+
+    def __init__(self, depth: WireDepth, num_stages: int, num_links: int) -> None:
+        self.wants_look = False
+        self._depth = depth
+        self._num_stages = num_stages
+        self._num_links = num_links
+        self._num_working = 0  # plans with tokens in flight
+        self._unqueued: set[int] = set()  # steps in flight that were sent while there was none
+        self._unreported: dict[int, tuple[int, float]] = {}  # of these: tokens and round trip, by step
+        self._latencies: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._per_token: deque[float] = deque(maxlen=_NUM_SAMPLES)
+        self._busy: dict[int, tuple[int, int]] = {}  # by stage: steps, and nanoseconds for them, so far
+        self._mean_s: dict[int, float] = {}  # by stage: seconds for a plan, in the report before
+        self._has_looked = False
+        self._looked_at = math.inf
+        self._next_at = -math.inf  # clock seconds at which `follow` looks again
+
+    def submitted(self, plan: ScheduledBatch) -> None:
+        """Note a plan that is sent now."""
+        num_tokens = plan.total_tokens
+        if self._num_working == 0:
+            self._unqueued.add(plan.step_id)
+            self.wants_look = self.wants_look and num_tokens > 0
+        self._num_working += num_tokens > 0
+
+    def crossed(self, plan: ScheduledBatch, seconds: float) -> None:
+        """Note a plan whose result has come, so many seconds after it was sent."""
+        num_tokens = plan.total_tokens
+        self._num_working -= num_tokens > 0
+        if plan.step_id not in self._unqueued:
+            return
+        self._unqueued.remove(plan.step_id)
+        if plan.awaited:
+            return  # its result has waited for the store
+        if num_tokens == 0:
+            self._has_looked = True
+            self._latencies.append(seconds)
+            self._tell()
+            return
+        self._unreported[plan.step_id] = num_tokens, seconds
+        if len(self._unreported) > _MAX_UNREPORTED:
+            del self._unreported[next(iter(self._unreported))]
+
+    def forget(self) -> None:
+        """Forget the plans in flight, which will not return, and all samples: the wire may be another one.
+
+        What they have told stands until there is a new one, which the first plan afterwards tells.
+        """
+        self.wants_look = True  # it costs nothing: the pipe is empty
+        self._num_working = 0
+        self._unqueued.clear()
+        self._unreported.clear()
+        self._latencies.clear()
+        self._per_token.clear()
+        self._busy.clear()
+
+    def follow(self, now: float, reports: Reports) -> None:
+        """Learn from what the stages report, about as often as they do; `now`: clock seconds."""
+        if now < self._next_at:
+            return
+        self._next_at = now + FOLLOW_S
+        if self._unreported:
+            self._match(reports.spans())
+        self._average(reports.stage_times())
+        if self._has_looked:
+            self._has_looked, self._looked_at = False, now
+        if now - self._looked_at >= max(LOOK_S, LOOK_TRIPS * self._depth.trip_s):
+            self.wants_look = True
+
+    def _match(self, reports: Sequence[StageSpans]) -> None:
+        """Take from round trips what the stages took, where all of them have reported."""
+        stages: dict[int, dict[int, float]] = defaultdict(dict)  # seconds of each stage, by step
+        for report in reports:
+            for times in step_times(report, self._unreported):
+                stages[times.step][report.stage] = times.seconds
+        for step, seconds in stages.items():
+            if len(seconds) == self._num_stages:
+                num_tokens, round_trip_s = self._unreported.pop(step)
+                self._add_sample(num_tokens, round_trip_s - sum(seconds.values()))
+
+    def _add_sample(self, num_tokens: int, wire_s: float) -> None:
+        if not self._num_links or not self._latencies or num_tokens < _MIN_TOKENS:
+            return
+        carrying_s = max(0.0, wire_s - min(self._latencies))
+        self._per_token.append(carrying_s / num_tokens / self._num_links)
+        self._tell()
+
+    def _tell(self) -> None:
+        latency, per_token = min(self._latencies), min(self._per_token, default=0.0)
+        self._depth.wire = WireTime(latency, per_token, self._num_links)
+
+    def _average(self, reports: Sequence[StageTimes]) -> None:
+        """Tell what each stage takes for a plan on average, once all of them have reported of some."""
+        for times in reports:
+            steps, busy_ns = self._busy.get(times.stage, (0, 0))
+            if times.num_steps > steps:
+                self._mean_s[times.stage] = (times.busy_ns - busy_ns) / (times.num_steps - steps) / 1e9
+                self._busy[times.stage] = times.num_steps, times.busy_ns
+        if len(self._mean_s) == self._num_stages:
+            self._depth.reported = list(self._mean_s.values())
+
+
+AnyWireTimes = WireTimes | NoWireTimes
