@@ -148,6 +148,7 @@ def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleS
         kernels="timed",
         has_kernels=True,
         is_invariant=True,
+        numeric_class="timed",
     )
     runner = build_runner(config, loaded, storage.allocate(config.num_blocks or 1))
     sink = SampleSink(runner, TokenSender([]), Discard())  # type: ignore[arg-type]

@@ -64,6 +64,7 @@ def build_core(
         stall_limit=_stall_limit(config, recovers),
         epoch=epoch,
         restarts=restarts,
+        ranks=kv_plan.ranks,
     )
     return core, scheduler
 

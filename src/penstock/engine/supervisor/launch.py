@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.engine.supervisor.class_choice import require_class
 from penstock.engine.supervisor.host_blocks import host_blocks
 from penstock.engine.supervisor.placement import (
     cpus_of_core,
@@ -125,6 +126,7 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     homes = hosts_of_ranks(layout, hosts)
     form = _weight_form(config.model, parallel, spec, homes)
     _check_tensor_parallel(parallel, spec, form)
+    require_class(parallel, spec, form.dtype, form.devices, hosts)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, parallel.partition)
@@ -219,6 +221,7 @@ def _rank_configs(
             tied_head=parallel.tied_head,
             quantization=form.quantization,
             kernels=parallel.kernels,
+            numeric_class=parallel.numeric_class,
             cpus=cpus[rank],
             wait_timeout_s=wait_timeout_s,
             tp_rank=coordinates.tp_rank,
