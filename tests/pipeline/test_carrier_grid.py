@@ -1,9 +1,9 @@
 """Whatever joins the ranks, rings or streams as between hosts, the bits are those of ranks in one memory.
 
-The golden grid and the seeded families once more, with the carrier as an axis: links, samples, plans and results
-cross it, and ranks of a stage meet in shared memory as they do inside a host. Tokens and log-probabilities are
-compared; the latter are floats of the logits, and equal there means equal everywhere before. Cases are a seeded
-draw with every pair of values; each value is in at least `LEAST` of them.
+The golden grid and the seeded families once more, with the carrier as an axis: links, samples, plans and
+results cross it, and ranks of a stage meet in shared memory as they do inside a host. Tokens and
+log-probabilities are compared; the latter are floats of the logits, and equal there means equal everywhere
+before. Cases are a seeded draw with every pair of values; each value is in at least `LEAST` of them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ BOS = 1
 Answers = list[tuple[list[int], Any]]
 
 
-def answers(model: Path, carrier: str, prompts: list[list[int]], num_tokens: list[int], **layout: Any) -> Answers:
+def answers(
+    model: Path, carrier: str, prompts: list[list[int]], num_tokens: list[int], **layout: Any
+) -> Answers:
     """Tokens and log-probabilities of each prompt's greedy continuation."""
     sampling = [
         SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=3) for count in num_tokens

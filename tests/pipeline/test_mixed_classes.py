@@ -1,4 +1,4 @@
-"""Stages that compute in unlike numeric classes: same tokens where nothing is close, and no blocks in common."""
+"""Stages of unlike numeric classes: the same tokens where nothing is close, and no KV blocks in common."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def in_classes(*classes: str) -> Callable[[LaunchPlan], InprocessExecutor]:
     return make
 
 
-def answers(model: Path, classes: tuple[str, ...], **layout: Any) -> tuple[list[list[int]], list[Any], list[str]]:
+def answers(
+    model: Path, classes: tuple[str, ...], **layout: Any
+) -> tuple[list[list[int]], list[Any], list[str]]:
     """Greedy tokens, their log-probabilities, and the class of each rank."""
     with LLM(
         str(model),

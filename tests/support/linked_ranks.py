@@ -1,4 +1,4 @@
-"""An engine whose ranks are threads of the test and meet as processes do: over rings, or streams as between hosts.
+"""An engine whose ranks are threads of the test and meet as processes do: over rings, or over streams.
 
 All but the processes is as in service: the supervisor's wiring, what opens the ends in a rank's process, and
 the core's executor over them. So a whole engine over TCP or TLS takes no longer to start than one in memory.

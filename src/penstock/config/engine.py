@@ -33,7 +33,7 @@ Pooling = Literal["last", "mean", "cls"]
 StorePolicy = Literal["write-through", "write-back"]
 PrefetchPolicy = Literal["timeout", "best-effort", "wait-all"]
 
-# Instruction sets that our kernels can be held to (`kernels.cpu.targets`), the least of each architecture first.
+# Instruction sets that our kernels can be held to (`kernels.cpu.targets`), the least first.
 NUMERIC_CLASSES = ("portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx-bf16", "neon")
 
 Value = TypeVar("Value")

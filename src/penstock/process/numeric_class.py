@@ -1,9 +1,9 @@
 """The numeric classes of the ranks of a pipe: ranks of one class compute the same bits.
 
-Each rank says in which it computes (`rank.compute_choice`): the instruction set of its kernels and a digest of
-all else that decides their bits, or torch's version and device. A pipe of one class gives the bits of every
-other pipe of that class, however it is cut. Called by the core, which names KV blocks by it, and by the
-supervisor, which says when a pipe is of several classes.
+Each rank says in which it computes (`rank.compute_choice`): the instruction set of its kernels and a digest
+of all else that decides their bits, or torch's version and device. A pipe of one class gives the bits of
+every other pipe of that class, however it is cut. Called by the core, which names KV blocks by it; what users
+are told is in `engine.supervisor.numeric_classes`.
 """
 
 from __future__ import annotations

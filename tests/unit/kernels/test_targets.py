@@ -1,4 +1,4 @@
-"""Instruction sets by their names: which CPU has which, and what a library that was built for one is called."""
+"""Instruction sets by their names: which CPU has which, and what a library for one of them is called."""
 
 from __future__ import annotations
 
@@ -56,8 +56,12 @@ def fresh() -> Iterator[None]:
     library._load_once.cache_clear()
 
 
-@pytest.mark.skipif("avx2" not in targets_of(NATIVE_HERE.architecture, NATIVE_HERE.cpu_flags), reason="no AVX2")
-def test_g1_a_library_for_a_target_computes_in_its_class(monkeypatch: pytest.MonkeyPatch, fresh: None) -> None:
+@pytest.mark.skipif(
+    "avx2" not in targets_of(NATIVE_HERE.architecture, NATIVE_HERE.cpu_flags), reason="no AVX2"
+)
+def test_g1_a_library_for_a_target_computes_in_its_class(
+    monkeypatch: pytest.MonkeyPatch, fresh: None
+) -> None:
     built = build_for("-march=x86-64-v3")
     loaded = load_built(built)
     assert loaded.numeric_class == f"avx2 {built.arithmetic}"

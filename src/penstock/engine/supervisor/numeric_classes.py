@@ -2,7 +2,7 @@
 
     all ranks in one class           nothing: tokens are those of every other pipe of that class, bit for bit
     several classes                  which rank has which, and how all would compute in one
-    a rank in another than before    the same, and what it was: its host was exchanged, or its kernels are gone
+    a rank in another than before    that, and what it was: its host was exchanged, or its kernels are gone
 
 Used by `engine.supervisor.pipeline_processes`.
 """

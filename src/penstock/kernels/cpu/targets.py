@@ -37,9 +37,7 @@ class Target:
 NATIVE = Target(name=AUTO)
 TARGETS = (  # of each architecture, the least first
     Target(name="portable", architecture="x86_64", flags=("-march=x86-64",), isa="portable"),
-    Target(
-        name="avx2", architecture="x86_64", flags=("-march=x86-64-v3",), needs=_AVX2, isa="avx2"
-    ),
+    Target(name="avx2", architecture="x86_64", flags=("-march=x86-64-v3",), needs=_AVX2, isa="avx2"),
     Target(name="avx512", architecture="x86_64", flags=(_V4,), needs=_AVX512, isa="avx512"),
     Target(
         name="avx512-vnni",
@@ -62,9 +60,7 @@ TARGETS = (  # of each architecture, the least first
         needs=(*_AVX512, "avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"),
         isa="amx-bf16 avx512-bf16 avx512-vnni",
     ),
-    Target(
-        name="neon", architecture="aarch64", flags=("-march=armv8-a",), needs=("asimd",), isa="portable"
-    ),
+    Target(name="neon", architecture="aarch64", flags=("-march=armv8-a",), needs=("asimd",), isa="portable"),
 )
 _BY_NAME = {target.name: target for target in (NATIVE, *TARGETS)}
 

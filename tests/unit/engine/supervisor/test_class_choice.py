@@ -22,7 +22,9 @@ DESK = host("desk", "portable", "avx2")
 PHONE = host("phone", "neon")
 
 
-def require(wanted: str, *hosts: HostResources, dtype: str = "float32", device: str = "cpu", **more: Any) -> None:
+def require(
+    wanted: str, *hosts: HostResources, dtype: str = "float32", device: str = "cpu", **more: Any
+) -> None:
     parallel = ParallelConfig(numeric_class=wanted, **more)
     require_class(parallel, load_spec(resolve_model_directory("demo")), dtype, ["cpu", device], hosts)
 

@@ -1,4 +1,4 @@
-"""What is said of the numeric classes of a pipeline's ranks: nothing, that they are mixed, or that one changed."""
+"""What is said of the numeric classes of ranks: nothing, that they are mixed, or that one has changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def test_g1_of_one_class_nothing_is_said(ranks: list[RankConfig]) -> None:
     assert classes.settle([FAST, FAST]) == []
 
 
-def test_g1_mixed_classes_are_said_with_who_has_which_and_what_makes_them_one(ranks: list[RankConfig]) -> None:
+def test_g1_mixed_classes_are_said_with_who_has_which_and_what_makes_them_one(
+    ranks: list[RankConfig],
+) -> None:
     (said,) = NumericClasses(ranks).settle([FAST, SLOW])
     assert said.startswith(f"numeric classes are mixed (stage 0: {FAST}; stage 1 on desk: {SLOW})")
     assert said.endswith("--numeric-class avx2 makes all ranks compute in one.")
@@ -40,7 +42,9 @@ def test_g1_where_the_class_was_chosen_compilers_differ(ranks: list[RankConfig])
 
 
 @pytest.mark.parametrize("other", ["torch 2.13 on avx2", f"{FAST}, torch 2.13 on avx512", "rvv 1", ""])
-def test_g1_where_others_compute_no_class_of_our_kernels_is_named(ranks: list[RankConfig], other: str) -> None:
+def test_g1_where_others_compute_no_class_of_our_kernels_is_named(
+    ranks: list[RankConfig], other: str
+) -> None:
     (said,) = NumericClasses(ranks).settle([FAST, other])
     assert said.endswith("They are one where our kernels compute everything on all ranks.")
 
