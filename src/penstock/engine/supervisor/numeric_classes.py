@@ -26,6 +26,11 @@ class NumericClasses:
         self._names = [_shown(rank) for rank in ranks]
         self._classes: list[str] = []
 
+    @property
+    def present(self) -> list[str]:
+        """The class of each rank; empty before the first epoch."""
+        return self._classes
+
     def settle(self, classes: Sequence[str]) -> list[str]:
         """Take the classes of all ranks in the epoch that has begun, and return sentences about them."""
         before, self._classes = self._classes, list(classes)
@@ -53,6 +58,15 @@ class NumericClasses:
         if all(rank.numeric_class == name for rank, name in zip(self._ranks, names, strict=True)):
             return "They are one with the same compiler and C library on all hosts."
         return f"--numeric-class {min(names, key=NUMERIC_CLASSES.index)} makes all ranks compute in one."
+
+
+def unlike_replicas(replicas: Sequence[NumericClasses]) -> list[str]:
+    """Return a sentence if pipelines that serve side by side, each of one class, are of several."""
+    own = [set(replica.present) for replica in replicas]
+    if any(len(classes) != 1 for classes in own) or len(set().union(*own)) == 1:
+        return []
+    held = "; ".join(of_replica(number, *classes) for number, classes in enumerate(own))
+    return [f"replicas differ in numeric class ({held}): a request may get other tokens from each of them."]
 
 
 def _shown(rank: RankConfig) -> str:

@@ -61,6 +61,7 @@ class PipelineProcesses:
 
     Attributes:
         client: where the core meets its clients.
+        classes: in which the ranks compute.
     """
 
     def __init__(self, plan: LaunchPlan, hosts: Hosts, watch: MemberWatch, reporter: Reporter) -> None:
@@ -73,7 +74,7 @@ class PipelineProcesses:
         self._members: dict[int, Member] = {}  # by member index, those that have not been buried
         self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
         self._first_loads = FirstLoads()
-        self._classes = NumericClasses(plan.ranks)
+        self.classes = NumericClasses(plan.ranks)
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
         self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
@@ -135,7 +136,7 @@ class PipelineProcesses:
     def _note_recovery(self, event: child_process.Ready) -> None:
         """Report that a step has crossed the pipe again; the core knows who computes in which class."""
         seconds = self._losses.recovered(time.monotonic())
-        notes = self._classes.settle(event.numeric_classes)
+        notes = self.classes.settle(event.numeric_classes)
         replica = self._plan.core.replica
         self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds, notes=notes))
 
@@ -191,7 +192,7 @@ class PipelineProcesses:
         plan, ranks = self._plan, self._ranks
         kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
         texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
-        texts += self._classes.settle([ranks[index].numeric_class for index in self._rank_indices])
+        texts += self.classes.settle([ranks[index].numeric_class for index in self._rank_indices])
         yield from (Notice(text=text) for text in texts)
         num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
         for index, config in enumerate(plan.ranks):

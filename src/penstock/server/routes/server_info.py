@@ -23,7 +23,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
         max_model_len: as of now: the model's, or less where the KV pool holds less.
         stages: of each replica.
         numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
-        are_classes_mixed: ranks of one replica compute in several.
+        are_classes_mixed: the ranks of all replicas compute in several.
         settings: by the names that a settings file has for them; empty for a server that the command line has
             not started.
     """
@@ -62,7 +62,7 @@ class ServerInfoRoute:
             num_replicas=len(self._engine.statuses()),
             stages=list(model.stages),
             numeric_classes=classes,
-            are_classes_mixed=any(len(set(of_ranks.values())) > 1 for of_ranks in classes),
+            are_classes_mixed=len({each for of_ranks in classes for each in of_ranks.values()}) > 1,
             settings=self._settings,
         )
         return json_response(msgspec.json.encode(info))

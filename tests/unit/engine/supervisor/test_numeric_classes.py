@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from checkpoints import make_checkpoint
-from penstock.engine.supervisor.numeric_classes import NumericClasses
+from penstock.engine.supervisor.numeric_classes import NumericClasses, unlike_replicas
 from penstock.process.config import RankConfig
 from rank_configs import make_rank_configs
 
@@ -58,3 +58,16 @@ def test_g1_a_rank_that_comes_back_in_another_class_is_named(ranks: list[RankCon
     assert classes.settle([FAST, SLOW]) == [mixed], "said in each epoch, with no change any more"
     (back,) = classes.settle([FAST, FAST])
     assert back.startswith(f"stage 1 on desk computes in {FAST}, and did in {SLOW} before")
+
+
+def test_g1_replicas_that_differ_are_named(ranks: list[RankConfig]) -> None:
+    replicas = [NumericClasses(ranks), NumericClasses(ranks)]
+    assert unlike_replicas(replicas) == [], "nothing is known yet"
+    replicas[0].settle([FAST, FAST])
+    replicas[1].settle([FAST, FAST])
+    assert unlike_replicas(replicas) == unlike_replicas(replicas[:1]) == []
+    replicas[1].settle([SLOW, SLOW])
+    (said,) = unlike_replicas(replicas)
+    assert f"(replica 0 {FAST}; replica 1 {SLOW})" in said
+    replicas[1].settle([FAST, SLOW])
+    assert unlike_replicas(replicas) == [], "which says more of itself"
