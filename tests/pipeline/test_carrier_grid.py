@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from depth import sampled
+from depth import soaked
 from families import FAMILIES
 from linked_ranks import over
 from pairwise import Case, drawn
@@ -40,6 +40,9 @@ FAMILY_AXES = {
     "dtype": ("float32", "bfloat16"),
     "async_depth": (0, 1),
 }
+# Of a moment each, for `./run test`.
+QUICK = [("tcp", 2, 2, 64, 1, 200, 0), ("tls", 3, 1, 64, 2, 200, 0), ("ring", 2, 1, 64, 0, 200, 0)]
+QUICK_FAMILIES = [("gemma2", "tcp", 3, 2, "bfloat16", 1), ("qwen3", "tls", 2, 1, "float32", 0)]
 BOS = 1
 Answers = list[tuple[list[int], Any]]
 
@@ -78,7 +81,12 @@ def golden_answers(
     )
 
 
-@pytest.mark.parametrize("case", sampled(drawn(GOLDEN_AXES, LEAST), 5), ids=str)
+def quick_and_soaked(quick: list[Case], axes: dict[str, tuple[Any, ...]]) -> list[Any]:
+    """The quick cases, and for the soak a draw of the others."""
+    return [*quick, *soaked(*(case for case in drawn(axes, LEAST) if case not in quick))]
+
+
+@pytest.mark.parametrize("case", quick_and_soaked(QUICK, GOLDEN_AXES), ids=str)
 def test_g1_a10_d13_golden_ids_over_every_carrier_bit_for_bit(case: Case) -> None:
     carrier, *layout = case
     found = golden_answers(carrier, *layout)
@@ -103,7 +111,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 PROMPTS = [[(7 * i + 3 * j) % 150 for j in range(5 + 14 * i)] for i in range(3)]
 
 
-@pytest.mark.parametrize("case", sampled(drawn(FAMILY_AXES, LEAST), 3), ids=str)
+@pytest.mark.parametrize("case", quick_and_soaked(QUICK_FAMILIES, FAMILY_AXES), ids=str)
 def test_g1_a10_d13_families_over_streams_bit_for_bit(case: Case, checkpoints: Any) -> None:
     family, carrier, num_stages, tp, dtype, async_depth = case
     layout = {
