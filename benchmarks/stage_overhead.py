@@ -84,7 +84,7 @@ def main() -> None:
 def measure(model: Path, batch: int, options: argparse.Namespace) -> tuple[list[float], list[float]]:
     """Seconds of each decode step, and of them outside the kernels."""
     config = rank_config(model, batch, options)
-    kernels, reason = load_kernels(config, is_quantized=False)
+    kernels, reason, _ = load_kernels(config, is_quantized=False)
     assert kernels is not None, reason
     library = TimedLibrary(kernels.library)
     stage, sink = build_stage(config, CpuKernels(library, kernels.enabled))  # type: ignore[arg-type]
@@ -148,6 +148,7 @@ def build_stage(config: RankConfig, kernels: CpuKernels) -> tuple[Stage, SampleS
         kernels="timed",
         has_kernels=True,
         is_invariant=True,
+        numeric_class="timed",
     )
     runner = build_runner(config, loaded, storage.allocate(config.num_blocks or 1))
     sink = SampleSink(runner, TokenSender([]), Discard())  # type: ignore[arg-type]

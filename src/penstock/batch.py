@@ -209,6 +209,8 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded", kw_only=True):
     load_seconds: float
     is_invariant: bool  # a number is the same bits, whatever is computed together with it
     kernels: str = ""  # which kernels run, or why none do
+    numeric_class: str = ""  # ranks of one class compute the same bits (`rank.compute_choice`)
+    end_layer: int = 0  # the one behind its own
 
 
 class AllocateKV(msgspec.Struct, frozen=True, tag="allocate", kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -13,8 +14,12 @@ import psutil
 import pytest
 
 from checkpoints import make_checkpoint
-from linked_engines import make_llm, tokens
+from hf_reference import MIN_MARGIN
+from linked_engines import PROMPTS, make_llm, tokens
+from margins import smallest_margin
 from penstock import LLM
+from penstock.kernels.cpu.compiler import Machine
+from penstock.kernels.cpu.targets import targets_of
 from real_servers import free_ports
 from served import title_of, wait_until
 
@@ -35,6 +40,7 @@ class TwoHosts:
         llm: the engine, once `start` has returned.
         worker: the process of the worker.
         models_dir: of the worker.
+        worker_environment: what the worker's is to have beside this process'.
     """
 
     def __init__(self, directory: Path, model: Path) -> None:
@@ -43,6 +49,7 @@ class TwoHosts:
         (self._port,) = free_ports(1)
         self._token = directory / "token"
         self._made: list[LLM | BaseException] = []
+        self.worker_environment: dict[str, str] = {}
 
     def start(self, **settings: Any) -> None:
         head = threading.Thread(target=self._make, kwargs=settings)
@@ -58,7 +65,10 @@ class TwoHosts:
         words += ["--name", "desk", "--models-dir", str(self.models_dir), "--link-ports", LINK_PORTS]
         words += ["--state-dir", str(self._directory / "desk")]
         self.worker = psutil.Popen(
-            [sys.executable, "-m", "penstock", *words], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "penstock", *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self.worker_environment},
         )
 
     def stages(self, *, remote: bool) -> list[psutil.Process]:
@@ -163,3 +173,44 @@ def test_g1_a_worker_without_the_models_files_fetches_its_tensors_once(
     two_hosts.start(pipeline_parallel_size=3)
     assert tokens(two_hosts.llm) == expected
     assert "fetch" not in two_hosts.stop()
+
+
+# --- unlike hosts -----------------------------------------------------------------------------------
+
+HERE = Machine.detect()
+has_avx2 = pytest.mark.skipif("avx2" not in targets_of(HERE.architecture, HERE.cpu_flags), reason="no AVX2")
+
+
+def classes_of(llm: LLM) -> list[str]:
+    stats = llm.stats()
+    assert stats is not None
+    return stats.numeric_classes
+
+
+@has_avx2
+def test_g1_d15_hosts_of_unlike_classes_say_so_and_give_the_same_greedy_tokens(
+    two_hosts: TwoHosts, model: Path, expected: list[list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The kernels of the worker are built for an older CPU."""
+    two_hosts.worker_environment = {"PENSTOCK_CXXFLAGS": "-march=x86-64-v3"}
+    with caplog.at_level("INFO", "penstock"):
+        two_hosts.start(pipeline_parallel_size=2)
+    prompts = [list(prompt["prompt_token_ids"]) for prompt in PROMPTS]
+    greedy = expected[: len(prompts)]
+    assert smallest_margin(model, prompts, greedy) > MIN_MARGIN
+    assert tokens(two_hosts.llm)[: len(prompts)] == greedy
+    own, other = classes_of(two_hosts.llm)
+    assert own != other
+    assert other.startswith("avx2 ")
+    (said,) = [text for text in caplog.messages if "numeric classes are mixed" in text]
+    assert f"stage 1 on desk: {other}" in said
+
+
+@has_avx2
+def test_g1_d15_hosts_that_are_held_to_one_class_give_the_bits_of_one_host(
+    two_hosts: TwoHosts, model: Path
+) -> None:
+    two_hosts.start(pipeline_parallel_size=2, numeric_class="avx2")
+    with make_llm(model, "inprocess", numeric_class="avx2") as llm:
+        assert tokens(two_hosts.llm) == tokens(llm), "drawn ones too"
+        assert classes_of(two_hosts.llm) == classes_of(llm) * 2

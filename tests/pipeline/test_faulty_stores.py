@@ -20,7 +20,7 @@ from faulty_store import Fails, FaultyStore, behind_engines, is_part, never
 from penstock import LLM
 from penstock.engine.stats import CoreStats
 from penstock.errors import StoreError, describe
-from penstock.kvcache.block_hash import block_hashes, root_hash
+from penstock.kvcache.block_hash import block_hashes, root_hash, root_in_class
 from penstock.kvstore.guard import MAX_FAILURES, PAUSE_SECONDS
 from penstock.kvstore.names import NAMESPACE_BYTES, is_entry
 from penstock.kvstore.record import overhead_bytes, seal
@@ -69,13 +69,15 @@ def check(llm: LLM, turn: int, cold: Sequence[Sequence[Sequence[int]]]) -> int:
     return sum(count for _, count in found)
 
 
-def fill(model: Path, settings: dict[str, Any], cold: list[list[list[int]]], num_rounds: int = 1) -> None:
-    """One stage stores what the first rounds have."""
+def fill(model: Path, settings: dict[str, Any], cold: list[list[list[int]]], num_rounds: int = 1) -> bytes:
+    """One stage stores what the first rounds have; returns the root of its blocks' names."""
     prompts = [prompt for prompts in ROUNDS[:num_rounds] for prompt in prompts]
     tokens = [answer for answers in cold[:num_rounds] for answer in answers]
     with small_engine(model, **settings) as llm:
         assert run(llm, prompts) == (tokens, 0)
         wait_until_stored(llm, prompts, tokens)
+        (numeric_class,) = stats_of(llm).numeric_classes
+        return root_in_class(root_hash(), numeric_class)
 
 
 # --- calls that fail --------------------------------------------------------------------------------
@@ -269,8 +271,8 @@ def test_r9_a_bad_record_is_counted_once_computed_and_stored_anew(
 ) -> None:
     """Of the first blocks of the two longer prompts, each in another layer, and so on another stage."""
     store, settings = behind_engines(monkeypatch)
-    fill(model, settings, cold)
-    firsts = [block_hashes(root_hash(), prompt, BLOCK)[0] for prompt in ROUNDS[0]]
+    root = fill(model, settings, cold)
+    firsts = [block_hashes(root, prompt, BLOCK)[0] for prompt in ROUNDS[0]]
     harm(store, store.parts(firsts[2:])[0], store.parts(firsts[1:2])[-1])
     num_bad = 2 if harm is swap else 1
     left = sum(map(findable, ROUNDS[0][: len(ROUNDS[0]) - num_bad]))

@@ -206,6 +206,17 @@ def test_other_methods_are_refused(live: LiveServer) -> None:
             assert method == "HEAD" or json.loads(raw)["error"]["code"] == "method_not_allowed"
 
 
+@pytest.mark.parametrize(("last", "is_mixed"), [("avx512 1f", False), ("avx2 99", True)])
+def test_g1_server_info_says_in_which_class_each_rank_computes(last: str, is_mixed: bool) -> None:
+    classes = ["avx512 1f", "avx512 1f", last]
+    state = Status(stats=stats(numeric_classes=classes))
+    with LiveServer(TwoReplicas(state=state), model=model()) as live:
+        info = json.loads(live.request("GET", "/server_info")[1])
+    assert info["are_classes_mixed"] == is_mixed
+    names = ["stage 0", "stage 1 tp 0", "stage 1 tp 1"]
+    assert info["numeric_classes"] == [dict(zip(names, classes, strict=True)), {}]
+
+
 def test_rule_4_server_info_shows_settings_and_no_secret() -> None:
     config = ServerConfig(
         api_keys=["key-1"], admin_keys=["admin-1"], settings={"port": 8000, "api-key": "set"}

@@ -682,11 +682,11 @@ class CoreRig:
         self.executor.release(count)
         return self.step()
 
-    def rejoin(self) -> None:
+    def rejoin(self, ranks: Sequence[RankLoaded] = ()) -> None:
         """Ranks that know nothing take the place of those that were lost."""
         epoch = self.core.stats().epoch + 1
         self.executor = self.make_executor(epoch=epoch, first_step=self.core.steps_in_flight[1])
-        self.core.enter_epoch(epoch, self.executor)
+        self.core.enter_epoch(epoch, self.executor, ranks=ranks)
 
     def run_until_idle(self, max_steps: int = 5000) -> None:
         """Step, waiting for results, until nothing is alive; fails when that takes too long."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
@@ -19,6 +21,22 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
         open_pairs -= _pairs(best)
         chosen.append(best)
     return chosen
+
+
+def drawn(axes: Mapping[str, Sequence[Any]], least: int, seed: int = 0) -> list[Case]:
+    """Return the cases of `pairwise`, and seeded random ones until each value of each axis is in `least`."""
+    cases = pairwise(axes)
+    counts = Counter((axis, value) for case in cases for axis, value in enumerate(case))
+    draw = random.Random(seed)
+    for axis, values in enumerate(axes.values()):
+        for value in values:
+            while counts[axis, value] < least:
+                case = tuple(draw.choice(options) for options in axes.values())
+                case = (*case[:axis], value, *case[axis + 1 :])
+                if case not in cases:
+                    cases.append(case)
+                    counts.update(enumerate(case))
+    return cases
 
 
 def _pairs(case: Case) -> set[tuple[int, Any, int, Any]]:

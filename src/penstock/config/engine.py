@@ -33,6 +33,9 @@ Pooling = Literal["last", "mean", "cls"]
 StorePolicy = Literal["write-through", "write-back"]
 PrefetchPolicy = Literal["timeout", "best-effort", "wait-all"]
 
+# Instruction sets that our kernels can be held to (`kernels.cpu.targets`), the least first.
+NUMERIC_CLASSES = ("portable", "avx2", "avx512", "avx512-vnni", "avx512-bf16", "amx-bf16", "neon")
+
 Value = TypeVar("Value")
 
 PARTITION_VARIABLE = "PENSTOCK_PP_LAYER_PARTITION"
@@ -56,6 +59,16 @@ def _whole_numbers(name: str, given: int | str | list[int], of_what: str) -> lis
     for number in numbers:
         at_least(name, number, 1)
     return numbers
+
+
+def _require_known_class(name: str) -> None:
+    """Raise `UsageError` unless it names a numeric class, or `auto`."""
+    if name not in ("auto", *NUMERIC_CLASSES):
+        raise UsageError(
+            f"numeric_class is {name!r}, which is not an instruction set of our kernels.",
+            remedy=f"Use auto, {', '.join(NUMERIC_CLASSES[:-1])} or {NUMERIC_CLASSES[-1]}.",
+            param="numeric_class",
+        )
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,11 +124,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
         tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
         kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
-        pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
-            threads together are as many as the usable cores. CPU only.
+        numeric_class: instruction set of all ranks' kernels, such as avx512; `auto`: the best of each host.
+        pin_threads: bind each CPU thread to a core; `auto`: where all ranks have as many threads as cores.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
-        warm_spare: keep a process ready, once all is well, that a stage which is lost is started again in;
-            not where memory is short.
+        warm_spare: keep a process ready for a stage that is lost, but not where memory is short.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
     """
@@ -193,6 +205,9 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
             may_look_like_flag=True,
         ),
     ] = "auto"
+    numeric_class: Annotated[
+        str, Setting("pipeline", "instruction set of all ranks' kernels, such as avx512; auto")
+    ] = "auto"
     pin_threads: Annotated[PinThreads, Setting("pipeline", "bind CPU threads to cores")] = "auto"
     heartbeat_limit_s: Annotated[
         float, Setting("pipeline", "seconds without a sign of life after which a stage starts again")
@@ -218,6 +233,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         self._check_plans_in_flight()
         _ = self.rank_threads  # can be read
         self._check_devices()
+        _require_known_class(self.numeric_class)
         if not 2 <= self.heartbeat_limit_s < math.inf:
             raise UsageError(
                 f"heartbeat_limit_s is {self.heartbeat_limit_s}; it must be at least 2 seconds.",

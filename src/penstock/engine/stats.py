@@ -51,6 +51,7 @@ class CoreStats(msgspec.Struct, frozen=True, kw_only=True):
     is_loss_lasting: bool = False  # it has been tried again and again: nobody should wait for the pipe
     restarts: Restarts = Restarts()
     stage_times: list[StageTimes] = []  # the newest report of each stage that has sent one
+    numeric_classes: list[str] = []  # of each rank, stage by stage (`process.numeric_class`)
 
 
 def without_requests(stats: CoreStats) -> CoreStats:

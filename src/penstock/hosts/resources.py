@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
 
 import msgspec
 
+from penstock.kernels.cpu.compiler import Machine
+from penstock.kernels.cpu.targets import targets_of
 from penstock.process.config import THIS_HOST
 from penstock.process.host_memory import host_available_bytes
 
@@ -18,6 +21,7 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: as ranks name it (`RankConfig.host`).
         cpus: numbers of the cores that we may run on; empty where threads cannot be bound to cores.
+        numeric_classes: that its CPU can compute in (`config.engine.NUMERIC_CLASSES`), the least first.
     """
 
     num_cpus: int
@@ -25,6 +29,7 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
     num_gpus: int
     cpus: tuple[int, ...] = ()
     name: str = THIS_HOST
+    numeric_classes: tuple[str, ...] = ()
 
     @classmethod
     def detect(cls) -> HostResources:
@@ -38,7 +43,15 @@ class HostResources(msgspec.Struct, frozen=True, kw_only=True):
             free_bytes=host_available_bytes(),
             num_gpus=_num_gpus(Path("/dev"), os.environ.get("CUDA_VISIBLE_DEVICES")),
             cpus=cpus,
+            numeric_classes=_numeric_classes(),
         )
+
+
+@functools.cache
+def _numeric_classes() -> tuple[str, ...]:
+    """Of the CPU, which stays what it is."""
+    machine = Machine.detect()
+    return tuple(targets_of(machine.architecture, machine.cpu_flags))
 
 
 def _num_gpus(devices: Path, visible: str | None) -> int:

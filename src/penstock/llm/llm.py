@@ -98,11 +98,10 @@ class LLM:
             or for each rank such as "cpu,cuda:0", or `auto` (`cuda` where there is a GPU).
         tied_head: how the last stage gets a tied embedding: `load` from disk, `transfer` from the first.
         kernels: our own CPU kernels: `auto` takes all, `off` none, "-attention,-head" all but these.
-        pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
-            threads together are as many as the usable cores. CPU only.
+        numeric_class: instruction set of all ranks' kernels, such as avx512; `auto`: the best of each host.
+        pin_threads: bind each CPU thread to a core; `auto`: where all ranks have as many threads as cores.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
-        warm_spare: keep a process ready, once all is well, that a stage which is lost is started again in;
-            not where memory is short.
+        warm_spare: keep a process ready for a stage that is lost, but not where memory is short.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
         block_size: tokens per block.
@@ -125,8 +124,7 @@ class LLM:
         prefill_chunk: prompt tokens of one request in one plan at most.
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
-            they may always lengthen the plan that they join by half. No target by default: callers wait for
-            all.
+            they may always lengthen the plan that they join by half. No target by default.
         hosts: how many, this one counted; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
         join_token_file: holds the token with which they join; written if it is not there.
@@ -162,6 +160,7 @@ class LLM:
         device: str = "cpu",
         tied_head: TiedHead = "load",
         kernels: str = "auto",
+        numeric_class: str = "auto",
         pin_threads: PinThreads = "auto",
         heartbeat_limit_s: float = 5.0,
         warm_spare: bool = True,

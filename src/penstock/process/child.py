@@ -79,10 +79,12 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag="ready", tag_field="e
 
     Attributes:
         rank: what a rank has told the core of itself.
+        numeric_classes: of all ranks, stage by stage, as they have told the core.
     """
 
     epoch: int = 0
     rank: RankLoaded | None = None
+    numeric_classes: list[str] = []
 
 
 class Abandoned(msgspec.Struct, frozen=True, kw_only=True, tag="abandoned", tag_field="event"):

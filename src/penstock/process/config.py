@@ -81,6 +81,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
         device: `cpu`, or one GPU such as `cuda:0`.
         num_sharers: ranks in the same memory, this one counted.
         kernels: which of our CPU kernels to use, as in `ParallelConfig`.
+        numeric_class: in which they must compute, as there.
         cpus: cores of this rank's compute threads, one each and no other rank's; empty: not pinned.
         faults: what a test has armed; a rank that takes the place of another has none.
         tp_rank, tp_size: its place among the ranks that share the stage's layers, and how many they are.
@@ -116,6 +117,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantization: Quantization = "none"
     num_sharers: int = 1
     kernels: str = "auto"
+    numeric_class: str = "auto"
     cpus: tuple[int, ...] = ()
     wait_timeout_s: float = (
         60.0  # deadline of every wait on a peer inside a step: all stages may be computing

@@ -8,12 +8,15 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
+from penstock.errors import UsageError
 from penstock.families.spec import ModelSpec
 from penstock.kernels.cpu.library import KERNEL_NAMES, LoadedKernels, load, parse_kernels
 from penstock.kernels.cpu.ops import DTYPES, CpuKernels
+from penstock.kernels.cpu.targets import AUTO
 from penstock.kernels.quantized_groups import default_group_size
 from penstock.layers.compute import FormatOf, never_quantized
 from penstock.layers.matrix import QuantizedFormat
@@ -24,20 +27,75 @@ from penstock.weights.quantized_formats import QuantizedCheckpoint
 _BITS = {"int8": 8, "int4": 4}
 
 
-def load_kernels(config: RankConfig, *, is_quantized: bool) -> tuple[CpuKernels | None, str]:
-    """Our kernels, and a line that says which run, or why none do and what is lost."""
+class ChosenKernels(NamedTuple):
+    """What our kernels do on a rank.
+
+    Attributes:
+        kernels: None: torch does everything.
+        description: which run, or why none do and what is lost.
+        numeric_class: that they compute in (`kernels.cpu.library`), and which of them where some do not run;
+            "" where none do.
+    """
+
+    kernels: CpuKernels | None
+    description: str
+    numeric_class: str = ""
+
+
+def load_kernels(config: RankConfig, *, is_quantized: bool) -> ChosenKernels:
+    """Load our kernels, as far as they are for this rank.
+
+    Raises:
+        UsageError: they cannot compute in the class that the rank must compute in.
+    """
     if config.device != "cpu":
-        return None, "none on a GPU"
+        return ChosenKernels(None, "none on a GPU")
     if getattr(torch, config.dtype) not in DTYPES:
-        return None, f"none for {config.dtype}: plain torch, which is slower; use bfloat16 or float32"
-    loaded = load(config.kernels)
+        return ChosenKernels(
+            None, f"none for {config.dtype}: plain torch, which is slower; use bfloat16 or float32"
+        )
+    loaded = load(config.kernels, config.numeric_class)
     if loaded.library is None:
+        _require_any_class(config, loaded)
         lost = "plain torch, which is slower, and whose results depend on what is computed together"
         if is_quantized:
             lost += "; quantised weights are held as float32"
-        return None, f"none: {loaded.reason}; {lost}. {loaded.remedy}".rstrip()
+        return ChosenKernels(None, f"none: {loaded.reason}; {lost}. {loaded.remedy}".rstrip())
     enabled = parse_kernels(config.kernels).enabled
-    return CpuKernels(loaded.library, enabled), _described(loaded, enabled, config.kernels)
+    which = "" if enabled == frozenset(KERNEL_NAMES) else f" for {'/'.join(sorted(enabled))}"
+    return ChosenKernels(
+        CpuKernels(loaded.library, enabled),
+        _described(loaded, enabled, config.kernels),
+        loaded.numeric_class + which,
+    )
+
+
+def _require_any_class(config: RankConfig, loaded: LoadedKernels) -> None:
+    """Raise `UsageError` if a rank without kernels must compute as they do."""
+    if config.numeric_class != AUTO:
+        raise UsageError(
+            f"{config.name} is to compute in {config.numeric_class}, and has no such kernels on "
+            f"{config.host}: {loaded.reason}.",
+            remedy=loaded.remedy,
+            param="numeric_class",
+        )
+
+
+def numeric_class(chosen: ChosenKernels, spec: ModelSpec, device: torch.device) -> str:
+    """Return what ranks that compute the same bits have in common, such as `avx512-bf16 1f0a2b3c`.
+
+    Where torch computes anything its version and what it computes on belong to it, such as
+    `torch 2.13 on avx512`; torch promises no bits even so.
+    """
+    if is_invariant(chosen.kernels, spec):
+        return chosen.numeric_class
+    kind = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else torch.backends.cpu.get_cpu_capability().lower()
+    )
+    by_torch = f"torch {'.'.join(torch.__version__.split('.')[:2])} on {kind}"
+    return ", ".join(filter(None, [chosen.numeric_class, by_torch]))
 
 
 def is_invariant(kernels: CpuKernels | None, spec: ModelSpec) -> bool:

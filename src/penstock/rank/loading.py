@@ -30,9 +30,11 @@ from penstock.models.transformers_backend import TransformersModel
 from penstock.process.config import RankConfig
 from penstock.process.host_memory import host_available_bytes
 from penstock.rank.compute_choice import (
+    ChosenKernels,
     format_of,
     is_invariant,
     load_kernels,
+    numeric_class,
     pin_threads,
     quantized_checkpoint,
 )
@@ -51,7 +53,7 @@ from penstock.weights.read_digests import ReadDigests
 if TYPE_CHECKING:
     from penstock.grammar.matcher import Vocabulary
 
-_NO_KERNELS = "none for transformers' layers: plain torch, which is slower"
+_NO_KERNELS = ChosenKernels(None, "none for transformers' layers: plain torch, which is slower")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +67,7 @@ class LoadedRank:
         kernels: which run, or why none do.
         has_kernels: whether any runs.
         is_invariant: whether a number is the same bits whatever is computed together with it.
+        numeric_class: ranks of one class compute the same bits.
     """
 
     samples: ModelSamples
@@ -77,6 +80,7 @@ class LoadedRank:
     kernels: str
     has_kernels: bool
     is_invariant: bool
+    numeric_class: str
 
 
 def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> LoadedRank:
@@ -97,7 +101,8 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
     spec = load_spec(directory, config.model_impl)
     is_quantized = config.quantization != "none" or spec.quantization is not None
     is_ours = spec.implementation == "penstock"
-    kernels, description = load_kernels(config, is_quantized=is_quantized) if is_ours else (None, _NO_KERNELS)
+    chosen = load_kernels(config, is_quantized=is_quantized) if is_ours else _NO_KERNELS
+    kernels = chosen.kernels
     pin_threads(config, kernels)
     require_pp(Decoder if is_ours else TransformersModel)
     checkpoint = Checkpoint(directory, ReadDigests(first.digests))
@@ -121,9 +126,10 @@ def load_rank(config: RankConfig, progress: Callable[[int, int], None]) -> Loade
         model=model,
         storage=storage,
         report=report,
-        kernels=description,
+        kernels=chosen.description,
         has_kernels=kernels is not None,
         is_invariant=is_invariant(kernels, spec),
+        numeric_class=numeric_class(chosen, spec, device),
     )
 
 

@@ -354,6 +354,8 @@ def _loaded_message(config: RankConfig, loaded: LoadedRank) -> RankLoaded:
         load_seconds=loaded.report.seconds,
         kernels=loaded.kernels,
         is_invariant=loaded.is_invariant,
+        numeric_class=loaded.numeric_class,
+        end_layer=config.end_layer,
     )
 
 

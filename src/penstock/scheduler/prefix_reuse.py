@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.batch import NO_STORE_USE, OrderResult, StoreUse, TierOrder
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.kvcache.block_hash import block_hashes
+from penstock.kvcache.block_hash import block_hashes, root_in_class
 from penstock.kvcache.cache_flush import CacheFlush
 from penstock.kvcache.prefetching import LoadedBlocks
 from penstock.kvcache.sessions import Sessions
@@ -58,6 +58,7 @@ class PrefixReuse:
         self._rank_use = NO_STORE_USE
         self.num_queried = self.num_found = 0
         self._unproven: RequestState | None = None  # who has begun before his blocks were there
+        self._numeric_class = ""  # of the ranks
 
     def enter(self, request: RequestState) -> None:
         """It has come to wait: what the pool has not may be in the store. Whoever follows another finds what
@@ -241,6 +242,18 @@ class PrefixReuse:
         for request in self._queues:
             self.enter(request)
 
+    def name_for(self, numeric_class: str) -> None:
+        """Name blocks from now on as ranks of this class compute them; nobody finds those of another class.
+
+        Nothing may be in flight.
+        """
+        if numeric_class == self._numeric_class:
+            return
+        self._numeric_class = numeric_class
+        for request in self._queues:
+            request.block_hashes.clear()
+        self.lose_all()
+
     def _forget_all(self) -> None:
         self._allocator.forget_all()
         self.sessions.forget()
@@ -284,7 +297,7 @@ class PrefixReuse:
         known = request.block_hashes
         if len(known) < count:
             start = len(known) * self._block_size
-            parent = known[-1] if known else request.cache_root
+            parent = known[-1] if known else root_in_class(request.cache_root, self._numeric_class)
             end = count * self._block_size
             known += block_hashes(parent, request.token_ids[start:end], self._block_size)
         return known

@@ -170,7 +170,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --partition 4,1 --partition-mix 24:25 --async-depth 1 --max-plans-in-flight 11 --threads-per-rank 3
 --device cpu,cuda:1
 --tied-head transfer --heartbeat-limit 9 --load-timeout 45 --step-timeout 24 --quantization int8
---kernels -attention,-head --pin-threads off --model-impl penstock --pooling cls
+--kernels -attention,-head --numeric-class avx512 --pin-threads off --model-impl penstock --pooling cls
 --block-size 13 --num-blocks 14 --kv-cache-bytes 15 --eviction-policy lfu
 --kv-store /blocks --kv-store-bytes 2097152 --kv-store-when-found 1 --kv-store-patience 46
 --kv-prefetch-policy wait-all
@@ -233,6 +233,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "load_timeout_s": 45.0,
             "step_timeout_s": 24.0,
             "kernels": "-attention,-head",
+            "numeric_class": "avx512",
             "pin_threads": "off",
             "backend": "mp",
         },

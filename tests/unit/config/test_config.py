@@ -8,7 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
+from penstock.config.engine import (
+    NUMERIC_CLASSES,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from penstock.config.server import ServerConfig
 from penstock.errors import UsageError
 from penstock.process.config import CoreConfig, RankConfig
@@ -35,6 +42,15 @@ def test_a_number_that_is_too_low_is_named(cls: type[Any], field: str, value: in
     with pytest.raises(UsageError, match=f"{field} is {value}; it must be at least {value + 1}") as caught:
         cls(**{field: value})
     assert (caught.value.param, caught.value.code) == (field, "out_of_range")
+
+
+@pytest.mark.parametrize("given", ["", "AVX512", "avx", "torch"])
+def test_g1_an_unknown_numeric_class_is_refused_and_the_known_ones_are_listed(given: str) -> None:
+    with pytest.raises(UsageError, match=f"numeric_class is '{given}'") as caught:
+        ParallelConfig(numeric_class=given)
+    assert caught.value.param == "numeric_class"
+    assert all(name in caught.value.remedy for name in ("auto", *NUMERIC_CLASSES))
+    assert ParallelConfig(numeric_class="avx512-bf16").numeric_class == "avx512-bf16"
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,18 @@ import pytest
 
 from penstock.kernels.cpu import build_cache, compiler
 from penstock.kernels.cpu.build_cache import BuildCache, FolderUnusableError, cache_folder
-from penstock.kernels.cpu.compiler import SOURCES, Built, Compiler, Machine, NotBuilt, build, cpu_flags
+from penstock.kernels.cpu.compiler import (
+    SOURCES,
+    Built,
+    Compiler,
+    Machine,
+    NotBuilt,
+    build,
+    cpu_flags,
+    cpu_model,
+)
 from penstock.kernels.cpu.compiler_jobs import Job, JobFailedError, answer_of, last_lines, run_jobs
+from penstock.kernels.cpu.targets import NATIVE, Target, target_named
 
 ZEN = Machine(architecture="x86_64", cpu_flags=("avx2", "fma", "sse2"), num_cores=2)
 WRITES_OUTPUT = 'for last; do :; done; echo library > "$last"'  # -o PATH comes last
@@ -57,11 +67,13 @@ class FakeCompiler:
     def environ(self, **more: str) -> dict[str, str]:
         return {"PATH": str(self.path.parent), "PENSTOCK_CACHE_DIR": str(self.cache), **more}
 
-    def build(self, machine: Machine = ZEN, seconds: float = 60.0, **environ: str) -> Built | NotBuilt:
-        return build(self.environ(**environ), machine, sources=self.sources, seconds=seconds)
+    def build(
+        self, machine: Machine = ZEN, seconds: float = 60.0, target: Target = NATIVE, **environ: str
+    ) -> Built | NotBuilt:
+        return build(self.environ(**environ), machine, target, sources=self.sources, seconds=seconds)
 
-    def built(self, machine: Machine = ZEN, **environ: str) -> Built:
-        result = self.build(machine, **environ)
+    def built(self, machine: Machine = ZEN, target: Target = NATIVE, **environ: str) -> Built:
+        result = self.build(machine, target=target, **environ)
         assert isinstance(result, Built), result
         return result
 
@@ -321,6 +333,36 @@ def test_all_that_shapes_a_library_is_in_its_key(fake: FakeCompiler) -> None:
     assert len(set(paths)) == len(paths)
     more_cores = Machine(architecture=ZEN.architecture, cpu_flags=ZEN.cpu_flags, num_cores=64)
     assert path(more_cores) == paths[-1]
+
+
+def test_g1_libraries_of_one_arithmetic_come_of_equal_sources_compilers_and_flags(fake: FakeCompiler) -> None:
+    """Compilers join products and sums as they see fit, for the CPU that they tune for."""
+    other = Machine(architecture="x86_64", cpu_flags=(*ZEN.cpu_flags, "gfni"), num_cores=8, cpu_model="Zen 5")
+    avx2 = target_named("avx2")
+
+    def arithmetic(machine: Machine = ZEN, target: Target = NATIVE, **environ: str) -> str:
+        return fake.built(machine, target, **environ).arithmetic
+
+    named = [arithmetic(), arithmetic(other), arithmetic(target=avx2), arithmetic(PENSTOCK_CXXFLAGS="-O1")]
+    assert arithmetic() == named[0], "from the cache"
+    assert arithmetic(other, avx2) == named[2], "tuned for neither"
+    fake.says(version="echo 'g++ 1.2.4'")
+    named.append(arithmetic())
+    (fake.sources / "shared.h").write_text("// changed\n")
+    named.append(arithmetic())
+    assert len(set(named)) == len(named)
+
+
+def test_g1_a_build_for_a_target_needs_no_more_of_the_cpu_than_that(fake: FakeCompiler) -> None:
+    old = Machine(architecture="x86_64", cpu_flags=("sse2",), num_cores=1)
+    assert fake.built(old, target_named("portable")).flags[-1] == "-march=x86-64"
+
+
+def test_the_model_of_a_cpu_is_read_from_its_first_core() -> None:
+    core = "vendor_id\t: GenuineIntel\ncpu family\t: 6\nmodel\t\t: 143\nmodel name\t: Fast\nstepping\t: 8\n\n"
+    assert cpu_model(core * 2) == "GenuineIntel 6 143"
+    assert cpu_model("CPU implementer\t: 0x41\nCPU part\t: 0xd0c\n") == "0x41 0xd0c"
+    assert cpu_model("") == ""
 
 
 @pytest.mark.parametrize("damage", [b"", b"libr", b"LIBRARY\n", b"library\nmore"])

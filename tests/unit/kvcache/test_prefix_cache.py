@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.config.engine import EvictionPolicy
 from penstock.kvcache.allocator import BlockAllocator
-from penstock.kvcache.block_hash import HASH_BYTES, block_hashes, root_hash
+from penstock.kvcache.block_hash import HASH_BYTES, block_hashes, root_hash, root_in_class
 from penstock.kvcache.block_pool import BlockPool
 from penstock.kvcache.eviction import eviction_order
 from penstock.kvcache.prefix_cache import PrefixCache
@@ -41,6 +41,12 @@ def test_d15_names_are_the_same_on_every_machine() -> None:
     """They go into stores that other machines read."""
     (name,) = block_hashes(ROOT, [1, 2, 3, 1 << 31], BLOCK)
     assert name.hex() == "6f4de810ddbf4c0aa68ab4838dda084369804594aa0efe7a1c3a07fd91ee7e67"
+
+
+def test_d15_a_name_says_in_which_class_a_block_was_computed() -> None:
+    roots = [root_in_class(ROOT, name) for name in ("", "avx2 1", "avx2 2")]
+    assert roots[0] == ROOT
+    assert len({*roots, root_in_class(root_hash("salt"), "avx2 1")}) == 4
 
 
 # --- what is found ----------------------------------------------------------------------------------

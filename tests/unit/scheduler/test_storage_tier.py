@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from depth import sampled
@@ -19,6 +20,7 @@ from penstock.config.engine import PrefetchPolicy, SchedulerConfig
 from penstock.errors import ErrorInfo
 from penstock.kvcache.prefetching import ANSWER_S, prefetch_patience
 from penstock.kvcache.storage_tier import TierPolicy
+from stand_in_hosts import LOADED
 from stored_core import BLOCK, again, rig, run, settle_store, tokens_of
 
 
@@ -50,6 +52,28 @@ def test_h5_a_block_counts_as_stored_when_all_ranks_have_answered_and_is_held_un
     one.step()
     assert len(catalogue.names) == 3
     assert one.core.stats().cache.free_blocks == 8
+
+
+def test_g1_h17_ranks_that_come_back_in_another_class_find_nothing_of_before() -> None:
+    """Neither in the store, nor in the names that a request has asked for while the pipe was lost."""
+    prompt = [(5 * index) % VOCAB_SIZE for index in range(3 * BLOCK + 1)]
+    one, catalogue = rig(recovers=True)
+    run(one, "cold", prompt)
+    settle_store(one)
+    found = []
+    for number, name in enumerate(["avx2 1", "avx2 1", "", "avx2 1"]):
+        one.core.lose_epoch(ErrorInfo(kind="StageLostError", message="stage 1 was killed."))
+        one.add(f"waits{number}", prompt, max_tokens=4, ignore_eos=True)
+        stored = one.executor.stored
+        one.rejoin([msgspec.structs.replace(LOADED, numeric_class=name)])
+        one.executor.stored = stored
+        one.run_until_idle()
+        settle_store(one)
+        assert tokens_of(one, f"waits{number}") == tokens_of(one, "cold")
+        found.append(one.updates[f"waits{number}"][0].num_cached_tokens)
+        assert one.core.numeric_classes == [name]
+    assert found == [0, 3 * BLOCK, 3 * BLOCK, 3 * BLOCK]
+    assert len(catalogue.names) >= 2 * 3
 
 
 def test_h3_a_request_waits_for_its_blocks_and_only_so_long() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from penstock.batch import StageSpans
+from penstock.batch import RankLoaded, StageSpans
 from penstock.config.engine import ParallelConfig
 from penstock.engine.core.calibration import Calibration
 from penstock.engine.core.operations_in_force import OperationsInForce
@@ -24,6 +24,7 @@ from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
 from penstock.process.endpoints import NO_RESTARTS, Restarts
+from penstock.process.numeric_class import class_of_pipe
 from penstock.request import GenerationRequest, RequestUpdate
 from penstock.scheduler.scheduler import Scheduler
 
@@ -42,6 +43,7 @@ class EngineCore:
         wire: measures what is between the stages.
         epoch: that the executor was started for.
         restarts: of all processes before that epoch.
+        ranks: what they have said of themselves, stage by stage.
 
     Attributes:
         leave_s: how long stages may have needed for what was in them when the epoch was lost.
@@ -60,6 +62,7 @@ class EngineCore:
         wire: AnyWireTimes = NO_WIRE_TIMES,
         epoch: int = 0,
         restarts: Restarts = NO_RESTARTS,
+        ranks: Sequence[RankLoaded] = (),
     ) -> None:
         calibration = calibration or Calibration.none(parallel)
         self._scheduler = scheduler
@@ -83,6 +86,7 @@ class EngineCore:
         self._loss: ErrorInfo | None = None
         self._is_loss_lasting = False
         self.leave_s = math.inf
+        self._meet(ranks)
 
     @property
     def failure(self) -> ErrorInfo | None:
@@ -98,6 +102,11 @@ class EngineCore:
     def epoch(self) -> int:
         """The present one, or between two the one that is over."""
         return self._epoch
+
+    @property
+    def numeric_classes(self) -> list[str]:
+        """Of each rank, stage by stage, in the newest epoch that was entered."""
+        return [rank.numeric_class for rank in self._ranks]
 
     @property
     def has_pipe(self) -> bool:
@@ -185,15 +194,23 @@ class EngineCore:
             updates += self._scheduler.fail_started(error)
         return updates
 
-    def enter_epoch(self, epoch: int, executor: Executor, restarts: Restarts = NO_RESTARTS) -> None:
+    def enter_epoch(
+        self,
+        epoch: int,
+        executor: Executor,
+        restarts: Restarts = NO_RESTARTS,
+        ranks: Sequence[RankLoaded] = (),
+    ) -> None:
         """Go on over a pipe that was joined again; the probe that proves it is due at once.
 
         Args:
             executor: has been started, for plans from `steps_in_flight[1]` of this epoch.
             restarts: up to this epoch.
+            ranks: of this epoch.
         """
         assert not self.has_pipe, "the epoch before is not over"
         self._epoch, self._executor, self._restarts = epoch, executor, restarts
+        self._meet(ranks)
         self._steps.expect_probe()
 
     def fail(self, error: ErrorInfo) -> list[RequestUpdate]:
@@ -232,6 +249,7 @@ class EngineCore:
             is_loss_lasting=self._is_loss_lasting,
             restarts=self._restarts,
             stage_times=self._executor.reports.stage_times(),
+            numeric_classes=self.numeric_classes,
         )
 
     def spans(self) -> list[StageSpans]:
@@ -242,6 +260,11 @@ class EngineCore:
         """Assert that the parts agree. For tests, and when idle."""
         self._steps.check_invariants()
         self._scheduler.check_invariants()
+
+    def _meet(self, ranks: Sequence[RankLoaded]) -> None:
+        """Take what ranks compute for what they compute in the same class, and nothing else."""
+        self._ranks = list(ranks)
+        self._scheduler.prefixes.name_for(class_of_pipe(ranks))
 
     def _turn(self, executor: Executor, updates: list[RequestUpdate]) -> None:
         self._take(executor, 0.0, updates)

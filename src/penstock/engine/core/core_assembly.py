@@ -72,6 +72,7 @@ def build_core(
         wire=wire,
         epoch=epoch,
         restarts=restarts,
+        ranks=kv_plan.ranks,
     )
     return core, scheduler
 

@@ -56,7 +56,7 @@ def _serve(
     stopping.pop_all()
     stopping.callback(server.shutdown)
     del executor, joined  # it is the server's, and goes with its epoch
-    status.write(Ready(epoch=core.epoch))
+    status.write(Ready(epoch=core.epoch, numeric_classes=core.numeric_classes))
     gc.freeze()  # what was made so far lives for ever; the collector need not look at it again
     server.run()
     return 0

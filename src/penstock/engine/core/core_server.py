@@ -138,8 +138,8 @@ class CoreServer:
         if self._core.has_pipe:
             return
         try:
-            if self._executor.poll_start() is not None:
-                self._core.enter_epoch(self._epoch, self._executor, self._restarts)
+            if (kv_plan := self._executor.poll_start()) is not None:
+                self._core.enter_epoch(self._epoch, self._executor, self._restarts, kv_plan.ranks)
         except PenstockError as error:  # a rank that cannot load says why
             self._executor.abandon()
             self._core.lose_epoch(error.info())
@@ -163,7 +163,7 @@ class CoreServer:
         if loss is not self._told_loss:
             self._told_loss = loss
             if loss is None:
-                self._report(Ready(epoch=self._epoch))
+                self._report(Ready(epoch=self._epoch, numeric_classes=self._core.numeric_classes))
             else:
                 self._use(NO_EXECUTOR)
                 self._report(Abandoned(epoch=self._epoch, error=loss, leave_s=self._core.leave_s))

@@ -18,6 +18,7 @@ from typing import Literal
 import msgspec
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, Quantization
+from penstock.engine.supervisor.class_choice import require_class
 from penstock.engine.supervisor.flight_room import (
     notes_on_frames,
     num_links_between_hosts,
@@ -133,6 +134,7 @@ def resolve_replicas(config: EngineConfig, hosts: Sequence[HostResources]) -> li
     config = msgspec.structs.replace(config, parallel=parallel)
     form = _weight_form(config.model, parallel, spec, homes)
     _check_tensor_parallel(parallel, spec, form)
+    require_class(parallel, spec, form.dtype, form.devices, hosts)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     stages = parallel.pipeline_parallel_size
     ranges = partition_layers(spec.num_layers, stages, parallel.partition)
@@ -236,6 +238,7 @@ def _rank_configs(
             tied_head=parallel.tied_head,
             quantization=form.quantization,
             kernels=parallel.kernels,
+            numeric_class=parallel.numeric_class,
             cpus=cpus[rank],
             wait_timeout_s=wait_timeout_s,
             tp_rank=coordinates.tp_rank,

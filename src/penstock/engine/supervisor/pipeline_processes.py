@@ -23,6 +23,7 @@ from penstock.batch import RankLoaded
 from penstock.engine.supervisor.first_loads import FirstLoads
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.engine.supervisor.losses import CORE, Losses
+from penstock.engine.supervisor.numeric_classes import NumericClasses
 from penstock.engine.supervisor.reports import (
     LoadProgress,
     Notice,
@@ -60,6 +61,7 @@ class PipelineProcesses:
 
     Attributes:
         client: where the core meets its clients.
+        classes: in which the ranks compute.
     """
 
     def __init__(self, plan: LaunchPlan, hosts: Hosts, watch: MemberWatch, reporter: Reporter) -> None:
@@ -72,6 +74,7 @@ class PipelineProcesses:
         self._members: dict[int, Member] = {}  # by member index, those that have not been buried
         self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
         self._first_loads = FirstLoads()
+        self.classes = NumericClasses(plan.ranks)
         self._restarts: Counter[int] = Counter()
         self._losses = Losses(leave_s=plan.ranks[0].wait_timeout_s / plan.num_stages)  # as a step may take
         self._rank_indices = range(len(plan.ranks))  # those of ranks are their numbers
@@ -107,9 +110,7 @@ class PipelineProcesses:
                 self._ranks[member.member_index] = event.rank
             is_present = event.epoch == self._losses.epoch and self._losses.missing is None
             if member.stage is None and is_present and event.epoch > 0:
-                seconds = self._losses.recovered(time.monotonic())
-                replica = self._plan.core.replica
-                self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds))
+                self._note_recovery(event)
         elif isinstance(event, child_process.Abandoned):
             self._losses.leave(event.epoch, event.error, member.member_index, leave_s=event.leave_s)
         elif isinstance(event, child_process.LoadProgressed):
@@ -132,6 +133,13 @@ class PipelineProcesses:
                     seconds=event.seconds,
                 )
             )
+
+    def _note_recovery(self, event: child_process.Ready) -> None:
+        """Report that a step has crossed the pipe again; the core knows who computes in which class."""
+        seconds = self._losses.recovered(time.monotonic())
+        notes = self.classes.settle(event.numeric_classes)
+        replica = self._plan.core.replica
+        self._reporter.report(Recovered(replica=replica, epoch=event.epoch, seconds=seconds, notes=notes))
 
     def recover(self) -> None:
         """End the epoch if it is broken, and begin the next one when it is due."""
@@ -185,9 +193,7 @@ class PipelineProcesses:
         plan, ranks = self._plan, self._ranks
         kernels = dict.fromkeys(rank.kernels for rank in ranks.values())
         texts = [*plan.notes, *(f"kernels: {description}" for description in kernels)]
-        on_cpu = [rank.kernels for index, rank in ranks.items() if plan.ranks[index].device_type == "cpu"]
-        if len({description.startswith("none") for description in on_cpu}) > 1:
-            texts.append("stages differ in kernels: tokens may differ from those of other runs; start again.")
+        texts += self.classes.settle([ranks[index].numeric_class for index in self._rank_indices])
         yield from (Notice(text=text) for text in texts)
         num_blocks = min((rank.max_blocks for rank in ranks.values()), default=0)
         for index, config in enumerate(plan.ranks):

@@ -143,11 +143,16 @@ class StageLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", ta
 
 
 class Recovered(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="recovered"):
-    """A step has crossed the new pipe; `seconds` since the loss was noticed."""
+    """A step has crossed the new pipe; `seconds` since the loss was noticed.
+
+    Attributes:
+        notes: what is not as it was, or not as it should be.
+    """
 
     epoch: int
     seconds: float
     replica: int | None = None
+    notes: list[str] = []
 
     @property
     def name(self) -> str:
@@ -285,7 +290,10 @@ def event_line(event: Event) -> str:
             line = f"lost: {words} {epoch[0].upper()}{epoch[1:]} is over{again}{_pause(event.retry_s)}"
             return f"{line}\n{event.trace}".rstrip()
         case Recovered() | FrontRecovered():
-            return f"recovered in {event.seconds:.1f} s   {event.name}"
+            notes = event.notes if isinstance(event, Recovered) else []
+            return "\n".join(
+                [f"recovered in {event.seconds:.1f} s   {event.name}", *(f"note: {text}" for text in notes)]
+            )
         case SpareReady():
             return f"a spare process waits on {event.host}, with {megabytes(event.own_bytes)} of memory"
         case FrontLost():

@@ -34,6 +34,7 @@ from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.fronts import ApiProcessFront, CallingProgram, EngineUser
 from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas, with_faults
 from penstock.engine.supervisor.losses import BackOff, Heartbeats
+from penstock.engine.supervisor.numeric_classes import unlike_replicas
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import (
     Caution,
@@ -275,6 +276,8 @@ class _RunningEngine:
         self._is_serving = True
         for event in _once(event for replica in self._replicas for event in replica.startup_notices()):
             self._reporter.report(event)
+        for text in unlike_replicas([replica.classes for replica in self._replicas]):
+            self._reporter.report(Notice(text=text))
         for text in self._text_side.cautions:
             self._reporter.report(Caution(text=text))
         self._reporter.report(

@@ -25,10 +25,12 @@ from typing import Literal
 
 from penstock.kernels.cpu.build_cache import BuildCache, FolderUnusableError, cache_folder
 from penstock.kernels.cpu.compiler_jobs import Job, JobFailedError, answer_of, run_jobs
+from penstock.kernels.cpu.targets import NATIVE, Target
 
 SOURCES = Path(__file__).parent / "csrc"
 BUILD_SECONDS = 180.0  # of two slow cores that have other work; 12 of a fast one
 PROBE_SECONDS = 10.0
+_ARITHMETIC_DIGITS = 8
 COMPILER_NAMES = ("g++", "c++", "clang++")  # g++ first: its OpenMP runtime is the one that torch has
 FLAGS = (
     "-std=c++17",
@@ -57,11 +59,16 @@ _REMEDIES: dict[Cause, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What we compile for: the CPU's architecture (`uname -m`), its flags, sorted, and the usable cores."""
+    """What we compile for: the CPU's architecture (`uname -m`), its flags, sorted, and the usable cores.
+
+    Attributes:
+        cpu_model: numbers of its maker and model, which decide what a compiler tunes for.
+    """
 
     architecture: str
     cpu_flags: tuple[str, ...]
     num_cores: int
+    cpu_model: str = ""
 
     @classmethod
     def detect(cls, cpuinfo: Path = Path("/proc/cpuinfo")) -> Machine:
@@ -70,13 +77,25 @@ class Machine:
         except OSError:
             text = ""
         cores = len(os.sched_getaffinity(0))
-        return cls(architecture=platform.machine(), cpu_flags=cpu_flags(text), num_cores=cores)
+        return cls(
+            architecture=platform.machine(),
+            cpu_flags=cpu_flags(text),
+            num_cores=cores,
+            cpu_model=cpu_model(text),
+        )
 
 
 def cpu_flags(cpuinfo: str) -> tuple[str, ...]:
     """Return the sorted flags of the first CPU of /proc/cpuinfo: `flags` on x86, `Features` on Arm."""
     match = re.search(r"^(?:flags|Features)\s*:(.*)$", cpuinfo, re.MULTILINE)
     return tuple(sorted(set(match[1].split()))) if match else ()
+
+
+def cpu_model(cpuinfo: str) -> str:
+    """Return maker, family and model of the first CPU of /proc/cpuinfo, as it numbers them."""
+    names = "vendor_id|cpu family|model|CPU implementer|CPU part"
+    first, _, _ = cpuinfo.partition("\n\n")
+    return " ".join(re.findall(rf"^(?:{names})\s*:\s*(\S+)\s*$", first, re.MULTILINE))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +126,8 @@ class Built:
 
     Attributes:
         sources: name -> bytes of the files that it was built from.
+        arithmetic: digest of all that decides the bits of its results: with equal ones, and where equal
+            instructions are used, two libraries give the same.
         seconds: how long the build took; 0 if it was in the cache.
         not_kept: why it could not be put into the cache, or "".
         private_folder: what to remove once the library is loaded, where it is not in the cache.
@@ -116,6 +137,7 @@ class Built:
     compiler: Compiler
     flags: tuple[str, ...]
     sources: Mapping[str, bytes] = field(repr=False)
+    arithmetic: str = ""
     seconds: float = 0.0
     not_kept: str = ""
     private_folder: Path | None = None
@@ -169,23 +191,30 @@ class _Order:
     flags: tuple[str, ...]
     sources: Mapping[str, bytes]
     key: str
+    arithmetic: str
     num_cores: int
     environ: Mapping[str, str]
     seconds: float
 
 
 def build(
-    environ: Mapping[str, str], machine: Machine, *, sources: Path = SOURCES, seconds: float = BUILD_SECONDS
+    environ: Mapping[str, str],
+    machine: Machine,
+    target: Target = NATIVE,
+    *,
+    sources: Path = SOURCES,
+    seconds: float = BUILD_SECONDS,
 ) -> Built | NotBuilt:
     """The library for this machine, from the cache or compiled now.
 
     Args:
         environ: the environment: which compiler, flags and folder (see above), and PATH for the compiler.
+        target: what it may use of the machine's CPU.
         sources: the directory whose *.cpp, with its *.h, make up the library.
         seconds: after which a compilation is given up, and the wait for another process's.
     """
     try:
-        order = _order(environ, machine, sources, seconds)
+        order = _order(environ, machine, target, sources, seconds)
         try:
             return _from_cache(order)
         except FolderUnusableError as error:
@@ -197,13 +226,15 @@ def build(
 def build_key(environ: Mapping[str, str], machine: Machine) -> str:
     """What names the library that `build` would give; "" where it would give none. Compiles nothing."""
     try:
-        return _order(environ, machine, SOURCES, BUILD_SECONDS).key
+        return _order(environ, machine, NATIVE, SOURCES, BUILD_SECONDS).key
     except _RefusedError:
         return ""
 
 
-def _order(environ: Mapping[str, str], machine: Machine, folder: Path, seconds: float) -> _Order:
-    extra = _extra_flags(environ)
+def _order(
+    environ: Mapping[str, str], machine: Machine, target: Target, folder: Path, seconds: float
+) -> _Order:
+    extra = [*target.flags, *_extra_flags(environ)]
     _check_cpu(machine, extra)
     compiler = find_compiler(environ)
     flags = (*FLAGS, *extra)
@@ -213,6 +244,7 @@ def _order(environ: Mapping[str, str], machine: Machine, folder: Path, seconds: 
         flags=flags,
         sources=sources,
         key=_key(sources, compiler, flags, machine),
+        arithmetic=_arithmetic(sources, compiler, flags, machine),
         num_cores=machine.num_cores,
         environ=environ,
         seconds=seconds,
@@ -296,6 +328,36 @@ def _key(sources: Mapping[str, bytes], compiler: Compiler, flags: Sequence[str],
     return digest.hexdigest()
 
 
+def _arithmetic(
+    sources: Mapping[str, bytes], compiler: Compiler, flags: Sequence[str], machine: Machine
+) -> str:
+    """See `Built.arithmetic`.
+
+    A compiler joins products and sums to single instructions, which round once, as it sees fit for the CPU
+    that it tunes for; and the C library's sines are its own.
+    """
+    digest = hashlib.sha256()
+    tuned_for = machine.cpu_model if _is_for_this_cpu(flags) else ""
+    for text in (compiler.version, compiler.target, *flags, _c_library(), tuned_for):
+        _add(digest, text.encode())
+    for content in sources.values():
+        _add(digest, content)
+    return digest.hexdigest()[:_ARITHMETIC_DIGITS]
+
+
+def _is_for_this_cpu(flags: Sequence[str]) -> bool:
+    """Whether the last flag that names a CPU, or one to tune for, names the one at hand."""
+    named = [flag for flag in flags if flag.startswith(("-march=", "-mcpu=", "-mtune="))]
+    return bool(named) and named[-1].endswith("=native")
+
+
+def _c_library() -> str:
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError):
+        return ""  # another C library
+
+
 def _add(digest: hashlib._Hash, part: bytes) -> None:
     """Lengths go in as well, so that no two lists of parts make the same bytes."""
     digest.update(len(part).to_bytes(8, "little") + part)
@@ -317,7 +379,13 @@ def _from_cache(order: _Order) -> Built:
 
 
 def _built(order: _Order, path: Path) -> Built:
-    return Built(path=path, compiler=order.compiler, flags=order.flags, sources=order.sources)
+    return Built(
+        path=path,
+        compiler=order.compiler,
+        flags=order.flags,
+        sources=order.sources,
+        arithmetic=order.arithmetic,
+    )
 
 
 def _in_private(order: _Order, not_kept: str) -> Built:

@@ -13,6 +13,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import platform
 import re
 import struct
 import sys
@@ -25,6 +26,7 @@ from typing import Any
 from penstock.errors import UsageError
 from penstock.kernels.cpu.abi import BFLOAT16, FLOAT32, LinearArgs, Step
 from penstock.kernels.cpu.compiler import Built, Machine, NotBuilt, build
+from penstock.kernels.cpu.targets import AUTO, name_of, target_named
 
 KERNEL_NAMES = ("linear", "norm", "attention", "head", "experts")
 
@@ -57,6 +59,8 @@ class LoadedKernels:
 
     Attributes:
         isa: instruction sets that the kernels use, such as `avx512-bf16 avx512-vnni`; "" without a library.
+        numeric_class: name of these sets and digest of all else that decides the bits of results, such as
+            `avx512-bf16 1f0a2b3c`; libraries of one class give the same bits. "" without a library.
         reason: how the library came, such as `built in 2.1 s with g++ 12.2.0`, or why there is none.
         path: where it was loaded from; it may be gone by now.
         remedy: what to do about a missing library, or one that cannot be kept; "" exactly when all is well.
@@ -64,6 +68,7 @@ class LoadedKernels:
 
     library: ctypes.CDLL | None = None
     isa: str = ""
+    numeric_class: str = ""
     reason: str
     path: Path | None = None
     remedy: str = ""
@@ -88,21 +93,30 @@ def parse_kernels(text: str) -> KernelChoice:
     return KernelChoice(frozenset(KERNEL_NAMES) - {word[1:] for word in words})
 
 
-def load(kernels: str = "auto") -> LoadedKernels:
+def load(kernels: str = "auto", numeric_class: str = AUTO) -> LoadedKernels:
     """The library for this machine, built if it has to be; the same one for every later call and thread.
 
     Args:
         kernels: see `parse_kernels`; only with every kernel off is nothing loaded. Raises `UsageError`.
+        numeric_class: one of `config.engine.NUMERIC_CLASSES`; a library that computes in another one is not
+            loaded.
     """
     if not parse_kernels(kernels).enabled:
         return LoadedKernels(reason="switched off", remedy="Use --kernels auto.")
     with _loading:
-        return _load_once()
+        return _load_once(numeric_class)
 
 
 @functools.cache
-def _load_once() -> LoadedKernels:
-    return load_built(build(os.environ, Machine.detect()))
+def _load_once(numeric_class: str) -> LoadedKernels:
+    target = target_named(numeric_class)
+    loaded = load_built(build(os.environ, Machine.detect(), target))
+    if loaded.library is None or target.isa in ("", loaded.isa):
+        return loaded
+    return LoadedKernels(
+        reason=f"built for {numeric_class}, they compute in {loaded.numeric_class.split()[0]}",
+        remedy="Unset PENSTOCK_CXXFLAGS, or name another --numeric-class.",
+    )
 
 
 def load_built(result: Built | NotBuilt) -> LoadedKernels:
@@ -119,7 +133,12 @@ def load_built(result: Built | NotBuilt) -> LoadedKernels:
     finally:
         result.discard()
     return LoadedKernels(
-        library=library, isa=isa, reason=result.reason, path=result.path, remedy=result.remedy
+        library=library,
+        isa=isa,
+        numeric_class=f"{name_of(isa, platform.machine())} {result.arithmetic}".rstrip(),
+        reason=result.reason,
+        path=result.path,
+        remedy=result.remedy,
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.process.config import StageShape
+from penstock.process.config import StageShape, rank_names
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.errors import json_response
 
@@ -22,6 +22,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_model_len: as of now: the model's, or less where the KV pool holds less.
         stages: of each replica.
+        numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
+        are_classes_mixed: the ranks of all replicas compute in several.
         settings: by the names that a settings file has for them; empty for a server that the command line has
             not started.
     """
@@ -32,6 +34,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_replicas: int
     stages: list[StageShape]
+    numeric_classes: list[dict[str, str]]
+    are_classes_mixed: bool
     settings: dict[str, Any]
 
 
@@ -49,7 +53,7 @@ class ServerInfoRoute:
 
     async def get(self) -> Response:
         """Version, model, layout and every effective setting that is no secret."""
-        model = self._model
+        model, classes = self._model, self._numeric_classes()
         info = ServerInfo(
             version=__version__,
             model=model.name,
@@ -57,6 +61,16 @@ class ServerInfoRoute:
             vocab_size=model.vocab_size,
             num_replicas=len(self._engine.statuses()),
             stages=list(model.stages),
+            numeric_classes=classes,
+            are_classes_mixed=len({each for of_ranks in classes for each in of_ranks.values()}) > 1,
             settings=self._settings,
         )
         return json_response(msgspec.json.encode(info))
+
+    def _numeric_classes(self) -> list[dict[str, str]]:
+        """Of each replica: the class of each rank, as its core has heard from it."""
+        names = rank_names(
+            [stage for stage, shape in enumerate(self._model.stages) for _ in range(shape.num_ranks)]
+        )
+        told = [status.stats.numeric_classes if status.stats else [] for status in self._engine.statuses()]
+        return [dict(zip(names, classes, strict=False)) for classes in told]

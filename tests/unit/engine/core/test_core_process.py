@@ -322,7 +322,7 @@ def test_r4_clients_notice_nothing_of_another_epoch_but_a_pause(lose_at: int) ->
         assert isinstance(served.reported.get(timeout=WAIT_S), Abandoned)
         served.control.send(EpochLost(CAUSE))
         served.control.send(ends(1))
-        assert served.reported.get(timeout=WAIT_S) == Ready(epoch=1)
+        assert served.reported.get(timeout=WAIT_S) == Ready(epoch=1, numeric_classes=[""])
         params = request("a", max_tokens=10).sampling
         expected, _ = oracle_tokens([5, 6, 7], params, seed=0, eos_token_ids=[1], max_len=64)
         assert ids_of(collect(served.client, {"a"})["a"]) == expected

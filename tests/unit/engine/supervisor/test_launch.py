@@ -72,6 +72,14 @@ def plan_for(
     return resolve(EngineConfig(model=settings, **parts), [host])
 
 
+def test_g1_a_numeric_class_is_for_all_ranks_and_for_hosts_that_have_it(model: str) -> None:
+    parallel = ParallelConfig(pipeline_parallel_size=2, numeric_class="avx2")
+    able = msgspec.structs.replace(HOST, numeric_classes=("portable", "avx2"))
+    assert {rank.numeric_class for rank in plan_for(model, able, parallel=parallel).ranks} == {"avx2"}
+    with pytest.raises(UsageError, match="this host cannot compute in it: it has none"):
+        plan_for(model, parallel=parallel)
+
+
 def test_ranks_tile_the_layers_and_know_their_place(model: str) -> None:
     plan = plan_for(model, parallel=ParallelConfig(pipeline_parallel_size=3, async_depth=2))
     assert [(rank.start_layer, rank.end_layer) for rank in plan.ranks] == [(0, 2), (2, 4), (4, 5)]

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
-from penstock.engine.supervisor.reports import Event, StageLoaded, StageLost
+from penstock.engine.supervisor.reports import Event, Notice, Recovered, StageLoaded, StageLost, event_line
 from penstock.errors import WaitTimeoutError
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import Hosts
@@ -158,6 +159,29 @@ def serve(replica: Replica) -> None:
         member.say(WeightsLoaded(bytes_read=2, seconds=0.1))
         member.say(Ready(rank=LOADED))
     replica.hear()
+
+
+def test_g1_d15_a_start_and_a_recovery_say_who_computes_in_another_class(replica: Replica) -> None:
+    """The recovery says what the core has heard from the ranks of that epoch."""
+    serve(replica)
+    fast = msgspec.structs.replace(LOADED, numeric_class="avx512 1f0a2b3c")
+    for member in (replica.head.members[0], replica.other.members[0]):
+        member.say(Ready(rank=fast))
+    replica.hear()
+    texts = [event.text for event in replica.processes.startup_notices() if isinstance(event, Notice)]
+    assert not any("class" in text for text in texts)
+    core, lost = replica.head.members[1], replica.other.members[0]
+    core.say(Ready())
+    lost.leave(-9)
+    replica.processes.recover()
+    core.say(Ready(epoch=1, numeric_classes=["avx512 1f0a2b3c", "avx2 99aabbcc"]))
+    replica.hear()
+    (recovered,) = [event for event in replica.events if isinstance(event, Recovered)]
+    changed, mixed = recovered.notes
+    assert changed.startswith("stage 1 on cellar computes in avx2 99aabbcc, and did in avx512 1f0a2b3c")
+    assert "numeric classes are mixed" in mixed
+    assert "stage 0 on attic: avx512 1f0a2b3c" in mixed
+    assert event_line(recovered).count("\nnote: ") == 2
 
 
 def test_g1_no_epoch_begins_before_a_host_that_is_lost_is_back(replica: Replica) -> None:

@@ -1,0 +1,71 @@
+"""`--numeric-class`: whether all ranks can compute in the class that was chosen for them.
+
+Called by `engine.supervisor.launch`, before a process starts. That the kernels of a host can be built for the
+class is only known there, by its ranks (`rank.compute_choice`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from penstock.config.engine import ParallelConfig
+from penstock.errors import UsageError
+from penstock.families.spec import ModelSpec
+from penstock.hosts.resources import HostResources
+from penstock.kernels.cpu.library import KERNEL_NAMES, parse_kernels
+from penstock.kernels.cpu.targets import AUTO
+
+
+def require_class(
+    parallel: ParallelConfig,
+    spec: ModelSpec,
+    dtype: str,
+    devices: Sequence[str],
+    hosts: Sequence[HostResources],
+) -> None:
+    """Raise `UsageError` if a class was chosen and a host cannot compute in it, or our kernels do not run.
+
+    Args:
+        dtype: of the numbers.
+        devices: of each rank.
+    """
+    wanted = parallel.numeric_class
+    if wanted == AUTO:
+        return
+    for why in _without_kernels(parallel, spec, dtype, devices):
+        raise UsageError(
+            f"--numeric-class is {wanted}, and {why}.",
+            remedy="Leave --numeric-class out: it is about our CPU kernels.",
+            param="numeric_class",
+        )
+    for host in hosts:
+        if wanted not in host.numeric_classes:
+            raise UsageError(
+                f"--numeric-class is {wanted}, and {host.name} cannot compute in it: it has "
+                f"{', '.join(host.numeric_classes) or 'none'}.",
+                remedy=_remedy(hosts),
+                param="numeric_class",
+            )
+
+
+def _without_kernels(
+    parallel: ParallelConfig, spec: ModelSpec, dtype: str, devices: Sequence[str]
+) -> Iterator[str]:
+    """Yield why torch would compute, or a part of it."""
+    if any(device != "cpu" for device in devices):
+        yield "some ranks run on a GPU"
+    if parse_kernels(parallel.kernels).enabled != frozenset(KERNEL_NAMES):
+        yield f"--kernels is {parallel.kernels}"
+    if spec.implementation != "penstock":
+        yield "the layers are those of transformers"
+    if dtype == "float16":
+        yield "our kernels have no float16"
+
+
+def _remedy(hosts: Sequence[HostResources]) -> str:
+    common = [
+        name for name in hosts[0].numeric_classes if all(name in host.numeric_classes for host in hosts)
+    ]
+    if not common:
+        return "Leave --numeric-class out: the hosts have no class in common."
+    return f"Use --numeric-class {common[-1]}, the best that all hosts have."

@@ -1,0 +1,74 @@
+"""In which numeric class each rank of a pipeline computes, epoch by epoch, and what the user is told of it.
+
+    all ranks in one class           nothing: tokens are those of every other pipe of that class, bit for bit
+    several classes                  which rank has which, and how all would compute in one
+    a rank in another than before    that, and what it was: its host was exchanged, or its kernels are gone
+
+Used by `engine.supervisor.pipeline_processes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.config.engine import NUMERIC_CLASSES
+from penstock.engine.supervisor.reports import of_replica
+from penstock.process.config import THIS_HOST, RankConfig
+
+
+class NumericClasses:
+    """Args:
+    ranks: of one pipeline, stage by stage.
+    """
+
+    def __init__(self, ranks: Sequence[RankConfig]) -> None:
+        self._ranks = ranks
+        self._names = [_shown(rank) for rank in ranks]
+        self._classes: list[str] = []
+
+    @property
+    def present(self) -> list[str]:
+        """The class of each rank; empty before the first epoch."""
+        return self._classes
+
+    def settle(self, classes: Sequence[str]) -> list[str]:
+        """Take the classes of all ranks in the epoch that has begun, and return sentences about them."""
+        before, self._classes = self._classes, list(classes)
+        notes = [
+            f"{name} computes in {now}, and did in {then} before; KV blocks of before are not used."
+            for name, now, then in zip(self._names, classes, before, strict=False)
+            if now != then
+        ]
+        return notes + ([self._mixed()] if len(set(classes)) > 1 else [])
+
+    def _mixed(self) -> str:
+        held = "; ".join(
+            f"{name}: {own or 'unknown'}" for name, own in zip(self._names, self._classes, strict=True)
+        )
+        return (
+            f"numeric classes are mixed ({held}): a token may differ from that of one class where the two "
+            f"likeliest are close. {self._remedy()}"
+        )
+
+    def _remedy(self) -> str:
+        """How all ranks would compute in one class, as far as names tell."""
+        names = [own.partition(" ")[0] for own in self._classes]
+        if any("torch" in own for own in self._classes) or not set(names) <= set(NUMERIC_CLASSES):
+            return "They are one where our kernels compute everything on all ranks."
+        if all(rank.numeric_class == name for rank, name in zip(self._ranks, names, strict=True)):
+            return "They are one with the same compiler and C library on all hosts."
+        return f"--numeric-class {min(names, key=NUMERIC_CLASSES.index)} makes all ranks compute in one."
+
+
+def unlike_replicas(replicas: Sequence[NumericClasses]) -> list[str]:
+    """Return a sentence if pipelines that serve side by side, each of one class, are of several."""
+    own = [set(replica.present) for replica in replicas]
+    if any(len(classes) != 1 for classes in own) or len(set().union(*own)) == 1:
+        return []
+    held = "; ".join(of_replica(number, *classes) for number, classes in enumerate(own))
+    return [f"replicas differ in numeric class ({held}): a request may get other tokens from each of them."]
+
+
+def _shown(rank: RankConfig) -> str:
+    name = of_replica(rank.replica, rank.name)
+    return name if rank.host == THIS_HOST else f"{name} on {rank.host}"

@@ -1,0 +1,73 @@
+"""What is said of the numeric classes of ranks: nothing, that they are mixed, or that one has changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from checkpoints import make_checkpoint
+from penstock.engine.supervisor.numeric_classes import NumericClasses, unlike_replicas
+from penstock.process.config import RankConfig
+from rank_configs import make_rank_configs
+
+FAST, SLOW = "avx512-bf16 1f0a2b3c", "avx2 99aabbcc"
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> list[RankConfig]:
+    first, second = make_rank_configs(make_checkpoint(tmp_path), 2)
+    return [first, msgspec.structs.replace(second, host="desk")]
+
+
+def test_g1_of_one_class_nothing_is_said(ranks: list[RankConfig]) -> None:
+    classes = NumericClasses(ranks)
+    assert classes.settle([FAST, FAST]) == []
+    assert classes.settle([FAST, FAST]) == []
+
+
+def test_g1_mixed_classes_are_said_with_who_has_which_and_what_makes_them_one(
+    ranks: list[RankConfig],
+) -> None:
+    (said,) = NumericClasses(ranks).settle([FAST, SLOW])
+    assert said.startswith(f"numeric classes are mixed (stage 0: {FAST}; stage 1 on desk: {SLOW})")
+    assert said.endswith("--numeric-class avx2 makes all ranks compute in one.")
+
+
+def test_g1_where_the_class_was_chosen_compilers_differ(ranks: list[RankConfig]) -> None:
+    chosen = [msgspec.structs.replace(rank, numeric_class="avx2") for rank in ranks]
+    (said,) = NumericClasses(chosen).settle([SLOW, "avx2 00000000"])
+    assert said.endswith("They are one with the same compiler and C library on all hosts.")
+
+
+@pytest.mark.parametrize("other", ["torch 2.13 on avx2", f"{FAST}, torch 2.13 on avx512", "rvv 1", ""])
+def test_g1_where_others_compute_no_class_of_our_kernels_is_named(
+    ranks: list[RankConfig], other: str
+) -> None:
+    (said,) = NumericClasses(ranks).settle([FAST, other])
+    assert said.endswith("They are one where our kernels compute everything on all ranks.")
+
+
+def test_g1_a_rank_that_comes_back_in_another_class_is_named(ranks: list[RankConfig]) -> None:
+    classes = NumericClasses(ranks)
+    classes.settle([FAST, FAST])
+    changed, mixed = classes.settle([FAST, SLOW])
+    assert changed.startswith(f"stage 1 on desk computes in {SLOW}, and did in {FAST} before")
+    assert mixed.startswith("numeric classes are mixed")
+    assert classes.settle([FAST, SLOW]) == [mixed], "said in each epoch, with no change any more"
+    (back,) = classes.settle([FAST, FAST])
+    assert back.startswith(f"stage 1 on desk computes in {FAST}, and did in {SLOW} before")
+
+
+def test_g1_replicas_that_differ_are_named(ranks: list[RankConfig]) -> None:
+    replicas = [NumericClasses(ranks), NumericClasses(ranks)]
+    assert unlike_replicas(replicas) == [], "nothing is known yet"
+    replicas[0].settle([FAST, FAST])
+    replicas[1].settle([FAST, FAST])
+    assert unlike_replicas(replicas) == unlike_replicas(replicas[:1]) == []
+    replicas[1].settle([SLOW, SLOW])
+    (said,) = unlike_replicas(replicas)
+    assert f"(replica 0 {FAST}; replica 1 {SLOW})" in said
+    replicas[1].settle([FAST, SLOW])
+    assert unlike_replicas(replicas) == [], "which says more of itself"
