@@ -43,6 +43,8 @@ from penstock.hosts.agent_messages import (
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.network.scout_messages import ToScout
+from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers
 from penstock.hosts.rank_host import HostEnd, PlanNeed, RankHost
 from penstock.process.child import StatusEvent
 from penstock.process.config import RankConfig
@@ -85,6 +87,7 @@ class Agent:
         locate: finds the model of a rank on this host.
         allowed: takes the credentials that the head sends.
         clock: monotonic seconds.
+        scout: answers questions about ways to other hosts. Belongs to the agent.
     """
 
     def __init__(
@@ -94,13 +97,16 @@ class Agent:
         locate: Locate,
         allowed: AllowedNames,
         clock: Callable[[], float] = time.monotonic,
+        scout: ScoutAnswers | None = None,
     ) -> None:
+        self._scout = scout or NoScout()
         self._host = host
         self._wire = wire
         self._locate = locate
         self._allowed = allowed
         self._watch = MemberWatch(self._tell_event)
         self._watch.watch(wire)
+        self._watch.watch(self._scout)
         self._members: dict[int, Member] = {}
         self._ends: dict[int, HostEnd] = {}
         self._spare_bytes = -1
@@ -133,8 +139,10 @@ class Agent:
             self._obey(message)
         for member in members:
             self._hear(member)
+        for answer in self._scout.take():
+            self._wire.send(answer)
         self._keep_alive()
-        return sources - {self._wire}
+        return sources - {self._wire, self._scout}
 
     def _keep_alive(self) -> None:
         now = self._clock()
@@ -153,6 +161,7 @@ class Agent:
         self._members.clear()
         self._host.close()
         self._wire.close()
+        self._scout.close()
 
     def _obey(self, message: ToAgent) -> None:
         if isinstance(message, StartRank):
@@ -171,6 +180,8 @@ class Agent:
             self._allowed.allow(message.name, message.credentials)
         elif isinstance(message, KeepSpare):
             self._keep_spare(message.threads)
+        elif isinstance(message, ToScout):
+            self._scout.ask(message)
         elif isinstance(message, AskResources):
             self._wire.send(Resources(resources=self._host.resources()))
         else:

@@ -25,10 +25,14 @@ from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Waitable
 from penstock.hosts.model_shelf import ModelShelf
+from penstock.hosts.network.interfaces import addresses_beside
+from penstock.hosts.network.scout import OwnScout
+from penstock.hosts.network.scouting_agent import ScoutingAgent
 from penstock.process.link_ports import PortRange
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address, JoinedHead, join_with_token, rejoin
+from penstock.trust.peer_names import AGENT_ROLE, PeerName
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 10.0  # between two tries to reach the head
 
@@ -40,7 +44,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of this host.
-        address: under which other hosts reach it; "": that of its connection to the head.
+        address: under which other hosts reach it; "": the best one that is found, and until then that of its
+            connection to the head.
         models: directories with models.
         state: where its credentials are kept.
     """
@@ -52,6 +57,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ports: PortRange
     models: Sequence[Path] = ()
     is_plain: bool = False
+
+
+def credentials_path(state: Path, head: Address, name: str) -> Path:
+    """Return the file in which the host `name` keeps its certificate for a head."""
+    host, port = head
+    return state / "worker" / f"{host.replace('/', '_')}_{port}_{name}"
 
 
 class Worker:
@@ -76,8 +87,7 @@ class Worker:
         self._tell = tell
         self._stop = stop
         self._clock = clock
-        host, port = settings.head
-        self._path = settings.state / "worker" / f"{host.replace('/', '_')}_{port}_{settings.name}"
+        self._path = credentials_path(settings.state, settings.head, settings.name)
 
     def run(self) -> None:
         """Serve until told to stop.
@@ -139,10 +149,12 @@ class Worker:
             settings.ports,
             allowed.issue,
             is_plain=settings.is_plain,
+            fixed_address=settings.address,
         )
         wire: AgentWire[ToAgent] = AgentWire(head.connection, ToAgent)
         shelf = ModelShelf(settings.models)
-        agent = Agent(LocalHost(name=settings.name, streams=streams), wire, shelf.locate, allowed)
+        host = LocalHost(name=settings.name, streams=streams)
+        agent = Agent(host, wire, shelf.locate, allowed, scout=self._scout(head, own_address))
         agent.watch(self._stop)
         self._tell(
             f"{settings.name} has joined {head.name.host}; links from other hosts come to {own_address}, "
@@ -157,6 +169,20 @@ class Worker:
         finally:
             agent.unwatch(self._stop)
             agent.close()
+
+    def _scout(self, head: JoinedHead, own_address: str) -> ScoutingAgent:
+        """Who looks for ways from this host to others of the head's cluster."""
+        settings = self._settings
+        peer = PeerName(cluster=head.name.cluster, host=settings.name, role=AGENT_ROLE)
+        return ScoutingAgent(
+            OwnScout(
+                peer,
+                head.credentials,
+                settings.ports,
+                lambda _: addresses_beside(own_address),
+                settings.address,
+            )
+        )
 
     def _waited(self, seconds: float) -> bool:
         """Wait; whether the worker is to stop."""

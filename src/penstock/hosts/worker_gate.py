@@ -18,7 +18,8 @@ from penstock.hosts.agent_messages import AgentHello, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.trust.door import Door
-from penstock.trust.head_join import ConnectedHosts, HeadJoin
+from penstock.trust.head_join import NOBODY, ConnectedHosts, HeadJoin
+from penstock.trust.peer_names import PeerName
 
 HELLO_S = 10.0  # for an agent to say its first word
 _LOOK_S = 0.05  # between two looks for it
@@ -49,6 +50,10 @@ class _Arriving(NamedTuple):
     deadline: float
 
 
+def _send_away(connection: socket.socket, visitor: PeerName) -> None:
+    connection.close()
+
+
 class WorkerGate:
     """Readable when a worker has joined.
 
@@ -56,13 +61,16 @@ class WorkerGate:
         door: served by the thread of the gate from now on.
         make_door: makes the door, given whom it tells who was not let in.
         connected: names in use, as the door knows them.
+        receive_visitor: takes the connection of a host that only looks whether it could join.
     """
 
     def __init__(
         self,
         make_door: Callable[[Callable[[str, PenstockError], None]], Door[HeadJoin]],
         connected: ConnectedHosts,
+        receive_visitor: Callable[[socket.socket, PeerName], None] = _send_away,
     ) -> None:
+        self._receive_visitor = receive_visitor
         self._door = make_door(self._refuse)
         self._connected = connected
         self._refused: queue.SimpleQueue[tuple[str, PenstockError]] = queue.SimpleQueue()
@@ -112,6 +120,8 @@ class WorkerGate:
             for entered in self._door.serve(_LOOK_S if self._arriving else _IDLE_S):
                 if entered.conversation.is_connected:
                     self._begin(entered.conversation.host, entered.connection, entered.address)
+                elif entered.conversation.visitor != NOBODY:
+                    self._receive_visitor(entered.connection, entered.conversation.visitor)
                 else:
                     entered.connection.close()  # it has its certificate, and comes back with it
             self._arriving = [worker for worker in self._arriving if not self._has_said_hello(worker)]
