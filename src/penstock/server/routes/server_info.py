@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.process.config import StageShape
+from penstock.process.config import HostLink, StageShape
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.errors import json_response
 
@@ -21,7 +21,8 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_model_len: as of now: the model's, or less where the KV pool holds less.
-        stages: of each replica.
+        stages: of each replica, with the host that it is on.
+        links: between hosts, as measured when they were chosen; empty on one host.
         settings: by the names that a settings file has for them; empty for a server that the command line has
             not started.
     """
@@ -32,6 +33,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     num_replicas: int
     stages: list[StageShape]
+    links: list[HostLink]
     settings: dict[str, Any]
 
 
@@ -57,6 +59,7 @@ class ServerInfoRoute:
             vocab_size=model.vocab_size,
             num_replicas=len(self._engine.statuses()),
             stages=list(model.stages),
+            links=list(model.host_links),
             settings=self._settings,
         )
         return json_response(msgspec.json.encode(info))
