@@ -39,6 +39,7 @@ ROOMS = {
     "engine/client": "the core's clients",
     "hosts": "the machines that ranks run on",
     "hosts/weights": "how a worker comes by the weights of its ranks",
+    "hosts/network": "the ways between hosts: found, measured and chosen",
     "planner": "`--partition auto`: which layers each stage should hold",
     "executor": "ranks, seen from the core",
     "scheduler": "who runs in which plan",

@@ -15,9 +15,9 @@ import pytest
 
 from network import CableLink, Host, cable_network, shaped_network
 from penstock.errors import PeerError, WaitTimeoutError
-from penstock.hosts.interfaces import AddressPair, HostAddress, pair_addresses, path_mtu, wires_of
-from penstock.hosts.link_choice import MeasuredPair, best_pair, idle_warning
-from penstock.hosts.link_measuring import answer_measuring, measure_stream
+from penstock.hosts.network.interfaces import AddressPair, HostAddress, pair_addresses, path_mtu, wires_of
+from penstock.hosts.network.link_choice import MeasuredPair, best_pair, idle_warning
+from penstock.hosts.network.link_measuring import answer_measuring, measure_stream
 
 pytestmark = pytest.mark.doors
 
@@ -25,7 +25,7 @@ HANG_S = 60.0
 LISTING = """
 import sys
 import msgspec
-from penstock.hosts.interfaces import usable_addresses
+from penstock.hosts.network.interfaces import usable_addresses
 print(msgspec.json.encode(usable_addresses()).decode())
 """
 
@@ -95,7 +95,7 @@ def test_the_faster_of_two_networks_is_chosen_and_is_not_left_idle_in_silence() 
     assert slow.speed.bytes_per_s * 8 < 6_500_000
     assert fast.speed.bytes_per_s * 8 < 130_000_000
     assert best_pair([slow, fast]) == fast
-    assert "--address 10.77.1.1" in idle_warning(slow, [slow, fast])
+    assert "stands idle: eth1 (10.77.1.1) to eth1 (10.77.1.2)" in idle_warning(slow, [slow, fast])
     assert (slow.mtu, fast.mtu) == (1500, 1500)
 
 

@@ -71,6 +71,8 @@ WALL_CLOCK = {
     "engine/client/async_engine.py",  # since when it is ready
     "server/routes/pipeline_view.py",  # when a view was made
     "engine/supervisor/launch.py",  # when a store was opened, for `penstock cache`
+    "hosts/network/scout.py",  # when a way was measured
+    "hosts/network/visiting.py",  # whether a certificate is old
     "hosts/gathering.py",  # for certificates and tokens that it gives
     "trust/joining.py",  # whether a certificate is valid today
 }

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from fake_engine import FakeEngine, Status, fake_model, stats
@@ -15,7 +16,7 @@ from live_server import LiveServer
 from penstock.batch import StageTimes
 from penstock.config.limits import Limits
 from penstock.config.server import ServerConfig
-from penstock.process.config import StageShape
+from penstock.process.config import HostLink, StageShape
 from penstock.process.endpoints import Restarts
 from penstock.server.http.lifecycle import Lifecycle
 from penstock.server.routes.pipeline_view import FRAME_S, PipelineRoute
@@ -23,8 +24,15 @@ from penstock.trace.phases import Phase
 
 SHAPES = [
     StageShape(start_layer=0, end_layer=5),
-    StageShape(start_layer=5, end_layer=8, num_ranks=2),
+    StageShape(start_layer=5, end_layer=8, num_ranks=2, host="desk"),
 ]
+LINK = HostLink(
+    hosts=("desk", "tower"),
+    interfaces=("eth0", "enp3"),
+    round_trip_s=0.002,
+    bytes_per_s_out=1e6,
+    bytes_per_s_in=4e6,
+)
 TIMES = StageTimes(
     stage=1,
     num_steps=7,
@@ -61,7 +69,7 @@ def told() -> Status:
 
 
 def model() -> Any:
-    return fake_model(stages=SHAPES, num_stages=2)
+    return fake_model(stages=SHAPES, num_stages=2, host_links=[LINK])
 
 
 @pytest.fixture
@@ -230,6 +238,8 @@ def test_rule_4_server_info_shows_settings_and_no_secret() -> None:
         assert (info["model"], info["max_model_len"], info["num_replicas"]) == ("fake", 100, 2)
         assert info["settings"] == {"port": 8000, "api-key": "set"}
         assert [stage["num_ranks"] for stage in info["stages"]] == [1, 2]
+        assert [stage["host"] for stage in info["stages"]] == ["this host", "desk"]
+        assert info["links"] == [json.loads(msgspec.json.encode(LINK))]
         for path in ("/server_info", "/debug/pipeline"):
             shown = live.request("GET", path, None, as_client)[1]
             assert b"key-1" not in shown

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
 from penstock import __version__
+from penstock.cli.doctor_join import NO_JOIN, JoinSettings, check_join
+from penstock.cli.findings import Finding, Level
 from penstock.cli.flags import flag, with_settings
 from penstock.cli.terminal import Invocation, one_line, remedy_of
 from penstock.config.declared import ENGINE, configured_engine
@@ -45,18 +47,7 @@ NEEDED_DESCRIPTORS = 1024
 LOW_MEMORY_BYTES = 1 << 30
 WITHOUT_KERNELS = "plain torch is used, which is slower"
 
-Level = Literal["ok", "warn", "fail"]
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the report. `remedy` is empty exactly when all is well."""
-
-    level: Level
-    subject: str
-    text: str
-    remedy: str = ""
 
 
 @Parameter(name="*")
@@ -76,12 +67,16 @@ def doctor(
     model: Annotated[str | None, flag("model directory to check", "--model", group="doctor")] = None,
     *,
     settings: DoctorSettings = _SETTINGS,
+    joining: JoinSettings = NO_JOIN,
     invocation: Annotated[Invocation, Parameter(parse=False)],
     **given: Any,
 ) -> int:
     """The command. Returns 1 if anything fails, else 0. Raises `UsageError` for what no model could have."""
     config = configured_engine(given, model or "")
     findings = [*check_machine(settings, config.parallel), *(check_model(config) if model else ())]
+    if joining.join:  # a worker needs no port for clients
+        findings = [finding for finding in findings if finding.subject != "port"]
+    findings += check_join(joining)
     show(findings, invocation)
     return 1 if any(finding.level == "fail" for finding in findings) else 0
 

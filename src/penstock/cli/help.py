@@ -204,9 +204,9 @@ COMMANDS: Mapping[tuple[str, ...], CommandHelp] = {
     ),
     ("doctor",): CommandHelp(
         "penstock doctor [MODEL] [flags]",
-        "Check this machine, and whether a model could be served so; takes the engine's flags of `serve`.",
+        "Check this machine, and whether it could serve a model with these flags, or --join a head.",
         "penstock doctor ./Qwen2.5-0.5B --pp 2 --tp 2,1",
-        common=("--pp", "--tp", "--topology", "--device", "--dtype", "--host", "--port"),
+        common=("--pp", "--tp", "--topology", "--device", "--dtype", "--host", "--port", "--join"),
     ),
     ("version",): CommandHelp("penstock version", "Print the version.", "penstock version"),
 }

@@ -1,10 +1,12 @@
 """`penstock plan`: which layers each stage would hold under `--partition auto`, and why; serves nothing.
 
-Called by `cli`. Measures the stages, or takes what was measured before, as `penstock serve` would.
+Called by `cli`. Measures the stages, or takes what was measured before, as `penstock serve` would; with
+`--hosts` it waits for the workers first.
 """
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,14 +15,14 @@ from cyclopts import Parameter
 from penstock.cli.flags import with_settings
 from penstock.cli.terminal import Invocation, printable
 from penstock.config.declared import ENGINE, configured_engine
+from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor.auto_partition import settle_partition
-from penstock.engine.supervisor.reports import Event, event_line
+from penstock.engine.supervisor.reports import Caution, Event, Notice, event_line
 from penstock.errors import UsageError
-from penstock.hosts.local import LocalHost
-from penstock.hosts.rank_host import Hosts
+from penstock.hosts.gathering import open_hosts
 
 
-@with_settings(*ENGINE)
+@with_settings(*ENGINE, HostsConfig)
 def plan(
     model: str | None = None,
     /,
@@ -40,7 +42,10 @@ def plan(
             remedy="Give the number of stages, such as --pp 2.",
             param="pipeline_parallel_size",
         )
-    settled = settle_partition(config, Hosts(LocalHost()), _Speaker(invocation))
+    speaker = _Speaker(invocation)
+    with contextlib.closing(open_hosts(config, speaker.note, speaker.caution)) as gathered:
+        gathered.gather([])  # those that the model would be served on, where there are several
+        settled = settle_partition(config, gathered.hosts, speaker)
     invocation.say(_how_to_serve(settled.parallel.partition, given.get("topology")))
     return 0
 
@@ -57,6 +62,12 @@ class _Speaker:
 
     def __init__(self, invocation: Invocation) -> None:
         self._invocation = invocation
+
+    def note(self, text: str) -> None:
+        self.report(Notice(text=text))
+
+    def caution(self, text: str) -> None:
+        self.report(Caution(text=text))
 
     def report(self, event: Event) -> None:
         self._invocation.say(event_line(event))

@@ -46,12 +46,12 @@ def worker(
     invocation: Annotated[Invocation, Parameter(parse=False)],
 ) -> int:
     """The command. Returns when it is told to end."""
+    from penstock.hosts.network.interfaces import own_address
     from penstock.hosts.worker import Worker, WorkerSettings
     from penstock.process.child import show_threads_on_request
     from penstock.process.signals import signals_of_the_end
-    from penstock.trust.join_token import JoinToken, worker_token
     from penstock.trust.peer_names import require_host_name
-    from penstock.trust.token_prompt import ask_token
+    from penstock.trust.token_prompt import given_token
 
     if not join:
         raise UsageError(
@@ -60,23 +60,11 @@ def worker(
             param="join",
         )
 
-    def token() -> JoinToken:
-        if join_token_file is None:
-            return ask_token()
-        try:
-            return worker_token(join_token_file)
-        except FileNotFoundError as error:
-            raise UsageError(
-                f"there is no file {str(join_token_file)!r}.",
-                remedy="Copy the token file of the head to this host, or leave --join-token-file out.",
-                param="join_token_file",
-            ) from error
-
     settings = WorkerSettings(
         head=parse_address(join, "--join"),
         name=own_host_name(name),
         state=state_directory(state_dir),
-        address=address,
+        address=own_address(address) if address else "",
         ports=PortRange.parse(link_ports),
         models=[] if models_dir is None else [models_dir],
         weights=weights_cache,
@@ -85,5 +73,10 @@ def worker(
     require_host_name(settings.name)
     show_threads_on_request()
     with signals_of_the_end() as stop:
-        Worker(settings, token, lambda line: invocation.say(one_line(line)), stop).run()
+        Worker(
+            settings,
+            lambda: given_token(join_token_file),
+            lambda line: invocation.say(one_line(line)),
+            stop,
+        ).run()
     return 0

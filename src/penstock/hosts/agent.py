@@ -42,6 +42,8 @@ from penstock.hosts.agent_messages import (
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.network.scout_messages import ToScout
+from penstock.hosts.network.scouting_agent import NoScout, ScoutAnswers
 from penstock.hosts.rank_host import HostEnd, PlanNeed, RankHost
 from penstock.hosts.weights.model_supply import Delivery, Models
 from penstock.process.child import StatusEvent
@@ -84,6 +86,7 @@ class Agent:
         models: gets ranks their weights; belongs to the agent.
         allowed: takes the credentials that the head sends.
         clock: monotonic seconds.
+        scout: answers questions about ways to other hosts. Belongs to the agent.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Agent:
         models: Models,
         allowed: AllowedNames,
         clock: Callable[[], float] = time.monotonic,
+        scout: ScoutAnswers | None = None,
     ) -> None:
+        self._scout = scout or NoScout()
         self._host = host
         self._wire = wire
         self._models = models
@@ -101,6 +106,7 @@ class Agent:
         self._watch = MemberWatch(self._tell_event)
         self._watch.watch(wire)
         self._watch.watch(models)
+        self._watch.watch(self._scout)
         self._members: dict[int, Member] = {}
         self._ends: dict[int, HostEnd] = {}
         self._spare_bytes = -1
@@ -135,8 +141,10 @@ class Agent:
             self._hear(member)
         for delivery in self._models.take():
             self._deliver(delivery)
+        for answer in self._scout.take():
+            self._wire.send(answer)
         self._keep_alive()
-        own: set[Waitable] = {self._wire, self._models}
+        own: set[Waitable] = {self._wire, self._models, self._scout}
         return sources - own
 
     def _keep_alive(self) -> None:
@@ -157,6 +165,7 @@ class Agent:
         self._models.close()
         self._host.close()
         self._wire.close()
+        self._scout.close()
 
     def _obey(self, message: ToAgent) -> None:
         if isinstance(message, StartRank):
@@ -175,6 +184,8 @@ class Agent:
             self._allowed.allow(message.name, message.credentials)
         elif isinstance(message, KeepSpare):
             self._keep_spare(message.threads)
+        elif isinstance(message, ToScout):
+            self._scout.ask(message)
         elif isinstance(message, AskResources):
             self._wire.send(Resources(resources=self._host.resources()))
         else:

@@ -11,6 +11,7 @@ that the head gives, so that it need not wait for an answer, except for where a 
     Accept(12, "tls", need, parties)         ──▶     Accepted(12, host and port)
     Join(13, "ring", need, parties, …)       ──▶
     Hand(7, RankEndpoints(… HeldEnd(12) …))  ──▶     the rank gets what 12 stands for
+    questions about ways to other hosts      ──▶     answers (`hosts.network.scout_messages`)
 
 Nothing here is a path, an address to fetch from, an environment variable or a program: an agent takes none.
 """
@@ -22,6 +23,7 @@ from typing import Literal
 import msgspec
 
 from penstock.errors import ErrorInfo
+from penstock.hosts.network.scout_messages import FromScout, ToScout
 from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Parties, PlanNeed
 from penstock.hosts.resources import HostResources
 from penstock.hosts.stream_ends import StreamInvitation
@@ -131,6 +133,7 @@ ToAgent = (
     | TouchEnd
     | AskResources
     | Heartbeat
+    | ToScout
 )
 
 
@@ -197,4 +200,6 @@ class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
     own_bytes: int
 
 
-ToHead = AgentHello | Heartbeat | Resources | Started | Said | Ended | Accepted | EndFailed | SpareKept
+ToHead = (
+    AgentHello | Heartbeat | Resources | Started | Said | Ended | Accepted | EndFailed | SpareKept | FromScout
+)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock.errors import PeerError
+from penstock.hosts.network.routes import DEFAULT_ROUTES, Route, Routes
 from penstock.hosts.rank_host import HostEnd, Need, Parties, RankHost
 
 
@@ -49,19 +52,27 @@ class Place(NamedTuple):
     role: str
 
 
-def connect(need: Need, epoch: int, accepting: Place, *joining: Place) -> Connection:
+def connect(
+    need: Need, epoch: int, accepting: Place, *joining: Place, routes: Routes = DEFAULT_ROUTES
+) -> Connection:
     """Make a connection between a process that accepts and others that join it, for one epoch.
+
+    Between two hosts it takes the way that `routes` names. If the accepting host cannot be reached on it, the
+    other one accepts, and what is carried goes the other way.
 
     Raises:
         PeerError: the hosts offer no kind in common, or one of them is gone.
         OSError: no descriptors or no memory, perhaps for now; nothing is left of it.
     """
     kind = _common_kind(need, accepting.host, [place.host for place in joining])
-    accepted = accepting.host.accept(kind, need, _parties(epoch, accepting, joining[0]))
+    route = routes.between(accepting.host.name, joining[0].host.name)
+    if len(joining) == 1 and route.listener == joining[0].host.name != accepting.host.name:
+        return _swapped(need, epoch, kind, accepting, joining[0], route)
+    accepted = accepting.host.accept(kind, need, _parties(epoch, accepting, joining[0], route))
     joined: list[HostEnd] = []
     try:
         for place in joining:
-            parties = _parties(epoch, place, accepting)
+            parties = _parties(epoch, place, accepting, route)
             joined.append(place.host.join(kind, need, parties, accepted.invitation))
     except BaseException:
         Connection(accepted, joined).close()
@@ -69,8 +80,26 @@ def connect(need: Need, epoch: int, accepting: Place, *joining: Place) -> Connec
     return Connection(accepted, joined)
 
 
-def _parties(epoch: int, own: Place, peer: Place) -> Parties:
-    return Parties(epoch=epoch, own=own.role, peer=peer.role, peer_host=peer.host.name)
+def _swapped(need: Need, epoch: int, kind: str, accepting: Place, joining: Place, route: Route) -> Connection:
+    """Make a connection for which the host of the joining process listens."""
+    listening = msgspec.structs.replace(_parties(epoch, joining, accepting, route), is_swapped=True)
+    listens = joining.host.accept(kind, need, listening)
+    dialling = msgspec.structs.replace(_parties(epoch, accepting, joining, route), is_swapped=True)
+    try:
+        dials = accepting.host.join(kind, need, dialling, listens.invitation)
+    except BaseException:
+        listens.close()
+        raise
+    return Connection(dials, [listens])
+
+
+def _parties(epoch: int, own: Place, peer: Place, route: Route) -> Parties:
+    parties = Parties(epoch=epoch, own=own.role, peer=peer.role, peer_host=peer.host.name)
+    if own.host.name == peer.host.name:
+        return parties
+    if own.host.name == route.listener:
+        return msgspec.structs.replace(parties, address=route.listen_address)
+    return msgspec.structs.replace(parties, address=route.dial_from, peer_address=route.dial_address)
 
 
 def _common_kind(need: Need, accepting: RankHost, joining: Sequence[RankHost]) -> str:

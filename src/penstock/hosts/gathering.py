@@ -1,6 +1,6 @@
 """The hosts of an engine: this one alone, or with the workers that join it.
 
-    head = open_hosts(engine, tell)         listens, and says what is to be typed on the other hosts
+    head = open_hosts(engine, tell, warn)   listens, and says what is to be typed on the other hosts
     head.gather(lifelines)                  until all are there
     head.hosts                              what the supervisor plans and starts with
     head.admit()                            when one of `head.sources` is readable: somebody is back
@@ -12,17 +12,22 @@ from __future__ import annotations
 
 import select
 import shlex
-import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from penstock.config.engine import EngineConfig
 from penstock.config.hosts import HostsConfig, own_host_name, own_version, parse_address, state_directory
-from penstock.errors import PeerError, PenstockError, PortInUseError, UnavailableError, UsageError
+from penstock.errors import PeerError, PenstockError, UnavailableError, UsageError
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Waitable
+from penstock.hosts.network.interfaces import addresses_beside, unmapped
+from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
+from penstock.hosts.network.path_finding import PathFinder, pairs_of_pipe
+from penstock.hosts.network.remote_scout import RemoteScout
+from penstock.hosts.network.scout import OwnScout, Scout
+from penstock.hosts.network.visits import Visits
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.remote_host import Cluster, RemoteHost
 from penstock.hosts.weights.served_models import ServedModels
@@ -35,6 +40,7 @@ from penstock.trust.door import Door
 from penstock.trust.head_join import ConnectedHosts, HeadConversation
 from penstock.trust.identity import ClusterIdentity
 from penstock.trust.join_token import head_token
+from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName
 from penstock.trust.private_files import make_private_directory
 from penstock.trust.worker_door import worker_door
 
@@ -70,13 +76,14 @@ class GatheredHosts:
 
     Args:
         tell: takes lines for the user.
+        warn: takes warnings for the user.
 
     Raises:
         UsageError: the token file or the state directory cannot be used, or the library is missing.
         PortInUseError: the address cannot be listened at.
     """
 
-    def __init__(self, settings: HostsConfig, tell: Tell) -> None:
+    def __init__(self, settings: HostsConfig, tell: Tell, warn: Tell) -> None:
         assert settings.listen_workers is not None
         assert settings.join_token_file is not None
         self._tell = tell
@@ -92,26 +99,33 @@ class GatheredHosts:
             issue=identity.link_credentials,
             identify=served.identify,
         )
+        ports = PortRange.parse(settings.link_ports)
         streams = ProvedStreams(
             self._name,
             identity.name,
             lambda peer: self._addresses[peer],
-            PortRange.parse(settings.link_ports),
+            ports,
             identity.link_credentials,
             is_plain=settings.insecure_links,
         )
         self._head = LocalHost(name=self._name, streams=streams)
         self._workers: dict[str, RemoteHost] = {}
-        self._gate = _open_gate(settings, identity, directory, self._name, self._weights)
+        address = parse_address(settings.listen_workers, "--listen-workers")
+        self._paths = PathFinder(directory / "ways", tell, warn)
+        self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
+        visits = Visits(lambda address: self._own_scout(identity, ports, lambda _: address), ports)
+        self._gate = self._open_gate(settings, identity, directory, address, visits)
+        if warning := loopback_warning(*address):
+            warn(warning)
         self.sources: Sequence[Waitable] = (self._gate,)
         self.hosts = Hosts(self._head)
-        address, port = parse_address(settings.listen_workers, "--listen-workers")
         tell(
             f"waiting for {_counted(self._num_workers, 'worker')}; on "
             f"{'the other host' if self._num_workers == 1 else 'each of the other hosts'} type:\n"
-            f"  penstock worker --join {_shown(address, port)}"
+            f"  penstock worker --join {join_address(*address)}"
             f" --join-token-file {shlex.quote(settings.join_token_file)}"
         )
+        tell(f"links from other hosts come to the ports {ports} of this host (--link-ports)")
 
     def gather(self, lifelines: Sequence[Waitable]) -> None:
         """Wait until all workers are there.
@@ -128,7 +142,9 @@ class GatheredHosts:
                 raise UnavailableError("the program that has started the engine is gone.")
             self.admit()
             self.tend(time.monotonic())
-        self.hosts = Hosts(self._head, *self._workers.values())
+        for one, other in pairs_of_pipe([self._name, *self._workers]):
+            self._paths.find(self._scout_of(one), self._scout_of(other))
+        self.hosts = Hosts(self._head, *self._workers.values(), routes=self._paths)
 
     def admit(self) -> None:
         """Take in who has joined: those that are waited for, and those that are back."""
@@ -141,7 +157,7 @@ class GatheredHosts:
                 worker.wire.close()
                 self._gate.leave(worker.host)
                 continue
-            self._addresses[worker.host] = worker.local_address
+            self._addresses[worker.host] = unmapped(worker.local_address)
             if known is None:
                 self._workers[worker.host] = self._new_host(worker)
             else:
@@ -151,6 +167,7 @@ class GatheredHosts:
                 f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
                 f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
             )
+            self._paths.find_again(worker.host)
 
     def tend(self, now: float) -> None:
         """Let each worker know that the head is there, and see whether it is."""
@@ -164,6 +181,43 @@ class GatheredHosts:
         for host in self._workers.values():
             host.close()
         self._head.close()
+
+    def _own_scout(
+        self, identity: ClusterIdentity, ports: PortRange, address_for: Callable[[str], str]
+    ) -> OwnScout:
+        """Who looks for ways from this host, which another one reaches as `address_for` says."""
+        return OwnScout(
+            PeerName(cluster=identity.name, host=self._name, role=HEAD_ROLE),
+            identity.head_credentials(self._name),
+            ports,
+            lambda peer: addresses_beside(address_for(peer)),
+        )
+
+    def _open_gate(
+        self,
+        settings: HostsConfig,
+        identity: ClusterIdentity,
+        directory: Path,
+        address: tuple[str, int],
+        visits: Visits,
+    ) -> WorkerGate:
+        assert settings.join_token_file is not None
+        book = AdmissionBook(directory, time.time)
+        token = head_token(Path(settings.join_token_file), identity.public_key)
+        book.allow(token, settings.hosts - 1, settings.join_token_ttl_s)
+        connected = ConnectedHosts(self._name)
+        listener = listen_for_workers(*address)
+
+        def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadConversation]:
+            return worker_door(listener, identity, book, connected, self._name, own_version(), on_refused)
+
+        return WorkerGate(make_door, connected, self._weights.serve, visits.receive)
+
+    def _scout_of(self, host: str) -> Scout:
+        if host == self._name:
+            return self._scout
+        peer = PeerName(cluster=self._cluster.name, host=host, role=AGENT_ROLE)
+        return RemoteScout(self._workers[host], peer)
 
     def _new_host(self, worker: JoinedWorker) -> RemoteHost:
         return RemoteHost(
@@ -179,8 +233,12 @@ class GatheredHosts:
         self._gate.leave(host)
 
 
-def open_hosts(engine: EngineConfig, tell: Tell) -> OneHost | GatheredHosts:
+def open_hosts(engine: EngineConfig, tell: Tell, warn: Tell) -> OneHost | GatheredHosts:
     """Return the hosts that an engine is to run on.
+
+    Args:
+        tell: takes lines for the user.
+        warn: takes warnings for the user.
 
     Raises:
         UsageError: a setting has no meaning for several hosts, or is not there yet.
@@ -189,7 +247,7 @@ def open_hosts(engine: EngineConfig, tell: Tell) -> OneHost | GatheredHosts:
     if engine.cluster.hosts == 1:
         return OneHost()
     _require_parts_for_hosts(engine)
-    return GatheredHosts(engine.cluster, tell)
+    return GatheredHosts(engine.cluster, tell, warn)
 
 
 def _require_parts_for_hosts(engine: EngineConfig) -> None:
@@ -208,39 +266,9 @@ def _require_parts_for_hosts(engine: EngineConfig) -> None:
         )
 
 
-def _open_gate(
-    settings: HostsConfig, identity: ClusterIdentity, directory: Path, name: str, weights: WeightServer
-) -> WorkerGate:
-    assert settings.listen_workers is not None
-    assert settings.join_token_file is not None
-    book = AdmissionBook(directory, time.time)
-    token = head_token(Path(settings.join_token_file), identity.public_key)
-    book.allow(token, settings.hosts - 1, settings.join_token_ttl_s)
-    connected = ConnectedHosts(name)
-    address = parse_address(settings.listen_workers, "--listen-workers")
-    try:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        listener = socket.create_server(address, family=family, backlog=128)
-    except OSError as error:
-        raise PortInUseError(
-            f"cannot listen for workers at {_shown(*address)}: {error.strerror or error}.",
-            remedy="Give another --listen-workers ADDRESS:PORT, with an address of this host.",
-            param="listen_workers",
-        ) from error
-
-    def make_door(on_refused: Callable[[str, PenstockError], None]) -> Door[HeadConversation]:
-        return worker_door(listener, identity, book, connected, name, own_version(), on_refused)
-
-    return WorkerGate(make_door, connected, weights.serve)
-
-
 def _private(directory: Path) -> Path:
     make_private_directory(directory)
     return directory
-
-
-def _shown(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def _counted(number: int, noun: str) -> str:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from penstock.errors import PeerError, ProtocolError
+from penstock.errors import PeerError, ProtocolError, UsageError
 from penstock.hosts.rank_host import HostEnd, MeetingNeed, Need, Parties
 from penstock.hosts.stream_ends import DiallingEnd, ListeningEnd, StreamInvitation
 from penstock.process.endpoints import Certified, Challenged, StreamSecurity
@@ -64,9 +64,10 @@ class ProvedStreams:
 
     Args:
         host, cluster: names that stand in the credentials of its processes.
-        address_for: of this host, as another one reaches it.
+        address_for: of this host, as another one reaches it, where the head names none.
         issue: makes or looks up the credentials of a process of this host.
         is_plain: links are in plain text (`--insecure-links`).
+        fixed_address: where it listens, whatever the head would like; empty: none.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class ProvedStreams:
         issue: Issue,
         *,
         is_plain: bool = False,
+        fixed_address: str = "",
     ) -> None:
+        self._fixed_address = fixed_address
         self._host, self._cluster = host, cluster
         self._address_for, self._ports = address_for, ports
         self._issue = issue
@@ -92,15 +95,26 @@ class ProvedStreams:
         if isinstance(need, MeetingNeed):
             raise _not_offered(kind)
         security = self._security(kind, parties)
-        address = self._address_for(parties.peer_host)
-        return ListeningEnd(need, listen_in_range(address, self._ports), address, security=security)
+        address = self._fixed_address or parties.address or self._address_for(parties.peer_host)
+        try:
+            listener = listen_in_range(address, self._ports)
+        except UsageError as error:  # an interface has gone: another way may be found
+            raise PeerError(error.message, remedy=error.remedy) from error
+        return ListeningEnd(need, listener, address, is_joining=parties.is_swapped, security=security)
 
     def join(self, kind: str, need: Need, parties: Parties, invitation: object) -> HostEnd:
         if isinstance(need, MeetingNeed):
             raise _not_offered(kind)
         if not isinstance(invitation, StreamInvitation):
             raise ProtocolError(f"a {type(invitation).__name__} does not say where to dial.")
-        return DiallingEnd(need, invitation, security=self._security(kind, parties))
+        place = StreamInvitation(host=parties.peer_address or invitation.host, port=invitation.port)
+        return DiallingEnd(
+            need,
+            place,
+            own_address=parties.address,
+            is_joining=not parties.is_swapped,
+            security=self._security(kind, parties),
+        )
 
     def close(self) -> None:
         for memory in self._memories.values():

@@ -20,6 +20,7 @@ import msgspec
 
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Member
+from penstock.hosts.network.routes import DEFAULT_ROUTES, Routes
 from penstock.hosts.resources import HostResources
 from penstock.process.config import CoreConfig, MeasureConfig, RankConfig
 
@@ -62,12 +63,19 @@ class Parties(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         own, peer: roles of the processes at this end and at the other (`trust.peer_names`).
         peer_host: where the other one is.
+        address: of this end's host, on the way to the other one; empty: as the host likes.
+        peer_address: of the other host, as this one dials it; empty: as its invitation says.
+        is_swapped: what is carried goes from the end that is accepted here to the one that joins it, because
+            the host that should accept cannot be reached.
     """
 
     epoch: int
     own: str
     peer: str
     peer_host: str
+    address: str = ""
+    peer_address: str = ""
+    is_swapped: bool = False
 
 
 class HostEnd(Protocol):
@@ -191,10 +199,12 @@ class Hosts(Mapping[str, RankHost]):
 
     Args:
         head: the first one.
+        routes: what is known of the ways between them.
     """
 
-    def __init__(self, head: HeadHost, *others: RankHost) -> None:
+    def __init__(self, head: HeadHost, *others: RankHost, routes: Routes = DEFAULT_ROUTES) -> None:
         self.head = head
+        self.routes = routes
         self._by_name = {host.name: host for host in (head, *others)}
 
     def __getitem__(self, name: str) -> RankHost:

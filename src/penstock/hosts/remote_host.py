@@ -55,6 +55,7 @@ from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.hosts.local_connections import KINDS
 from penstock.hosts.member import Member, Waitable
+from penstock.hosts.network.scout_messages import FromScout
 from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
 from penstock.hosts.stream_ends import StreamInvitation
@@ -193,6 +194,9 @@ class RemoteHost:
     Args:
         name: of the host, as its certificate has it.
         on_lost: called when the connection to its agent is lost.
+
+    Attributes:
+        scout_answers: of its agent to questions about ways, by their numbers (`hosts.network.remote_scout`).
     """
 
     def __init__(
@@ -210,6 +214,7 @@ class RemoteHost:
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
         self._answers: list[Accepted | EndFailed] = []
+        self.scout_answers: dict[int, FromScout] = {}
         self._bell = Bell()
         self.attach(wire, hello)
 
@@ -375,6 +380,8 @@ class RemoteHost:
             self._resources = msgspec.structs.replace(message.resources, name=self.name)
         elif isinstance(message, SpareKept):
             self._spare_bytes = message.own_bytes
+        elif isinstance(message, FromScout):
+            self.scout_answers[message.number] = message
 
     def _lose(self, failure: PeerError) -> None:
         if not self._is_lost:

@@ -115,18 +115,23 @@ class ListeningEnd(StreamEnd):
 
 
 class DiallingEnd(StreamEnd):
-    """The end that dials where it was invited to; arguments as for `StreamEnd`."""
+    """The end that dials where it was invited to; arguments as for `StreamEnd`.
+
+    Args:
+        own_address: from which it dials; empty: any.
+    """
 
     def __init__(
         self,
         need: StreamNeed,
         invitation: StreamInvitation,
         *,
+        own_address: str = "",
         is_joining: bool = True,
         security: StreamSecurity = PLAIN_TEXT,
         open_timeout_s: float = OPEN_TIMEOUT_S,
     ) -> None:
-        way = DialledStream(host=invitation.host, port=invitation.port)
+        way = DialledStream(host=invitation.host, port=invitation.port, own_address=own_address)
         super().__init__(need, way, is_joining=is_joining, security=security, open_timeout_s=open_timeout_s)
 
 

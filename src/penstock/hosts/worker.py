@@ -26,6 +26,9 @@ from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
 from penstock.hosts.member import Waitable
 from penstock.hosts.model_shelf import ModelShelf
+from penstock.hosts.network.interfaces import addresses_beside
+from penstock.hosts.network.scout import OwnScout
+from penstock.hosts.network.scouting_agent import ScoutingAgent
 from penstock.hosts.weights.model_finder import ModelFinder
 from penstock.hosts.weights.model_supply import ModelSupply
 from penstock.hosts.weights.weight_cache import WeightCache
@@ -33,6 +36,7 @@ from penstock.process.link_ports import PortRange
 from penstock.trust.credentials import Credentials
 from penstock.trust.join_token import JoinToken
 from penstock.trust.joining import Address, JoinedHead, connect_for_weights, join_with_token, rejoin
+from penstock.trust.peer_names import AGENT_ROLE, PeerName
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.5, 10.0  # between two tries to reach the head
 
@@ -44,7 +48,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         name: of this host.
-        address: under which other hosts reach it; "": that of its connection to the head.
+        address: under which other hosts reach it; "": the best one that is found, and until then that of its
+            connection to the head.
         models: directories with models.
         weights: where fetched weights are kept; None: below `state`.
         state: where its credentials are kept.
@@ -58,6 +63,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     models: Sequence[Path] = ()
     weights: Path | None = None
     is_plain: bool = False
+
+
+def credentials_path(state: Path, head: Address, name: str) -> Path:
+    """Return the file in which the host `name` keeps its certificate for a head."""
+    host, port = head
+    return state / "worker" / f"{host.replace('/', '_')}_{port}_{name}"
 
 
 class Worker:
@@ -82,8 +93,7 @@ class Worker:
         self._tell = tell
         self._stop = stop
         self._clock = clock
-        host, port = settings.head
-        self._path = settings.state / "worker" / f"{host.replace('/', '_')}_{port}_{settings.name}"
+        self._path = credentials_path(settings.state, settings.head, settings.name)
         self._weights = settings.weights or settings.state / "weights"
 
     def run(self) -> None:
@@ -150,10 +160,12 @@ class Worker:
             settings.ports,
             allowed.issue,
             is_plain=settings.is_plain,
+            fixed_address=settings.address,
         )
         wire: AgentWire[ToAgent] = AgentWire(head.connection, ToAgent)
         models = ModelSupply(self._finder(head, cache).find, self._tell)
-        agent = Agent(LocalHost(name=settings.name, streams=streams), wire, models, allowed)
+        host = LocalHost(name=settings.name, streams=streams)
+        agent = Agent(host, wire, models, allowed, scout=self._scout(head, own_address))
         agent.watch(self._stop)
         self._tell(
             f"{settings.name} has joined {head.name.host}; links from other hosts come to {own_address}, "
@@ -176,6 +188,20 @@ class Worker:
             ModelShelf(self._settings.models),
             cache,
             lambda: connect_for_weights(address, credentials, name),
+        )
+
+    def _scout(self, head: JoinedHead, own_address: str) -> ScoutingAgent:
+        """Who looks for ways from this host to others of the head's cluster."""
+        settings = self._settings
+        peer = PeerName(cluster=head.name.cluster, host=settings.name, role=AGENT_ROLE)
+        return ScoutingAgent(
+            OwnScout(
+                peer,
+                head.credentials,
+                settings.ports,
+                lambda _: addresses_beside(own_address),
+                settings.address,
+            )
         )
 
     def _waited(self, seconds: float) -> bool:

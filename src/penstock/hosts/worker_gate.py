@@ -18,7 +18,8 @@ from penstock.hosts.agent_messages import AgentHello, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
 from penstock.trust.door import Door
-from penstock.trust.head_join import ConnectedHosts, HeadConversation, WeightsVisit
+from penstock.trust.head_join import NOBODY, ConnectedHosts, HeadConversation, WeightsVisit
+from penstock.trust.peer_names import PeerName
 
 HELLO_S = 10.0  # for an agent to say its first word
 _LOOK_S = 0.05  # between two looks for it
@@ -49,6 +50,10 @@ class _Arriving(NamedTuple):
     deadline: float
 
 
+def _send_away(connection: socket.socket, visitor: PeerName) -> None:
+    connection.close()
+
+
 class WorkerGate:
     """Readable when a worker has joined.
 
@@ -58,6 +63,7 @@ class WorkerGate:
         connected: names in use, as the door knows them.
         give_weights: takes the connections over which workers fetch weights, and the names of their hosts; it
             is called in the thread of the gate, and must not wait.
+        receive_visitor: takes the connection of a host that only looks whether it could join.
     """
 
     def __init__(
@@ -65,7 +71,9 @@ class WorkerGate:
         make_door: Callable[[Callable[[str, PenstockError], None]], Door[HeadConversation]],
         connected: ConnectedHosts,
         give_weights: Callable[[socket.socket, str], None] = lambda connection, host: connection.close(),
+        receive_visitor: Callable[[socket.socket, PeerName], None] = _send_away,
     ) -> None:
+        self._receive_visitor = receive_visitor
         self._door = make_door(self._refuse)
         self._connected = connected
         self._give_weights = give_weights
@@ -118,6 +126,8 @@ class WorkerGate:
                     self._give_weights(entered.connection, entered.conversation.host)
                 elif entered.conversation.is_connected:
                     self._begin(entered.conversation.host, entered.connection, entered.address)
+                elif entered.conversation.visitor != NOBODY:
+                    self._receive_visitor(entered.connection, entered.conversation.visitor)
                 else:
                     entered.connection.close()  # it has its certificate, and comes back with it
             self._arriving = [worker for worker in self._arriving if not self._has_said_hello(worker)]

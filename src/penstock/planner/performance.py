@@ -1,6 +1,7 @@
 """How fast a split is: what a typical request takes on each stage, by measured times and KV memory.
 
-A pipe gives as many requests a second as its slowest stage. With m rows a step, a stage spends on a request
+A pipe gives as many requests a second as its slowest stage, or its slowest link between hosts
+(`planner.hops`). With m rows a step, a stage spends on a request
 
     prompt tokens x seconds of a prefill token  +  output tokens x seconds of a decode step / m
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.errors import NotEnoughMemoryError
+from penstock.planner.hops import Hop
 from penstock.planner.memory import kv_tokens
 from penstock.planner.mix import Mix
 from penstock.planner.partition_search import Split, StageTable, best_split, judge, second_best
@@ -29,6 +31,7 @@ class PartitionChoice:
         runner_up: the best of all others, if another one fits.
         even: the default policy's; None if it does not fit.
         kv_tokens: per stage [num_layers + 1], as `memory.kv_tokens` gives them.
+        hops: links between hosts, which bound every split alike.
     """
 
     mix: Mix
@@ -37,16 +40,26 @@ class PartitionChoice:
     even: Split | None
     costs: Sequence[StageCosts]
     kv_tokens: Sequence[Sequence[int]]
+    hops: Sequence[Hop] = ()
+
+    def request_s(self, split: Split) -> float:
+        """Seconds from one typical request to the next in a full pipe that is split so."""
+        return max(1e-9 * split.slowest_ns, *(hop.request_s(self.mix) for hop in self.hops), 0.0)
 
 
 def choose(
-    costs: Sequence[StageCosts], ranks: Sequence[RankConfig], mix: Mix, even: Sequence[int]
+    costs: Sequence[StageCosts],
+    ranks: Sequence[RankConfig],
+    mix: Mix,
+    even: Sequence[int],
+    hops: Sequence[Hop] = (),
 ) -> PartitionChoice:
     """The best split of the ranks' layers by their measured costs.
 
     Args:
         ranks: one per stage; their own layer ranges do not matter, but for the end of the last.
         even: layers per stage of the default policy.
+        hops: links between hosts, as measured.
 
     Raises:
         NotEnoughMemoryError: no split leaves every stage room for its weights and one request.
@@ -68,6 +81,7 @@ def choose(
         even=judge(tables, even),
         costs=costs,
         kv_tokens=tokens,
+        hops=hops,
     )
 
 

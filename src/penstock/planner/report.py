@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.planner.hops import Hop
 from penstock.planner.partition_search import Split
 from penstock.planner.performance import PartitionChoice
 from penstock.runner.kv_demand import stranded_bytes
@@ -19,9 +20,11 @@ def partition_lines(choice: PartitionChoice) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows]
     request = f"{choice.mix.prompt} + {choice.mix.output} tokens"
+    layers = comma_separated(best.layers)
     return [
-        f"partition {comma_separated(best.layers)}: {_speed(best)} of {request}, {best.num_rows} rows a step",
+        f"partition {layers}: {_speed(choice, best)} of {request}, {best.num_rows} rows a step",
         *table,
+        *(_hop_line(choice, hop) for hop in choice.hops),
         *_others(choice),
     ]
 
@@ -52,16 +55,28 @@ def _others(choice: PartitionChoice) -> list[str]:
     best, even, runner_up = choice.best, choice.even, choice.runner_up
     lines = ["even does not fit"] if even is None else []
     if even is not None and even != best:
-        lines.append(_compared("even", even, best))
+        lines.append(_compared("even", even, choice))
     if runner_up is not None and runner_up != even:
-        lines.append(_compared("runner-up", runner_up, best))
+        lines.append(_compared("runner-up", runner_up, choice))
     return lines
 
 
-def _compared(name: str, split: Split, best: Split) -> str:
-    loss = 100 * (1 - best.slowest_ns / split.slowest_ns)
-    return f"{name} {comma_separated(split.layers)}: {_speed(split)}, {loss:.1f} % fewer"
+def _compared(name: str, split: Split, choice: PartitionChoice) -> str:
+    loss = 100 * (1 - choice.request_s(choice.best) / choice.request_s(split))
+    return f"{name} {comma_separated(split.layers)}: {_speed(choice, split)}, {loss:.1f} % fewer"
 
 
-def _speed(split: Split) -> str:
-    return f"{1e9 / split.slowest_ns:.3g} requests/s"
+def _speed(choice: PartitionChoice, split: Split) -> str:
+    return f"{1 / choice.request_s(split):.3g} requests/s"
+
+
+def _hop_line(choice: PartitionChoice, hop: Hop) -> str:
+    """What a link between hosts carries, and whether the stages wait for it."""
+    request_s = hop.request_s(choice.mix)
+    line = (
+        f"link from stage {hop.stage} on {hop.sender} to {hop.receiver}: "
+        f"{8e-6 * hop.bytes_per_s:.3g} Mbit/s, round trip {1e3 * hop.round_trip_s:.2f} ms, "
+        f"{1 / request_s:.3g} requests/s at most"
+    )
+    is_slowest = request_s > 1e-9 * choice.best.slowest_ns
+    return f"{line}; it is slower than every stage" if is_slowest else line

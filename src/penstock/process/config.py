@@ -259,11 +259,33 @@ class CoreProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StageShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a stage is made of: layers `[start_layer, end_layer)`, on this many ranks."""
+    """What a stage is made of: layers `[start_layer, end_layer)`, on this many ranks of a host."""
 
     start_layer: int
     end_layer: int
     num_ranks: int = 1
+    host: str = THIS_HOST
+
+
+class HostLink(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of the way between two hosts that is in use.
+
+    Attributes:
+        hosts: their names.
+        interfaces: of each of them, on this way.
+        bytes_per_s_out: from the first host to the second.
+        bytes_per_s_in: from the second host to the first.
+    """
+
+    hosts: tuple[str, str]
+    interfaces: tuple[str, str]
+    round_trip_s: float
+    bytes_per_s_out: float
+    bytes_per_s_in: float
+
+    def bytes_per_s(self, sender: str) -> float:
+        """Return the bytes per second away from one of the two hosts."""
+        return self.bytes_per_s_out if sender == self.hosts[0] else self.bytes_per_s_in
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -290,6 +312,7 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_waiting_requests: int
     num_stages: int
     stages: list[StageShape] = []  # of each replica
+    host_links: list[HostLink] = []  # between hosts
     has_prefix_cache: bool = False
     heartbeat_limit_s: float = 5.0
     hold_s: float = 0.0

@@ -65,10 +65,12 @@ class DialledStream(msgspec.Struct, frozen=True, kw_only=True, tag="dialled"):
 
     Attributes:
         host: an IPv4 or IPv6 address, or a name.
+        own_address: from which it is dialled; empty: any.
     """
 
     host: str
     port: int
+    own_address: str = ""
 
 
 class AcceptedStream(msgspec.Struct, frozen=True, kw_only=True, tag="accepted"):

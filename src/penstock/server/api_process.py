@@ -195,6 +195,7 @@ def served_model(config: ApiProcessConfig, tokenizer: Tokenizer, template: ChatT
         created=int(time.time()),
         num_stages=config.num_stages,
         stages=config.stages,
+        host_links=config.host_links,
         sampling_defaults=load_generation_defaults(directory, config.vocab_size),
         syntax=model_syntax(
             template,

@@ -17,7 +17,7 @@ from penstock.engine.stats import CoreStats
 from penstock.errors import InvalidRequestError, NotFoundError
 from penstock.grammar.proving import GrammarModel
 from penstock.operations import Operation, OperationDone
-from penstock.process.config import StageShape
+from penstock.process.config import HostLink, StageShape
 from penstock.request import PoolingParams, SamplingParams, VectorShape
 from penstock.tokenizer.chat_template import ChatTemplate
 from penstock.tokenizer.detokenizer import Detokenizer
@@ -176,6 +176,7 @@ class ServedModel:
     aliases: Sequence[str] = ()
     num_stages: int = 1
     stages: Sequence[StageShape] = ()  # of each replica; empty where it is not known
+    host_links: Sequence[HostLink] = ()  # between hosts, as measured
     sampling_defaults: Mapping[str, float | int] = field(default_factory=dict)
     syntax: ModelSyntax = field(default_factory=ModelSyntax)
     grammar_model: GrammarModel | None = None

@@ -36,8 +36,10 @@ from penstock.trust.join_messages import (
     other_version,
     proof,
 )
-from penstock.trust.peer_names import AGENT_ROLE, require_host_name
+from penstock.trust.peer_names import AGENT_ROLE, VISITOR_ROLE, PeerName, require_host_name
 from penstock.trust.tls import NO_CERTIFICATE, PeerCertificate
+
+NOBODY = PeerName(cluster="", host="", role="")
 
 
 class ConnectedHosts:
@@ -110,11 +112,13 @@ class HeadJoin:
         host: name of the worker, "" until it has proved itself.
         is_connected: the worker has joined with its certificate: the connection goes on, and the name of the
             host stays taken until `ConnectedHosts.leave`. Otherwise the worker closes it and comes back.
+        visitor: who has come to look whether it could join; `NOBODY` of a worker. The connection goes on.
     """
 
     def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
         self.host = ""
         self.is_connected = False
+        self.visitor = NOBODY
         self._desk = desk
         self._peer = peer
         self._nonce = secrets.token_bytes(NONCE_BYTES)
@@ -163,10 +167,14 @@ class HeadJoin:
             self._join(frame.body[:PROOF_BYTES], frame.body[PROOF_BYTES:])
         elif frame.kind == Kind.REJOIN and self._peer is not NO_CERTIFICATE:
             self._rejoin(frame.body)
+        elif frame.kind == Kind.VISIT and self._peer is NO_CERTIFICATE:
+            self._visit(frame.body[:PROOF_BYTES], frame.body[PROOF_BYTES:])
+        elif frame.kind == Kind.VISIT:
+            self._visit_again(frame.body)
         else:
             raise garbage()
 
-    def _join(self, given: bytes, body: bytes) -> None:
+    def _proved_request(self, given: bytes, body: bytes) -> tuple[Seat, JoinRequest]:
         """Check the proof first: until then the body is only hashed."""
         desk = self._desk
 
@@ -178,6 +186,11 @@ class HeadJoin:
         request = decode(body, JoinRequest)
         self._require_version(request.version)
         require_host_name(request.host)
+        return seat, request
+
+    def _join(self, given: bytes, body: bytes) -> None:
+        desk = self._desk
+        seat, request = self._proved_request(given, body)
         desk.connected.enter(request.host)
         self._release = lambda: self._give_back(seat, request.host)
         certificate = desk.identity.sign_host(request.request, request.host)
@@ -190,15 +203,42 @@ class HeadJoin:
 
         self._welcome(certificate, store)
 
+    def _visit(self, given: bytes, body: bytes) -> None:
+        """A host that has the token gets a certificate with which it can be measured, and nothing else."""
+        desk = self._desk
+        seat, request = self._proved_request(given, body)
+        desk.book.cancel(seat)  # a visit uses nothing up
+        name = PeerName(cluster=desk.identity.name, host=request.host, role=VISITOR_ROLE)
+
+        def store() -> None:
+            self.visitor = name
+
+        self._welcome(desk.identity.sign_link(request.request, name), store)
+
+    def _visit_again(self, body: bytes) -> None:
+        """A host that has joined before is measured with the certificate that it has."""
+        name = self._known_agent()
+        self._require_version(decode(body, RejoinRequest).version)
+
+        def store() -> None:
+            self.visitor = name
+
+        self._welcome(b"", store)
+
+    def _known_agent(self) -> PeerName:
+        """The name in the certificate of a worker that has joined before."""
+        desk, name = self._desk, self._peer.name
+        if name.role != AGENT_ROLE or name.cluster != desk.identity.name:
+            raise garbage()
+        desk.book.require_known(name.host, self._peer.serial)
+        return name
+
     def _give_back(self, seat: Seat, host: str) -> None:
         self._desk.book.cancel(seat)
         self._desk.connected.leave(host)
 
     def _rejoin(self, body: bytes) -> None:
-        desk, name = self._desk, self._peer.name
-        if name.role != AGENT_ROLE or name.cluster != desk.identity.name:
-            raise garbage()
-        desk.book.require_known(name.host, self._peer.serial)
+        desk, name = self._desk, self._known_agent()
         request = decode(body, RejoinRequest)
         self._require_version(request.version)
         desk.connected.enter(name.host)

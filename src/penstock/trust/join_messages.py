@@ -9,6 +9,8 @@ Inside TLS 1.3 each message is a header of 7 bytes and a body of msgpack:
                                                      the head's certificate; only then it reads on
                                               ◀──    JOIN    proof (32), then JoinRequest: with a token
                                               ◀──    REJOIN  RejoinRequest: with a certificate
+                                              ◀──    VISIT   as JOIN, or as REJOIN: who only looks whether
+                                                     it could join; no use of the token is counted
     WELCOME Welcome                           ──▶    stores what is new
                                               ◀──    STORED
     DONE                                      ──▶
@@ -53,6 +55,7 @@ class Kind(enum.IntEnum):
     DONE = 6
     REFUSED = 7
     OTHER_VERSION = 8
+    VISIT = 9
 
 
 _KINDS = frozenset(Kind)

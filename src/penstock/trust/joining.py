@@ -29,7 +29,14 @@ from penstock.trust.tls import (
     token_client_context,
     weights_client_context,
 )
-from penstock.trust.worker_join import CertificateClaim, Claim, TokenClaim, WorkerJoin
+from penstock.trust.worker_join import (
+    CertificateClaim,
+    CertificateVisit,
+    Claim,
+    TokenClaim,
+    TokenVisit,
+    WorkerJoin,
+)
 
 Address = tuple[str, int]
 TIMEOUT_S = 10.0  # for all of a join
@@ -75,9 +82,31 @@ def join_with_token(
         UsageError: the file cannot be written, or the library is missing.
     """
     claim = TokenClaim(token, host, version)
-    with _joined(address, token_client_context(), claim, path, timeout_s, clock, wall_clock) as head:
+    keep = _keeping(path)
+    with _joined(address, token_client_context(), claim, keep, timeout_s, clock, wall_clock) as head:
         head.connection.close()
     return head.credentials
+
+
+def visit(
+    address: Address,
+    claim: TokenVisit | CertificateVisit,
+    context: ssl.SSLContext,
+    timeout_s: float = TIMEOUT_S,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+) -> JoinedHead:
+    """Connect to the head to look whether this host could join; nothing is kept, and no token is used up.
+
+    Args:
+        context: `token_client_context` with a token, `link_client_context` with a certificate.
+
+    Raises:
+        As `join_with_token`.
+    """
+    with _joined(address, context, claim, _keep_nothing, timeout_s, clock, wall_clock) as head:
+        head.connection.settimeout(None)
+    return head
 
 
 def rejoin(
@@ -100,7 +129,7 @@ def rejoin(
     """
     claim = CertificateClaim(credentials, version, wall_clock())
     context = link_client_context(credentials)
-    with _joined(address, context, claim, path, timeout_s, clock, wall_clock) as head:
+    with _joined(address, context, claim, _keeping(path), timeout_s, clock, wall_clock) as head:
         head.connection.settimeout(None)
     return head
 
@@ -144,12 +173,20 @@ def connect_for_weights(
     return connection
 
 
+def _keeping(path: Path) -> Callable[[Credentials], None]:
+    return lambda credentials: credentials.save(path)
+
+
+def _keep_nothing(credentials: Credentials) -> None:
+    """A visit leaves nothing behind."""
+
+
 @contextlib.contextmanager
 def _joined(
     address: Address,
     context: ssl.SSLContext,
     claim: Claim,
-    path: Path,
+    keep: Callable[[Credentials], None],
     timeout_s: float,
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
@@ -159,7 +196,7 @@ def _joined(
     kept: list[Credentials] = []
 
     def store(credentials: Credentials) -> None:
-        credentials.save(path)
+        keep(credentials)
         kept.append(credentials)
 
     with _explained(address), contextlib.ExitStack() as at_failure:

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.errors import UsageError
 
-HEAD_ROLE, AGENT_ROLE = "head", "agent"
+HEAD_ROLE, AGENT_ROLE, VISITOR_ROLE = "head", "agent", "visitor"
 HOST_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,62}[A-Za-z0-9])?", re.ASCII)
 _ROLE = re.compile(r"[a-z0-9-]{1,32}", re.ASCII)
 _URI = re.compile(
@@ -33,7 +33,8 @@ class PeerName(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         cluster: 32 hexadecimal digits of the fingerprint of the cluster's key.
         host: as `HostResources.name` has it.
-        role: `HEAD_ROLE`, `AGENT_ROLE`, or the word of a rank or core (`rank_role`).
+        role: `HEAD_ROLE`, `AGENT_ROLE`, `VISITOR_ROLE` of a host that looks whether it could join, or the
+            word of a rank or core (`rank_role`).
         epoch: of the connections that it may make; 0 for the head and for agents.
     """
 

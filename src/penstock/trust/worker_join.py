@@ -36,7 +36,7 @@ from penstock.trust.join_messages import (
     proof,
 )
 from penstock.trust.join_token import JoinToken
-from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName, require_host_name
+from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, VISITOR_ROLE, PeerName, require_host_name
 
 
 class Claim(Protocol):
@@ -62,6 +62,10 @@ class Claim(Protocol):
         """Return the name of the worker's host."""
         ...
 
+    def role(self) -> str:
+        """Return the role that the certificate of the worker has, or will have."""
+        ...
+
 
 class TokenClaim:
     """A worker that has a token.
@@ -81,16 +85,31 @@ class TokenClaim:
         return self._token.is_pin_of(public_key)
 
     def request(self, hello: Hello, head_certificate: bytes) -> bytes:
-        request = certificates.signing_request(self._key)
-        body = msgspec.msgpack.encode(JoinRequest(version=self._version, host=self._host, request=request))
-        key = self._token.proof_key()
-        return framed(Kind.JOIN, proof(key, head_certificate, hello.nonce, body) + body)
+        return framed(Kind.JOIN, self._proved_request(hello, head_certificate))
 
     def credentials(self, hello: Hello, certificate: bytes) -> Credentials:
         return Credentials(key_pem=self._key, certificate_pem=certificate, authority_pem=hello.authority)
 
     def host(self) -> str:
         return self._host
+
+    def role(self) -> str:
+        return AGENT_ROLE
+
+    def _proved_request(self, hello: Hello, head_certificate: bytes) -> bytes:
+        request = certificates.signing_request(self._key)
+        body = msgspec.msgpack.encode(JoinRequest(version=self._version, host=self._host, request=request))
+        return proof(self._token.proof_key(), head_certificate, hello.nonce, body) + body
+
+
+class TokenVisit(TokenClaim):
+    """A host that has a token, and only looks whether it could join."""
+
+    def request(self, hello: Hello, head_certificate: bytes) -> bytes:
+        return framed(Kind.VISIT, self._proved_request(hello, head_certificate))
+
+    def role(self) -> str:
+        return VISITOR_ROLE
 
 
 class CertificateClaim:
@@ -123,6 +142,19 @@ class CertificateClaim:
 
     def host(self) -> str:
         return self._name.host
+
+    def role(self) -> str:
+        return AGENT_ROLE
+
+
+class CertificateVisit(CertificateClaim):
+    """A worker that has joined before, and only looks whether it still could; no certificate is renewed."""
+
+    def request(self, hello: Hello, head_certificate: bytes) -> bytes:
+        return framed(Kind.VISIT, msgspec.msgpack.encode(RejoinRequest(version=self._version)))
+
+    def credentials(self, hello: Hello, certificate: bytes) -> Credentials:
+        return self._credentials
 
 
 class WorkerJoin:
@@ -221,7 +253,7 @@ class WorkerJoin:
     def _require_own(self, credentials: Credentials) -> None:
         """Refuse a certificate of another key or name, with which the worker could not come back."""
         _, name, _ = certificates.read_certificate(credentials.certificate_pem)
-        own = PeerName(cluster=self.head.cluster, host=self._claim.host(), role=AGENT_ROLE)
+        own = PeerName(cluster=self.head.cluster, host=self._claim.host(), role=self._claim.role())
         if name != own or not certificates.is_pair(credentials.key_pem, credentials.certificate_pem):
             raise garbage()
 

@@ -11,7 +11,9 @@ from penstock.errors import PeerError
 from penstock.hosts.connections import Connection, Place
 from penstock.hosts.connections import connect as connect_places
 from penstock.hosts.local import LocalHost
+from penstock.hosts.network.routes import Route
 from penstock.hosts.rank_host import ChannelNeed, LinkNeed, MeetingNeed, Need, PlanNeed, RankHost
+from penstock.process.config import HostLink
 from penstock.process.endpoints import MeetingHandle, RingHandle, SocketHandle, SocketListener
 from stand_in_hosts import StandInHost
 
@@ -70,6 +72,70 @@ def test_what_was_accepted_is_closed_when_a_host_cannot_join(
     with pytest.raises(OSError, match="no descriptors"):
         connect(MeetingNeed(num_ranks=3), attic, attic, cellar)
     assert [end.happened for _, end in attic.made] == [["close"], ["close"]]
+
+
+class Way:
+    """A way on which one host can be reached. Implements `Routes`."""
+
+    def __init__(self, listener: str) -> None:
+        self.listener = listener
+
+    def between(self, accepting: str, joining: str) -> Route:
+        return Route(
+            listener=self.listener, listen_address="fe80::1", dial_address="fe80::1%eth7", dial_from="fe80::2"
+        )
+
+    def links(self) -> list[HostLink]:
+        return []
+
+    def review(self) -> None:
+        """It stays."""
+
+
+def test_g1_a_connection_takes_the_way_that_is_known(make_host: MakeHost) -> None:
+    attic, cellar = make_host("attic", "tcp"), make_host("cellar", "tcp")
+    places = [Place(attic, "rank-0"), Place(cellar, "rank-1")]
+    connect_places(LINK, 5, *places, routes=Way("attic"))
+    (listening,), (dialling,) = attic.parties, cellar.parties
+    assert (listening.address, listening.peer_address, listening.is_swapped) == ("fe80::1", "", False)
+    assert (dialling.address, dialling.peer_address, dialling.is_swapped) == (
+        "fe80::2",
+        "fe80::1%eth7",
+        False,
+    )
+
+
+def test_g1_a_host_that_cannot_be_reached_dials_though_it_should_accept(make_host: MakeHost) -> None:
+    attic, cellar = make_host("attic", "tcp"), make_host("cellar", "tcp")
+    places = [Place(attic, "rank-0"), Place(cellar, "rank-1")]
+    connection = connect_places(LINK, 5, *places, routes=Way("cellar"))
+    (dialling,), (listening,) = attic.parties, cellar.parties
+    assert (listening.address, listening.is_swapped, listening.peer) == ("fe80::1", True, "rank-0")
+    assert (dialling.address, dialling.peer_address, dialling.is_swapped) == ("fe80::2", "fe80::1%eth7", True)
+    ((_, accepted),), ((_, invited),) = attic.made, cellar.made
+    assert accepted.endpoint == invited.invitation, "attic joins what cellar has accepted"
+    connection.end()
+    assert accepted.happened == invited.happened == ["end"]
+
+
+def test_g1_what_a_reached_host_has_made_is_closed_when_the_other_cannot_dial(
+    make_host: MakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attic, cellar = make_host("attic", "tcp"), make_host("cellar", "tcp")
+
+    def fail(*given: object) -> None:
+        raise OSError("no descriptors")
+
+    monkeypatch.setattr(attic, "join", fail)
+    with pytest.raises(OSError, match="no descriptors"):
+        connect_places(LINK, 5, Place(attic, "rank-0"), Place(cellar, "rank-1"), routes=Way("cellar"))
+    assert [end.happened for _, end in cellar.made] == [["close"]]
+
+
+def test_within_a_host_no_way_matters(make_host: MakeHost) -> None:
+    attic = make_host("attic", "ring")
+    connect_places(LINK, 5, Place(attic, "rank-0"), Place(attic, "rank-1"), routes=Way("attic"))
+    assert {(parties.address, parties.is_swapped) for parties in attic.parties} == {("", False)}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, Paral
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PortInUseError, UnavailableError, UsageError
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
+from penstock.hosts.network import path_finding
 from penstock.hosts.worker import Worker, WorkerSettings
 from penstock.process.link_ports import PortRange
 from penstock.trust.join_token import worker_token
@@ -52,13 +53,13 @@ def test_g1_an_engine_over_hosts_refuses_what_it_cannot_do_there(
     tmp_path: Path, changed: dict[str, Any], told: str
 ) -> None:
     with pytest.raises(UsageError, match=told) as caught:
-        open_hosts(engine_of(tmp_path, **changed), print)
+        open_hosts(engine_of(tmp_path, **changed), print, print)
     assert caught.value.remedy
     assert not (tmp_path / "token").exists()
 
 
 def test_one_host_is_there_at_once(tmp_path: Path) -> None:
-    alone = open_hosts(engine_of(tmp_path, cluster=HostsConfig()), print)
+    alone = open_hosts(engine_of(tmp_path, cluster=HostsConfig()), print, print)
     assert isinstance(alone, OneHost)
     alone.gather([])
     alone.admit()
@@ -74,7 +75,7 @@ def test_an_address_that_is_taken_is_refused_with_a_remedy(tmp_path: Path) -> No
         socket.create_server((address[0], int(address[2]))),
         pytest.raises(PortInUseError, match=r"cannot listen for workers at 127\.0\.0\.1:") as caught,
     ):
-        open_hosts(engine, print)
+        open_hosts(engine, print, print)
     assert "--listen-workers" in caught.value.remedy
 
 
@@ -85,7 +86,7 @@ class Joining:
         self.told: list[str] = []
         self.said: list[str] = []
         engine = engine_of(directory)
-        gathered = open_hosts(engine, self.told.append)
+        gathered = open_hosts(engine, self.told.append, self.told.append)
         assert isinstance(gathered, GatheredHosts)
         self.gathered = gathered
         host, _, port = str(engine.cluster.listen_workers).rpartition(":")
@@ -137,7 +138,8 @@ class Joining:
 
 
 @pytest.fixture
-def joining(tmp_path: Path) -> Iterator[Joining]:
+def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
+    monkeypatch.setattr(path_finding, "MEASURING_S", 0.0)
     made = Joining(tmp_path)
     yield made
     made.close()
@@ -147,13 +149,17 @@ def test_g1_the_head_says_what_to_type_and_waits_until_all_are_there(joining: Jo
     address = "{}:{}".format(*joining.settings.head)
     assert joining.told == [
         "waiting for 1 worker; on the other host type:\n"
-        f"  penstock worker --join {address} --join-token-file {joining._token}"
+        f"  penstock worker --join {address} --join-token-file {joining._token}",
+        "links from other hosts come to the ports 7701-7732 of this host (--link-ports)",
     ]
     joining.start_worker()
     joining.gathered.gather([])
     assert list(joining.gathered.hosts) == ["tower", "desk"]
     assert [host.name for host in joining.gathered.hosts.resources()] == ["tower", "desk"]
-    assert "desk has joined from 127.0.0.1:" in joining.told[-1]
+    assert "desk has joined from 127.0.0.1:" in joining.told[-2]
+    assert "links between desk and tower run over lo (127.0.0.1) to lo (127.0.0.1): " in joining.told[-1]
+    (link,) = joining.gathered.hosts.routes.links()
+    assert (link.hosts, link.interfaces) == (("desk", "tower"), ("lo", "lo"))
 
 
 def test_g1_a_worker_that_leaves_is_told_and_comes_back_as_the_same_host(joining: Joining) -> None:

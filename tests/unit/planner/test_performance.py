@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from penstock.errors import NotEnoughMemoryError, UsageError
+from penstock.planner.hops import Hop
 from penstock.planner.memory import kv_tokens
 from penstock.planner.mix import Mix
+from penstock.planner.partition_search import Split
 from penstock.planner.performance import PartitionChoice, choose, request_s, rows_of_a_step
 from penstock.planner.report import partition_lines
 from penstock.planner.stage_costs import StageCosts, StepCosts, interpolate
@@ -174,3 +177,34 @@ def test_the_report_of_an_even_split_names_the_runner_up_only() -> None:
     assert lines[0].startswith("partition 4,4: ")
     assert lines[2].split()[3] == "-", "without prompts, no prefill was measured"
     assert [line.split()[0] for line in lines[4:]] == ["runner-up"]
+
+
+def with_hop(bytes_per_s: float) -> PartitionChoice:
+    """Two stages and a wire between them."""
+    hop = Hop(
+        stage=0,
+        sender="tower",
+        receiver="desk",
+        token_bytes=1000,
+        bytes_per_s=bytes_per_s,
+        round_trip_s=0.002,
+    )
+    return replace(chosen([costs(), costs()]), hops=[hop])
+
+
+def test_g1_a_fast_wire_changes_nothing_but_a_line() -> None:
+    plain, wired = chosen([costs(), costs()]), with_hop(1e6)
+    lines = partition_lines(wired)
+    assert lines[0] == partition_lines(plain)[0]
+    assert lines[4] == (
+        "link from stage 0 on tower to desk: 8 Mbit/s, round trip 2.00 ms, 10 requests/s at most"
+    )
+
+
+def test_g1_a_slow_wire_is_the_speed_of_the_pipeline_and_is_said() -> None:
+    choice = with_hop(100.0)
+    lines = partition_lines(choice)
+    assert ": 0.001 requests/s of" in lines[0]
+    assert lines[4].endswith("0.001 requests/s at most; it is slower than every stage")
+    assert choice.request_s(Split(1, 1, (4, 4), 1)) == 1000.0
+    assert any(line.endswith("0.0 % fewer") for line in lines[5:])

@@ -21,6 +21,7 @@ from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.pipeline.partition import AUTO_POLICY, partition_layers
 from penstock.planner.cost_cache import CostCache, are_to_keep, cost_key
+from penstock.planner.hops import hops_between
 from penstock.planner.mix import Mix
 from penstock.planner.performance import PartitionChoice, choose
 from penstock.planner.report import comma_separated, partition_lines
@@ -74,6 +75,7 @@ def choose_partition(config: EngineConfig, mix: Mix, hosts: Hosts, reporter: Rep
         stages,
         mix,
         [end - start for start, end in even],
+        hops_between(stages, hosts.routes.links(), plan.spec.hidden_size, ITEM_SIZES[stages[0].dtype]),
     )
 
 

@@ -89,6 +89,7 @@ class ApiProcessFront:
             max_waiting_requests=plan.core.scheduler.max_waiting_requests,
             num_stages=plan.num_stages,
             stages=plan.stage_shapes,
+            host_links=list(plan.host_links),
             has_prefix_cache=plan.core.cache.enable_prefix_caching,
             heartbeat_limit_s=plan.core.parallel.heartbeat_limit_s,
             hold_s=self._hold_s,

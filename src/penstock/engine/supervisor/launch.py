@@ -48,7 +48,7 @@ from penstock.kvstore.store import keeps_quota, open_store
 from penstock.pipeline.links.frame import frame_bytes
 from penstock.pipeline.partition import partition_layers
 from penstock.pipeline.rank_layout import RankLayout
-from penstock.process.config import CoreConfig, RankConfig, StageShape, StoreConfig
+from penstock.process.config import CoreConfig, HostLink, RankConfig, StageShape, StoreConfig
 from penstock.scheduler.admission import derive_seed
 
 ITEM_SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -85,6 +85,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         ranks: of one replica, stage by stage, those of one stage side by side.
         notes: sentences for the user, about what was decided for them.
+        host_links: the ways between hosts that are in use, as measured.
     """
 
     model_path: str
@@ -93,6 +94,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     core: CoreConfig
     frame_bytes: int  # of a link between stages
     notes: tuple[str, ...] = ()
+    host_links: tuple[HostLink, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -102,7 +104,12 @@ class LaunchPlan(msgspec.Struct, frozen=True, kw_only=True):
     def stage_shapes(self) -> list[StageShape]:
         firsts = [rank for rank in self.ranks if rank.tp_rank == 0]
         return [
-            StageShape(start_layer=rank.start_layer, end_layer=rank.end_layer, num_ranks=rank.tp_size)
+            StageShape(
+                start_layer=rank.start_layer,
+                end_layer=rank.end_layer,
+                num_ranks=rank.tp_size,
+                host=rank.host,
+            )
             for rank in firsts
         ]
 

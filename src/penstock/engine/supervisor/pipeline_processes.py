@@ -291,7 +291,10 @@ class PipelineProcesses:
 
     def _begin_epoch(self) -> None:
         """Start the members that are missing, and connect all members anew."""
-        for index in self._losses.begin():
+        missing = self._losses.begin()
+        if not missing:  # nobody has ended: perhaps a way between hosts has
+            self._hosts.routes.review()
+        for index in missing:
             self._fill(index)
             self._restarts[index] += 1
         self._wiring = Wiring(self._plan, self._hosts, self._losses.epoch)

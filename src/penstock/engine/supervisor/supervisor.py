@@ -101,14 +101,15 @@ class Supervisor:
         gathered: OneHost | GatheredHosts | None = None
         try:
             self._front.open()
-            gathered = open_hosts(self._engine, self._note)
+            gathered = open_hosts(self._engine, self._note, self._caution)
             gathered.gather(self._front.lifelines)
             hosts = gathered.hosts
             settled = settle_partition(self._engine, hosts, self._reporter)
             plans = resolve_replicas(settled, hosts.resources())
             self._reporter.report(ModelFound(directory=plans[0].model_path))
             wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
-            plans = [with_faults(plan, wanted) for plan in plans]
+            links = tuple(hosts.routes.links())
+            plans = [msgspec.structs.replace(with_faults(plan, wanted), host_links=links) for plan in plans]
             with signals_of_the_end() as signals:
                 engine = _RunningEngine(plans, gathered, self._front, self._reporter, signals, started)
                 try:
@@ -124,6 +125,9 @@ class Supervisor:
 
     def _note(self, text: str) -> None:
         self._reporter.report(Notice(text=text))
+
+    def _caution(self, text: str) -> None:
+        self._reporter.report(Caution(text=text))
 
     def _refuse(self, error: PenstockError | OSError) -> int:
         """Report why nothing was started; the exit code."""

@@ -54,7 +54,7 @@ class Wiring:
         output = places[self._output.stage, self._output.tp_rank]
 
         def joined(need: Need, accepting: Place, *joining: Place) -> Connection:
-            return connect(need, self._epoch, accepting, *joining)
+            return connect(need, self._epoch, accepting, *joining, routes=self._hosts.routes)
 
         for address, rank in self._ranks.items():
             own = places[address]

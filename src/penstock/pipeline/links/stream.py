@@ -11,9 +11,10 @@ time; both carriers see to it.
 
 - `TCP_NODELAY` is set: a frame is written in one piece, and must not wait for the acknowledgement of the
   one before.
-- Keepalive stays off, and `TCP_USER_TIMEOUT` is unset while a stream lives: the heartbeat between hosts
-  alone judges that a peer is silent. A second judge in the kernel would end links in a stall that the
-  heartbeat bears.
+- Keepalive ends a stream whose way is dead for longer than the heartbeat between hosts bears: the heartbeat
+  may cross by another cable. The kernels ask and answer each other, so that a process which is stopped or
+  busy ends nothing. An end with unsent bytes is not asked; the other end of a one-way stream always is.
+- `TCP_USER_TIMEOUT` is unset while a stream lives: it would end links to a reader that has stopped reading.
 - When a stream is closed, `TCP_USER_TIMEOUT` bounds how long the kernel goes on sending what was left to a
   host that is gone.
 """
@@ -31,6 +32,11 @@ from collections.abc import Sequence
 from penstock.errors import LinkClosedError, PeerError, ProtocolError, WaitTimeoutError
 from penstock.trust.tls import refusal_of_certificate
 
+_KEEPALIVE = {  # a dead way is noticed after 2 + 3 x 1 s; hosts that are silent are lost after 3 s
+    socket.TCP_KEEPIDLE: 2,
+    socket.TCP_KEEPINTVL: 1,
+    socket.TCP_KEEPCNT: 3,
+}
 FAREWELL_MS = 10_000  # the kernel's time for what was written before the close
 _MOST_LEFTOVERS = 64  # pieces of 64 KiB that a closing end reads and forgets
 _GONE = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -118,6 +124,9 @@ class Stream:
         connected.setblocking(False)
         if connected.family in _IP_FAMILIES:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEPALIVE.items():
+                connected.setsockopt(socket.IPPROTO_TCP, option, value)
         self._socket = connected
         self._interruption = interruption
         self._polls: KeptPolls = {}

@@ -72,7 +72,8 @@ class Dialling(Opening):
         for number, (family, address) in enumerate(addresses):
             share = (until - time.monotonic()) / (len(addresses) - number)
             try:
-                return _connect(family, address, interruption, time.monotonic() + share)
+                deadline = time.monotonic() + share
+                return _connect(family, address, self._way.own_address, interruption, deadline)
             except TimeoutError:
                 why = f"no answer within {share:.3g} s"
             except OSError as error:
@@ -153,10 +154,14 @@ def _waiting(interruption: Interruption, deadline: float) -> Wait:
     return lambda fd, events: interruption.wait(fd, events, deadline)
 
 
-def _connect(family: int, address: Any, interruption: Interruption, deadline: float) -> socket.socket:
+def _connect(
+    family: int, address: Any, own_address: str, interruption: Interruption, deadline: float
+) -> socket.socket:
     dialled = socket.socket(family, socket.SOCK_STREAM)
     try:
         dialled.setblocking(False)
+        if own_address:
+            dialled.bind(_numeric(own_address))
         begun = dialled.connect_ex(address)
         if begun == errno.EINPROGRESS:
             interruption.wait(dialled.fileno(), select.POLLOUT, deadline)
@@ -167,6 +172,11 @@ def _connect(family: int, address: Any, interruption: Interruption, deadline: fl
         dialled.close()
         raise
     return dialled
+
+
+def _numeric(own_address: str) -> Any:
+    """The address of a socket of this host; a scope such as `%eth0` becomes a number."""
+    return socket.getaddrinfo(own_address, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4]
 
 
 def _resolve(way: DialledStream, interruption: Interruption, name: str) -> list[tuple[int, Any]]:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 
 from penstock import __version__
-from penstock.process.config import StageShape, rank_names
+from penstock.process.config import HostLink, StageShape, rank_names
 from penstock.server.engine_port import EngineLike, ServedModel
 from penstock.server.http.errors import json_response
 
@@ -21,9 +21,10 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         max_model_len: as of now: the model's, or less where the KV pool holds less.
-        stages: of each replica.
+        stages: of each replica, with the host that it is on.
         numeric_classes: of each replica, by the name of the rank; empty where its core has not spoken yet.
         are_classes_mixed: the ranks of all replicas compute in several.
+        links: between hosts, as measured when they were chosen; empty on one host.
         settings: by the names that a settings file has for them; empty for a server that the command line has
             not started.
     """
@@ -36,6 +37,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     stages: list[StageShape]
     numeric_classes: list[dict[str, str]]
     are_classes_mixed: bool
+    links: list[HostLink]
     settings: dict[str, Any]
 
 
@@ -63,6 +65,7 @@ class ServerInfoRoute:
             stages=list(model.stages),
             numeric_classes=classes,
             are_classes_mixed=len({each for of_ranks in classes for each in of_ranks.values()}) > 1,
+            links=list(model.host_links),
             settings=self._settings,
         )
         return json_response(msgspec.json.encode(info))

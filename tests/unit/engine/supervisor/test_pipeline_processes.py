@@ -10,13 +10,15 @@ import msgspec
 import pytest
 
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from penstock.engine.supervisor import pipeline_processes
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import Event, Notice, Recovered, StageLoaded, StageLost, event_line
-from penstock.errors import WaitTimeoutError
+from penstock.errors import LinkClosedError, WaitTimeoutError
 from penstock.hosts.member_watch import MemberWatch
+from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
-from penstock.process.child import Ready, TensorsRead, WeightsLoaded
+from penstock.process.child import Abandoned, Ready, TensorsRead, WeightsLoaded
 from penstock.process.config import FirstLoad
 from penstock.process.control import EpochLost, Stop
 from penstock.process.endpoints import CoreEndpoints, RankEndpoints
@@ -48,12 +50,23 @@ def test_i4_no_replica_begins_before_the_weights_of_all_are_in_memory() -> None:
 # --- over hosts that a test plays ------------------------------------------------------------------
 
 
+class ReviewedRoutes(DefaultRoutes):
+    """Counts how often the ways between the hosts are looked at."""
+
+    def __init__(self) -> None:
+        self.num_reviews = 0
+
+    def review(self) -> None:
+        self.num_reviews += 1
+
+
 class Replica:
     """Core and first stage at one host, the second stage at another; neither has a process."""
 
     def __init__(self, **parallel: Any) -> None:
         self.head, self.other = StandInHost("attic", "tcp"), StandInHost("cellar", "pigeon", "tcp")
-        hosts = Hosts(self.head, self.other)
+        self.routes = ReviewedRoutes()
+        hosts = Hosts(self.head, self.other, routes=self.routes)
         config = EngineConfig(
             model=ModelConfig(model="demo"), parallel=ParallelConfig(pipeline_parallel_size=2, **parallel)
         )
@@ -211,6 +224,23 @@ def test_g1_an_epoch_that_a_host_refuses_is_tried_again(
     assert lost[-1].error.message == "no new epoch could begin: the host cellar has not answered for 5 s."
     replica.processes.recover()
     assert isinstance(replica.other.members[-1].handed[0], RankEndpoints)
+
+
+def test_g1_ways_are_looked_at_when_an_epoch_ends_though_nobody_has(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipeline_processes, "CAUSE_GRACE_S", 0.0)
+    serve(replica)
+    stage = replica.other.members[0]
+    stage.say(Abandoned(epoch=0, error=LinkClosedError("the link is broken.").info()))
+    replica.hear()
+    replica.processes.recover()
+    assert replica.routes.num_reviews == 1
+    assert isinstance(stage.handed[-1], RankEndpoints)
+    stage.leave(-9)  # a lost rank is no matter of ways
+    replica.processes.recover()
+    assert len(replica.other.members) == 2
+    assert replica.routes.num_reviews == 1
 
 
 @pytest.mark.parametrize("parallel", [{"tied_head": "transfer"}], ids=str)

@@ -26,10 +26,12 @@ from penstock.errors import (
     WaitTimeoutError,
 )
 from penstock.hosts.rank_host import PlanNeed
+from penstock.hosts.remote_host import SILENCE_LIMIT_S
 from penstock.hosts.stream_ends import DiallingEnd, StreamEnd, StreamInvitation
 from penstock.pipeline.links import stream_opening
 from penstock.pipeline.links.channel import PolledChannel
 from penstock.pipeline.links.channel_carriers import open_channel
+from penstock.pipeline.links.stream import Interruption, Stream
 from penstock.process.endpoints import Certified, DialledStream, StreamSecurity, StreamSide
 from penstock.process.link_ports import listen_in_range
 from penstock.trust.credentials import Credentials
@@ -84,6 +86,33 @@ def test_g1_addresses_of_both_kinds_and_names_can_be_dialled(
         pytest.skip("this machine has no IPv6")
     ends = stream(PlanNeed(), closing, secured, host=host, joining_dials=joining_dials)
     assert_they_meet(*opened(closing, *ends))
+
+
+def test_g1_a_stream_is_dialled_from_the_address_of_its_way(closing: ExitStack) -> None:
+    listener = closing.enter_context(listen_in_range("127.0.0.2", ANY_PORT))
+    invitation = StreamInvitation(host="127.0.0.2", port=listener.getsockname()[1])
+    end = DiallingEnd(PlanNeed(), invitation, own_address="127.0.0.9")
+    closing.callback(end.close)
+    opened(closing, end)
+    listener.settimeout(LONG_S)
+    accepted, address = listener.accept()
+    accepted.close()
+    assert address[0] == "127.0.0.9"
+
+
+def test_g1_a_way_that_is_dead_ends_its_streams_after_the_heartbeat_would(closing: ExitStack) -> None:
+    ours, theirs = tcp_pair()
+    closing.callback(theirs.close)
+    interruption = Interruption(end_event(closing))
+    closing.callback(interruption.close)
+    closing.callback(Stream(ours, interruption).close)
+    idle_s, every_s, count = (
+        ours.getsockopt(socket.IPPROTO_TCP, option)
+        for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+    )
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert SILENCE_LIMIT_S < idle_s + every_s * count <= 2 * SILENCE_LIMIT_S
+    assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
 
 
 def test_g1_either_end_may_be_opened_first_and_neither_waits_for_the_other(closing: ExitStack) -> None:

@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from enum import IntEnum
 from itertools import product
 from typing import Annotated
@@ -19,7 +20,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.errors import UsageError
-from penstock.hosts.kernel_interfaces import Interface, read_interfaces
+from penstock.hosts.network.kernel_interfaces import Interface, read_interfaces
 
 _TUNNELS = frozenset(
     {"tun", "wireguard", "ppp", "ipip", "sit", "gre", "ip6tnl", "ip6gre", "vxlan", "geneve", "xfrm"}
@@ -66,6 +67,15 @@ class HostAddress(msgspec.Struct, frozen=True, kw_only=True):
         """Whether the address holds on one link alone, without a router."""
         return ipaddress.ip_address(self.address).is_link_local
 
+    @property
+    def bind_address(self) -> str:
+        """The address as a socket of its host is bound to it."""
+        return self.scoped(self.address)
+
+    def scoped(self, address: str) -> str:
+        """Return an address of IPv6 that holds on one link alone with the interface that leads there."""
+        return f"{address}%{self.interface}" if ":" in address and self.is_link_local else address
+
 
 class AddressPair(msgspec.Struct, frozen=True, kw_only=True):
     """An address of this host and one of another, between which a connection may be made."""
@@ -76,7 +86,12 @@ class AddressPair(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def bind_address(self) -> str:
         """The address of this host, as a socket is bound to it."""
-        return self._scoped(self.own.address)
+        return self.own.bind_address
+
+    @property
+    def flipped(self) -> AddressPair:
+        """The same pair as the other host sees it."""
+        return AddressPair(own=self.other, other=self.own)
 
     @property
     def dial_address(self) -> str:
@@ -84,13 +99,10 @@ class AddressPair(msgspec.Struct, frozen=True, kw_only=True):
 
         An address of IPv6 that holds on one link alone is dialled through an interface of ours.
         """
-        return self._scoped(self.other.address)
+        return self.own.scoped(self.other.address)
 
     def __str__(self) -> str:
         return f"{self.own.interface} ({self.own.address}) to {self.other.interface} ({self.other.address})"
-
-    def _scoped(self, address: str) -> str:
-        return f"{address}%{self.own.interface}" if ":" in address and self.own.is_link_local else address
 
 
 def usable_addresses(read: Callable[[], Sequence[Interface]] = read_interfaces) -> list[HostAddress]:
@@ -124,6 +136,52 @@ def address_named(address: str, read: Callable[[], Sequence[Interface]] = read_i
     raise UsageError(f"no interface of this host has the address {address}.", remedy=f"It has {has}.")
 
 
+def addresses_beside(
+    address: str, read: Callable[[], Sequence[Interface]] = read_interfaces
+) -> list[HostAddress]:
+    """Return the addresses of this host that may serve beside the one under which it is known.
+
+    A host that is known by a loopback address has others on the same machine alone: nothing else is to be
+    opened for them.
+
+    Args:
+        address: of a socket of this host; a scope and a mapping of IPv4 into IPv6 are taken off.
+
+    Raises:
+        UsageError: no interface has it.
+    """
+    known = address_named(plain_address(address), read)
+    return [known] if known.medium == Medium.LOOPBACK else usable_addresses(read)
+
+
+def own_address(text: str, read: Callable[[], Sequence[Interface]] = read_interfaces) -> str:
+    """Return the address of this host that its user names, by an address or by a name of the host.
+
+    Raises:
+        UsageError: no interface has such an address.
+    """
+    try:
+        found = socket.getaddrinfo(text, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return address_named(text, read).address
+    addresses = [plain_address(str(address[0])) for *_, address in found]
+    for address in addresses:
+        with suppress(UsageError):
+            return address_named(address, read).address
+    return address_named(addresses[0], read).address
+
+
+def plain_address(address: str) -> str:
+    """Return the address of a socket without its scope, and as IPv4 where that is what it stands for."""
+    return unmapped(address).partition("%")[0]
+
+
+def unmapped(address: str) -> str:
+    """Return the address of a socket as IPv4 where that is what it stands for."""
+    mapped = ipaddress.IPv6Address(address).ipv4_mapped if ":" in address else None
+    return address if mapped is None else str(mapped)
+
+
 def pair_addresses(own: Sequence[HostAddress], other: Sequence[HostAddress]) -> list[AddressPair]:
     """Return the pairs that a connection may be tried between, the most promising first.
 
@@ -139,6 +197,34 @@ def pair_addresses(own: Sequence[HostAddress], other: Sequence[HostAddress]) -> 
         and (here.medium == Medium.LOOPBACK or not {here.address, there.address} & common)
     ]
     return sorted(pairs, key=_promise)
+
+
+def without_detours(pairs: Iterable[AddressPair]) -> list[AddressPair]:
+    """Leave out pairs that no packet takes: where an address lies in the network of another interface.
+
+    The kernel sends a packet by its destination, whatever address a socket is bound to. So from `eth0` to an
+    address in the network of `eth1` it leaves by `eth1`, and would be measured under the wrong name.
+    Addresses that hold on one link alone are all of one network by their looks. They count only for
+    interfaces that have no others in a network of the other host.
+    """
+    pairs = list(pairs)
+    own, other = {pair.own for pair in pairs}, {pair.other for pair in pairs}
+    near = [pair for pair in pairs if _is_in_network(pair.other.address, pair.own)]
+    joined = [pair for pair in near if not pair.own.is_link_local]
+    own_joined, other_joined = (
+        {pair.own.interface for pair in joined},
+        {pair.other.interface for pair in joined},
+    )
+
+    def is_detour(pair: AddressPair) -> bool:
+        if pair.own.is_link_local:
+            return pair.own.interface in own_joined or pair.other.interface in other_joined
+        return pair not in near and (
+            any(_is_in_network(pair.other.address, one) for one in own)
+            or any(_is_in_network(pair.own.address, one) for one in other)
+        )
+
+    return [pair for pair in pairs if not is_detour(pair)]
 
 
 def wires_of(pairs: Iterable[AddressPair]) -> list[list[AddressPair]]:

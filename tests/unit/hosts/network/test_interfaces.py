@@ -9,17 +9,22 @@ import msgspec
 import pytest
 
 from penstock.errors import UsageError
-from penstock.hosts.interfaces import (
+from penstock.hosts.network.interfaces import (
     HostAddress,
     Medium,
     address_named,
+    addresses_beside,
     loopback_addresses,
+    own_address,
     pair_addresses,
     path_mtu,
+    plain_address,
+    unmapped,
     usable_addresses,
     wires_of,
+    without_detours,
 )
-from penstock.hosts.kernel_interfaces import Interface, InterfaceAddress
+from penstock.hosts.network.kernel_interfaces import Interface, InterfaceAddress
 
 LOOPBACK = Interface(
     name="lo",
@@ -131,6 +136,65 @@ def test_pairs_are_grouped_by_the_wire_between_them() -> None:
     other = host("eth0 10.0.0.2/24", "eth0 fd00::2/64")
     groups = [[pair.dial_address for pair in group] for group in wires_of(pair_addresses(own, other))]
     assert groups == [["10.0.0.2", "fd00::2"], ["10.0.0.2"]]
+
+
+def test_a_pair_that_no_packet_takes_is_left_out() -> None:
+    """From eth0 a packet to the network of eth1 leaves by eth1."""
+    own = host("eth0 10.0.0.1/24", "eth1 10.1.0.1/24")
+    other = host("eth0 10.0.0.2/24", "eth1 10.1.0.2/24")
+    pairs = without_detours(pair_addresses(own, other))
+    assert [(pair.own.interface, pair.other.interface) for pair in pairs] == [
+        ("eth0", "eth0"),
+        ("eth1", "eth1"),
+    ]
+
+
+def test_addresses_of_one_link_are_for_interfaces_that_have_no_others() -> None:
+    own = host("eth0 10.0.0.1/24", "eth0 fe80::1/64", "eth1 fe80::2/64")
+    other = host("eth0 10.0.0.2/24", "eth0 fe80::3/64", "eth1 fe80::4/64")
+    pairs = without_detours(pair_addresses(own, other))
+    assert [(pair.bind_address, pair.dial_address) for pair in pairs] == [
+        ("10.0.0.1", "10.0.0.2"),
+        ("fe80::2%eth1", "fe80::4%eth1"),
+    ]
+
+
+def test_a_way_over_a_router_is_no_detour() -> None:
+    own, other = host("eth0 10.0.0.1/24", "wlan0 10.2.0.1/24"), host("eth0 10.1.0.2/24")
+    pairs = without_detours(pair_addresses(own, other))
+    assert [pair.own.interface for pair in pairs] == ["eth0", "wlan0"]
+
+
+def test_a_host_that_is_known_by_loopback_is_used_over_loopback_alone() -> None:
+    read = reader(interface("eth0", "10.0.0.1/24"), interface("eth1", "fd00::1/64", index=3))
+    assert [one.address for one in addresses_beside("127.0.0.3", read)] == ["127.0.0.3"]
+    for known in ("10.0.0.1", "::ffff:10.0.0.1", "fd00::1"):
+        assert [one.address for one in addresses_beside(known, read)] == ["10.0.0.1", "fd00::1"]
+
+
+def test_addresses_of_sockets_are_told_as_what_they_stand_for() -> None:
+    assert [unmapped(text) for text in ("::ffff:10.0.0.1", "fe80::1%eth0", "10.0.0.1")] == [
+        "10.0.0.1",
+        "fe80::1%eth0",
+        "10.0.0.1",
+    ]
+    assert plain_address("fe80::1%eth0") == "fe80::1"
+
+
+def test_a_user_may_name_this_host_instead_of_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = reader(interface("eth0", "10.0.0.1/24"))
+    found = [(socket.AF_INET, 0, 0, "", (one, 0)) for one in ("192.0.2.1", "10.0.0.1")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *given, **options: found)
+    assert own_address("tower", read) == "10.0.0.1"
+    with pytest.raises(UsageError, match=r"has the address 192\.0\.2\.1"):
+        own_address("tower", reader())
+
+    def fail(*given: object, **options: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    with pytest.raises(UsageError, match="has the address attic"):
+        own_address("attic", read)
 
 
 def test_an_address_that_the_user_names_is_looked_up() -> None:

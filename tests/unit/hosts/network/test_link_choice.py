@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from penstock.hosts.interfaces import AddressPair, HostAddress, Medium
-from penstock.hosts.link_choice import (
+from penstock.hosts.network.interfaces import AddressPair, HostAddress, Medium
+from penstock.hosts.network.link_choice import (
     MeasuredPair,
     best_pair,
     degraded_warning,
     fallback_warning,
     idle_warning,
-    load_measured,
-    save_measured,
     speed_text,
 )
-from penstock.hosts.link_measuring import StreamSpeed
+from penstock.hosts.network.link_measuring import StreamSpeed
 
 MBIT = 1e6 / 8
 
@@ -63,7 +59,7 @@ def test_a_faster_pair_that_stands_idle_is_named() -> None:
     assert idle_warning(used, [used, cable]) == (
         "A faster way to the other host stands idle: eth0 (10.0.0.1) to eth9 (10.0.0.2), 940 Mbit/s. "
         "In use is wlan0 (10.0.0.1) to eth9 (10.0.0.2), 87 Mbit/s. "
-        "To use the faster one, name its address: --address 10.0.0.1."
+        "To use the faster one, leave --address out, or give one of its addresses."
     )
     assert idle_warning(cable, [used, cable]) == ""
     assert idle_warning(cable, [measured("eth1", 1100)]) == ""
@@ -87,23 +83,3 @@ def test_speeds_are_told_as_networks_are_sold() -> None:
         "100 Mbit/s",
         "2.5 Gbit/s",
     ]
-
-
-def test_measurements_are_kept_in_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "measured.json"
-    assert load_measured(path) == []
-    kept = [measured("eth0", 940), wireless(87)]
-    save_measured(path, kept)
-    save_measured(path, kept[:1])
-    assert load_measured(path) == kept[:1]
-    assert [one.name for one in tmp_path.iterdir()] == ["measured.json"]
-    path.write_text('[{"pair": 1}]', encoding="utf-8")
-    assert load_measured(path) == []
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "measured.json"
-    path.mkdir()
-    with pytest.raises(OSError, match="measured"):
-        save_measured(path, [])
-    assert [one.name for one in tmp_path.iterdir()] == ["measured.json"]

@@ -2,23 +2,18 @@
 
 Bytes per second decide, in the slower direction, since hidden states have to cross. Ways within `_ALIKE` of
 the fastest count as equally fast: of those one over a cable goes before Wi-Fi, Wi-Fi before a tunnel and so
-on, and of one medium the shorter round trip. Wi-Fi is so chosen beside a cable only if it is faster. What
-was measured can be kept in a file, and later observations are compared with it. All of it is pure but
-`load_measured` and `save_measured`.
+on, and of one medium the shorter round trip. Wi-Fi is so chosen beside a cable only if it is faster. All of
+it is pure; `known_ways` keeps what was measured.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 
-from penstock.hosts.interfaces import AddressPair, Medium
-from penstock.hosts.link_measuring import StreamSpeed
+from penstock.hosts.network.interfaces import AddressPair, Medium
+from penstock.hosts.network.link_measuring import StreamSpeed
 
 DEGRADED_SHARE = 0.5
 _ALIKE = 0.9
@@ -37,6 +32,11 @@ class MeasuredPair(msgspec.Struct, frozen=True, kw_only=True):
     speed: StreamSpeed
     mtu: int = 0
     measured_at: float = 0.0
+
+    @property
+    def flipped(self) -> MeasuredPair:
+        """The same as the other host would have measured it."""
+        return msgspec.structs.replace(self, pair=self.pair.flipped, speed=self.speed.flipped)
 
     @property
     def medium(self) -> Medium:
@@ -62,7 +62,7 @@ def idle_warning(used: MeasuredPair, measured: Sequence[MeasuredPair]) -> str:
         return ""
     return (
         f"A faster way to the other host stands idle: {best}. In use is {used}. "
-        f"To use the faster one, name its address: --address {best.pair.own.address}."
+        "To use the faster one, leave --address out, or give one of its addresses."
     )
 
 
@@ -93,28 +93,3 @@ def speed_text(bytes_per_s: float) -> str:
     """Return a speed in the unit in which networks are sold."""
     bits = bytes_per_s * 8
     return f"{bits / 1e9:.1f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
-
-
-def save_measured(path: Path, measured: Sequence[MeasuredPair]) -> None:
-    """Keep measurements in a file, which holds the old ones or the new ones at any moment.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(list(measured)))
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-
-
-def load_measured(path: Path) -> list[MeasuredPair]:
-    """Return the measurements that a file keeps; none where it is missing or not ours."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=list[MeasuredPair])
-    except (OSError, msgspec.DecodeError):
-        return []

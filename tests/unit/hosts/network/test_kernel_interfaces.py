@@ -6,7 +6,7 @@ import socket
 import struct
 from pathlib import Path
 
-from penstock.hosts.kernel_interfaces import (
+from penstock.hosts.network.kernel_interfaces import (
     Interface,
     InterfaceAddress,
     interfaces_of,

@@ -15,8 +15,8 @@ import trustme
 
 from fakes import FakeClock
 from penstock.errors import LinkClosedError, PenstockError, ProtocolError, WaitTimeoutError
-from penstock.hosts import link_measuring
-from penstock.hosts.link_measuring import answer_measuring, best_speed, flood, measure_stream
+from penstock.hosts.network import link_measuring
+from penstock.hosts.network.link_measuring import answer_measuring, best_speed, flood, measure_stream
 
 
 class Line:
@@ -136,6 +136,14 @@ def test_a_stream_with_tls_is_measured() -> None:
     with client.wrap_socket(ours, server_hostname="other.host") as stream:
         assert measure_stream(stream).bytes_per_s > 0
     thread.join()
+
+
+def test_a_stream_is_tried_in_passing() -> None:
+    ours, theirs = socket.socketpair()
+    errors: list[PenstockError] = []
+    with ours, theirs, answering(theirs, errors):
+        assert measure_stream(ours, seconds=0.0).round_trip_s > 0
+    assert errors == []
 
 
 class SilentStream:

@@ -75,15 +75,28 @@ class StreamSpeed(msgspec.Struct, frozen=True, kw_only=True):
         """The slower direction: which way hidden states cross is decided later."""
         return min(self.bytes_per_s_out, self.bytes_per_s_in)
 
+    @property
+    def flipped(self) -> StreamSpeed:
+        """The same as the other host would have measured it."""
+        return StreamSpeed(
+            round_trip_s=self.round_trip_s,
+            bytes_per_s_out=self.bytes_per_s_in,
+            bytes_per_s_in=self.bytes_per_s_out,
+        )
 
-def measure_stream(stream: Stream, clock: Clock = monotonic) -> StreamSpeed:
+
+def measure_stream(stream: Stream, clock: Clock = monotonic, seconds: float = MEASURING_S) -> StreamSpeed:
     """Measure a connected stream whose other end runs `answer_measuring`.
+
+    Args:
+        seconds: that it should take. With 0 it is one round trip and some kilobytes, which show that the
+            stream carries anything; its bytes per second mean nothing then.
 
     Raises:
         WaitTimeoutError: a few kilobytes need longer than `MEASURING_S`, so that the way is of no use.
         LinkClosedError: the other host has closed the stream.
     """
-    began = clock()
+    began, share = clock(), seconds / MEASURING_S
     wire = _Wire(stream, clock, MEASURING_S)
 
     def send_piece(size: int) -> None:
@@ -102,9 +115,9 @@ def measure_stream(stream: Stream, clock: Clock = monotonic) -> StreamSpeed:
         return clock()
 
     speed = StreamSpeed(
-        round_trip_s=_round_trip(wire, began + _ECHOES_UNTIL_S, clock),
-        bytes_per_s_out=flood(send_piece, piece_taken, began + _OUT_UNTIL_S, clock),
-        bytes_per_s_in=flood(request_piece, receive_piece, began + _IN_UNTIL_S, clock),
+        round_trip_s=_round_trip(wire, began + share * _ECHOES_UNTIL_S, clock),
+        bytes_per_s_out=flood(send_piece, piece_taken, began + share * _OUT_UNTIL_S, clock),
+        bytes_per_s_in=flood(request_piece, receive_piece, began + share * _IN_UNTIL_S, clock),
     )
     wire.send(_REQUEST.pack(_END, 0))
     return speed

@@ -1,0 +1,164 @@
+"""`penstock doctor --join`: could this host serve as a worker of that head, and what lies between the two?
+
+Called by `cli.doctor`. `hosts.network.visiting` looks; here is said what it means, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from penstock.cli.findings import Finding
+from penstock.cli.flags import flag
+from penstock.cli.terminal import remedy_of
+from penstock.config.hosts import own_host_name, own_version, parse_address, state_directory
+from penstock.errors import OtherVersionError, PenstockError
+from penstock.hosts.network.link_choice import MeasuredPair, best_pair, idle_warning, speed_text
+from penstock.hosts.network.port_check import CheckedPorts, port_list
+from penstock.hosts.network.scout import Survey
+from penstock.hosts.network.visiting import Visited, VisitSettings, visit_head
+from penstock.hosts.worker import credentials_path
+from penstock.process.link_ports import DEFAULT_LINK_PORTS, PortRange
+
+_GROUP = "join"
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinSettings:
+    """How this host would join a head; as for `penstock worker`."""
+
+    join: Annotated[str, flag("ADDRESS:PORT of a head to look at", "--join", group=_GROUP)] = ""
+    join_token_file: Annotated[
+        Path | None,
+        flag("holds the join token, which is not used up", "--join-token-file", group=_GROUP),
+    ] = None
+    name: Annotated[str, flag("of this host, among all", "--name", group=_GROUP)] = ""
+    address: Annotated[str, flag("of this host, for links", "--address", group=_GROUP)] = ""
+    link_ports: Annotated[str, flag("ports for links", "--link-ports", group=_GROUP)] = str(
+        DEFAULT_LINK_PORTS
+    )
+    state_dir: Annotated[
+        Path | None, flag("where this host's certificate is kept", "--state-dir", group=_GROUP)
+    ] = None
+
+
+NO_JOIN = JoinSettings()
+
+
+def check_join(settings: JoinSettings) -> list[Finding]:
+    """All checks of a head and of the way to it; none where no head is given.
+
+    Raises:
+        UsageError: a setting cannot be used.
+    """
+    from penstock.hosts.network.interfaces import own_address
+    from penstock.trust.token_prompt import given_token
+
+    if not settings.join:
+        return []
+    head, name = parse_address(settings.join, "--join"), own_host_name(settings.name)
+    visit = VisitSettings(
+        head=head,
+        name=name,
+        credentials=credentials_path(state_directory(settings.state_dir), head, name),
+        ports=PortRange.parse(settings.link_ports),
+        address=own_address(settings.address) if settings.address else "",
+    )
+    try:
+        return findings_of(visit_head(visit, lambda: given_token(settings.join_token_file)), visit.address)
+    except OtherVersionError as error:
+        return [Finding("fail", "version", error.message, remedy_of(error))]
+    except PenstockError as error:
+        return [Finding("fail", "head", error.message, remedy_of(error))]
+
+
+def findings_of(visited: Visited, address: str = "") -> list[Finding]:
+    """Say what a visit means.
+
+    Args:
+        address: that is fixed for this host's links.
+    """
+    head_whole, own_whole = not visited.unreached_at_head, not visited.unreached_here
+    return [
+        Finding("ok", "head", f"{visited.head_name} lets this host join as {visited.name}"),
+        Finding("ok", "version", f"{own_version()} on both hosts"),
+        _ports("ports of head", visited.head, visited.unreached_at_head, visited.head_name, own_whole),
+        _ports("own ports", visited.own, visited.unreached_here, visited.name, head_whole),
+        *_links(visited.to_head, visited.from_head, address),
+    ]
+
+
+def _ports(
+    subject: str, checked: CheckedPorts, unreached: dict[int, str], host: str, leads_other_way: bool
+) -> Finding:
+    """Whether the link ports of a host are reached by the other one.
+
+    Args:
+        leads_other_way: those of the other host are, so that links can be dialled from this one.
+    """
+    if not checked.ports:
+        remedy = "End what listens there, or give another range with --link-ports on that host."
+        return Finding("warn", subject, f"no port of {checked.link_ports} of {host} is free", remedy)
+    if not unreached:
+        return Finding("ok", subject, f"{port_list(checked.ports)} of {host} ({checked.address}) are reached")
+    why = ", ".join(dict.fromkeys(unreached.values()))
+    text = f"{port_list(list(unreached))} of {host} ({checked.address}) are not reached: {why}"
+    remedy = f"Let TCP ports {checked.link_ports} through the firewall of {host}."
+    if leads_other_way:
+        return Finding("warn", subject, text, f"{remedy} Until then {host} dials all links.")
+    return Finding("fail", subject, text, remedy)
+
+
+def _links(to_head: Survey, from_head: Survey, address: str) -> list[Finding]:
+    """A line for each way that leads to the head, the one that would be used first, and its MTU."""
+    if not to_head.open:
+        return [_no_link(to_head, from_head)]
+    allowed = [one for one in to_head.open if address in ("", one.pair.own.address)]
+    if not allowed:
+        text = f"no way from {address} leads to the head"
+        return [Finding("fail", "link", text, f"Leave --address out: there is {best_pair(to_head.open)}.")]
+    used = best_pair(allowed)
+    others = [one for one in to_head.open if one is not used]
+    findings = [
+        Finding("ok", "link", f"{_shown(used)}; in use"),
+        *(Finding("ok", "link", _shown(one)) for one in others),
+        _mtu(used),
+    ]
+    if warning := idle_warning(used, to_head.open):
+        findings.append(Finding("warn", "idle link", warning, "Leave --address out, or give another."))
+    return findings
+
+
+def _no_link(to_head: Survey, from_head: Survey) -> Finding:
+    if from_head.open:
+        pair = from_head.open[0].pair
+        text = f"only the head can dial: {pair}; it was not measured"
+        return Finding("warn", "link", text, "Let the link ports of the head through its firewall.")
+    tried = "; ".join(f"{one.pair}: {one.why}" for one in to_head.dead) or "no addresses of one network"
+    remedy = "Let the link ports of one of the two hosts through its firewall, or join at another address."
+    return Finding("fail", "link", f"no way leads to the head ({tried})", remedy)
+
+
+def _shown(one: MeasuredPair) -> str:
+    speed = one.speed
+    return (
+        f"{one.pair}: {speed_text(speed.bytes_per_s_out)} out, {speed_text(speed.bytes_per_s_in)} in, "
+        f"round trip {1e3 * speed.round_trip_s:.2f} ms"
+    )
+
+
+def _mtu(used: MeasuredPair) -> Finding:
+    """Whether packets of the size that both interfaces promise pass."""
+    own, other = used.pair.own, used.pair.other
+    least = min(own.mtu, other.mtu)
+    if 0 < used.mtu < least:
+        text = f"packets of {used.mtu} bytes pass, where the interfaces have {least}"
+        return Finding("warn", "mtu", text, f"Set the MTU of both interfaces to {used.mtu}.")
+    if own.mtu != other.mtu:
+        text = f"{own.interface} has {own.mtu} here, and {other.interface} {other.mtu} at the head"
+        return Finding("warn", "mtu", text, "Give both the same MTU, or large packets may be lost.")
+    return Finding("ok", "mtu", f"{used.mtu or least} bytes")

@@ -1,0 +1,101 @@
+"""Listens where workers join, at an address or at a name of this host, and says what they are to type.
+
+`0.0.0.0` and `[::]` stand for all addresses of this host; the second one takes IPv4 too.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.errors import PortInUseError
+from penstock.hosts.network.interfaces import HostAddress, usable_addresses
+
+BACKLOG = 128
+_ALL_OF_SIX = "::"
+
+
+def listen_for_workers(host: str, port: int) -> socket.socket:
+    """Return a socket that listens for workers.
+
+    Args:
+        host: an address of this host, or a name of it. Of a name's addresses those that other hosts reach are
+            taken before loopback, for which many systems have their own name.
+
+    Raises:
+        PortInUseError: nothing can listen there.
+    """
+    failure: OSError | None = None
+    try:
+        found = _resolved(host, port)
+    except OSError as error:
+        raise _not_listening(host, port, error) from error
+    for family, _, _, _, address in sorted(found, key=lambda one: _is_loopback(str(one[4][0]))):
+        try:
+            return _listener(family, address)
+        except OSError as error:
+            failure = failure or error
+    assert failure is not None, "a name stands for one address at least"
+    raise _not_listening(host, port, failure) from failure
+
+
+def join_address(
+    host: str, port: int, addresses: Callable[[], Sequence[HostAddress]] = usable_addresses
+) -> str:
+    """Return the address that workers are to type: of all addresses of this host the most promising one."""
+    if _is_wildcard(host):
+        own = [one.address for one in addresses() if not one.is_link_local]
+        host = own[0] if own else host
+    return shown(host, port)
+
+
+def loopback_warning(host: str, port: int) -> str:
+    """Return what to say where a name of this host is an address that no other host reaches; else nothing."""
+    addresses = [str(one[4][0]) for one in _resolved(host, port)]
+    if _is_address(host) or not all(map(_is_loopback, addresses)):
+        return ""
+    return (
+        f"{host} is {addresses[0]} on this host, which other hosts do not reach. Give --listen-workers an "
+        "address of this host."
+    )
+
+
+def shown(host: str, port: int) -> str:
+    """Return host and port as people type them."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _resolved(host: str, port: int) -> list[tuple[int, int, int, str, Any]]:
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return list(found)
+
+
+def _listener(family: int, address: Any) -> socket.socket:
+    takes_both = address[0] == _ALL_OF_SIX and socket.has_dualstack_ipv6()
+    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=takes_both)
+
+
+def _not_listening(host: str, port: int, error: OSError) -> PortInUseError:
+    return PortInUseError(
+        f"cannot listen for workers at {shown(host, port)}: {(error.strerror or str(error)).lower()}.",
+        remedy="Give another --listen-workers ADDRESS:PORT, with an address of this host.",
+        param="listen_workers",
+    )
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_loopback
+
+
+def _is_wildcard(host: str) -> bool:
+    return _is_address(host) and ipaddress.ip_address(host.partition("%")[0]).is_unspecified

@@ -1,0 +1,94 @@
+"""What was measured between hosts, kept in the state directory of the head: a file for each pair of hosts.
+
+A way is known by the names of its two interfaces, since addresses change more often than cables. A pair of
+hosts is measured anew when the list of ways between them is another one.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from penstock.hosts.network.link_measuring import StreamSpeed
+from penstock.trust.private_files import make_private_directory
+
+
+class Wire(msgspec.Struct, frozen=True):
+    """The interfaces of two hosts between which a way leads, by name."""
+
+    one: str
+    other: str
+
+
+class KnownWay(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of a way.
+
+    Attributes:
+        speed: `out` is away from the first host.
+        mtu: largest packet of the way; 0 where unknown.
+        measured_at: seconds since 1970.
+    """
+
+    wire: Wire
+    speed: StreamSpeed
+    mtu: int
+    measured_at: float
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A file. `wires` are all that were tried, and `ways` those that led somewhere."""
+
+    wires: list[Wire]
+    ways: list[KnownWay]
+
+
+class KnownWays:
+    """The measurements of a head.
+
+    Args:
+        directory: for the files; made if it is not there.
+
+    Raises:
+        UsageError: it cannot be used, or others may enter it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        make_private_directory(directory)
+        self._directory = directory
+
+    def find(self, one: str, other: str, wires: Collection[Wire]) -> dict[Wire, KnownWay]:
+        """Return the known ways between two hosts; none where other interfaces were there."""
+        record = self._read(one, other)
+        return {way.wire: way for way in record.ways} if set(record.wires) == set(wires) else {}
+
+    def find_older(self, one: str, other: str) -> dict[Wire, KnownWay]:
+        """Return the ways between two hosts as they were measured last, whatever interfaces there are now."""
+        return {way.wire: way for way in self._read(one, other).ways}
+
+    def keep(self, one: str, other: str, wires: Collection[Wire], ways: Collection[KnownWay]) -> None:
+        """Keep what was measured between two hosts, in one rename. A disk that is full is no error."""
+        with suppress(OSError):
+            descriptor, name = tempfile.mkstemp(dir=self._directory)
+            try:
+                with os.fdopen(descriptor, "wb") as file:
+                    file.write(msgspec.json.encode(_Record(wires=list(wires), ways=list(ways))))
+                os.replace(name, self._path(one, other))
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(name)
+                raise
+
+    def _read(self, one: str, other: str) -> _Record:
+        """The file of two hosts; an empty record where it is missing or damaged."""
+        try:
+            return msgspec.json.decode(self._path(one, other).read_bytes(), type=_Record)
+        except (OSError, msgspec.MsgspecError):
+            return _Record(wires=[], ways=[])
+
+    def _path(self, one: str, other: str) -> Path:
+        return self._directory / f"{one}+{other}.json"  # no name of a host has a "+"

@@ -1,0 +1,116 @@
+"""Where a host of the cluster comes to measure the ways to this one: a thread that lets it in and answers it.
+
+It listens at the link ports of every address that is to be measured. Whoever comes proves by TLS that it is
+the expected host (`trust.door`), and is then answered by `link_measuring.answer_measuring`. The connections
+carry nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import ssl
+import threading
+from collections.abc import Sequence
+
+import msgspec
+
+from penstock.errors import PenstockError, ProtocolError
+from penstock.hosts.bell import Bell
+from penstock.hosts.member import Waitable
+from penstock.hosts.network.interfaces import HostAddress
+from penstock.hosts.network.link_measuring import answer_measuring
+from penstock.process.link_ports import PortRange, listen_in_range
+from penstock.trust.credentials import Credentials
+from penstock.trust.door import Door
+from penstock.trust.peer_names import PeerName
+from penstock.trust.tls import CertifiedPeer, link_server_context
+
+_LOOK_S = 0.5  # between two looks at whether a peer at a door is late
+
+
+class ListeningPlace(msgspec.Struct, frozen=True):
+    """Where a host listens to be measured."""
+
+    address: HostAddress
+    port: int
+
+
+class MeasuringDoor:
+    """Answers one host that measures.
+
+    Args:
+        addresses: of this host; those at which nothing can listen are left out.
+        ports: of links.
+        credentials: of this host's head or agent.
+        peer: who is expected.
+
+    Attributes:
+        places: where it listens.
+
+    Raises:
+        UsageError, PortInUseError: nothing can listen at any of the addresses.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[HostAddress],
+        ports: PortRange,
+        credentials: Credentials,
+        peer: PeerName,
+    ) -> None:
+        self.places: list[ListeningPlace] = []
+        self._context = link_server_context(credentials)
+        self._peer = peer
+        self._doors = [self._open(listener) for listener in self._listeners(addresses, ports)]
+        self._bell = Bell()
+        self._thread = threading.Thread(target=self._serve, name="measuring door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Listen no longer. Waits for an answer that is being given, some seconds at most."""
+        self._bell.ring()
+        self._thread.join()
+        for door in self._doors:
+            door.close()
+        self._bell.close()
+
+    def _listeners(self, addresses: Sequence[HostAddress], ports: PortRange) -> list[socket.socket]:
+        listeners: list[socket.socket] = []
+        failure: PenstockError | None = None
+        for address in addresses:
+            try:
+                listener = listen_in_range(address.bind_address, ports)
+            except PenstockError as error:  # such as one that has gone, or is taken
+                failure = failure or error
+                continue
+            listeners.append(listener)
+            self.places.append(ListeningPlace(address, listener.getsockname()[1]))
+        if failure is not None and not listeners:
+            raise failure
+        return listeners
+
+    def _open(self, listener: socket.socket) -> Door[CertifiedPeer]:
+        return Door(listener, self._secure, self._begin, lambda address, error: None)
+
+    def _secure(self, accepted: socket.socket) -> socket.socket:
+        with contextlib.suppress(OSError):  # it is gone already, as the handshake will show
+            accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return self._context.wrap_socket(accepted, server_side=True, do_handshake_on_connect=False)
+
+    def _begin(self, connection: socket.socket) -> CertifiedPeer:
+        if not isinstance(connection, ssl.SSLSocket):  # `_secure` makes no other
+            raise ProtocolError("a host has come to measure without TLS.", code="not_tls")
+        return CertifiedPeer(connection, [self._peer])
+
+    def _serve(self) -> None:
+        while True:
+            sources: list[Waitable] = [self._bell, *self._doors]
+            ready, _, _ = select.select(sources, [], [], _LOOK_S)
+            if self._bell in ready:
+                return
+            for door in self._doors:
+                for entered in door.serve(0.0):
+                    with entered.connection as stream, contextlib.suppress(PenstockError, OSError):
+                        answer_measuring(stream)

@@ -1,0 +1,352 @@
+"""Finds the best way between each two hosts that are connected, at the head, and says which it is.
+
+    both hosts listen     each dials the other on every way, so that it is known which ways lead
+                          there, and who can be reached
+    one measures          the ways that lead there, one after the other
+
+What was measured is kept (`known_ways`). At the next start, and when a host is back, the ways are only tried;
+they are measured anew when the interfaces of either host are others. The
+fastest way is used (`link_choice`), unless a user has fixed the address of a host. Warnings say when a
+faster way stands idle, when the best one fell away, and when one has become much slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.hosts.network.interfaces import (
+    AddressPair,
+    HostAddress,
+    pair_addresses,
+    wires_of,
+    without_detours,
+)
+from penstock.hosts.network.known_ways import KnownWay, KnownWays, Wire
+from penstock.hosts.network.link_choice import (
+    MeasuredPair,
+    best_pair,
+    degraded_warning,
+    fallback_warning,
+    idle_warning,
+    speed_text,
+)
+from penstock.hosts.network.link_measuring import MEASURING_S
+from penstock.hosts.network.routes import Route
+from penstock.hosts.network.scout import Dead, Listening, Scout, Survey, Target, WayToTry
+from penstock.process.config import HostLink
+
+MOST_WAYS = 6  # between two hosts, the most promising ones
+MOST_TARGETS = 3  # addresses that are tried for one way
+
+Tell = Callable[[str], None]
+
+
+def pairs_of_pipe(names: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the pairs of hosts between which a pipeline has connections.
+
+    The core, at the head, talks to every rank. The last stage sends samples to every earlier one. Hidden
+    states cross between neighbours.
+
+    Args:
+        names: of the hosts, in the order in which stages are given to them; the head first.
+    """
+    pairs = [(names[0], name) for name in names[1:]]
+    pairs += pairwise(names[1:])
+    pairs += [(name, names[-1]) for name in names[1:-2]]
+    return pairs
+
+
+class FoundWay(msgspec.Struct, frozen=True, kw_only=True):
+    """A way between two hosts that leads there; `own` is at the first of them.
+
+    Attributes:
+        listeners: which of the two can be reached by the other one on it.
+    """
+
+    measured: MeasuredPair
+    listeners: tuple[str, ...]
+
+
+class _Ends(NamedTuple):
+    """Two hosts, in the order of their names, and where they listen."""
+
+    scouts: tuple[Scout, Scout]
+    listening: tuple[Listening, Listening]
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.scouts[0].peer.host, self.scouts[1].peer.host
+
+    @property
+    def wires(self) -> list[list[AddressPair]]:
+        """The ways that may lead from the first to the second, each as pairs of addresses."""
+        own, other = ([place.address for place in one.places] for one in self.listening)
+        groups = wires_of(without_detours(pair_addresses(own, other)))
+        return [group[:MOST_TARGETS] for group in groups[:MOST_WAYS]]
+
+    def port(self, number: int, address: HostAddress) -> int:
+        """Where the first (0) or second (1) host listens at an address of its own."""
+        return next(place.port for place in self.listening[number].places if place.address == address)
+
+
+class PathFinder:
+    """Args:
+    directory: where what was measured is kept.
+    tell: takes lines for the user.
+    warn: takes warnings; each is given once.
+
+    Raises:
+        UsageError: the directory cannot be used.
+    """
+
+    def __init__(self, directory: Path, tell: Tell, warn: Tell) -> None:
+        self._known = KnownWays(directory)
+        self._tell = tell
+        self._warn_user = warn
+        self._pairs: dict[frozenset[str], tuple[Scout, Scout]] = {}
+        self._used: dict[frozenset[str], FoundWay] = {}
+        self._said: set[str] = set()
+
+    def find(self, one: Scout, other: Scout) -> None:
+        """Find the best way between two hosts, and say which it is."""
+        scouts = (one, other) if one.peer.host < other.peer.host else (other, one)
+        names = frozenset((one.peer.host, other.peer.host))
+        self._pairs[names] = scouts
+        try:
+            self._find(scouts, names)
+        except (PenstockError, OSError) as error:
+            why = error.message if isinstance(error, PenstockError) else f"{error.strerror or error}."
+            self._tell(f"the ways between {_both(scouts)} were not looked for: {why}")
+
+    def find_again(self, host: str) -> None:
+        """Look anew at the ways to a host that is back."""
+        for names, scouts in list(self._pairs.items()):
+            if host in names:
+                self.find(*scouts)
+
+    def review(self) -> None:
+        """See `Routes.review`."""
+        for scouts in list(self._pairs.values()):
+            self.find(*scouts)
+
+    def between(self, accepting: str, joining: str) -> Route:
+        """See `Routes.between`. A host that cannot be reached dials, whoever should accept."""
+        way = self._used.get(frozenset((accepting, joining)))
+        if way is None:
+            return Route(listener=accepting)
+        listener = accepting if accepting in way.listeners else joining
+        first = min(accepting, joining)
+        pair = way.measured.pair if listener != first else way.measured.pair.flipped  # as who dials sees it
+        return Route(
+            listener=listener,
+            listen_address=pair.other.bind_address,
+            dial_address=pair.dial_address,
+            dial_from=pair.bind_address,
+        )
+
+    def links(self) -> Sequence[HostLink]:
+        """See `Routes.links`."""
+        return [
+            _link(min(names), max(names), way.measured)
+            for names, way in sorted(self._used.items(), key=lambda item: sorted(item[0]))
+        ]
+
+    def _find(self, scouts: tuple[Scout, Scout], names: frozenset[str]) -> None:
+        try:
+            ends = _Ends(scouts, (scouts[0].listen(scouts[1].peer), scouts[1].listen(scouts[0].peer)))
+            ways, dead = self._ways(ends)
+        finally:
+            for scout in scouts:
+                scout.rest()
+        before = [self._used.pop(names)] if names in self._used else []
+        allowed = _allowed(ends, ways)
+        if not allowed:
+            self._say(_nothing(ends, ways, dead))
+            return
+        used = _best(allowed)
+        self._used[names] = used
+        if [_wire(way.measured.pair) for way in before] != [_wire(used.measured.pair)]:
+            self._tell(_line(ends, used))
+        self._say(idle_warning(used.measured, [way.measured for way in ways]))
+        self._say(self._fallback(ends, used, before, dead))
+        self._say(_one_way_warning(ends, used))
+
+    def _ways(self, ends: _Ends) -> tuple[list[FoundWay], list[Dead]]:
+        """The ways that lead there, with what is known of them or is measured now, and those that do not."""
+        groups = ends.wires
+        wires = [_wire(group[0]) for group in groups]
+        ways, dead = _tried(ends, groups)
+        known = self._known.find(*ends.names, wires)
+        if all(_wire(way.measured.pair) in known for way in ways):
+            return [_as_known(way, known) for way in ways], dead
+        older = self._known.find_older(*ends.names)
+        ways = _measured_anew(ends, ways)
+        self._known.keep(*ends.names, wires, [_known(way) for way in ways])
+        for way in ways:
+            self._compare(way, older)
+        return ways, dead
+
+    def _compare(self, way: FoundWay, older: dict[Wire, KnownWay]) -> None:
+        """Say so if a way has become much slower since it was measured last."""
+        before = older.get(_wire(way.measured.pair))
+        if before is not None:
+            measured = msgspec.structs.replace(way.measured, speed=before.speed)
+            self._say(degraded_warning(measured, way.measured.speed.bytes_per_s))
+
+    def _fallback(self, ends: _Ends, used: FoundWay, before: Sequence[FoundWay], dead: Sequence[Dead]) -> str:
+        """What to say when a better way than the used one has fallen away, or leads nowhere at this start."""
+        known = self._known.find_older(*ends.names)
+        wires = {_wire(group[0]) for group in ends.wires}
+        gone = [
+            (_measured(known[_wire(one.pair)], one.pair), one.why) for one in dead if _wire(one.pair) in known
+        ]
+        gone += [
+            (way.measured, "an interface has no address or no carrier any more")
+            for way in before
+            if _wire(way.measured.pair) not in wires
+        ]
+        wanted = best_pair([used.measured, *(measured for measured, _ in gone)])
+        why = next((why for measured, why in gone if measured is wanted), "")
+        return fallback_warning(wanted, used.measured, why) if why else ""
+
+    def _say(self, warning: str) -> None:
+        if warning and warning not in self._said:
+            self._said.add(warning)
+            self._warn_user(warning)
+
+
+def _tried(ends: _Ends, groups: Sequence[Sequence[AddressPair]]) -> tuple[list[FoundWay], list[Dead]]:
+    """Try all ways in both directions; of those that lead somewhere nothing is measured yet."""
+    one, other = ends.scouts
+    there = other.survey(one.peer, [_back(ends, group, 0.0) for group in groups])
+    back = one.survey(other.peer, [_forth(ends, group, 0.0) for group in groups])
+    from_other = {_wire(measured.pair.flipped): measured.flipped for measured in there.open}
+    from_one = {_wire(measured.pair): measured for measured in back.open}
+    reached = [(ends.names[0], from_other), (ends.names[1], from_one)]
+    ways = []
+    for wire in (_wire(group[0]) for group in groups):
+        measured = from_other.get(wire) or from_one.get(wire)
+        if measured is not None:
+            listeners = tuple(name for name, found in reached if wire in found)
+            ways.append(FoundWay(measured=measured, listeners=listeners))
+    return ways, _dead_both_ways(there, back)
+
+
+def _measured_anew(ends: _Ends, ways: Sequence[FoundWay]) -> list[FoundWay]:
+    """Measure ways that lead somewhere, one after the other; one that carries next to nothing is left out."""
+    one, other = ends.scouts
+    seconds = MEASURING_S / max(1, len(ways))
+    to_one = [way for way in ways if ends.names[0] in way.listeners]
+    to_other = [way for way in ways if ends.names[0] not in way.listeners]
+    there = other.survey(one.peer, [_back(ends, [way.measured.pair], seconds) for way in to_one])
+    back = one.survey(other.peer, [_forth(ends, [way.measured.pair], seconds) for way in to_other])
+    found = {_wire(measured.pair): measured for measured in back.open}
+    found |= {_wire(measured.pair.flipped): measured.flipped for measured in there.open}
+    return [
+        msgspec.structs.replace(way, measured=found[_wire(way.measured.pair)])
+        for way in ways
+        if _wire(way.measured.pair) in found
+    ]
+
+
+def _one_way_warning(ends: _Ends, used: FoundWay) -> str:
+    """What to say when one of the two hosts cannot be reached."""
+    unreached = [name for name in ends.names if name not in used.listeners]
+    if not unreached:
+        return ""
+    return (
+        f"{unreached[0]} cannot be reached on this way, so that it dials. To let links come there too, open "
+        "its --link-ports in its firewall."
+    )
+
+
+def _dead_both_ways(there: Survey, back: Survey) -> list[Dead]:
+    """Ways that lead neither there nor back, as the first host sees them."""
+    of_other = {_wire(one.pair.flipped) for one in there.dead}
+    return [one for one in back.dead if _wire(one.pair) in of_other]
+
+
+def _back(ends: _Ends, group: Sequence[AddressPair], seconds: float) -> WayToTry:
+    """A way as the second host dials it."""
+    targets = [Target(pair.flipped, ends.port(0, pair.own)) for pair in group]
+    return WayToTry(targets=targets, seconds=seconds)
+
+
+def _forth(ends: _Ends, group: Sequence[AddressPair], seconds: float) -> WayToTry:
+    """A way as the first host dials it."""
+    targets = [Target(pair, ends.port(1, pair.other)) for pair in group]
+    return WayToTry(targets=targets, seconds=seconds)
+
+
+def _allowed(ends: _Ends, ways: Sequence[FoundWay]) -> list[FoundWay]:
+    """The ways over addresses that the users of both hosts have fixed, or not fixed."""
+    own, other = (listening.only for listening in ends.listening)
+    return [
+        way
+        for way in ways
+        if own in ("", way.measured.pair.own.address) and other in ("", way.measured.pair.other.address)
+    ]
+
+
+def _best(ways: Sequence[FoundWay]) -> FoundWay:
+    best = best_pair([way.measured for way in ways])
+    return next(way for way in ways if way.measured is best)
+
+
+def _wire(pair: AddressPair) -> Wire:
+    return Wire(pair.own.interface, pair.other.interface)
+
+
+def _known(way: FoundWay) -> KnownWay:
+    measured = way.measured
+    return KnownWay(
+        wire=_wire(measured.pair), speed=measured.speed, mtu=measured.mtu, measured_at=measured.measured_at
+    )
+
+
+def _measured(known: KnownWay, pair: AddressPair) -> MeasuredPair:
+    return MeasuredPair(pair=pair, speed=known.speed, mtu=known.mtu, measured_at=known.measured_at)
+
+
+def _as_known(way: FoundWay, known: dict[Wire, KnownWay]) -> FoundWay:
+    """The way with what was measured before in place of what was seen in passing."""
+    pair = way.measured.pair
+    return msgspec.structs.replace(way, measured=_measured(known[_wire(pair)], pair))
+
+
+def _link(one: str, other: str, measured: MeasuredPair) -> HostLink:
+    return HostLink(
+        hosts=(one, other),
+        interfaces=(measured.pair.own.interface, measured.pair.other.interface),
+        round_trip_s=measured.speed.round_trip_s,
+        bytes_per_s_out=measured.speed.bytes_per_s_out,
+        bytes_per_s_in=measured.speed.bytes_per_s_in,
+    )
+
+
+def _line(ends: _Ends, way: FoundWay) -> str:
+    speed = way.measured.speed
+    return (
+        f"links between {ends.names[0]} and {ends.names[1]} run over {way.measured.pair}: "
+        f"{speed_text(speed.bytes_per_s_out)} there, {speed_text(speed.bytes_per_s_in)} back, "
+        f"round trip {1e3 * speed.round_trip_s:.2f} ms"
+    )
+
+
+def _nothing(ends: _Ends, ways: Sequence[FoundWay], dead: Sequence[Dead]) -> str:
+    """What to say when no way that is allowed leads from either host to the other."""
+    tried = "; ".join(f"{one.pair}: {one.why}" for one in dead) or "they have no addresses of one network"
+    what = f"no way for links between {ends.names[0]} and {ends.names[1]} was found ({tried})."
+    if ways:
+        return f"{what} --address rules out {_best(ways).measured}. Leave it out, or give another address."
+    return f"{what} Let the --link-ports of at least one of them through its firewall."
+
+
+def _both(scouts: Sequence[Scout]) -> str:
+    return " and ".join(scout.peer.host for scout in scouts)

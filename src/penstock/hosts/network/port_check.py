@@ -1,0 +1,93 @@
+"""Checks whether the link ports of a host can be reached by another one.
+
+The checked host listens at some free ports at both ends of its range and accepts nobody: the kernel completes
+connections, and no byte of them is read. The other host dials each port and closes the connection. Most ports
+stay free, since links may be opened meanwhile.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import islice
+
+import msgspec
+
+from penstock.errors import PenstockError
+from penstock.hosts.network.dialling import CONNECT_S, Dial, close_all, dial_all, reason
+from penstock.process.link_ports import PortRange, listen_in_range
+
+MOST_PORTS = 8  # of a range, and no more than half of it
+_MOST_LOOKS = 64  # at ports that may be in use
+
+
+class CheckedPorts(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a host listens for a check.
+
+    Attributes:
+        address: under which the other host reaches it.
+        ports: at which it listens; none if all that were looked at are in use.
+        link_ports: the whole range, as people write it.
+    """
+
+    address: str
+    ports: list[int]
+    link_ports: str
+
+
+class OpenPorts:
+    """Listens at free link ports, the first and the last ones.
+
+    Args:
+        address: of this host, as a socket is bound to it.
+
+    Attributes:
+        checked: what the other host is told.
+    """
+
+    def __init__(self, address: str, link_ports: PortRange) -> None:
+        every = range(link_ports.first, link_ports.last + 1)
+        count = max(1, min(MOST_PORTS, len(every) // 2))
+        self._listeners: list[socket.socket] = []
+        self._open(address, every, (count + 1) // 2)
+        self._open(address, reversed(every), count // 2)
+        ports = sorted(int(listener.getsockname()[1]) for listener in self._listeners)
+        self.checked = CheckedPorts(address=address, ports=ports, link_ports=str(link_ports))
+
+    def close(self) -> None:
+        while self._listeners:
+            self._listeners.pop().close()
+
+    def _open(self, address: str, ports: Iterable[int], count: int) -> None:
+        """Listen at so many of these ports that are free."""
+        wanted = len(self._listeners) + count
+        for port in islice(ports, _MOST_LOOKS):
+            if len(self._listeners) == wanted:
+                return
+            with suppress(PenstockError):  # in use
+                self._listeners.append(listen_in_range(address, PortRange(port, port)))
+
+
+def unreached_ports(checked: CheckedPorts, own_address: str, timeout_s: float = CONNECT_S) -> dict[int, str]:
+    """Return the ports of another host that cannot be dialled from here, and why.
+
+    Args:
+        own_address: from which they are dialled.
+    """
+    ends = dial_all([Dial(checked.address, port, own_address) for port in checked.ports], timeout_s)
+    close_all(ends)
+    return {
+        port: reason(end) for port, end in zip(checked.ports, ends, strict=True) if isinstance(end, OSError)
+    }
+
+
+def port_list(ports: Sequence[int]) -> str:
+    """Return ports as people write them: `7701-7705, 7709`."""
+    runs: list[list[int]] = []
+    for port in sorted(ports):
+        if runs and runs[-1][-1] == port - 1:
+            runs[-1].append(port)
+        else:
+            runs.append([port])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,97 @@
+"""The scout of a worker, as the head has it: its questions go to the agent there (`scouting_agent`)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.errors import LinkClosedError, ProtocolError, WaitTimeoutError, error_from_info
+from penstock.hosts.network.scout import Listening, Survey, WayToTry
+from penstock.hosts.network.scout_messages import (
+    FromScout,
+    ListenForHost,
+    ListensForHost,
+    RestScout,
+    ScoutFailed,
+    Surveyed,
+    SurveyHost,
+)
+from penstock.trust.peer_names import PeerName
+
+LISTEN_S = 8.0  # with an answer in progress there, which ends within 5 s
+SURVEY_S = 15.0  # beyond some ways that each carry next to nothing
+
+
+class AskedHost(Protocol):
+    """What a question needs of a host elsewhere (`hosts.remote_host.RemoteHost`).
+
+    Attributes:
+        name: of the host.
+        scout_answers: by number, those that nobody has taken.
+    """
+
+    name: str
+    scout_answers: dict[int, FromScout]
+
+    @property
+    def is_there(self) -> bool: ...
+
+    def tell(self, message: msgspec.Struct) -> None: ...
+
+    def pump_until(self, condition: Callable[[], bool], timeout_s: float) -> bool: ...
+
+
+class RemoteScout:
+    """Implements `Scout`.
+
+    Args:
+        peer: the name of the host's agent.
+    """
+
+    def __init__(self, host: AskedHost, peer: PeerName) -> None:
+        self._host = host
+        self._peer = peer
+        self._numbers = itertools.count(1)
+
+    @property
+    def peer(self) -> PeerName:
+        return self._peer
+
+    def listen(self, peer: PeerName) -> Listening:
+        number = next(self._numbers)
+        answer = self._ask(number, ListenForHost(number=number, peer=peer), LISTEN_S)
+        if not isinstance(answer, ListensForHost):
+            raise self._misunderstood(answer)
+        return answer.listening
+
+    def survey(self, peer: PeerName, ways: Sequence[WayToTry]) -> Survey:
+        number = next(self._numbers)
+        answer = self._ask(number, SurveyHost(number=number, peer=peer, ways=list(ways)), SURVEY_S)
+        if not isinstance(answer, Surveyed):
+            raise self._misunderstood(answer)
+        return answer.survey
+
+    def rest(self) -> None:
+        self._host.tell(RestScout())
+
+    def _ask(self, number: int, question: msgspec.Struct, timeout_s: float) -> FromScout:
+        answers = self._host.scout_answers
+        answers.clear()  # those that came too late
+        self._host.tell(question)
+        if not self._host.pump_until(lambda: number in answers, timeout_s):
+            if not self._host.is_there:
+                raise LinkClosedError(f"the host {self._host.name} is lost.")
+            raise WaitTimeoutError(f"the host {self._host.name} has not answered for {timeout_s:g} s.")
+        answer = answers.pop(number)
+        if isinstance(answer, ScoutFailed):
+            raise error_from_info(answer.error)
+        return answer
+
+    def _misunderstood(self, answer: FromScout) -> ProtocolError:
+        return ProtocolError(
+            f"the host {self._host.name} has answered a question about ways with {type(answer).__name__}.",
+            remedy="Run the same version of Penstock on all hosts.",
+        )

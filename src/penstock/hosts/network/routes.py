@@ -1,0 +1,62 @@
+"""Where streams between two hosts are accepted, and between which of their addresses they run.
+
+`hosts.connections` asks for a route whenever it joins processes of two hosts. `path_finding.PathFinder` knows
+the routes that were measured; `DEFAULT_ROUTES` stands for hosts between which nothing was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.process.config import HostLink
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """How a stream between two hosts is opened.
+
+    Attributes:
+        listener: name of the host that listens; the other one dials.
+        listen_address: of the listening host; empty: the one that it uses by itself.
+        dial_address: the same one as the other host dials it; empty: as the invitation says.
+        dial_from: address of the dialling host; empty: any.
+    """
+
+    listener: str
+    listen_address: str = ""
+    dial_address: str = ""
+    dial_from: str = ""
+
+
+class Routes(Protocol):
+    """What is known about the ways between the hosts of an engine."""
+
+    def between(self, accepting: str, joining: str) -> Route:
+        """Return the route of a connection that the host `accepting` should accept if it can be reached."""
+        ...
+
+    def links(self) -> Sequence[HostLink]:
+        """Return what was measured of the ways in use, one for each pair of hosts."""
+        ...
+
+    def review(self) -> None:
+        """Look whether the ways in use still lead to their hosts; choose others where they do not."""
+        ...
+
+
+class DefaultRoutes:
+    """Whoever accepts a connection listens at the address that it uses by itself. Implements `Routes`."""
+
+    def between(self, accepting: str, joining: str) -> Route:
+        return Route(listener=accepting)
+
+    def links(self) -> Sequence[HostLink]:
+        return []
+
+    def review(self) -> None:
+        """Nothing was chosen."""
+
+
+DEFAULT_ROUTES = DefaultRoutes()

@@ -1,0 +1,225 @@
+"""Finds out which ways lead from one host to another, and how fast they are.
+
+A scout of one host listens (`measuring_door`), and the scout of the other dials all places that its host was
+told, at once, and then measures one way after the other. Who scouts which pair of hosts is decided at the
+head (`path_finding`). The agent of a worker does this for its host (`scouting_agent`).
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from penstock.errors import LinkClosedError, PenstockError, ProtocolError
+from penstock.hosts.network.dialling import CONNECT_S, Dial, close_all, dial_all, reason
+from penstock.hosts.network.interfaces import AddressPair, HostAddress, path_mtu
+from penstock.hosts.network.link_choice import MeasuredPair
+from penstock.hosts.network.link_measuring import measure_stream
+from penstock.hosts.network.measuring_door import ListeningPlace, MeasuringDoor
+from penstock.process.link_ports import PortRange
+from penstock.trust.credentials import Credentials
+from penstock.trust.joining import converse
+from penstock.trust.peer_names import PeerName
+from penstock.trust.tls import CertifiedDialler, link_client_context, refusal
+
+MEET_S = 2.0  # for a handshake over a way that carries anything
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A place of the other host that may be dialled; of its pair `own` is at the host that dials."""
+
+    pair: AddressPair
+    port: int
+
+
+class WayToTry(msgspec.Struct, frozen=True, kw_only=True):
+    """A way between two interfaces.
+
+    Attributes:
+        targets: any of which leads there, the most promising first.
+        seconds: for which it is measured; with 0 it is only seen whether it leads anywhere.
+    """
+
+    targets: list[Target]
+    seconds: float
+
+
+class Dead(msgspec.Struct, frozen=True):
+    """A pair of addresses between which no connection came about, and why."""
+
+    pair: AddressPair
+    why: str
+
+
+class Survey(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host has found out about the ways to another one; its own addresses are `own` in all pairs.
+
+    Attributes:
+        open: one for each way that leads there.
+        dead: one for each way that does not.
+    """
+
+    open: list[MeasuredPair]
+    dead: list[Dead]
+
+
+class Listening(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a host listens to be measured.
+
+    Attributes:
+        only: the address that its user has fixed for links; empty: any of them.
+    """
+
+    places: list[ListeningPlace]
+    only: str = ""
+
+
+class Scout(Protocol):
+    """What the head asks of each host to find the ways between two of them."""
+
+    @property
+    def peer(self) -> PeerName:
+        """Who comes when this host measures."""
+        ...
+
+    def listen(self, peer: PeerName) -> Listening:
+        """Let the host `peer` measure the ways to this one, until `rest`.
+
+        Raises:
+            PenstockError: no port is free, or the host is gone.
+        """
+        ...
+
+    def survey(self, peer: PeerName, ways: Sequence[WayToTry]) -> Survey:
+        """Dial the host `peer`, which listens, on all ways, and measure those that lead there.
+
+        Raises:
+            PenstockError: the host that should measure is gone.
+        """
+        ...
+
+    def rest(self) -> None:
+        """Listen no longer."""
+        ...
+
+
+class OwnScout:
+    """The scout of this host. Implements `Scout`; a call may take seconds.
+
+    Args:
+        peer: the name of this process, as other hosts expect it.
+        credentials: of the same name.
+        ports: of links.
+        addresses: lists the addresses of this host that a given one may reach.
+        only: the address that the user has fixed.
+        clock: monotonic seconds.
+        wall_clock: seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        peer: PeerName,
+        credentials: Credentials,
+        ports: PortRange,
+        addresses: Callable[[str], Sequence[HostAddress]],
+        only: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._peer = peer
+        self._credentials = credentials
+        self._ports = ports
+        self._addresses = addresses
+        self._only = only
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._doors: list[MeasuringDoor] = []
+
+    @property
+    def peer(self) -> PeerName:
+        return self._peer
+
+    def listen(self, peer: PeerName) -> Listening:
+        self.rest()
+        self._require_own_cluster(peer)
+        door = MeasuringDoor(self._places(peer.host), self._ports, self._credentials, peer)
+        self._doors.append(door)
+        return Listening(places=door.places, only=self._only)
+
+    def survey(self, peer: PeerName, ways: Sequence[WayToTry]) -> Survey:
+        self._require_own_cluster(peer)
+        targets = [target for way in ways for target in way.targets]
+        ends = iter(dial_all([_dial(target) for target in targets], CONNECT_S, self._clock))
+        dialled = [[next(ends) for _ in way.targets] for way in ways]
+        found = Survey(open=[], dead=[])
+        try:
+            for way, of_way in zip(ways, dialled, strict=True):
+                self._try_way(peer, way, of_way, found)
+        finally:
+            for of_way in dialled:
+                close_all(of_way)
+        return found
+
+    def rest(self) -> None:
+        while self._doors:
+            self._doors.pop().close()
+
+    def _places(self, peer: str) -> list[HostAddress]:
+        """The addresses at which it listens: of the interface with the fixed one, that one alone."""
+        addresses = self._addresses(peer)
+        fixed = {one.interface for one in addresses if one.address == self._only}
+        return [one for one in addresses if one.interface not in fixed or one.address == self._only]
+
+    def _try_way(
+        self, peer: PeerName, way: WayToTry, ends: Sequence[socket.socket | OSError], found: Survey
+    ) -> None:
+        """Add to what was found: the first target that can be measured, or why none can."""
+        dead: list[Dead] = []
+        for target, end in zip(way.targets, ends, strict=True):
+            if isinstance(end, OSError):
+                dead.append(Dead(target.pair, reason(end)))
+                continue
+            try:
+                found.open.append(self._measured(target, end, peer, way.seconds))
+                return
+            except PenstockError as error:
+                dead.append(Dead(target.pair, error.message.rstrip(".")))
+        found.dead.extend(dead[:1])
+
+    def _measured(self, target: Target, end: socket.socket, peer: PeerName, seconds: float) -> MeasuredPair:
+        with self._met(end, peer) as stream:
+            speed = measure_stream(stream, self._clock, seconds)
+            return MeasuredPair(
+                pair=target.pair, speed=speed, mtu=path_mtu(stream), measured_at=self._wall_clock()
+            )
+
+    def _met(self, end: socket.socket, peer: PeerName) -> socket.socket:
+        """Return the connection once both hosts have proved who they are."""
+        deadline = self._clock() + MEET_S
+        end.settimeout(MEET_S)
+        try:
+            stream = link_client_context(self._credentials).wrap_socket(end)
+            try:
+                converse(stream, CertifiedDialler(stream, [peer]), deadline, self._clock)
+            except BaseException:
+                stream.close()
+                raise
+        except PenstockError:  # some are an OSError too
+            raise
+        except TimeoutError as error:
+            raise LinkClosedError(f"it did not answer within {MEET_S:g} s.") from error
+        except OSError as error:
+            raise refusal(error) from error
+        return stream
+
+    def _require_own_cluster(self, peer: PeerName) -> None:
+        if peer.cluster != self._peer.cluster:
+            raise ProtocolError("ways are measured only between hosts of one cluster.")
+
+
+def _dial(target: Target) -> Dial:
+    return Dial(target.pair.dial_address, target.port, target.pair.bind_address)

@@ -1,0 +1,61 @@
+"""What the head asks of the scout of another host, and what comes back.
+
+The messages are part of `hosts.agent_messages`. Each question has a number, which its answer bears.
+
+    head                                       agent
+    ListenForHost(4, peer)             ──▶     ListensForHost(4, places)
+    SurveyHost(5, peer, ways)          ──▶     Surveyed(5, what was found), or ScoutFailed(5, why)
+    RestScout()                        ──▶
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.errors import ErrorInfo
+from penstock.hosts.network.scout import Listening, Survey, WayToTry
+from penstock.trust.peer_names import PeerName
+
+
+class ListenForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listen_for_host"):
+    """Let a host of the cluster measure the ways to this one."""
+
+    number: int
+    peer: PeerName
+
+
+class SurveyHost(msgspec.Struct, frozen=True, kw_only=True, tag="survey_host"):
+    """Measure the ways to a host of the cluster, which listens."""
+
+    number: int
+    peer: PeerName
+    ways: list[WayToTry]
+
+
+class RestScout(msgspec.Struct, frozen=True, tag="rest_scout"):
+    """Listen no longer."""
+
+
+class ListensForHost(msgspec.Struct, frozen=True, kw_only=True, tag="listens_for_host"):
+    """The host listens."""
+
+    number: int
+    listening: Listening
+
+
+class Surveyed(msgspec.Struct, frozen=True, kw_only=True, tag="surveyed"):
+    """The ways were measured."""
+
+    number: int
+    survey: Survey
+
+
+class ScoutFailed(msgspec.Struct, frozen=True, kw_only=True, tag="scout_failed"):
+    """Nothing came of a question."""
+
+    number: int
+    error: ErrorInfo
+
+
+ToScout = ListenForHost | SurveyHost | RestScout
+FromScout = ListensForHost | Surveyed | ScoutFailed

@@ -1,0 +1,129 @@
+"""Lets an agent answer the head's questions about ways to other hosts, and go on with its work meanwhile.
+
+The questions are answered one after the other in a thread, which ends with `close`. The agent waits for the
+bell and sends the answers, since its wire belongs to its own thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Protocol
+
+from penstock.errors import PeerError, PenstockError
+from penstock.hosts.bell import Bell
+from penstock.hosts.network.scout import Scout
+from penstock.hosts.network.scout_messages import (
+    FromScout,
+    ListenForHost,
+    ListensForHost,
+    RestScout,
+    ScoutFailed,
+    Surveyed,
+    SurveyHost,
+    ToScout,
+)
+
+
+class ScoutAnswers(Protocol):
+    """Who answers questions about ways to other hosts."""
+
+    def fileno(self) -> int:
+        """Readable when there is an answer."""
+        ...
+
+    def ask(self, question: ToScout) -> None:
+        """Take a question; returns at once."""
+        ...
+
+    def take(self) -> list[FromScout]:
+        """Return the answers since the last call."""
+        ...
+
+    def close(self) -> None:
+        """End; questions that have no answer yet get none."""
+        ...
+
+
+class ScoutingAgent:
+    """Answers by a scout. Implements `ScoutAnswers`.
+
+    Args:
+        scout: belongs to the thread from now on.
+    """
+
+    def __init__(self, scout: Scout) -> None:
+        self._scout = scout
+        self._bell = Bell()
+        self._questions: queue.SimpleQueue[ToScout | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[FromScout] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="scout", daemon=True)
+        self._thread.start()
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def ask(self, question: ToScout) -> None:
+        self._questions.put(question)
+
+    def take(self) -> list[FromScout]:
+        self._bell.hush()
+        answers = []
+        while not self._answers.empty():
+            answers.append(self._answers.get())
+        return answers
+
+    def close(self) -> None:
+        """Wait for the question that is being answered, some seconds at most."""
+        self._questions.put(None)
+        self._thread.join()
+        self._bell.close()
+
+    def _run(self) -> None:
+        while (question := self._questions.get()) is not None:
+            for answer in self._answered(question):
+                self._answers.put(answer)
+                self._bell.ring()
+        self._scout.rest()
+
+    def _answered(self, question: ToScout) -> list[FromScout]:
+        if isinstance(question, RestScout):
+            self._scout.rest()
+            return []
+        try:
+            if isinstance(question, ListenForHost):
+                listening = self._scout.listen(question.peer)
+                return [ListensForHost(number=question.number, listening=listening)]
+            assert isinstance(question, SurveyHost), question
+            survey = self._scout.survey(question.peer, question.ways)
+            return [Surveyed(number=question.number, survey=survey)]
+        except PenstockError as error:
+            return [ScoutFailed(number=question.number, error=error.info())]
+        except OSError as error:  # no descriptors, or the kernel does not list its interfaces
+            failure = PeerError(f"the host cannot look for ways: {error.strerror or error}.")
+            return [ScoutFailed(number=question.number, error=failure.info())]
+
+
+class NoScout:
+    """Of a host that knows no way: every question fails. Implements `ScoutAnswers`."""
+
+    def __init__(self) -> None:
+        self._bell = Bell()
+        self._answers: list[FromScout] = []
+
+    def fileno(self) -> int:
+        return self._bell.fileno()
+
+    def ask(self, question: ToScout) -> None:
+        if not isinstance(question, RestScout):
+            error = PeerError("this host does not look for ways to others.").info()
+            self._answers.append(ScoutFailed(number=question.number, error=error))
+            self._bell.ring()
+
+    def take(self) -> list[FromScout]:
+        self._bell.hush()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def close(self) -> None:
+        self._bell.close()

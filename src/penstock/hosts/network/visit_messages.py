@@ -1,0 +1,51 @@
+"""What the head and a visitor say to each other: a host that looks whether it could join (`doctor --join`).
+
+The conversation of `trust` comes first: the visitor has a token or a certificate, and the same version.
+
+    visitor                                                          head
+    VisitorListens(where, ports, memory)              ──▶
+                                                      ◀──   HeadListens(where, ports)
+    measures the ways to the head, dials its ports
+    LookBack()                                        ──▶   dials the visitor's places and ports
+                                                      ◀──   LookedBack(what it has found)
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from penstock.hosts.network.port_check import CheckedPorts
+from penstock.hosts.network.scout import Listening, Survey
+
+
+class VisitorListens(msgspec.Struct, frozen=True, kw_only=True, tag="visitor_listens"):
+    """Where the visitor can be tried."""
+
+    listening: Listening
+    ports: CheckedPorts
+
+
+class LookBack(msgspec.Struct, frozen=True, tag="look_back"):
+    """The visitor has seen what it wanted; now it is the head's turn."""
+
+
+class HeadListens(msgspec.Struct, frozen=True, kw_only=True, tag="head_listens"):
+    """Where the head can be tried."""
+
+    listening: Listening
+    ports: CheckedPorts
+
+
+class LookedBack(msgspec.Struct, frozen=True, kw_only=True, tag="looked_back"):
+    """What the head has found.
+
+    Attributes:
+        unreached: ports of the visitor that cannot be dialled, and why.
+    """
+
+    survey: Survey
+    unreached: dict[int, str]
+
+
+ToVisited = VisitorListens | LookBack
+ToVisitor = HeadListens | LookedBack

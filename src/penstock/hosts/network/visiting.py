@@ -1,0 +1,127 @@
+"""Looks from a would-be worker whether it could join a head, and what lies between the two.
+
+It proves itself as `penstock worker --join` would, with a token or with the certificate of an earlier join,
+but neither uses the token up nor joins. `cli.doctor_join` says what the findings mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from penstock.config.hosts import own_version
+from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.network.interfaces import addresses_beside, unmapped
+from penstock.hosts.network.link_measuring import MEASURING_S
+from penstock.hosts.network.port_check import CheckedPorts, OpenPorts, unreached_ports
+from penstock.hosts.network.scout import OwnScout, Survey
+from penstock.hosts.network.visit_messages import (
+    HeadListens,
+    LookBack,
+    LookedBack,
+    ToVisitor,
+    VisitorListens,
+)
+from penstock.hosts.network.visits import VISIT_S, next_word, ways_to
+from penstock.process.link_ports import PortRange
+from penstock.trust.credentials import Credentials
+from penstock.trust.join_token import JoinToken
+from penstock.trust.joining import Address, JoinedHead, visit
+from penstock.trust.peer_names import AGENT_ROLE, VISITOR_ROLE, PeerName
+from penstock.trust.tls import link_client_context, token_client_context
+from penstock.trust.worker_join import CertificateVisit, TokenVisit
+
+
+class VisitSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a host visits a head.
+
+    Attributes:
+        name: of this host.
+        credentials: the file of an earlier join; a token is asked for where it is missing.
+        address: that is fixed for links; empty: any.
+    """
+
+    head: Address
+    name: str
+    credentials: Path
+    ports: PortRange
+    address: str = ""
+
+
+class Visited(msgspec.Struct, frozen=True, kw_only=True):
+    """What a visit has found.
+
+    Attributes:
+        own, head: where this host and the head were tried.
+        to_head: the ways to the head, measured.
+        from_head: the ways from the head to this host, only tried.
+        unreached_at_head: ports of the head that cannot be dialled from here, and why.
+        unreached_here: ports of this host that cannot be dialled from the head, and why.
+    """
+
+    name: str
+    own: CheckedPorts
+    head_name: str
+    head: CheckedPorts
+    to_head: Survey
+    from_head: Survey
+    unreached_at_head: dict[int, str]
+    unreached_here: dict[int, str]
+
+
+def visit_head(settings: VisitSettings, token: Callable[[], JoinToken]) -> Visited:
+    """Look what lies between this host and a head.
+
+    Args:
+        token: asks for the join token; called where this host has no certificate of the head yet.
+
+    Raises:
+        JoinError: the head does not let this host in: wrong version, token or certificate.
+        PeerError: the head cannot be reached, or does not answer.
+        UsageError: the token or the certificate cannot be read.
+    """
+    head, role = _entered(settings, token)
+    with contextlib.ExitStack() as at_end:
+        wire: AgentWire[ToVisitor] = AgentWire(head.connection, ToVisitor)
+        at_end.callback(wire.close)
+        deadline = time.monotonic() + VISIT_S
+        own = settings.address or str(head.connection.getsockname()[0])
+        peer = PeerName(cluster=head.name.cluster, host=settings.name, role=role)
+        scout = OwnScout(
+            peer, head.credentials, settings.ports, lambda _: addresses_beside(own), settings.address
+        )
+        at_end.callback(scout.rest)
+        listening = scout.listen(head.name)
+        ports = OpenPorts(unmapped(own), settings.ports)
+        at_end.callback(ports.close)
+        wire.send(VisitorListens(listening=listening, ports=ports.checked))
+        theirs = next_word(wire, HeadListens, deadline)
+        to_head = scout.survey(head.name, ways_to(listening, theirs.listening, MEASURING_S))
+        unreached = unreached_ports(theirs.ports, unmapped(own))
+        wire.send(LookBack())
+        back = next_word(wire, LookedBack, deadline)
+        return Visited(
+            name=settings.name,
+            own=ports.checked,
+            head_name=head.name.host,
+            head=theirs.ports,
+            to_head=to_head,
+            from_head=back.survey,
+            unreached_at_head=unreached,
+            unreached_here=back.unreached,
+        )
+
+
+def _entered(settings: VisitSettings, token: Callable[[], JoinToken]) -> tuple[JoinedHead, str]:
+    """Prove to the head that this host may join it; the connection, and the role in its certificate."""
+    try:
+        credentials = Credentials.load(settings.credentials)
+    except FileNotFoundError:
+        claim = TokenVisit(token(), settings.name, own_version())
+        return visit(settings.head, claim, token_client_context()), VISITOR_ROLE
+    again = CertificateVisit(credentials, own_version(), time.time())
+    return visit(settings.head, again, link_client_context(credentials)), AGENT_ROLE
