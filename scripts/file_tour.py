@@ -38,6 +38,7 @@ ROOMS = {
     "engine/core": "the core's process, around the scheduler",
     "engine/client": "the core's clients",
     "hosts": "the machines that ranks run on",
+    "hosts/logs": "what is printed on other hosts, at the head",
     "planner": "`--partition auto`: which layers each stage should hold",
     "executor": "ranks, seen from the core",
     "scheduler": "who runs in which plan",

@@ -111,8 +111,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         pin_threads: bind each compute thread of a rank to a core of its own; `auto` does so where all ranks'
             threads together are as many as the usable cores. CPU only.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
-        warm_spare: keep a process ready, once all is well, that a stage which is lost is started again in;
-            not where memory is short.
+        warm_spare: keep a process ready for a stage that is lost, once all is well and memory is not short.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
     """

@@ -41,6 +41,7 @@ from penstock.hosts.agent_messages import (
     TouchMember,
 )
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.logs.worker_log import AgentLog, NoLog
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.rank_host import HostEnd, PlanNeed, RankHost
@@ -56,6 +57,9 @@ HEARTBEAT_S = 1.0
 HEAD_LIMIT_S = (
     30.0  # of silence: the supervisor may be busy for a while, and a head that died is seen at once
 )
+
+
+NO_LOG = NoLog()
 
 
 class AllowedNames:
@@ -85,6 +89,7 @@ class Agent:
         locate: finds the model of a rank on this host.
         allowed: takes the credentials that the head sends.
         clock: monotonic seconds.
+        log: what is printed here, for the head.
     """
 
     def __init__(
@@ -94,13 +99,16 @@ class Agent:
         locate: Locate,
         allowed: AllowedNames,
         clock: Callable[[], float] = time.monotonic,
+        log: AgentLog = NO_LOG,
     ) -> None:
         self._host = host
         self._wire = wire
         self._locate = locate
         self._allowed = allowed
         self._watch = MemberWatch(self._tell_event)
-        self._watch.watch(wire)
+        self._log = log
+        for source in (wire, *log.sources):
+            self._watch.watch(source)
         self._members: dict[int, Member] = {}
         self._ends: dict[int, HostEnd] = {}
         self._spare_bytes = -1
@@ -133,8 +141,10 @@ class Agent:
             self._obey(message)
         for member in members:
             self._hear(member)
+        for lines in self._log.take():
+            self._wire.send(lines)
         self._keep_alive()
-        return sources - {self._wire}
+        return sources - {self._wire, *self._log.sources}
 
     def _keep_alive(self) -> None:
         now = self._clock()

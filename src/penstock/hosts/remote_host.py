@@ -21,10 +21,10 @@ import msgspec
 
 from penstock.errors import (
     ErrorInfo,
+    LinkClosedError,
     PeerError,
     ProtocolError,
     StageLostError,
-    WaitTimeoutError,
     error_from_info,
 )
 from penstock.hosts.agent_messages import (
@@ -41,6 +41,7 @@ from penstock.hosts.agent_messages import (
     Heartbeat,
     Join,
     KeepSpare,
+    LogLines,
     Resources,
     Said,
     SpareKept,
@@ -65,9 +66,9 @@ from penstock.process.endpoints import HeldEnd
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
-ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
 TEND_EVERY_S = 1.0
 SILENCE_LIMIT_S = 3.0  # between hosts; members have their own limits
+ANSWER_S = SILENCE_LIMIT_S  # for an agent to answer: who waits for it hears nothing else meanwhile
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
 
@@ -193,6 +194,7 @@ class RemoteHost:
     Args:
         name: of the host, as its certificate has it.
         on_lost: called when the connection to its agent is lost.
+        on_log: is given what was printed there.
     """
 
     def __init__(
@@ -202,10 +204,11 @@ class RemoteHost:
         hello: AgentHello,
         cluster: Cluster,
         on_lost: Callable[[PeerError], None] = lambda error: None,
+        on_log: Callable[[LogLines], None] = lambda lines: None,
     ) -> None:
         self.name = name
         self._cluster = cluster
-        self._on_lost = on_lost
+        self._on_lost, self._on_log = on_lost, on_log
         self._numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
@@ -249,9 +252,10 @@ class RemoteHost:
             self._wire.give_up(f"it has given no sign of life for {silence_s:.1f} s.")
             self.pump()
         self.tell(Heartbeat())
+        self.tell(AskResources())
 
     def resources(self) -> HostResources:
-        """As of the agent's last word; the next one is asked for."""
+        """As of the agent's last word: it is asked each second (`tend`), and now."""
         self.pump()
         self.tell(AskResources())
         return self._resources
@@ -348,14 +352,15 @@ class RemoteHost:
         """Wait for where the end can be dialled.
 
         Raises:
-            PeerError: the agent is gone, does not answer or has no port.
+            PeerError: the agent is gone or has no port. Who does not answer counts as gone: with a cable that
+                is pulled it is the links that break first.
         """
         self._awaited = number
         self._answers.clear()
         if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
-            if self._wire.failure is not None:
-                raise self._wire.failure
-            raise WaitTimeoutError(f"the host {self.name} has not answered for {ANSWER_S:g} s.")
+            self._wire.give_up(f"it has not answered for {ANSWER_S:g} s.")
+            self.pump()
+            raise LinkClosedError(f"the host {self.name} is lost: {self._wire.failure}")
         answer = self._answers.pop()
         if isinstance(answer, EndFailed):
             raise error_from_info(answer.error)
@@ -375,6 +380,8 @@ class RemoteHost:
             self._resources = msgspec.structs.replace(message.resources, name=self.name)
         elif isinstance(message, SpareKept):
             self._spare_bytes = message.own_bytes
+        elif isinstance(message, LogLines):
+            self._on_log(message)
 
     def _lose(self, failure: PeerError) -> None:
         if not self._is_lost:

@@ -23,6 +23,8 @@ from penstock.hosts.agent_messages import ToAgent
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
+from penstock.hosts.logs.child_outputs import PipedOutputs
+from penstock.hosts.logs.worker_log import WorkerLog
 from penstock.hosts.member import Waitable
 from penstock.hosts.model_shelf import ModelShelf
 from penstock.process.link_ports import PortRange
@@ -142,9 +144,12 @@ class Worker:
         )
         wire: AgentWire[ToAgent] = AgentWire(head.connection, ToAgent)
         shelf = ModelShelf(settings.models)
-        agent = Agent(LocalHost(name=settings.name, streams=streams), wire, shelf.locate, allowed)
+        outputs = PipedOutputs()
+        log = WorkerLog(self._tell, outputs, self._clock)
+        host = LocalHost(name=settings.name, streams=streams, outputs=outputs)
+        agent = Agent(host, wire, shelf.locate, allowed, log=log)
         agent.watch(self._stop)
-        self._tell(
+        log.say(
             f"{settings.name} has joined {head.name.host}; links from other hosts come to {own_address}, "
             f"ports {settings.ports}"
         )
@@ -157,6 +162,7 @@ class Worker:
         finally:
             agent.unwatch(self._stop)
             agent.close()
+            log.close()
 
     def _waited(self, seconds: float) -> bool:
         """Wait; whether the worker is to stop."""

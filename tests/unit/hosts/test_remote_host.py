@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from hand_core import Crew
 from penstock.errors import ErrorInfo, ModelError, PeerError, StageLostError
 from penstock.families.registry import resolve_model_directory
 from penstock.faults import parse
+from penstock.hosts import remote_host
 from penstock.hosts.agent import HEAD_LIMIT_S, Agent, AllowedNames
-from penstock.hosts.agent_messages import AgentHello, Hand, StartRank, ToAgent, ToHead
+from penstock.hosts.agent_messages import AgentHello, Hand, LogLines, StartRank, ToAgent, ToHead
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.member import Waitable
 from penstock.hosts.rank_host import LinkNeed, Parties, PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S, Cluster, RemoteHost
 from penstock.hosts.stream_ends import StreamInvitation
@@ -41,6 +43,19 @@ def rank_config(stage: int = 1, **changed: Any) -> RankConfig:
     return make_rank_configs(resolve_model_directory("demo"), 2, model_path=MODEL, **changed)[stage]
 
 
+class StandInLog:
+    """Lines that a test has given."""
+
+    sources: Sequence[Waitable] = ()
+
+    def __init__(self) -> None:
+        self.lines: list[LogLines] = []
+
+    def take(self) -> list[LogLines]:
+        lines, self.lines = self.lines, []
+        return lines
+
+
 class Pair:
     """A remote host at the head and the agent that serves it, each served by hand."""
 
@@ -51,14 +66,16 @@ class Pair:
         self.allowed = AllowedNames()
         self.models: dict[bytes, Path] = {IDENTITY: Path("/models/here")}
         self.lost: list[PeerError] = []
+        self.logged: list[LogLines] = []
+        self.log = StandInLog()
         agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
         self.head_wire: AgentWire[ToHead] = AgentWire(ends[0], ToHead)
-        self.agent = Agent(self.own, agent_wire, self._locate, self.allowed, self.clock)
+        self.agent = Agent(self.own, agent_wire, self._locate, self.allowed, self.clock, self.log)
         (hello,) = self.head_wire.receive()
         assert isinstance(hello, AgentHello)
         cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
         cluster = msgspec.structs.replace(cluster, identify={MODEL: IDENTITY}.__getitem__)
-        self.host = RemoteHost(self.head_wire, "desk", hello, cluster, self.lost.append)
+        self.host = RemoteHost(self.head_wire, "desk", hello, cluster, self.lost.append, self.logged.append)
 
     def serve(self) -> None:
         """Let the agent do all that it was asked for."""
@@ -257,6 +274,37 @@ def test_g1_a_silent_agent_is_lost_after_the_limit_and_not_by_a_supervisor_that_
         pair.host.tend(now)
     assert SILENCE_LIMIT_S < now - 100.0 <= SILENCE_LIMIT_S + 1.0
     assert "has given no sign of life for 4.0 s" in member.end().message
+
+
+def test_r15_an_agent_that_does_not_answer_is_lost(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a cable that is pulled a link may break before the host counts as silent: the next epoch must
+    not wait for it again and again."""
+    monkeypatch.setattr(remote_host, "ANSWER_S", 0.01)
+    member, _ = pair.start()
+    with pytest.raises(PeerError, match=r"the host desk is lost: it has not answered for 0\.01 s"):
+        pair.host.accept("tls", LINK, parties("tower"))
+    assert not pair.host.is_there
+    assert len(pair.lost) == 1
+    assert member.exit_code == 1
+
+
+def test_r15_what_a_host_has_left_is_asked_each_second(pair: Pair) -> None:
+    """The stages of another host may have to find room there."""
+    before = pair.host.resources().free_bytes
+    pair.serve()
+    pair.own.free_bytes = 5
+    pair.host.tend(1.0)
+    pair.serve()
+    assert before != 5
+    assert pair.host.resources().free_bytes == 5
+
+
+def test_r15_log_lines_of_the_host_come_to_the_head(pair: Pair) -> None:
+    said = LogLines(lines=[("stage 1", "a warning"), ("", "its own")], num_dropped=2)
+    pair.log.lines.append(said)
+    pair.serve()
+    pair.host.pump()
+    assert pair.logged == [said]
 
 
 def test_g1_heartbeats_keep_both_sides_content(pair: Pair) -> None:
