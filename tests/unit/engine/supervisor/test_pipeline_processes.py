@@ -276,7 +276,7 @@ def test_g1_an_epoch_that_a_host_refuses_is_tried_again(
     serve(replica)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(replica.other, "accept", refuse)
-        replica.other.members[0].leave(1)
+        replica.other.members[0].leave(-9)
         replica.processes.recover()
     lost = [event for event in replica.events if isinstance(event, StageLost)]
     assert lost[-1].error.message == "no new epoch could begin: the host cellar has not answered for 5 s."
