@@ -19,7 +19,7 @@ from penstock.config.engine import EngineConfig
 from penstock.engine.supervisor.host_choice import HostChoice
 from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas
 from penstock.engine.supervisor.stage_spread import HostRoom, StageDemand, spread
-from penstock.errors import ErrorInfo, HostMissingError, PenstockError
+from penstock.errors import ErrorInfo, HostMissingError, PenstockError, describe
 from penstock.hosts.rank_host import Hosts
 from penstock.hosts.resources import HostResources
 from penstock.process.config import RankConfig
@@ -93,9 +93,9 @@ class PipeLayout:
         missing = self._choice.missing
         try:
             notes = self._lay_over(names, loaded, living)
-        except PenstockError as error:
+        except (PenstockError, OSError) as error:
             # Where no host is missing it was to be laid over more of them, and can stay as it is.
-            return self._refuse(missing, names, error) if missing else Settlement(is_settled=True)
+            return self._refuse(missing, names, describe(error)) if missing else Settlement(is_settled=True)
         self._awaited = self._refused = ()
         return Settlement(is_settled=True, notes=notes)
 
@@ -112,7 +112,7 @@ class PipeLayout:
         )
         return Settlement(is_settled=False, notes=[note])
 
-    def _refuse(self, missing: Sequence[str], names: Sequence[str], error: PenstockError) -> Settlement:
+    def _refuse(self, missing: Sequence[str], names: Sequence[str], error: ErrorInfo) -> Settlement:
         """The hosts that are there cannot take over; the user is told once for each loss."""
         refusal = HostMissingError(
             f"nothing runs without {self._with_stages(missing)}, and {_listed(names)} cannot take over: "
@@ -137,34 +137,34 @@ class PipeLayout:
 
         Raises:
             NotEnoughMemoryError: the stages do not fit there.
-            PenstockError: what `launch.resolve_replicas` raises.
+            PenstockError, OSError: what `launch.resolve_replicas` raises.
         """
         before = {rank.stage: rank.host for rank in self.plan.ranks}
         demands = [self._demand(stage, names, loaded, living) for stage in before]
-        given = [self._hosts[name].resources() for name in names]
-        num_replicas = self._config.parallel.data_parallel_size  # which all look for room at once
-        rooms = [
-            HostRoom(name=host.name, free_bytes=host.free_bytes // num_replicas, num_gpus=host.num_gpus)
-            for host in given
-        ]
-        of_stages = spread(demands, rooms)
-        held = {name: sum(each.held_bytes for each in demands if each.host == name) for name in names}
-        by_name = {
-            host.name: msgspec.structs.replace(
-                host, free_bytes=host.free_bytes + num_replicas * held[host.name]
-            )
-            for host in given
-        }
+        given = {name: self._hosts[name].resources() for name in names}
+        after = spread(demands, [self._room(host) for host in given.values()])
+        homes = {name: self._with_held(host, demands) for name, host in given.items()}
         missing = self._choice.missing
-        self.plan = self._planned([by_name[name] for name in of_stages])
-        self._choice.lay_over([name for name in names if name in of_stages])
+        self.plan = self._planned([homes[name] for name in after])
+        self._choice.lay_over([name for name in names if name in after])
         moves = [
-            f"stage {stage} goes to {after}"
-            for (stage, host), after in zip(before.items(), of_stages, strict=True)
-            if host != after
+            f"stage {stage} goes to {home}"
+            for (stage, host), home in zip(before.items(), after, strict=True)
+            if host != home
         ]
         reason = f"without {_listed(missing)}: " if missing else ""
         return [f"{reason}{', '.join(moves)}."] if moves else []
+
+    def _room(self, host: HostResources) -> HostRoom:
+        """Return what a host has for this pipeline: all replicas look for room at once."""
+        share = host.free_bytes // self._config.parallel.data_parallel_size
+        return HostRoom(name=host.name, free_bytes=share, num_gpus=host.num_gpus)
+
+    def _with_held(self, host: HostResources, demands: Sequence[StageDemand]) -> HostResources:
+        """Return what a host would have if it held none of our weights, which a plan counts anew."""
+        held_bytes = sum(demand.held_bytes for demand in demands if demand.host == host.name)
+        free_bytes = host.free_bytes + self._config.parallel.data_parallel_size * held_bytes
+        return msgspec.structs.replace(host, free_bytes=free_bytes)
 
     def _demand(
         self, stage: int, names: Sequence[str], loaded: Mapping[int, RankLoaded], living: Set[int]

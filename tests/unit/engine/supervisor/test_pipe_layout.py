@@ -12,6 +12,7 @@ from fakes import FakeClock
 from penstock.batch import RankLoaded
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
+from penstock.engine.supervisor import pipe_layout
 from penstock.engine.supervisor.launch import resolve
 from penstock.engine.supervisor.pipe_layout import PipeLayout, Settlement
 from penstock.hosts.rank_host import Hosts
@@ -160,6 +161,23 @@ def test_r15_memory_that_is_freed_lets_the_others_take_over(laid: Laid) -> None:
     laid.by_name["shelf"].free_bytes = 120 * MIB
     assert laid.settle().is_settled
     assert laid.homes == ["tower", "shelf", "shelf"]
+
+
+def test_r15_a_model_that_the_head_cannot_read_any_more_is_said_like_a_lack_of_memory(
+    laid: Laid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(pipe_layout, "resolve_replicas", fail)
+        refusal = laid.settle().refusal
+    assert refusal is not None
+    assert "cannot take over: OSError: [Errno 5] Input/output error" in refusal.message
+    assert laid.settle().is_settled
 
 
 def test_r15_a_host_that_comes_back_later_takes_part_in_the_next_epoch(laid: Laid) -> None:
