@@ -21,10 +21,10 @@ import msgspec
 
 from penstock.errors import (
     ErrorInfo,
-    LinkClosedError,
     PeerError,
     ProtocolError,
     StageLostError,
+    WaitTimeoutError,
     error_from_info,
 )
 from penstock.hosts.agent_messages import (
@@ -66,9 +66,10 @@ from penstock.process.endpoints import HeldEnd
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import PeerName
 
+ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
 TEND_EVERY_S = 1.0
 SILENCE_LIMIT_S = 3.0  # between hosts; members have their own limits
-ANSWER_S = SILENCE_LIMIT_S  # for an agent to answer: who waits for it hears nothing else meanwhile
+DOUBT_S = 2.0  # of silence: nothing is begun with such a host before it has said something
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
 
@@ -227,12 +228,14 @@ class RemoteHost:
         self._kinds = hello.kinds
         self._allowed: set[PeerName] = set()
         self._spare_bytes = 0
-        self._is_lost = False
+        self._is_lost = self._is_doubtful = False
         self._heard_at = self._tended_at = -math.inf
 
     @property
     def is_there(self) -> bool:
-        return self._wire.failure is None
+        """See `RankHost.is_there`. A host that is silent may be lost: with a cable that is pulled it is the
+        links that break first, and what begins anew at once would wait for the host in vain."""
+        return self._wire.failure is None and not self._is_doubtful
 
     @property
     def sources(self) -> Collection[Waitable]:
@@ -248,6 +251,7 @@ class RemoteHost:
         self._tended_at = now
         self.pump()
         silence_s = now - self._heard_at
+        self._is_doubtful |= silence_s > DOUBT_S
         if silence_s > SILENCE_LIMIT_S:
             self._wire.give_up(f"it has given no sign of life for {silence_s:.1f} s.")
             self.pump()
@@ -306,6 +310,7 @@ class RemoteHost:
         """Take what has come from the agent, without waiting."""
         for message in self._wire.receive():
             self._heard_at = max(self._heard_at, self._tended_at)  # as far as the last `tend` knows the time
+            self._is_doubtful = False
             self._take(message)
         if self._wire.failure is not None:
             self._lose(self._wire.failure)
@@ -352,15 +357,15 @@ class RemoteHost:
         """Wait for where the end can be dialled.
 
         Raises:
-            PeerError: the agent is gone or has no port. Who does not answer counts as gone: with a cable that
-                is pulled it is the links that break first.
+            PeerError: the agent is gone, does not answer or has no port.
         """
         self._awaited = number
         self._answers.clear()
         if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
-            self._wire.give_up(f"it has not answered for {ANSWER_S:g} s.")
-            self.pump()
-            raise LinkClosedError(f"the host {self.name} is lost: {self._wire.failure}")
+            if self._wire.failure is not None:
+                raise self._wire.failure
+            self._is_doubtful = True
+            raise WaitTimeoutError(f"the host {self.name} has not answered for {ANSWER_S:g} s.")
         answer = self._answers.pop()
         if isinstance(answer, EndFailed):
             raise error_from_info(answer.error)
