@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shutil
 import signal
 import threading
@@ -15,7 +17,7 @@ import pytest
 from checkpoints import make_checkpoint
 from linked_engines import make_llm, tokens
 from penstock import LLM, SamplingParams
-from penstock.errors import HostMissingError
+from penstock.errors import HostMissingError, PenstockError, UnavailableError
 from served import is_alive, wait_until
 from worker_programs import WorkerProgram, WorkerPrograms, stages_below
 
@@ -110,16 +112,29 @@ def test_r15_of_three_hosts_one_is_killed_and_running_requests_go_on_over_the_ot
 ) -> None:
     workers = engine.start("desk", "shelf")
     assert tokens(engine.llm) == expected[0]
-    answers: list[list[list[int]]] = []
-    running = threading.Thread(target=lambda: answers.append(at_length(engine.llm)))
-    num_before = num_generated(engine.llm)
-    running.start()
-    wait_until(lambda: num_generated(engine.llm) > num_before + 5, WAIT_S)
-    workers["desk"].kill()
-    running.join(WAIT_S)
+    with running(engine.llm) as answers:
+        workers["desk"].kill()
     assert answers == [expected[1]]
     assert len(engine.own_stages) + len(workers["shelf"].stages) == 3
     assert tokens(engine.llm) == expected[0]
+
+
+@contextlib.contextmanager
+def running(llm: LLM) -> Iterator[list[list[list[int]] | PenstockError]]:
+    """Enter the block when requests are running; leave it when they have ended. Yields what came of them."""
+    came: list[list[list[int]] | PenstockError] = []
+
+    def run() -> None:
+        try:
+            came.append(at_length(llm))
+        except PenstockError as error:
+            came.append(error)
+
+    thread, num_before = threading.Thread(target=run), num_generated(llm)
+    thread.start()
+    wait_until(lambda: num_generated(llm) > num_before + 5, WAIT_S)
+    yield came
+    thread.join(WAIT_S)
 
 
 def num_generated(llm: LLM) -> int:
@@ -147,19 +162,25 @@ def test_r15_a_stopped_worker_is_done_without_and_disturbs_nothing_when_it_goes_
     assert (epoch_of(engine.llm), len(engine.own_stages), desk.stages) == (epoch, 2, [])
 
 
+def is_whole(llm: LLM) -> bool:
+    stats = llm.stats()
+    return stats is not None and stats.loss is None
+
+
 def epoch_of(llm: LLM) -> int:
     stats = llm.stats()
     return -1 if stats is None else stats.epoch
 
 
 def test_r15_a_host_that_came_back_serves_again_from_the_next_epoch_on(
-    engine: Engine, expected: tuple[list[list[int]], list[list[int]]]
+    engine: Engine, expected: tuple[list[list[int]], list[list[int]]], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "penstock")
     engine.start("desk")["desk"].kill()
     wait_until(lambda: len(engine.own_stages) == 2, WAIT_S)
     assert tokens(engine.llm) == expected[0]
     desk = engine.start_worker("desk")
-    wait_until(lambda: "has joined" in desk.output, WAIT_S)
+    wait_until(lambda: "desk may take stages when the next epoch begins" in caplog.text, WAIT_S)
     engine.own_stages[0].kill()
     wait_until(lambda: len(desk.stages) == 1, WAIT_S)
     assert tokens(engine.llm) == expected[0]
@@ -172,13 +193,19 @@ def test_r15_where_the_others_cannot_take_over_the_error_names_the_host_and_the_
     """The head cannot read the model any more. Too little memory is met in the same way (unit tests)."""
     desk = engine.start("desk")["desk"]
     assert tokens(engine.llm) == expected[0]
-    hidden = engine.model.rename(engine.model.with_name("hidden"))
-    desk.kill()
-    with pytest.raises(HostMissingError, match="nothing runs without the host desk") as caught:
+    hidden = engine.model.with_name("hidden")
+    with running(engine.llm) as came:
+        engine.model.rename(hidden)
+        desk.kill()
+    (error,) = came
+    assert isinstance(error, HostMissingError)
+    assert error.message.startswith("nothing runs without the host desk (stage 1), and ")
+    assert "on desk again" in error.remedy
+    with pytest.raises(UnavailableError, match=r"nothing runs without the host desk .* on desk again"):
         tokens(engine.llm)
-    assert "on desk again" in caught.value.remedy
     hidden.rename(engine.model)
-    wait_until(lambda: len(engine.own_stages) == 2, WAIT_S)
+    wait_until(lambda: is_whole(engine.llm), WAIT_S)
+    assert len(engine.own_stages) == 2
     assert tokens(engine.llm) == expected[0]
 
 
@@ -205,7 +232,7 @@ def test_r15_a_head_that_is_killed_and_started_again_is_joined_by_its_workers(
             wait_until(lambda: "desk stage 1: " in head.output, WAIT_S)
             head.process.kill()
             wait_until(lambda: "the head is gone" in desk.output, WAIT_S)
-            assert not is_alive(stage)
+            wait_until(lambda: not is_alive(stage), WAIT_S)
         head = programs.start_head(*arguments)
         with head:
             assert answer() == first

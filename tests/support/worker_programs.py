@@ -1,11 +1,11 @@
 """A head and its workers as programs of this machine, for tests that end, stop and start them.
 
-Each worker has an address of this machine's loopback interface to itself in nothing but its name: heads and
-workers meet at 127.0.0.2.
+Hosts differ in their names alone: all of them meet at 127.0.0.2.
 """
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -41,8 +41,9 @@ class WorkerProgram:
         return stages_below(self.process)
 
     def kill(self) -> None:
-        """End it by SIGKILL, and its stages with it."""
-        self.process.kill()
+        """End it by SIGKILL, and its stages with it. May be called twice."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self.process.kill()
         self.process.wait(30)
 
 
