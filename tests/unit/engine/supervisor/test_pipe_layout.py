@@ -13,7 +13,7 @@ from penstock.batch import RankLoaded
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor import pipe_layout
-from penstock.engine.supervisor.launch import resolve
+from penstock.engine.supervisor.launch import resolve_replicas
 from penstock.engine.supervisor.pipe_layout import PipeLayout, Settlement
 from penstock.hosts.rank_host import Hosts
 from stand_in_hosts import LOADED, StandInHost
@@ -35,14 +35,15 @@ class Laid:
             parallel=ParallelConfig(pipeline_parallel_size=3, **parallel),
             cluster=HostsConfig(rejoin_timeout_s=LIMIT_S),
         )
-        self.layout = PipeLayout(resolve(config, self.hosts.resources()), self.hosts, config, self.clock)
+        *_, plan = resolve_replicas(config, self.hosts.resources())  # of the last replica
+        self.layout = PipeLayout(plan, self.hosts, config, self.clock)
         self.loaded: dict[int, RankLoaded] = {
             number: msgspec.structs.replace(
                 LOADED, stage=number, tensor_bytes=100 * MIB, block_bytes=2 * MIB, max_blocks=10 + number
             )
-            for number in range(3)
+            for number in range(len(plan.ranks))
         }
-        self.living = {0, 1, 2}
+        self.living = set(self.loaded)
 
     @property
     def homes(self) -> list[str]:
@@ -218,6 +219,31 @@ def test_r15_a_host_that_was_not_there_before_takes_the_place_of_a_lost_one(laid
     laid.by_name["desk"].is_there = True
     assert laid.layout.look() == ["desk may take stages when the next epoch begins."]
     assert laid.settle() == Settlement(is_settled=True), "so many serve together as at the start"
+
+
+@pytest.mark.parametrize("parallel", [{"tensor_parallel_size": "1,2,1"}], ids=str)
+def test_r15_ranks_that_share_a_stage_go_to_the_same_host(laid: Laid) -> None:
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    laid.by_name["tower"].free_bytes = 239 * MIB  # of which each rank needs 120
+    assert laid.settle().notes == ["without desk: stage 1 goes to shelf."]
+    assert laid.homes == ["tower", "shelf", "shelf", "shelf"]
+    assert laid.threads == [4, 1, 1, 1]
+
+
+@pytest.mark.parametrize("parallel", [{"data_parallel_size": 2}], ids=str)
+def test_r15_a_replica_leaves_room_for_the_others_that_lose_the_same_host(laid: Laid) -> None:
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    for host in laid.by_name.values():
+        host.free_bytes = 239 * MIB
+    assert laid.settle().refusal is not None
+    laid.by_name["shelf"].free_bytes = 240 * MIB
+    assert laid.settle().is_settled
+    assert laid.homes == ["tower", "shelf", "shelf"]
+    assert {rank.replica for rank in laid.layout.plan.ranks} == {1}
 
 
 @pytest.mark.parametrize("parallel", [{"device": "auto"}], ids=str)
