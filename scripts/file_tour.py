@@ -40,6 +40,7 @@ ROOMS = {
     "hosts": "the machines that ranks run on",
     "hosts/weights": "how a worker comes by the weights of its ranks",
     "hosts/network": "the ways between hosts: found, measured and chosen",
+    "hosts/logs": "what is printed on other hosts, at the head",
     "planner": "`--partition auto`: which layers each stage should hold",
     "executor": "ranks, seen from the core",
     "scheduler": "who runs in which plan",

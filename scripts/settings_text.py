@@ -62,7 +62,7 @@ ARGUMENT_DEFAULTS = {"inter_token_target_ms": "NO_INTER_TOKEN_TARGET_MS"}
 ARGUMENT_NOTES = {
     "tensor_parallel_size": "Or a list: [2, 1].",
     "threads_per_rank": "Or a list: [1, 3].",
-    "inter_token_target_ms": "No target by default.",
+    "inter_token_target_ms": "None by default.",
 }
 BACKEND = "distributed_executor_backend"
 BACKEND_PARAMETER = f'{BACKEND}: Backend | MakeExecutor = "mp"'

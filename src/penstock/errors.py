@@ -12,6 +12,7 @@
     ├── PeerError                  a port, process or link                     exit 5, HTTP 503
     │   ├── PortInUseError
     │   ├── StageLostError         a rank died, hung or failed: stage and first cause
+    │   ├── HostMissingError       a host is lost, and the others cannot take over its stages
     │   ├── WaitTimeoutError       a wait passed its deadline: peer and step
     │   ├── LinkClosedError        the other end of a link went away
     │   ├── ProtocolError          a frame that is not the one both ends agreed on
@@ -188,6 +189,12 @@ class StageLostError(PeerError):
     """A rank died, hung or failed; the message carries the first cause."""
 
     default_code = "stage_lost"
+
+
+class HostMissingError(PeerError):
+    """A host is lost, and the others cannot take over its stages; the message names it."""
+
+    default_code = "host_missing"
 
 
 class WaitTimeoutError(PeerError, TimeoutError):

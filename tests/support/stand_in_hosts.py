@@ -130,6 +130,7 @@ class StandInHost:
         parties: who is at them.
         spares_kept: the number of threads each time that a spare was to be kept.
         spare_bytes: that it says the spare has.
+        free_bytes, num_gpus: that it says it has.
     """
 
     def __init__(self, name: str, *kinds: str) -> None:
@@ -142,6 +143,7 @@ class StandInHost:
         self.parties: list[Parties] = []
         self.spares_kept: list[int] = []
         self.spare_bytes = 0
+        self.free_bytes, self.num_gpus = 1 << 34, 0
         self.news, self._bell = socket.socketpair()
         self.news.setblocking(False)
 
@@ -166,7 +168,7 @@ class StandInHost:
         return self.spare_bytes
 
     def resources(self) -> HostResources:
-        return HostResources(num_cpus=4, free_bytes=1 << 34, num_gpus=0, name=self.name)
+        return HostResources(num_cpus=4, free_bytes=self.free_bytes, num_gpus=self.num_gpus, name=self.name)
 
     def start_rank(self, rank: RankConfig, name: str, member_index: int) -> Member:
         self.ranks.append(rank)

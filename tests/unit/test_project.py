@@ -164,6 +164,7 @@ KNOW_THIS_MACHINE = {
     "hosts/stream_ends.py",
     "hosts/link_streams.py",
     "hosts/bell.py",  # rings in the own process
+    "hosts/logs/child_outputs.py",  # what processes of the own host print
     "distributed/meeting.py",
     "engine/supervisor/fronts.py",  # the API process and the program that calls are always here
     "engine/supervisor/supervisor.py",  # its `main`, which such a program starts

@@ -127,7 +127,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
         numeric_class: instruction set of all ranks' kernels, such as avx512; `auto`: the best of each host.
         pin_threads: bind each CPU thread to a core; `auto`: where all ranks have as many threads as cores.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
-        warm_spare: keep a process ready for a stage that is lost, but not where memory is short.
+        warm_spare: keep a process ready for a stage that is lost, once all is well and memory is not short.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
     """
@@ -349,8 +349,7 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         block_size: tokens per block.
         num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
-        kv_cache_bytes: bytes per rank to spend on KV, not used where `num_blocks` is given; None takes a
-            share of the free memory.
+        kv_cache_bytes: bytes per rank for KV where `num_blocks` is not given; None: a share of free memory.
         enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
         kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
         kv_store_bytes: bytes that a store on disk holds at most.

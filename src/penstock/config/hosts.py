@@ -31,6 +31,7 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
         link_ports: where other hosts open links to ranks here: the first and the last.
         insecure_links: links between ranks are in plain text, if the workers say so too.
         state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
+        rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
     """
 
     hosts: Annotated[int, Setting("hosts", "hosts that serve together, this one counted")] = 1
@@ -48,10 +49,12 @@ class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
         Setting("hosts", "links between ranks in plain text; workers must say so too", is_argument=False),
     ] = False
     state_dir: Annotated[str | None, Setting("hosts", "where the identity of the cluster is kept")] = None
+    rejoin_timeout_s: Annotated[float, Setting("hosts", "seconds that a lost host has to come back")] = 30.0
 
     def __post_init__(self) -> None:
         at_least("hosts", self.hosts, 1)
         above_zero("join_token_ttl_s", self.join_token_ttl_s)
+        above_zero("rejoin_timeout_s", self.rejoin_timeout_s)
         if self.hosts > 1 and (self.listen_workers is None or self.join_token_file is None):
             missing = "--listen-workers" if self.listen_workers is None else "--join-token-file"
             raise UsageError(

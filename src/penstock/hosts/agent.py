@@ -40,6 +40,7 @@ from penstock.hosts.agent_messages import (
     TouchMember,
 )
 from penstock.hosts.agent_wire import AgentWire
+from penstock.hosts.logs.worker_log import AgentLog, NoLog
 from penstock.hosts.member import Member, Waitable
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.scout_messages import ToScout
@@ -57,6 +58,9 @@ HEARTBEAT_S = 1.0
 HEAD_LIMIT_S = (
     30.0  # of silence: the supervisor may be busy for a while, and a head that died is seen at once
 )
+
+
+NO_LOG = NoLog()
 
 
 class AllowedNames:
@@ -86,6 +90,7 @@ class Agent:
         models: gets ranks their weights; belongs to the agent.
         allowed: takes the credentials that the head sends.
         clock: monotonic seconds.
+        log: what is printed here, for the head.
         scout: answers questions about ways to other hosts. Belongs to the agent.
     """
 
@@ -96,6 +101,7 @@ class Agent:
         models: Models,
         allowed: AllowedNames,
         clock: Callable[[], float] = time.monotonic,
+        log: AgentLog = NO_LOG,
         scout: ScoutAnswers | None = None,
     ) -> None:
         self._scout = scout or NoScout()
@@ -104,9 +110,10 @@ class Agent:
         self._models = models
         self._allowed = allowed
         self._watch = MemberWatch(self._tell_event)
-        self._watch.watch(wire)
-        self._watch.watch(models)
-        self._watch.watch(self._scout)
+        self._log = log
+        own: list[Waitable] = [wire, models, self._scout, *log.sources]
+        for source in own:
+            self._watch.watch(source)
         self._members: dict[int, Member] = {}
         self._ends: dict[int, HostEnd] = {}
         self._spare_bytes = -1
@@ -143,9 +150,10 @@ class Agent:
             self._deliver(delivery)
         for answer in self._scout.take():
             self._wire.send(answer)
+        for lines in self._log.take():
+            self._wire.send(lines)
         self._keep_alive()
-        own: set[Waitable] = {self._wire, self._models, self._scout}
-        return sources - own
+        return sources - {self._wire, self._models, self._scout, *self._log.sources}
 
     def _keep_alive(self) -> None:
         now = self._clock()

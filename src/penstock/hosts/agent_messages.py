@@ -6,6 +6,8 @@ that the head gives, so that it need not wait for an answer, except for where a 
     head                                             agent
                                                      AgentHello(what the host can give)
     Heartbeat() each second                  ──▶     Heartbeat() each second
+    AskResources() each second               ──▶     Resources(…)
+                                                     LogLines(what was printed there), within bounds
     AllowEpoch(credentials)                  ──▶
     StartRank(7, config)                     ──▶     Started(7, "pid 4711"), Said(7, Alive), … Ended(7, 0)
     Accept(12, "tls", need, parties)         ──▶     Accepted(12, host and port)
@@ -200,6 +202,28 @@ class SpareKept(msgspec.Struct, frozen=True, kw_only=True, tag="spare_kept"):
     own_bytes: int
 
 
+class LogLines(msgspec.Struct, frozen=True, kw_only=True, tag="log_lines"):
+    """What was printed on the host.
+
+    Attributes:
+        lines: each behind the name of its process; "" is the worker itself.
+        num_dropped: lines that were left out since that was last said.
+    """
+
+    lines: list[tuple[str, str]]
+    num_dropped: int = 0
+
+
 ToHead = (
-    AgentHello | Heartbeat | Resources | Started | Said | Ended | Accepted | EndFailed | SpareKept | FromScout
+    AgentHello
+    | Heartbeat
+    | Resources
+    | Started
+    | Said
+    | Ended
+    | Accepted
+    | EndFailed
+    | SpareKept
+    | LogLines
+    | FromScout
 )

@@ -48,6 +48,8 @@ class AgentWire(Generic[Incoming]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Send a message. Never fails: that the other side is gone is seen in `failure`."""
+        if self.failure is not None:
+            return  # nothing is kept for a host that may be away for days
         encoded = self._encoder.encode(message)
         assert len(encoded) <= MAX_MESSAGE_BYTES, f"{type(message).__name__}: {len(encoded)} bytes"
         self._unsent += len(encoded).to_bytes(_HEAD_BYTES, "big") + encoded

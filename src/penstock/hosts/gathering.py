@@ -1,9 +1,12 @@
 """The hosts of an engine: this one alone, or with the workers that join it.
 
-    head = open_hosts(engine, tell, warn)   listens, and says what is to be typed on the other hosts
+    head = open_hosts(engine, tell, warn, show)   listens, and says what is to be typed on the other hosts
     head.gather(lifelines)                  until all are there
     head.hosts                              what the supervisor plans and starts with
     head.admit()                            when one of `head.sources` is readable: somebody is back
+
+There are as many places for workers as `--hosts` says. While a worker is lost another one may have its place;
+the lost one may come back all the same.
 
 Called by `engine.supervisor.supervisor`.
 """
@@ -21,6 +24,7 @@ from penstock.config.hosts import HostsConfig, own_host_name, own_version, parse
 from penstock.errors import PeerError, PenstockError, UnavailableError, UsageError
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
+from penstock.hosts.logs.head_log import HeadLog, ShowLine
 from penstock.hosts.member import Waitable
 from penstock.hosts.network.interfaces import addresses_beside, unmapped
 from penstock.hosts.network.joining_address import join_address, listen_for_workers, loopback_warning
@@ -77,16 +81,17 @@ class GatheredHosts:
     Args:
         tell: takes lines for the user.
         warn: takes warnings for the user.
+        show: takes log lines of workers.
 
     Raises:
         UsageError: the token file or the state directory cannot be used, or the library is missing.
         PortInUseError: the address cannot be listened at.
     """
 
-    def __init__(self, settings: HostsConfig, tell: Tell, warn: Tell) -> None:
+    def __init__(self, settings: HostsConfig, tell: Tell, warn: Tell, show: ShowLine) -> None:
         assert settings.listen_workers is not None
         assert settings.join_token_file is not None
-        self._tell = tell
+        self._tell, self._show = tell, show
         self._num_workers = settings.hosts - 1
         self._name = own_host_name(settings.host_name)
         self._addresses: dict[str, str] = {}  # of this host, as each worker reaches it
@@ -109,7 +114,8 @@ class GatheredHosts:
             is_plain=settings.insecure_links,
         )
         self._head = LocalHost(name=self._name, streams=streams)
-        self._workers: dict[str, RemoteHost] = {}
+        self._workers: dict[str, RemoteHost] = {}  # that have had a place
+        self._not_needed: set[str] = set()  # names of workers that found none
         address = parse_address(settings.listen_workers, "--listen-workers")
         self._paths = PathFinder(directory / "ways", tell, warn)
         self._scout = self._own_scout(identity, ports, self._addresses.__getitem__)
@@ -136,38 +142,26 @@ class GatheredHosts:
         Raises:
             UnavailableError: that is so.
         """
-        while len(self._workers) < self._num_workers:
+        while len(self._workers_there) < self._num_workers:
             ready, _, _ = select.select([self._gate, *lifelines], [], [], 1.0)
             if any(lifeline in ready for lifeline in lifelines):
                 raise UnavailableError("the program that has started the engine is gone.")
             self.admit()
             self.tend(time.monotonic())
-        for one, other in pairs_of_pipe([self._name, *self._workers]):
+        there = self._workers_there
+        for one, other in pairs_of_pipe([self._name, *(host.name for host in there)]):
             self._paths.find(self._scout_of(one), self._scout_of(other))
-        self.hosts = Hosts(self._head, *self._workers.values(), routes=self._paths)
+        self.hosts = Hosts(self._head, *there, routes=self._paths)
 
     def admit(self) -> None:
         """Take in who has joined: those that are waited for, and those that are back."""
         for address, error in self._gate.take_refused():
             self._tell(f"somebody at {address} was not let in: {error.message}")
         for worker in self._gate.take():
-            known = self._workers.get(worker.host)
-            if known is None and len(self._workers) >= self._num_workers:
-                self._tell(f"the worker {worker.host} has joined, and is not needed: --hosts counts no more.")
-                worker.wire.close()
-                self._gate.leave(worker.host)
-                continue
-            self._addresses[worker.host] = unmapped(worker.local_address)
-            if known is None:
-                self._workers[worker.host] = self._new_host(worker)
+            if worker.host in self._workers or len(self._workers_there) < self._num_workers:
+                self._let_in(worker)
             else:
-                known.attach(worker.wire, worker.hello)
-            given = worker.hello.resources
-            self._tell(
-                f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
-                f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
-            )
-            self._paths.find_again(worker.host)
+                self._turn_away(worker)
 
     def tend(self, now: float) -> None:
         """Let each worker know that the head is there, and see whether it is."""
@@ -219,6 +213,44 @@ class GatheredHosts:
         peer = PeerName(cluster=self._cluster.name, host=host, role=AGENT_ROLE)
         return RemoteScout(self._workers[host], peer)
 
+    def _find_ways(self, host: str) -> None:
+        """Look for the ways to a host that has joined late, or is back: any stage may be its neighbour."""
+        others = [self._name, *(worker.name for worker in self._workers_there if worker.name != host)]
+        for other in others:
+            self._paths.find(self._scout_of(other), self._scout_of(host))
+
+    @property
+    def _workers_there(self) -> list[RemoteHost]:
+        return [host for host in self._workers.values() if host.is_there]
+
+    def _let_in(self, worker: JoinedWorker) -> None:
+        self._addresses[worker.host] = unmapped(worker.local_address)
+        known = self._workers.get(worker.host)
+        if known is None:
+            known = self._workers[worker.host] = self._new_host(worker)
+        else:
+            known.attach(worker.wire, worker.hello)
+        self.hosts.add(known)
+        is_late = self.hosts.routes is self._paths  # `gather` looks for all ways at once
+        given = worker.hello.resources
+        self._tell(
+            f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
+            f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
+        )
+        if is_late:
+            self._find_ways(worker.host)
+
+    def _turn_away(self, worker: JoinedWorker) -> None:
+        """All are there. The worker tries again every few seconds, which is said once."""
+        if worker.host not in self._not_needed:
+            self._not_needed.add(worker.host)
+            self._tell(
+                f"the worker {worker.host} is not needed: --hosts counts no more. It may take the place of a "
+                "host that is lost."
+            )
+        worker.wire.close()
+        self._gate.leave(worker.host)
+
     def _new_host(self, worker: JoinedWorker) -> RemoteHost:
         return RemoteHost(
             worker.wire,
@@ -226,6 +258,7 @@ class GatheredHosts:
             worker.hello,
             self._cluster,
             lambda error: self._lose(worker.host, error),
+            HeadLog(worker.host, self._show, time.monotonic).take,
         )
 
     def _lose(self, host: str, error: PeerError) -> None:
@@ -233,7 +266,9 @@ class GatheredHosts:
         self._gate.leave(host)
 
 
-def open_hosts(engine: EngineConfig, tell: Tell, warn: Tell) -> OneHost | GatheredHosts:
+def open_hosts(
+    engine: EngineConfig, tell: Tell, warn: Tell, show: ShowLine = lambda host, process, line: None
+) -> OneHost | GatheredHosts:
     """Return the hosts that an engine is to run on.
 
     Args:
@@ -247,7 +282,7 @@ def open_hosts(engine: EngineConfig, tell: Tell, warn: Tell) -> OneHost | Gather
     if engine.cluster.hosts == 1:
         return OneHost()
     _require_parts_for_hosts(engine)
-    return GatheredHosts(engine.cluster, tell, warn)
+    return GatheredHosts(engine.cluster, tell, warn, show)
 
 
 def _require_parts_for_hosts(engine: EngineConfig) -> None:

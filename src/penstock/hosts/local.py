@@ -17,6 +17,7 @@ from penstock.hosts.local_connections import KINDS, JoinedEnd
 from penstock.hosts.local_process import LocalMember, spawn
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.local_spare import SpareProcess
+from penstock.hosts.logs.child_outputs import InheritedOutputs, Outputs
 from penstock.hosts.member import Member
 from penstock.hosts.rank_host import HostEnd, Need, Parties
 from penstock.hosts.resources import HostResources
@@ -42,6 +43,7 @@ class LocalHost:
         detect: asks the machine what it can give.
         name: among several hosts.
         streams: what connections to other hosts are made of.
+        outputs: where processes print to.
     """
 
     def __init__(
@@ -50,9 +52,11 @@ class LocalHost:
         *,
         name: str = THIS_HOST,
         streams: LinkStreams | None = None,
+        outputs: Outputs | None = None,
     ) -> None:
         self._detect = detect
-        self._spare = SpareProcess(_start_spare, lambda: detect().free_bytes)
+        self._outputs = outputs or InheritedOutputs()
+        self._spare = SpareProcess(self._start_spare, lambda: detect().free_bytes)
         self._streams = streams or NoStreams()
         self.name = name
         self.is_there = True
@@ -67,19 +71,19 @@ class LocalHost:
         if (spare := self._spare.take(rank, name, member_index)) is not None:
             return spare
         config = RankProcessConfig(rank=rank, parent_pid=os.getpid())
-        return _start(entry_points.RANK, config, name=name, stage=rank.stage, member_index=member_index)
+        return self._start(entry_points.RANK, config, name=name, stage=rank.stage, member_index=member_index)
 
     def keep_spare(self, threads: int) -> int:
         return self._spare.keep(threads)
 
     def start_measuring(self, config: MeasureConfig, name: str) -> LocalMember:
         process = MeasureProcessConfig(measure=config, parent_pid=os.getpid())
-        return _start(entry_points.MEASURE, process, name=name, stage=config.rank.stage)
+        return self._start(entry_points.MEASURE, process, name=name, stage=config.rank.stage)
 
     def start_core(self, core: CoreConfig, clients: LocalSocket, name: str, member_index: int) -> LocalMember:
         config = CoreProcessConfig(core=core, parent_pid=os.getpid(), client_address=clients.bind_address)
         inherit = [clients.listen_fd]
-        return _start(entry_points.CORE, config, inherit, name=name, member_index=member_index)
+        return self._start(entry_points.CORE, config, inherit, name=name, member_index=member_index)
 
     def offers(self, need: Need, peer: str) -> Sequence[str]:
         return list(KINDS[type(need)]) if peer == self.name else self._streams.offers(need)
@@ -98,35 +102,36 @@ class LocalHost:
         self._spare.close()
         self._streams.close()
 
+    def _start_spare(self, config: SpareProcessConfig) -> LocalMember:
+        return self._start(entry_points.SPARE, config, name="spare")
 
-def _start_spare(config: SpareProcessConfig) -> LocalMember:
-    return _start(entry_points.SPARE, config, name="spare")
-
-
-def _start(
-    module: str,
-    config: msgspec.Struct,
-    inherit: Sequence[int] = (),
-    *,
-    name: str,
-    stage: int | None = None,
-    member_index: int = 0,
-) -> LocalMember:
-    """Start a child that gets messages over a control socket."""
-    control = ControlSocket()
-    try:
-        member = spawn(
-            module,
-            encode_config(config),
-            name=name,
-            stage=stage,
-            member_index=member_index,
-            inherit=[*inherit, control.child_fd],
-            arguments=[CONTROL_OPTION, str(control.child_fd)],
-            control=control,
-        )
-    except BaseException:
-        control.close()
-        raise
-    control.close_child_end()
-    return member
+    def _start(
+        self,
+        module: str,
+        config: msgspec.Struct,
+        inherit: Sequence[int] = (),
+        *,
+        name: str,
+        stage: int | None = None,
+        member_index: int = 0,
+    ) -> LocalMember:
+        """Start a child that gets messages over a control socket."""
+        control = ControlSocket()
+        try:
+            with self._outputs.opened() as output:
+                member = output.member = spawn(
+                    module,
+                    encode_config(config),
+                    name=name,
+                    stage=stage,
+                    member_index=member_index,
+                    inherit=[*inherit, control.child_fd],
+                    arguments=[CONTROL_OPTION, str(control.child_fd)],
+                    control=control,
+                    output_fd=output.fd,
+                )
+        except BaseException:
+            control.close()
+            raise
+        control.close_child_end()
+        return member

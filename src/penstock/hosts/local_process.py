@@ -141,6 +141,7 @@ def spawn(
     inherit: Sequence[int] = (),
     arguments: Sequence[str] = (),
     control: Control | None = None,
+    output_fd: int | None = None,
 ) -> LocalMember:
     """Start `python -m module` as a child of the calling thread.
 
@@ -149,6 +150,7 @@ def spawn(
         inherit: further descriptors that it keeps, under the same numbers.
         arguments: beside `--config-fd` and `--status-fd`.
         control: how it is told what comes later; by default nothing does.
+        output_fd: its standard output and error; None: those of this process.
     """
     with ExitStack() as theirs, ExitStack() as ours:  # where descriptors run out, none of them is left
         config_read, config_write = _pipe(theirs, ours)
@@ -159,6 +161,8 @@ def spawn(
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            stdout=output_fd,
+            stderr=output_fd,
             pass_fds=[config_read, status_write, *inherit],
             process_group=0,
         )

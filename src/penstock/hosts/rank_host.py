@@ -216,6 +216,15 @@ class Hosts(Mapping[str, RankHost]):
     def __len__(self) -> int:
         return len(self._by_name)
 
+    @property
+    def names_there(self) -> list[str]:
+        """Return the names of those of which anything can be asked, in order."""
+        return [host.name for host in self._by_name.values() if host.is_there]
+
+    def add(self, host: RankHost) -> None:
+        """Take in a host that has come later, behind the others; one that is known keeps its place."""
+        self._by_name[host.name] = host
+
     def close(self) -> None:
         """Let go of all of them."""
         for host in self._by_name.values():

@@ -41,6 +41,7 @@ from penstock.hosts.agent_messages import (
     Heartbeat,
     Join,
     KeepSpare,
+    LogLines,
     Resources,
     Said,
     SpareKept,
@@ -69,6 +70,7 @@ from penstock.trust.peer_names import PeerName
 ANSWER_S = 5.0  # for an agent to answer: beyond any path, and below what running requests bear
 TEND_EVERY_S = 1.0
 SILENCE_LIMIT_S = 3.0  # between hosts; members have their own limits
+DOUBT_S = 2.0  # of silence: nothing is begun with such a host before it has said something
 LONG_LOOK_S = 2.0  # between two looks: then it was the supervisor that had no time
 LEAVE_S = 5.0  # for a member that was killed
 
@@ -194,6 +196,7 @@ class RemoteHost:
     Args:
         name: of the host, as its certificate has it.
         on_lost: called when the connection to its agent is lost.
+        on_log: is given what was printed there.
 
     Attributes:
         scout_answers: of its agent to questions about ways, by their numbers (`hosts.network.remote_scout`).
@@ -206,10 +209,11 @@ class RemoteHost:
         hello: AgentHello,
         cluster: Cluster,
         on_lost: Callable[[PeerError], None] = lambda error: None,
+        on_log: Callable[[LogLines], None] = lambda lines: None,
     ) -> None:
         self.name = name
         self._cluster = cluster
-        self._on_lost = on_lost
+        self._on_lost, self._on_log = on_lost, on_log
         self._numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
@@ -229,12 +233,14 @@ class RemoteHost:
         self._kinds = hello.kinds
         self._allowed: set[PeerName] = set()
         self._spare_bytes = 0
-        self._is_lost = False
+        self._is_lost = self._is_doubtful = False
         self._heard_at = self._tended_at = -math.inf
 
     @property
     def is_there(self) -> bool:
-        return self._wire.failure is None
+        """See `RankHost.is_there`. A host that is silent may be lost: with a cable that is pulled it is the
+        links that break first, and what begins anew at once would wait for the host in vain."""
+        return self._wire.failure is None and not self._is_doubtful
 
     @property
     def sources(self) -> Collection[Waitable]:
@@ -250,13 +256,15 @@ class RemoteHost:
         self._tended_at = now
         self.pump()
         silence_s = now - self._heard_at
+        self._is_doubtful |= silence_s > DOUBT_S
         if silence_s > SILENCE_LIMIT_S:
             self._wire.give_up(f"it has given no sign of life for {silence_s:.1f} s.")
             self.pump()
         self.tell(Heartbeat())
+        self.tell(AskResources())
 
     def resources(self) -> HostResources:
-        """As of the agent's last word; the next one is asked for."""
+        """As of the agent's last word: it is asked each second (`tend`), and now."""
         self.pump()
         self.tell(AskResources())
         return self._resources
@@ -307,6 +315,7 @@ class RemoteHost:
         """Take what has come from the agent, without waiting."""
         for message in self._wire.receive():
             self._heard_at = max(self._heard_at, self._tended_at)  # as far as the last `tend` knows the time
+            self._is_doubtful = False
             self._take(message)
         if self._wire.failure is not None:
             self._lose(self._wire.failure)
@@ -360,6 +369,7 @@ class RemoteHost:
         if not self.pump_until(lambda: bool(self._answers), ANSWER_S):
             if self._wire.failure is not None:
                 raise self._wire.failure
+            self._is_doubtful = True
             raise WaitTimeoutError(f"the host {self.name} has not answered for {ANSWER_S:g} s.")
         answer = self._answers.pop()
         if isinstance(answer, EndFailed):
@@ -382,6 +392,8 @@ class RemoteHost:
             self._spare_bytes = message.own_bytes
         elif isinstance(message, FromScout):
             self.scout_answers[message.number] = message
+        elif isinstance(message, LogLines):
+            self._on_log(message)
 
     def _lose(self, failure: PeerError) -> None:
         if not self._is_lost:

@@ -24,6 +24,8 @@ from penstock.hosts.agent_messages import ToAgent
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.link_streams import ProvedStreams
 from penstock.hosts.local import LocalHost
+from penstock.hosts.logs.child_outputs import PipedOutputs
+from penstock.hosts.logs.worker_log import WorkerLog
 from penstock.hosts.member import Waitable
 from penstock.hosts.model_shelf import ModelShelf
 from penstock.hosts.network.interfaces import addresses_beside
@@ -163,11 +165,13 @@ class Worker:
             fixed_address=settings.address,
         )
         wire: AgentWire[ToAgent] = AgentWire(head.connection, ToAgent)
-        models = ModelSupply(self._finder(head, cache).find, self._tell)
-        host = LocalHost(name=settings.name, streams=streams)
-        agent = Agent(host, wire, models, allowed, scout=self._scout(head, own_address))
+        outputs = PipedOutputs()
+        log = WorkerLog(self._tell, outputs, self._clock)
+        models = ModelSupply(self._finder(head, cache).find, log.say)
+        host = LocalHost(name=settings.name, streams=streams, outputs=outputs)
+        agent = Agent(host, wire, models, allowed, log=log, scout=self._scout(head, own_address))
         agent.watch(self._stop)
-        self._tell(
+        log.say(
             f"{settings.name} has joined {head.name.host}; links from other hosts come to {own_address}, "
             f"ports {settings.ports}"
         )
@@ -180,6 +184,7 @@ class Worker:
         finally:
             agent.unwatch(self._stop)
             agent.close()
+            log.close()
 
     def _finder(self, head: JoinedHead, cache: WeightCache) -> ModelFinder:
         """What gets ranks their weights: from this host, or from the head that it has joined."""

@@ -101,13 +101,12 @@ class LLM:
         numeric_class: instruction set of all ranks' kernels, such as avx512; `auto`: the best of each host.
         pin_threads: bind each CPU thread to a core; `auto`: where all ranks have as many threads as cores.
         heartbeat_limit_s: a stage that has given no sign of life for this many seconds is started again.
-        warm_spare: keep a process ready for a stage that is lost, but not where memory is short.
+        warm_spare: keep a process ready for a stage that is lost, once all is well and memory is not short.
         load_timeout_s: a stage that has not loaded after this many seconds counts as lost.
         step_timeout_s: seconds of a stage for one plan until it counts as lost; None: 60 and 0.1 a token.
         block_size: tokens per block.
         num_blocks: blocks of the pool; None sizes it by `kv_cache_bytes` or the free memory.
-        kv_cache_bytes: bytes per rank to spend on KV, not used where `num_blocks` is given; None takes a
-            share of the free memory.
+        kv_cache_bytes: bytes per rank for KV where `num_blocks` is not given; None: a share of free memory.
         enable_prefix_caching: keep keys and values of what was computed, for requests that begin the same.
         kv_store: directory or URL (`s3://...`) that keeps blocks beyond the pool and the process.
         kv_store_bytes: bytes that a store on disk holds at most.
@@ -124,12 +123,13 @@ class LLM:
         prefill_chunk: prompt tokens of one request in one plan at most.
         micro_batches: parts of the decoding requests; `auto`: by the time of a cycle, P where unknown.
         inter_token_target_ms: milliseconds between two tokens of a request that prompts of others keep, but
-            they may always lengthen the plan that they join by half. No target by default.
+            they may always lengthen the plan that they join by half. None by default.
         hosts: how many, this one counted; all others run `penstock worker`.
         listen_workers: ADDRESS:PORT where workers join; the port is 7700 if it is left out.
         join_token_file: holds the token with which they join; written if it is not there.
         link_ports: where other hosts open links to ranks here: the first and the last.
         state_dir: where the identity of the cluster is kept; None: `~/.local/state/penstock`.
+        rejoin_timeout_s: seconds that a lost host has to come back; then the others take over its stages.
         distributed_executor_backend: `mp` (a process per rank), `inprocess` (a thread per rank), or what
             makes an `executor.base.Executor` of a `LaunchPlan`.
 
@@ -189,6 +189,7 @@ class LLM:
         join_token_file: str | None = None,
         link_ports: str = "7701-7732",
         state_dir: str | None = None,
+        rejoin_timeout_s: float = 30.0,
         distributed_executor_backend: Backend | MakeExecutor = "mp",
         **unknown: Any,
     ) -> None:

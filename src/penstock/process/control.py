@@ -13,7 +13,7 @@ import select
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -26,6 +26,9 @@ _MAX_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 250  # of one message: the kernel takes 253
 
 
+EndedRequests = Literal["none", "started", "all"]
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """Let the ranks go and leave."""
 
@@ -34,11 +37,11 @@ class EpochLost(msgspec.Struct, frozen=True, tag="epoch_lost"):
     """The pipe is broken and will be joined again: give up the steps in flight, and wait for new ends.
 
     Attributes:
-        is_final: not soon: running requests end with the error.
+        ends: requests that end with the error, as it may be long: none, those that have started, or all.
     """
 
     error: ErrorInfo
-    is_final: bool = False
+    ends: EndedRequests = "none"
 
 
 class BeginMeasuring(msgspec.Struct, frozen=True, tag="begin_measuring"):

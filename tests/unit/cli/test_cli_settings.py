@@ -181,7 +181,7 @@ m --served-model-name s --dtype float16 --max-model-len 11 --seed 12 --pp 2 --tp
 --host ::1 --port 21 --reuse-port --api-key k0 --admin-key a0 --insecure --drain-seconds 22
 --json-open-objects --no-warm-spare
 --hosts 2 --listen-workers [::1]:7801 --join-token-file /token --join-token-ttl 63 --host-name attic
---link-ports 7801-7802 --insecure-links --state-dir /state
+--link-ports 7801-7802 --insecure-links --state-dir /state --rejoin-timeout 64
 --ssl-certfile /a.crt --ssl-keyfile /a.key
 --allowed-origins https://a.example --allowed-origins http://localhost:3000
 --allowed-hosts host.docker.internal --allowed-hosts box
@@ -273,6 +273,7 @@ def test_every_flag_reaches_its_config(monkeypatch: pytest.MonkeyPatch, tmp_path
             "link_ports": "7801-7802",
             "insecure_links": True,
             "state_dir": "/state",
+            "rejoin_timeout_s": 64.0,
         },
         "seed": 12,
     }

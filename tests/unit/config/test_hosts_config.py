@@ -45,6 +45,7 @@ def test_g1_what_is_no_address_is_refused_with_an_example(text: str) -> None:
         ({"hosts": 2}, "--listen-workers is not given"),
         ({"hosts": 2, "listen_workers": "x"}, "--join-token-file is not given"),
         ({**JOINING, "hosts": 2, "join_token_ttl_s": 0.0}, "join_token_ttl_s is 0"),
+        ({"rejoin_timeout_s": 0.0}, "rejoin_timeout_s is 0"),
         ({**JOINING, "hosts": 2, "listen_workers": "x:y"}, "--listen-workers 'x:y' is not an address"),
         (JOINING, "--hosts is 1"),
     ],

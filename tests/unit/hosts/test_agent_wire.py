@@ -71,6 +71,13 @@ def test_what_is_not_taken_at_once_goes_later(ends: tuple[socket.socket, socket.
     assert sender.flush()
 
 
+def test_r15_nothing_is_kept_for_a_peer_that_has_gone(ends: tuple[socket.socket, socket.socket]) -> None:
+    sender = wire_of(ends[0])
+    sender.give_up("it has gone")
+    sender.send(Heartbeat())
+    assert sender.flush(), "a host may be away for days"
+
+
 def test_a_peer_that_has_gone_is_told_behind_its_last_words(
     ends: tuple[socket.socket, socket.socket],
 ) -> None:

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from penstock.config.engine import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from penstock.config.hosts import HostsConfig
 from penstock.errors import PortInUseError, UnavailableError, UsageError
+from penstock.hosts import worker
 from penstock.hosts.gathering import GatheredHosts, OneHost, open_hosts
 from penstock.hosts.network import path_finding
 from penstock.hosts.worker import Worker, WorkerSettings
@@ -84,11 +86,10 @@ class Joining:
 
     def __init__(self, directory: Path) -> None:
         self.told: list[str] = []
+        self.shown: list[tuple[str, str, str]] = []
         self.said: list[str] = []
-        engine = engine_of(directory)
-        gathered = open_hosts(engine, self.told.append, self.told.append)
-        assert isinstance(gathered, GatheredHosts)
-        self.gathered = gathered
+        self._engine = engine = engine_of(directory)
+        self.gathered = self._open()
         host, _, port = str(engine.cluster.listen_workers).rpartition(":")
         self.settings = WorkerSettings(
             head=(host, int(port)), name="desk", state=directory / "desk", ports=PortRange(0, 0)
@@ -97,8 +98,25 @@ class Joining:
         self._threads: list[threading.Thread] = []
         self._stops: list[tuple[int, int]] = []
 
-    def start_worker(self) -> Callable[[], None]:
+    def _open(self) -> GatheredHosts:
+        gathered = open_hosts(
+            self._engine, self.told.append, self.told.append, lambda *line: self.shown.append(line)
+        )
+        assert isinstance(gathered, GatheredHosts)
+        return gathered
+
+    def restart_head(self, num_workers: int = 1) -> None:
+        """The head is gone, and another one is there in its place, for so many workers."""
+        self.gathered.close()
+        cluster = msgspec.structs.replace(self._engine.cluster, hosts=num_workers + 1)
+        parallel = ParallelConfig(pipeline_parallel_size=num_workers + 1)
+        self._engine = msgspec.structs.replace(self._engine, cluster=cluster, parallel=parallel)
+        self.told.clear()
+        self.gathered = self._open()
+
+    def start_worker(self, name: str = "desk") -> Callable[[], None]:
         """Returns what ends it."""
+        settings = msgspec.structs.replace(self.settings, name=name, state=self.settings.state / name)
         reading, writing = os.pipe()
         self._stops.append((reading, writing))
 
@@ -106,8 +124,8 @@ class Joining:
             def fileno(self) -> int:
                 return reading
 
-        worker = Worker(self.settings, lambda: worker_token(self._token), self.said.append, Stop())
-        thread = threading.Thread(target=worker.run)
+        life = Worker(settings, lambda: worker_token(self._token), self.said.append, Stop())
+        thread = threading.Thread(target=life.run)
         thread.start()
         self._threads.append(thread)
 
@@ -140,6 +158,8 @@ class Joining:
 @pytest.fixture
 def joining(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Joining]:
     monkeypatch.setattr(path_finding, "MEASURING_S", 0.0)
+    monkeypatch.setattr(worker, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(worker, "MOST_PAUSE_S", 0.2)
     made = Joining(tmp_path)
     yield made
     made.close()
@@ -173,6 +193,50 @@ def test_g1_a_worker_that_leaves_is_told_and_comes_back_as_the_same_host(joining
     joining.start_worker()  # with its certificate: the token is used up
     joining.await_told("desk has joined")
     assert host.is_there
+
+
+def test_r15_a_worker_survives_the_restart_of_its_head_and_comes_back_with_its_certificate(
+    joining: Joining,
+) -> None:
+    joining.start_worker()
+    joining.gathered.gather([])
+    joining.restart_head()
+    joining.gathered.gather([])  # the token is used up
+    assert list(joining.gathered.hosts) == ["tower", "desk"]
+    assert any("the head is gone" in line and "are ended" in line for line in joining.said)
+
+
+def test_r15_another_worker_may_have_the_place_of_a_lost_one_which_may_come_back(joining: Joining) -> None:
+    """Both have certificates, of a head that has served with two workers."""
+    joining.restart_head(num_workers=2)
+    ends = {name: joining.start_worker(name) for name in ("desk", "shelf")}
+    joining.gathered.gather([])
+    joining.restart_head()
+    joining.gathered.gather([])
+    _, first = joining.gathered.hosts
+    (standing_by,) = set(ends) - {first}
+    joining.await_told(f"the worker {standing_by} is not needed")
+    ends[first]()
+    joining.await_told(f"{standing_by} has joined")
+    assert joining.gathered.hosts.names_there == ["tower", standing_by]
+    joining.told.clear()
+    joining.start_worker(first)
+    joining.await_told(f"{first} has joined")
+    assert set(joining.gathered.hosts.names_there) == {"tower", "desk", "shelf"}
+
+
+def test_r15_what_a_worker_says_appears_at_the_head_with_its_name(joining: Joining) -> None:
+    joining.start_worker()
+    joining.gathered.gather([])
+    for _ in range(round(WAIT_S / 0.05)):
+        if joining.shown:
+            break
+        joining.gathered.hosts["desk"].resources()  # hears what has come
+        threading.Event().wait(0.05)
+    host, process, line = joining.shown[0]
+    assert (host, process) == ("desk", "")
+    assert line in joining.said
+    assert "links from other hosts come to" in line
 
 
 def test_g1_nobody_is_waited_for_when_whoever_wanted_the_engine_is_gone(joining: Joining) -> None:

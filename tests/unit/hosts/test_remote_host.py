@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -11,13 +11,15 @@ import pytest
 
 from fakes import FakeClock
 from hand_core import Crew
-from penstock.errors import ErrorInfo, PeerError, StageLostError
+from penstock.errors import ErrorInfo, PeerError, StageLostError, WaitTimeoutError
 from penstock.families.registry import resolve_model_directory
 from penstock.faults import parse
+from penstock.hosts import remote_host
 from penstock.hosts.agent import HEAD_LIMIT_S, Agent, AllowedNames
-from penstock.hosts.agent_messages import AgentHello, Hand, StartRank, ToAgent, ToHead
+from penstock.hosts.agent_messages import AgentHello, Hand, LogLines, StartRank, ToAgent, ToHead
 from penstock.hosts.agent_wire import AgentWire
 from penstock.hosts.bell import Bell
+from penstock.hosts.member import Waitable
 from penstock.hosts.rank_host import LinkNeed, Parties, PlanNeed
 from penstock.hosts.remote_host import SILENCE_LIMIT_S, Cluster, RemoteHost
 from penstock.hosts.stream_ends import StreamInvitation
@@ -75,6 +77,19 @@ class StandInModels:
         self._bell.close()
 
 
+class StandInLog:
+    """Lines that a test has given."""
+
+    sources: Sequence[Waitable] = ()
+
+    def __init__(self) -> None:
+        self.lines: list[LogLines] = []
+
+    def take(self) -> list[LogLines]:
+        lines, self.lines = self.lines, []
+        return lines
+
+
 class Pair:
     """A remote host at the head and the agent that serves it, each served by hand."""
 
@@ -85,14 +100,16 @@ class Pair:
         self.allowed = AllowedNames()
         self.models = StandInModels()
         self.lost: list[PeerError] = []
+        self.logged: list[LogLines] = []
+        self.log = StandInLog()
         agent_wire: AgentWire[ToAgent] = AgentWire(ends[1], ToAgent)
         self.head_wire: AgentWire[ToHead] = AgentWire(ends[0], ToHead)
-        self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock)
+        self.agent = Agent(self.own, agent_wire, self.models, self.allowed, self.clock, self.log)
         (hello,) = self.head_wire.receive()
         assert isinstance(hello, AgentHello)
         cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
         cluster = msgspec.structs.replace(cluster, identify={MODEL: IDENTITY}.__getitem__)
-        self.host = RemoteHost(self.head_wire, "desk", hello, cluster, self.lost.append)
+        self.host = RemoteHost(self.head_wire, "desk", hello, cluster, self.lost.append, self.logged.append)
 
     def serve(self) -> None:
         """Let the agent do all that it was asked for."""
@@ -304,11 +321,62 @@ def test_g1_a_silent_agent_is_lost_after_the_limit_and_not_by_a_supervisor_that_
     pair.host.tend(100.0)  # the supervisor slept
     assert pair.host.is_there
     now = 100.0
-    while pair.host.is_there:
+    while not pair.lost:
         now += 1.0
         pair.host.tend(now)
     assert SILENCE_LIMIT_S < now - 100.0 <= SILENCE_LIMIT_S + 1.0
     assert "has given no sign of life for 4.0 s" in member.end().message
+
+
+def test_r15_nothing_is_begun_with_a_host_that_does_not_answer_until_it_speaks(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cable that is pulled a link breaks before the host counts as lost. The next epoch would wait for
+    the host again and again, and each time that would count as a loss."""
+
+    def accept(*given: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(remote_host, "ANSWER_S", 0.01)
+    monkeypatch.setattr(pair.own, "accept", accept)
+    with pytest.raises(WaitTimeoutError, match=r"the host desk has not answered for 0\.01 s"):
+        pair.host.accept("tls", LINK, parties("tower"))
+    assert not pair.host.is_there
+    pair.serve()
+    pair.host.tend(0.0)
+    assert pair.host.is_there, "it was but busy"
+    assert pair.lost == []
+
+
+def test_r15_a_host_is_in_doubt_before_it_is_lost(pair: Pair) -> None:
+    for second in range(10):
+        pair.host.tend(float(second))
+        pair.serve()
+    for second, is_there in ((10, True), (11, True), (12, True), (13, False)):
+        pair.host.tend(float(second))
+        assert pair.host.is_there == is_there
+    assert pair.lost == []
+    pair.host.tend(14.0)
+    assert len(pair.lost) == 1
+
+
+def test_r15_what_a_host_has_left_is_asked_each_second(pair: Pair) -> None:
+    """The stages of another host may have to find room there."""
+    before = pair.host.resources().free_bytes
+    pair.serve()
+    pair.own.free_bytes = 5
+    pair.host.tend(1.0)
+    pair.serve()
+    assert before != 5
+    assert pair.host.resources().free_bytes == 5
+
+
+def test_r15_log_lines_of_the_host_come_to_the_head(pair: Pair) -> None:
+    said = LogLines(lines=[("stage 1", "a warning"), ("", "its own")], num_dropped=2)
+    pair.log.lines.append(said)
+    pair.serve()
+    pair.host.pump()
+    assert pair.logged == [said]
 
 
 def test_g1_heartbeats_keep_both_sides_content(pair: Pair) -> None:

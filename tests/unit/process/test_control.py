@@ -48,7 +48,7 @@ def handle(base: int) -> RingHandle:
     return RingHandle(memory_fd=base, data_fd=base + 1, space_fd=base + 2, frame_bytes=64, num_frames=2)
 
 
-@pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR, is_final=True)])
+@pytest.mark.parametrize("message", [Stop(), EpochLost(ERROR, "all")])
 def test_messages_arrive_one_by_one(pair: Pair, message: ControlMessage) -> None:
     pair.socket.send(message)
     pair.socket.send(Stop())

@@ -150,7 +150,8 @@ class CoreHealth:
         if self._gone_at is not None and self._clock() - self._gone_at >= AWAY_S:
             return error_from_info(CORE_AWAY.info())
         if self.stats is not None and self.stats.loss is not None and self.stats.is_loss_lasting:
-            return UnavailableError(self.stats.loss.message, stage=self.stats.loss.stage)
+            loss = self.stats.loss
+            return UnavailableError(loss.message, remedy=loss.remedy, stage=loss.stage)
         return None
 
     def status(self) -> EngineStatus:

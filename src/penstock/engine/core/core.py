@@ -23,6 +23,7 @@ from penstock.engine.core.wire_times import NO_WIRE_TIMES, AnyWireTimes
 from penstock.engine.stats import CoreStats
 from penstock.errors import ErrorInfo, PeerError, concerned, error_from_info
 from penstock.executor.base import NO_EXECUTOR, Executor
+from penstock.process.control import EndedRequests
 from penstock.process.endpoints import NO_RESTARTS, Restarts
 from penstock.process.numeric_class import class_of_pipe
 from penstock.request import GenerationRequest, RequestUpdate
@@ -173,16 +174,16 @@ class EngineCore:
                 updates += self.fail(error.info())
         return updates
 
-    def lose_epoch(self, error: ErrorInfo, *, is_final: bool = False) -> list[RequestUpdate]:
+    def lose_epoch(self, error: ErrorInfo, *, ends: EndedRequests = "none") -> list[RequestUpdate]:
         """Give up the steps in flight, `error` being the cause; requests keep their tokens and wait.
 
         Args:
-            is_final: it may be long until there is a pipe again: who has started ends with the error.
+            ends: requests that end with the error; if any do, it may be long until there is a pipe again.
 
         Returns:
             The last update of each request that ends.
         """
-        self._loss, self._is_loss_lasting = error, is_final
+        self._loss, self._is_loss_lasting = error, ends != "none"
         updates: list[RequestUpdate] = []
         if self.has_pipe:
             self._executor.abandon()
@@ -190,8 +191,10 @@ class EngineCore:
             self.leave_s = self._steps.leave_s()
             self._steps.give_up()
             updates += self._scheduler.requeue()
-        if is_final:
+        if ends == "started":
             updates += self._scheduler.fail_started(error)
+        elif ends == "all":
+            updates += self._scheduler.fail_all(error)
         return updates
 
     def enter_epoch(

@@ -119,7 +119,7 @@ class CoreServer:
         """The supervisor knows the first cause, whatever the core has noticed."""
         if not self._core.has_pipe:
             self._executor.abandon()  # not all ranks had come
-        updates = self._core.lose_epoch(lost.error, is_final=lost.is_final)
+        updates = self._core.lose_epoch(lost.error, ends=lost.ends)
         self._told_loss = lost.error
         self._use(NO_EXECUTOR)
         self._clients.send_updates(updates)

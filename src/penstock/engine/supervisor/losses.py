@@ -144,6 +144,11 @@ class Losses:
         self._leave_by = now + self._patience_s
         return self._back_off.lose(now)
 
+    def give_up(self, members: Set[int]) -> None:
+        """Between two epochs these members were ended: they are to be started again too."""
+        assert self.missing is not None, "an epoch goes on"
+        self.missing |= members
+
     def is_due(self, now: float) -> bool:
         """Whether the next epoch should begin."""
         return self.missing is not None and self._back_off.is_due(now)

@@ -7,7 +7,8 @@
 The loss of a member ends the epoch: connections are closed, and all get new ones. Only what was lost is
 started again; the other stages keep their weights, and a core that lives keeps its requests. Where that fails
 again and again it is tried with growing pauses, and running requests end. Of its end a member need not say
-anything. Used by `engine.supervisor.supervisor`, in its thread.
+anything. Where the next epoch runs is decided by `engine.supervisor.pipe_layout`: a member whose place has
+changed is ended and started anew. Used by `engine.supervisor.supervisor`, in its thread.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from penstock.engine.supervisor.first_loads import FirstLoads
 from penstock.engine.supervisor.launch import LaunchPlan
 from penstock.engine.supervisor.losses import CORE, Losses
 from penstock.engine.supervisor.numeric_classes import NumericClasses
+from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.reports import (
     LoadProgress,
     Notice,
@@ -36,7 +38,7 @@ from penstock.engine.supervisor.reports import (
     rank_parts,
 )
 from penstock.engine.supervisor.wiring import Wiring
-from penstock.errors import ErrorInfo, PeerError
+from penstock.errors import ErrorInfo, PeerError, PenstockError
 from penstock.executor.base import first_cause
 from penstock.hosts.local_socket import LocalSocket
 from penstock.hosts.member import Member
@@ -56,7 +58,8 @@ class PipelineProcesses:
     """The core and the stages of one replica.
 
     Args:
-        hosts: where they run.
+        layout: where each of them runs, from epoch to epoch.
+        hosts: all that there are.
         watch: gets them as members; its events about them come back by `take`.
 
     Attributes:
@@ -64,14 +67,16 @@ class PipelineProcesses:
         classes: in which the ranks compute.
     """
 
-    def __init__(self, plan: LaunchPlan, hosts: Hosts, watch: MemberWatch, reporter: Reporter) -> None:
-        self._plan = plan
+    def __init__(self, layout: PipeLayout, hosts: Hosts, watch: MemberWatch, reporter: Reporter) -> None:
+        self._layout = layout
         self._hosts = hosts
         self._watch = watch
         self.client = LocalSocket()
         self._reporter = reporter
+        plan = layout.plan
         self._wiring = Wiring(plan, hosts)
         self._members: dict[int, Member] = {}  # by member index, those that have not been buried
+        self._placed: dict[int, RankConfig] = {}  # by member index, what each rank was started as
         self._ranks: dict[int, RankLoaded] = {}  # by member index, what those that were ready have said
         self._first_loads = FirstLoads()
         self.classes = NumericClasses(plan.ranks)
@@ -83,6 +88,11 @@ class PipelineProcesses:
     def members(self) -> list[Member]:
         """Those that have not been buried."""
         return list(self._members.values())
+
+    @property
+    def _plan(self) -> LaunchPlan:
+        """That of the present epoch, or of the next one once it is settled."""
+        return self._layout.plan
 
     @property
     def have_loaded(self) -> bool:
@@ -149,10 +159,15 @@ class PipelineProcesses:
         if losses.causes or has_ended:
             time.sleep(COMPANY_S)
             self._end_epoch()
-        if losses.is_due(time.monotonic()) and self._all_hosts_are_there():
+        for text in self._layout.look():
+            self._reporter.report(Notice(text=text))
+        if losses.is_due(time.monotonic()) and self._is_settled():
             try:
                 self._begin_epoch()
-            except (OSError, PeerError) as error:  # no memory, a host that has just gone: perhaps later
+            except (
+                OSError,
+                PenstockError,
+            ) as error:  # no memory, a host or file that has gone: perhaps later
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
 
     def kill_hung(self) -> None:
@@ -217,7 +232,7 @@ class PipelineProcesses:
         return self._hosts.head.start_core(core, self.client, of_replica(core.replica, "core"), CORE)
 
     def _start_rank(self, index: int) -> Member:
-        rank = self._plan.ranks[index]
+        rank = self._placed[index] = self._plan.ranks[index]
         if self._losses.epoch > 0:
             rank = _replacement(rank, self._ranks.values(), self._first_loads.of(index))
         return self._hosts[rank.host].start_rank(rank, of_replica(rank.replica, rank.name), index)
@@ -250,9 +265,16 @@ class PipelineProcesses:
         cause = self._watch.first_cause(guilty, self.members) if guilty else first_cause(self._losses.causes)
         self._lose(cause, self._ended())  # finding the cause may have taken a while
 
-    def _all_hosts_are_there(self) -> bool:
-        """Whether none is lost: one that comes back is waited for."""
-        return all(self._hosts[name].is_there for name in {rank.host for rank in self._plan.ranks})
+    def _is_settled(self) -> bool:
+        """Whether it is known where the next epoch runs. Where a host is missing that the others cannot
+        stand in for, all requests end with that; the engine stays, and waits for the host."""
+        loaded = {index for index, member in self._members.items() if index != CORE and member.has_loaded}
+        settlement = self._layout.settle(self._ranks, loaded)
+        for text in settlement.notes:
+            self._reporter.report(Notice(text=text))
+        if settlement.refusal is not None and CORE in self._members:  # each time: others may have come
+            self._members[CORE].hand(EpochLost(settlement.refusal, "all"))
+        return settlement.is_settled
 
     def _has_ended(self) -> bool:
         """Whether any member has."""
@@ -284,13 +306,19 @@ class PipelineProcesses:
             )
         )
         if CORE not in lost:
-            self._members[CORE].hand(EpochLost(cause, is_final=losses.is_repeated))
+            self._members[CORE].hand(EpochLost(cause, "started" if losses.is_repeated else "none"))
         self._wiring.end()
         for index in ended:
             self._bury(index)
 
     def _begin_epoch(self) -> None:
-        """Start the members that are missing, and connect all members anew."""
+        """Start the members that are missing or have another place, and connect all members anew."""
+        moved = {index for index in self._members if self._has_moved(index)}
+        for index in moved:
+            self._members[index].kill_now()
+        for index in moved:
+            self._bury(index)
+        self._losses.give_up(moved)
         missing = self._losses.begin()
         if not missing:  # nobody has ended: perhaps a way between hosts has
             self._hosts.routes.review()
@@ -299,6 +327,10 @@ class PipelineProcesses:
             self._restarts[index] += 1
         self._wiring = Wiring(self._plan, self._hosts, self._losses.epoch)
         self._hand_endpoints()
+
+    def _has_moved(self, index: int) -> bool:
+        """Whether a rank has another place in the plan than it was started at."""
+        return index != CORE and self._placed[index] != self._plan.ranks[index]
 
     def _bury(self, index: int) -> None:
         self._watch.reap(self._members.pop(index))

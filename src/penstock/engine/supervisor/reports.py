@@ -166,6 +166,28 @@ class SpareReady(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", t
     host: str
     own_bytes: int
 
+    @property
+    def line(self) -> str:
+        """Of a log."""
+        return f"a spare process waits on {self.host}, with {megabytes(self.own_bytes)} of memory"
+
+
+class HostSaid(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="host_said"):
+    """A line that was printed on another host.
+
+    Attributes:
+        process: that has printed it, such as "stage 1"; "" is the worker.
+    """
+
+    host: str
+    process: str
+    text: str
+
+    @property
+    def line(self) -> str:
+        """Of a log."""
+        return f"{self.host} {self.process}".rstrip() + f": {self.text}"
+
 
 class FrontLost(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="front_lost"):
     """The API process has ended, and is started again after `retry_s`; connections are reset."""
@@ -206,6 +228,7 @@ Event = (
     | StageLost
     | Recovered
     | SpareReady
+    | HostSaid
     | FrontLost
     | FrontRecovered
     | Draining
@@ -294,8 +317,8 @@ def event_line(event: Event) -> str:
             return "\n".join(
                 [f"recovered in {event.seconds:.1f} s   {event.name}", *(f"note: {text}" for text in notes)]
             )
-        case SpareReady():
-            return f"a spare process waits on {event.host}, with {megabytes(event.own_bytes)} of memory"
+        case SpareReady() | HostSaid():
+            return event.line
         case FrontLost():
             return f"lost: {event.error.message} It starts again{_pause(event.retry_s)}"
         case Draining():

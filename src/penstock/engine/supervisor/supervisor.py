@@ -32,9 +32,10 @@ from penstock.config.engine import EngineConfig
 from penstock.config.server import ServerConfig
 from penstock.engine.supervisor.auto_partition import settle_partition
 from penstock.engine.supervisor.fronts import ApiProcessFront, CallingProgram, EngineUser
-from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas, with_faults
+from penstock.engine.supervisor.launch import resolve_replicas, with_faults
 from penstock.engine.supervisor.losses import BackOff, Heartbeats
 from penstock.engine.supervisor.numeric_classes import unlike_replicas
+from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import (
     Caution,
@@ -44,6 +45,7 @@ from penstock.engine.supervisor.reports import (
     Event,
     FrontLost,
     FrontRecovered,
+    HostSaid,
     ModelFound,
     Notice,
     PlainReporter,
@@ -101,7 +103,7 @@ class Supervisor:
         gathered: OneHost | GatheredHosts | None = None
         try:
             self._front.open()
-            gathered = open_hosts(self._engine, self._note, self._caution)
+            gathered = open_hosts(self._engine, self._note, self._caution, self._show)
             gathered.gather(self._front.lifelines)
             hosts = gathered.hosts
             settled = settle_partition(self._engine, hosts, self._reporter)
@@ -110,8 +112,9 @@ class Supervisor:
             wanted = faults.parse(os.environ.get(faults.ENVIRONMENT, ""))
             links = tuple(hosts.routes.links())
             plans = [msgspec.structs.replace(with_faults(plan, wanted), host_links=links) for plan in plans]
+            layouts = [PipeLayout(plan, hosts, settled) for plan in plans]
             with signals_of_the_end() as signals:
-                engine = _RunningEngine(plans, gathered, self._front, self._reporter, signals, started)
+                engine = _RunningEngine(layouts, gathered, self._front, self._reporter, signals, started)
                 try:
                     return engine.run()
                 finally:
@@ -129,6 +132,9 @@ class Supervisor:
     def _caution(self, text: str) -> None:
         self._reporter.report(Caution(text=text))
 
+    def _show(self, host: str, process: str, text: str) -> None:
+        self._reporter.report(HostSaid(host=host, process=process, text=text))
+
     def _refuse(self, error: PenstockError | OSError) -> int:
         """Report why nothing was started; the exit code."""
         if isinstance(error, OSError):  # no descriptors, no memory, no temporary directory
@@ -142,13 +148,14 @@ class _RunningEngine:
 
     def __init__(
         self,
-        plans: Sequence[LaunchPlan],
+        layouts: Sequence[PipeLayout],
         gathered: OneHost | GatheredHosts,
         front: EngineUser,
         reporter: Reporter,
         signals: SignalSource,
         started: float,
     ) -> None:
+        plans = [layout.plan for layout in layouts]
         self._plan = plans[0]
         self._front = front
         self._reporter = reporter
@@ -159,7 +166,7 @@ class _RunningEngine:
         self._text_side = TextSideLoaded(prompt_form="messages")
         self._watch = MemberWatch(self._take)
         self._gathered, hosts = gathered, gathered.hosts
-        self._replicas = [PipelineProcesses(plan, hosts, self._watch, reporter) for plan in plans]
+        self._replicas = [PipelineProcesses(layout, hosts, self._watch, reporter) for layout in layouts]
         self._heartbeats = Heartbeats(self._plan.core.parallel.heartbeat_limit_s)
         self._front_losses = BackOff()
         ranks = [rank for plan in plans for rank in plan.ranks]

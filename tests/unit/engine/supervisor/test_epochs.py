@@ -85,11 +85,28 @@ def test_when_it_takes_long_only_those_that_have_started_end() -> None:
     rig.add("running", 5, max_tokens=9)
     rig.step()
     rig.add("waiting", 3, max_tokens=4)
-    (update,) = rig.core.lose_epoch(_killed(), is_final=True)
+    (update,) = rig.core.lose_epoch(_killed(), ends="started")
     assert (update.request_id, update.error) == ("running", _killed())
     rig.rejoin()
     rig.run_until_idle()
     assert rig.result("waiting") == rig.expected("waiting", 1)
+
+
+def test_r15_where_nobody_may_wait_all_requests_end_and_later_ones_go_on() -> None:
+    rig = CoreRig(num_stages=STAGES, recovers=True, scheduler=one_row())
+    rig.add("running", 5, max_tokens=9)
+    rig.step()
+    rig.add("waiting", 3, max_tokens=4)
+    updates = rig.core.lose_epoch(_killed(), ends="all")
+    assert {update.request_id: update.error for update in updates} == {
+        "running": _killed(),
+        "waiting": _killed(),
+    }
+    assert rig.core.stats().is_loss_lasting
+    rig.rejoin()
+    rig.add("later", 3, max_tokens=4)
+    rig.run_until_idle()
+    assert rig.result("later") == rig.expected("later", 2)
 
 
 def test_r5_the_loss_is_told_until_a_step_has_crossed() -> None:

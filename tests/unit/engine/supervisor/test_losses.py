@@ -48,6 +48,13 @@ def test_members_that_are_lost_one_after_the_other_start_together(losses: Losses
     assert losses.begin() == [CORE, 0, 2]
 
 
+def test_r15_members_that_are_ended_for_another_place_start_with_those_that_are_lost(losses: Losses) -> None:
+    losses.end({2}, 0.0)
+    losses.give_up({0, 1})
+    assert losses.begin() == [0, 1, 2]
+    assert losses.hung({0, 1, 2}, 1e9) == set(), "none of them was in the epoch that is over"
+
+
 def test_only_who_leaves_the_present_epoch_ends_it(losses: Losses) -> None:
     losses.leave(0, CAUSE, 1)
     assert losses.causes == [CAUSE]

@@ -9,12 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
+from fakes import FakeClock
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from penstock.config.hosts import HostsConfig
 from penstock.engine.supervisor import pipeline_processes
 from penstock.engine.supervisor.launch import resolve
+from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.pipeline_processes import PipelineProcesses, begin_together
 from penstock.engine.supervisor.reports import Event, Notice, Recovered, StageLoaded, StageLost, event_line
-from penstock.errors import LinkClosedError, WaitTimeoutError
+from penstock.errors import LinkClosedError, ModelConfigError, WaitTimeoutError
 from penstock.hosts.member_watch import MemberWatch
 from penstock.hosts.network.routes import DefaultRoutes
 from penstock.hosts.rank_host import Hosts
@@ -50,6 +53,9 @@ def test_i4_no_replica_begins_before_the_weights_of_all_are_in_memory() -> None:
 # --- over hosts that a test plays ------------------------------------------------------------------
 
 
+REJOIN_TIMEOUT_S = 20.0
+
+
 class ReviewedRoutes(DefaultRoutes):
     """Counts how often the ways between the hosts are looked at."""
 
@@ -68,11 +74,15 @@ class Replica:
         self.routes = ReviewedRoutes()
         hosts = Hosts(self.head, self.other, routes=self.routes)
         config = EngineConfig(
-            model=ModelConfig(model="demo"), parallel=ParallelConfig(pipeline_parallel_size=2, **parallel)
+            model=ModelConfig(model="demo"),
+            parallel=ParallelConfig(pipeline_parallel_size=2, **parallel),
+            cluster=HostsConfig(rejoin_timeout_s=REJOIN_TIMEOUT_S),
         )
+        self.clock = FakeClock()
+        layout = PipeLayout(resolve(config, hosts.resources()), hosts, config, self.clock)
         self.events: list[Event] = []
         self.watch = MemberWatch(lambda member, event: self.processes.take(member, event))
-        self.processes = PipelineProcesses(resolve(config, hosts.resources()), hosts, self.watch, self)
+        self.processes = PipelineProcesses(layout, hosts, self.watch, self)
         self.processes.start()
 
     def report(self, event: Event) -> None:
@@ -169,7 +179,7 @@ def serve(replica: Replica) -> None:
     """Let all stages load and be ready."""
     replica.processes.begin()
     for member in (replica.head.members[0], replica.other.members[0]):
-        member.say(WeightsLoaded(bytes_read=2, seconds=0.1))
+        member.say(WeightsLoaded(bytes_read=2, seconds=0.1, identity=b"model"))
         member.say(Ready(rank=LOADED))
     replica.hear()
 
@@ -209,16 +219,101 @@ def test_g1_no_epoch_begins_before_a_host_that_is_lost_is_back(replica: Replica)
     assert len(replica.other.members) == 2
 
 
+def lose_other_host(replica: Replica) -> None:
+    """The host with the second stage is gone, with all its members."""
+    for member in replica.other.members:
+        member.leave(-9)
+    replica.other.is_there = False
+    replica.processes.recover()
+
+
+def notices(replica: Replica) -> list[str]:
+    return [event.text for event in replica.events if isinstance(event, Notice)]
+
+
+@pytest.mark.parametrize("parallel", [{"threads_per_rank": 1}], ids=str)
+def test_r15_a_host_that_does_not_come_back_leaves_its_stage_to_the_others(replica: Replica) -> None:
+    serve(replica)
+    lose_other_host(replica)
+    assert replica.started == ["attic: stage 0", "attic: core", "cellar: stage 1"]
+    replica.clock.advance(REJOIN_TIMEOUT_S)
+    replica.processes.recover()
+    assert replica.started == ["attic: stage 0", "attic: core", "attic: stage 1", "cellar: stage 1"]
+    assert notices(replica)[-1] == "without cellar: stage 1 goes to attic."
+    stage_0, core, stage_1 = replica.head.members
+    assert stage_0.done == [], "it keeps its weights"
+    assert [type(message) for message in core.handed] == [CoreEndpoints, EpochLost, CoreEndpoints]
+    ends = [member.handed[-1] for member in (stage_0, stage_1)]
+    assert [end.epoch for end in ends if isinstance(end, RankEndpoints)] == [1, 1]
+    started_as = replica.head.ranks[1]
+    assert (started_as.host, started_as.num_blocks, started_as.first_load.identity) == ("attic", 7, b"model")
+
+
+def test_r15_a_rank_whose_share_of_the_cores_has_changed_is_started_again(replica: Replica) -> None:
+    serve(replica)
+    before = replica.head.members[0]
+    lose_other_host(replica)
+    replica.clock.advance(REJOIN_TIMEOUT_S)
+    replica.processes.recover()
+    assert before.done == ["kill_now", "close"]
+    assert [(rank.stage, rank.threads) for rank in replica.head.ranks] == [(0, 4), (0, 2), (1, 2)]
+
+
+def test_r15_where_the_others_cannot_take_over_requests_end_with_that_and_all_goes_on_later(
+    replica: Replica,
+) -> None:
+    serve(replica)
+    lose_other_host(replica)
+    replica.head.free_bytes = 0
+    replica.clock.advance(REJOIN_TIMEOUT_S)
+    for _ in range(3):
+        replica.processes.recover()
+    core = replica.head.members[1]
+    lost = [message for message in core.handed if isinstance(message, EpochLost)]
+    assert [message.ends for message in lost] == ["none", "all", "all", "all"], "others may have come"
+    assert lost[-1].error.kind == "HostMissingError"
+    assert notices(replica)[-1].startswith(
+        "nothing runs without the host cellar (stage 1), and attic cannot take over: "
+    )
+    assert len(notices(replica)) == 2
+    replica.other.is_there = True
+    replica.processes.recover()
+    assert replica.started[-2:] == ["cellar: stage 1", "cellar: stage 1"]
+    assert isinstance(core.handed[-1], CoreEndpoints)
+
+
+def test_r15_a_host_that_is_back_disturbs_no_healthy_pipe_and_is_used_by_the_next_epoch(
+    replica: Replica,
+) -> None:
+    serve(replica)
+    lose_other_host(replica)
+    replica.clock.advance(REJOIN_TIMEOUT_S)
+    replica.processes.recover()
+    serving = [*replica.head.members]
+    replica.other.is_there = True
+    for _ in range(3):
+        replica.processes.recover()
+    assert replica.head.members == serving
+    assert notices(replica)[-1] == "cellar may take stages when the next epoch begins."
+    serving[-1].leave(-9)
+    replica.processes.recover()
+    assert notices(replica)[-1] == "stage 1 goes to cellar."
+    assert [rank.stage for rank in replica.other.ranks] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "kind", [WaitTimeoutError, ModelConfigError, OSError], ids=lambda kind: kind.__name__
+)
 def test_g1_an_epoch_that_a_host_refuses_is_tried_again(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
 ) -> None:
     def refuse(*given: object) -> None:
-        raise WaitTimeoutError("the host cellar has not answered for 5 s.")
+        raise kind("the host cellar has not answered for 5 s.")
 
     serve(replica)
     with monkeypatch.context() as meanwhile:
         meanwhile.setattr(replica.other, "accept", refuse)
-        replica.other.members[0].leave(1)
+        replica.other.members[0].leave(-9)
         replica.processes.recover()
     lost = [event for event in replica.events if isinstance(event, StageLost)]
     assert lost[-1].error.message == "no new epoch could begin: the host cellar has not answered for 5 s."

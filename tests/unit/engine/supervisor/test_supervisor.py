@@ -12,6 +12,7 @@ import pytest
 from penstock.config.engine import EngineConfig, ModelConfig
 from penstock.engine.supervisor import supervisor
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
+from penstock.engine.supervisor.pipe_layout import PipeLayout
 from penstock.engine.supervisor.reports import Caution, EngineFailed, EngineReady, Event, ModelFound
 from penstock.engine.supervisor.supervisor import Supervisor
 from penstock.hosts.gathering import OneHost
@@ -101,7 +102,12 @@ def test_what_the_text_side_lacks_is_reported_when_all_is_ready(host: StandInHos
     signals, other_end = socket.socketpair()
     stopped: Any = signals
     engine = supervisor._RunningEngine(
-        [resolve(DEMO, hosts.resources())], OneHost(hosts), front, events, stopped, started=0.0
+        [PipeLayout(resolve(DEMO, hosts.resources()), hosts, DEMO)],
+        OneHost(hosts),
+        front,
+        events,
+        stopped,
+        started=0.0,
     )
     with signals, other_end:
         engine._start()

@@ -1,0 +1,63 @@
+"""Decides which hosts the next epoch of a pipeline is laid over: who is there, and who is still waited for.
+
+    all are there ──a host is lost──▶ it is waited for ──it is back──▶ over the hosts of before
+                                        │        └──another host has come in its place──▶ over that one too
+                                        └──the time is over──▶ over those that are there
+
+It is told who is there and what time it is, and knows no host and no clock. Used by
+`engine.supervisor.pipe_layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+
+class HostChoice:
+    """The hosts of one pipeline, from epoch to epoch.
+
+    Args:
+        names: of the hosts that the first epoch is laid over; so many are to serve together.
+        rejoin_timeout_s: how long each of them is waited for when it is lost.
+
+    Attributes:
+        laid_over: names of the hosts of the present epoch, or between two of the last one.
+    """
+
+    def __init__(self, names: Collection[str], rejoin_timeout_s: float) -> None:
+        self.laid_over = tuple(names)
+        self._num_wanted = len(names)
+        self._rejoin_timeout_s = rejoin_timeout_s
+        self._missing_since: dict[str, float] = {}
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Return the hosts of the pipeline that were not there at the last look."""
+        return tuple(self._missing_since)
+
+    def look(self, there: Collection[str], now: float) -> None:
+        """Note who is there.
+
+        Args:
+            now: monotonic seconds.
+        """
+        since = self._missing_since
+        self._missing_since = {name: since.get(name, now) for name in self.laid_over if name not in there}
+
+    def next_hosts(self, there: Sequence[str], now: float) -> tuple[str, ...]:
+        """Return the hosts that the next epoch is to be laid over; none while a host is waited for.
+
+        Hosts that come back while the pipeline serves without them are among them. Where more are there than
+        serve together, those of the present pipeline go before the others.
+        """
+        self.look(there, now)
+        is_waited_for = any(now - at < self._rejoin_timeout_s for at in self._missing_since.values())
+        if is_waited_for and len(there) < self._num_wanted:
+            return ()
+        preferred = sorted(there, key=lambda name: name not in self.laid_over)[: self._num_wanted]
+        return tuple(name for name in there if name in preferred)
+
+    def lay_over(self, names: Sequence[str]) -> None:
+        """The next epoch begins over these hosts."""
+        self.laid_over = tuple(names)
+        self._missing_since.clear()

@@ -1,0 +1,210 @@
+"""Where the ranks of a pipeline run, from epoch to epoch: on the hosts of before, or laid over others.
+
+A lost host is waited for (`host_choice`). If it does not come back, its stages are placed again over the
+hosts that are there, if memory allows (`stage_spread`), and `launch` plans for these hosts as at a start: a
+rank that keeps its host and its threads goes on, the others are started. Decides, and starts nothing. Used by
+`engine.supervisor.pipeline_processes`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import NamedTuple
+
+import msgspec
+
+from penstock.batch import RankLoaded
+from penstock.config.engine import EngineConfig
+from penstock.engine.supervisor.host_choice import HostChoice
+from penstock.engine.supervisor.launch import LaunchPlan, resolve_replicas
+from penstock.engine.supervisor.stage_spread import HostRoom, StageDemand, spread
+from penstock.errors import ErrorInfo, HostMissingError, PenstockError, describe
+from penstock.hosts.rank_host import Hosts
+from penstock.hosts.resources import HostResources
+from penstock.process.config import RankConfig
+
+
+class Settlement(NamedTuple):
+    """What has come of the question over which hosts the next epoch is laid.
+
+    Attributes:
+        is_settled: the epoch can begin, by `PipeLayout.plan`.
+        notes: sentences for the user.
+        refusal: why the pipeline cannot be laid over the hosts that are there, as of now.
+    """
+
+    is_settled: bool
+    notes: Sequence[str] = ()
+    refusal: ErrorInfo | None = None
+
+
+class PipeLayout:
+    """The layout of one pipeline.
+
+    Args:
+        plan: of the first epoch.
+        hosts: on which it runs; others may join them.
+        config: what the plan was made of.
+        clock: monotonic seconds.
+
+    Attributes:
+        plan: of the present epoch, or of the next one once that is settled.
+    """
+
+    def __init__(
+        self,
+        plan: LaunchPlan,
+        hosts: Hosts,
+        config: EngineConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.plan = plan
+        self._hosts = hosts
+        self._config = config
+        self._clock = clock
+        self._choice = HostChoice(list(hosts), config.cluster.rejoin_timeout_s)
+        self._spare_hosts: set[str] = set()  # that are there and have no part, which was said
+        self._awaited: tuple[str, ...] = ()  # of which it was said that they are waited for
+        self._refused: tuple[str, ...] = ()  # of which it was said that it does not go without them
+
+    def look(self) -> list[str]:
+        """Note which hosts are there, and return what is new about them; to be called each second."""
+        there = self._hosts.names_there
+        self._choice.look(there, self._clock())
+        spare = set(there) - set(self._choice.laid_over)
+        new = sorted(spare - self._spare_hosts)
+        self._spare_hosts = spare
+        return [f"{_listed(new)} may take stages when the next epoch begins."] if new else []
+
+    def settle(self, loaded: Mapping[int, RankLoaded], living: Set[int]) -> Settlement:
+        """Decide over which hosts the next epoch is laid. Asked again and again until that is settled.
+
+        Args:
+            loaded: what ranks have said of themselves, by number.
+            living: numbers of the ranks that hold their weights.
+        """
+        names = self._choice.next_hosts(self._hosts.names_there, self._clock())
+        if not names:
+            return self._wait()
+        if names == self._choice.laid_over:
+            self._awaited = self._refused = ()
+            return Settlement(is_settled=True)
+        missing = self._choice.missing
+        try:
+            notes = self._lay_over(names, loaded, living)
+        except (PenstockError, OSError) as error:
+            # Where no host is missing it was to be laid over more of them, and can stay as it is.
+            return self._refuse(missing, names, describe(error)) if missing else Settlement(is_settled=True)
+        self._awaited = self._refused = ()
+        return Settlement(is_settled=True, notes=notes)
+
+    def _wait(self) -> Settlement:
+        """A host is waited for; that is said once for each loss."""
+        missing = self._choice.missing
+        if self._awaited == missing:
+            return Settlement(is_settled=False)
+        self._awaited = missing
+        limit_s = self._config.cluster.rejoin_timeout_s
+        note = (
+            f"waiting for {self._with_stages(missing)}, {limit_s:g} s at most (--rejoin-timeout); then the "
+            "other hosts take over, if their memory allows."
+        )
+        return Settlement(is_settled=False, notes=[note])
+
+    def _refuse(self, missing: Sequence[str], names: Sequence[str], error: ErrorInfo) -> Settlement:
+        """The hosts that are there cannot take over; the user is told once for each loss."""
+        refusal = HostMissingError(
+            f"nothing runs without {self._with_stages(missing)}, and {_listed(names)} cannot take over: "
+            f"{error.message}",
+            remedy=f"Start `penstock worker` on {_listed(missing)} again: then all goes on. {error.remedy}",
+            stage=min((rank.stage for rank in self.plan.ranks if rank.host in missing), default=None),
+        )
+        is_new, self._refused = self._refused != tuple(missing), tuple(missing)
+        notes = [f"{refusal.message} {refusal.remedy}"] if is_new else []
+        return Settlement(is_settled=False, notes=notes, refusal=refusal.info())
+
+    def _with_stages(self, missing: Sequence[str]) -> str:
+        """Such as "the host desk (stage 1)"."""
+        stages = sorted({rank.stage for rank in self.plan.ranks if rank.host in missing})
+        hosts, numbers = "host" + "s" * (len(missing) > 1), "stage" + "s" * (len(stages) > 1)
+        return f"the {hosts} {_listed(missing)} ({numbers} {_listed(map(str, stages))})"
+
+    def _lay_over(
+        self, names: Sequence[str], loaded: Mapping[int, RankLoaded], living: Set[int]
+    ) -> list[str]:
+        """Change the plan to one over these hosts, and return what is different.
+
+        Raises:
+            NotEnoughMemoryError: the stages do not fit there.
+            PenstockError, OSError: what `launch.resolve_replicas` raises.
+        """
+        before = {rank.stage: rank.host for rank in self.plan.ranks}
+        demands = [self._demand(stage, names, loaded, living) for stage in before]
+        given = {name: self._hosts[name].resources() for name in names}
+        after = spread(demands, [self._room(host) for host in given.values()])
+        homes = {name: self._with_held(host, demands) for name, host in given.items()}
+        missing = self._choice.missing
+        self.plan = self._planned([homes[name] for name in after])
+        self._choice.lay_over([name for name in names if name in after])
+        moves = [
+            f"stage {stage} goes to {home}"
+            for (stage, host), home in zip(before.items(), after, strict=True)
+            if host != home
+        ]
+        reason = f"without {_listed(missing)}: " if missing else ""
+        return [f"{reason}{', '.join(moves)}."] if moves else []
+
+    def _room(self, host: HostResources) -> HostRoom:
+        """Return what a host has for this pipeline: all replicas look for room at once."""
+        share = host.free_bytes // self._config.parallel.data_parallel_size
+        return HostRoom(name=host.name, free_bytes=share, num_gpus=host.num_gpus)
+
+    def _with_held(self, host: HostResources, demands: Sequence[StageDemand]) -> HostResources:
+        """Return what a host would have if it held none of our weights, which a plan counts anew."""
+        held_bytes = sum(demand.held_bytes for demand in demands if demand.host == host.name)
+        free_bytes = host.free_bytes + self._config.parallel.data_parallel_size * held_bytes
+        return msgspec.structs.replace(host, free_bytes=free_bytes)
+
+    def _demand(
+        self, stage: int, names: Sequence[str], loaded: Mapping[int, RankLoaded], living: Set[int]
+    ) -> StageDemand:
+        """What a stage needs, by what its ranks have said when they had loaded."""
+        num_blocks = min((message.max_blocks for message in loaded.values()), default=0)
+        ranks = {number: rank for number, rank in enumerate(self.plan.ranks) if rank.stage == stage}
+        on_cpu = [number for number, rank in ranks.items() if rank.device_type == "cpu" and number in loaded]
+        weights = {number: loaded[number].tensor_bytes for number in on_cpu}
+        whole = {number: weights[number] + num_blocks * loaded[number].block_bytes for number in on_cpu}
+        host = next(rank.host for rank in ranks.values())
+        return StageDemand(
+            host=host if host in names else "",
+            num_bytes=sum(whole.values()),
+            held_bytes=sum(weights[number] for number in on_cpu if number in living),
+            missing_bytes=sum(whole[number] for number in on_cpu if number not in living),
+            num_gpus=sum(rank.device_type != "cpu" for rank in ranks.values()),
+        )
+
+    def _planned(self, homes: Sequence[HostResources]) -> LaunchPlan:
+        """Return the present plan with ranks placed as at a start over these hosts, one for each stage."""
+        config = self._config
+        if config.parallel.device == "auto":  # what a stage has computed on decides its numbers: it stays so
+            devices = ",".join(rank.device_type for rank in self.plan.ranks)
+            parallel = msgspec.structs.replace(config.parallel, device=devices)
+            config = msgspec.structs.replace(config, parallel=parallel)
+        fresh = resolve_replicas(config, homes)[self.plan.core.replica or 0]
+        ranks = [_placed_as(rank, own) for rank, own in zip(self.plan.ranks, fresh.ranks, strict=True)]
+        core = msgspec.structs.replace(self.plan.core, cpus=fresh.core.cpus)
+        return msgspec.structs.replace(self.plan, ranks=ranks, core=core)
+
+
+def _placed_as(rank: RankConfig, other: RankConfig) -> RankConfig:
+    """Return the rank with the place of the other one, and all else as it was settled at the start."""
+    return msgspec.structs.replace(
+        rank, host=other.host, device=other.device, threads=other.threads, cpus=other.cpus
+    )
+
+
+def _listed(words: Iterable[str]) -> str:
+    """Such as "a, b and c"."""
+    *others, last = words
+    return f"{', '.join(others)} and {last}" if others else last

@@ -1,0 +1,133 @@
+"""Spreads the stages of a pipeline over hosts anew, by the memory that is free there.
+
+Numbers only: what stages need comes from the ranks that have loaded them, what is free from the hosts. Used
+by `engine.supervisor.pipe_layout` when hosts are lost, or are back.
+
+    host     tower        desk (lost)    shelf
+    before   stage 0, 1   stage 2, 3     stage 4, 5
+    after    stage 0, 1, 2               stage 3, 4, 5      each host has one block of neighbours
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.errors import NotEnoughMemoryError
+
+MAX_PERMUTED = 4  # hosts whose order along the pipeline is tried out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageDemand:
+    """What a stage needs, and what of it is in memory. Bytes are of host memory, GPUs have their own.
+
+    Attributes:
+        host: where the stage was, if that host is there; else "".
+        num_bytes: weights and KV cache.
+        held_bytes: weights in memory at `host`, free again when the stage goes elsewhere.
+        missing_bytes: that it takes at `host` in addition, where a rank of it is lost.
+        num_gpus: ranks on a GPU.
+    """
+
+    host: str
+    num_bytes: int
+    held_bytes: int = 0
+    missing_bytes: int = 0
+    num_gpus: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRoom:
+    """What a host has to give.
+
+    Attributes:
+        free_bytes: of memory, beside what its stages hold.
+    """
+
+    name: str
+    free_bytes: int
+    num_gpus: int = 0
+
+
+def spread(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> list[str]:
+    """Return the host of each stage: one block of neighbours a host, as even as memory allows.
+
+    Of blocks that are equally even those win that leave most stages where they are. The first host, which is
+    the head, keeps the first stage at least; others may get none.
+
+    Raises:
+        NotEnoughMemoryError: no blocks fit.
+    """
+    chosen = [(blocks, order) for order in _orders(rooms) if (blocks := _best_blocks(stages, order))]
+    if not chosen:
+        raise _not_enough(stages, rooms)
+    blocks, order = min(chosen, key=lambda each: (each[0].unevenness, each[0].num_moved))
+    return [room.name for room, size in zip(order, blocks.sizes, strict=True) for _ in range(size)]
+
+
+class _Blocks(NamedTuple):
+    """Stages cut into a block for each host."""
+
+    unevenness: int
+    num_moved: int  # stages that go to another host than the one that has them
+    sizes: tuple[int, ...]
+
+
+def _orders(rooms: Sequence[HostRoom]) -> Iterator[Sequence[HostRoom]]:
+    """Yield the orders of the hosts along the pipeline, the given one first."""
+    head, *others = rooms
+    orders = itertools.permutations(others) if len(others) <= MAX_PERMUTED else [others]
+    return ([head, *order] for order in orders)
+
+
+def _best_blocks(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> _Blocks | None:
+    """Return the best blocks for hosts in this order; None if none fit."""
+
+    @functools.cache
+    def best(host: int, first: int) -> _Blocks | None:
+        """For the hosts from `host` on, and the stages from `first` on."""
+        if host == len(rooms):
+            return _Blocks(0, 0, ()) if first == len(stages) else None
+        found: list[_Blocks] = []
+        for size in range(len(stages) - first, -1 if host else 0, -1):
+            block = range(first, first + size)
+            rest = best(host + 1, first + size) if _fits(rooms[host], block, stages) else None
+            if rest is not None:
+                num_moved = sum(stages[number].host not in ("", rooms[host].name) for number in block)
+                sizes = (size, *rest.sizes)
+                found.append(_Blocks(size * size + rest.unevenness, num_moved + rest.num_moved, sizes))
+        return min(found, key=lambda blocks: blocks[:2], default=None)
+
+    return best(0, 0)
+
+
+def _fits(room: HostRoom, block: range, stages: Sequence[StageDemand]) -> bool:
+    """Whether a host takes these stages, and lets go of its others."""
+    needed_bytes = num_gpus = num_own_gpus = 0
+    for number, stage in enumerate(stages):
+        is_own = stage.host == room.name
+        num_own_gpus += stage.num_gpus * is_own
+        if number in block:
+            num_gpus += stage.num_gpus
+            needed_bytes += stage.missing_bytes if is_own else stage.num_bytes
+        elif is_own:
+            needed_bytes -= stage.held_bytes
+    # What is free on a GPU nobody here knows: each rank gets one of its own, or stays where it is.
+    return needed_bytes <= max(0, room.free_bytes) and num_gpus <= max(room.num_gpus, num_own_gpus)
+
+
+def _not_enough(stages: Sequence[StageDemand], rooms: Sequence[HostRoom]) -> NotEnoughMemoryError:
+    lost = [stage for stage in stages if not stage.host]
+    needed = f"{sum(stage.num_bytes for stage in lost) / 2**20:.0f} MiB"
+    num_gpus = sum(stage.num_gpus for stage in lost)
+    if num_gpus:
+        needed += f" and {num_gpus} GPU" + "s" * (num_gpus > 1)
+    free = ", ".join(f"{room.free_bytes / 2**20:.0f} MiB on {room.name}" for room in rooms)
+    return NotEnoughMemoryError(
+        f"weights and KV cache of what is lost take {needed}; free are {free}.",
+        remedy="Free memory there, or use a smaller --kv-cache-bytes from the next start on.",
+    )

@@ -1,0 +1,121 @@
+"""What the processes of a host print: read line by line where they are started, or left to the terminal.
+
+`hosts.local` gives each process that it starts an output. On the head that is the head's own standard error;
+on a worker it is a pipe, whose lines are printed there and go to the head (`worker_log`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+from collections.abc import Iterator
+from typing import Protocol
+
+from penstock.hosts.member import Member
+
+MAX_LINE_BYTES = 4096  # a longer line is taken in pieces
+_READ_BYTES = 1 << 14  # of a pipe at once: who floods it waits, and nobody else does
+
+
+class ChildOutput:
+    """Where a process prints to.
+
+    Attributes:
+        fd: its standard output and error; None: those of this process.
+        member: the process, once it is started; its name stands before its lines.
+    """
+
+    def __init__(self, fd: int | None = None) -> None:
+        self.fd = fd
+        self.member: Member | None = None
+
+    @property
+    def name(self) -> str:
+        """Return the name of the process; a spare process gets another one."""
+        return "" if self.member is None else self.member.name
+
+
+class Outputs(Protocol):
+    """Makes the outputs of processes."""
+
+    def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
+        """Return the output of a process that is started in the block; the process keeps its end."""
+        ...
+
+
+class InheritedOutputs:
+    """Processes print where this one does."""
+
+    def opened(self) -> contextlib.AbstractContextManager[ChildOutput]:
+        return contextlib.nullcontext(ChildOutput())
+
+
+class _Pipe:
+    """The end of an output that is read here."""
+
+    def __init__(self, fd: int, output: ChildOutput) -> None:
+        self.fd = fd
+        self.output = output
+        self._partial = b""
+
+    def read(self) -> tuple[list[str], bool]:
+        """Return the lines that have come, and whether more may follow."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return [], True
+        *whole, self._partial = (self._partial + data).split(b"\n")
+        if not data or len(self._partial) > MAX_LINE_BYTES:
+            whole, self._partial = [*whole, self._partial], b""
+        return [line.decode("utf-8", "replace") for line in whole if line], bool(data)
+
+
+class PipedOutputs:
+    """Processes print into pipes, which are read here. Readable when a line has come."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._pipes: dict[int, _Pipe] = {}
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[ChildOutput]:
+        """See `Outputs.opened`."""
+        reader, writer = os.pipe()
+        try:
+            output = ChildOutput(writer)
+            yield output
+        except BaseException:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        output.fd = None
+        os.set_blocking(reader, False)
+        self._pipes[reader] = _Pipe(reader, output)
+        self._epoll.register(reader, select.EPOLLIN)
+
+    def take(self) -> list[tuple[str, str]]:
+        """Return the lines that have come, each with the name of the process."""
+        lines = []
+        for fd, _ in self._epoll.poll(0):
+            pipe = self._pipes[fd]
+            name = pipe.output.name
+            whole, may_go_on = pipe.read()
+            lines += [(name, line) for line in whole]
+            if not may_go_on:
+                self._forget(pipe)
+        return lines
+
+    def close(self) -> None:
+        """Read nothing more; a process that prints still gets an error."""
+        for pipe in list(self._pipes.values()):
+            self._forget(pipe)
+        self._epoll.close()
+
+    def _forget(self, pipe: _Pipe) -> None:
+        self._epoll.unregister(pipe.fd)
+        os.close(self._pipes.pop(pipe.fd).fd)

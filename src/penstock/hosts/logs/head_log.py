@@ -1,0 +1,40 @@
+"""Log lines of another host as the head shows them: with the host's name, and no more than it bears.
+
+A worker keeps to the same bounds. The head does not rely on that, nor on what a line consists of. Used by
+`hosts.gathering`, one for each worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from penstock.hosts.agent_messages import LogLines
+from penstock.hosts.logs.line_ration import LineRation, shown_line
+
+ShowLine = Callable[[str, str, str], None]  # name of the host, of the process ("": the worker), and the line
+_SHARE = 2.0  # of what a worker sends at most: the network may have held some of it up
+
+
+class HeadLog:
+    """The log of one other host.
+
+    Args:
+        host: its name.
+        show: shows a line.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, host: str, show: ShowLine, clock: Callable[[], float]) -> None:
+        self._host = host
+        self._show = show
+        self._ration = LineRation(clock, _SHARE)
+
+    def take(self, message: LogLines) -> None:
+        """Show what has come, and how many lines were left out on the way."""
+        for name, line in message.lines:
+            if self._ration.admit():
+                self._show(self._host, shown_line(name), shown_line(line))
+        self._ration.note_dropped(message.num_dropped)
+        num_dropped = self._ration.take_dropped()
+        if num_dropped:
+            self._show(self._host, "", f"{num_dropped} more lines are to be read on that host only")

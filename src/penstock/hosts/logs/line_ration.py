@@ -1,0 +1,63 @@
+"""How much of what a host prints goes to the head: some lines at once, then a few a second, none too long.
+
+Both ends keep to it: a worker does not send more, and the head does not show more (`worker_log`, `head_log`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+LINES_AT_ONCE = 200  # as many as a process needs to say where its threads are
+LINES_PER_S = 20.0
+SAY_DROPPED_EVERY_S = 1.0
+MAX_LINE_CHARS = 500
+
+
+class LineRation:
+    """A bound on lines, which counts those that are left out.
+
+    Args:
+        clock: monotonic seconds.
+        share: of the bounds above; the head allows for what a network has held up.
+    """
+
+    def __init__(self, clock: Callable[[], float], share: float = 1.0) -> None:
+        self._clock = clock
+        self._most, self._per_s = LINES_AT_ONCE * share, LINES_PER_S * share
+        self._left = self._most
+        self._looked_at = self._said_at = clock()
+        self._num_dropped = 0
+
+    def admit(self) -> bool:
+        """Return whether one more line may pass; one that may not is counted."""
+        now = self._clock()
+        self._left = min(self._most, self._left + (now - self._looked_at) * self._per_s)
+        self._looked_at = now
+        if self._left < 1.0:
+            self._num_dropped += 1
+            return False
+        self._left -= 1.0
+        return True
+
+    def note_dropped(self, count: int) -> None:
+        """Count lines that were left out elsewhere."""
+        self._num_dropped += count
+
+    def take_dropped(self) -> int:
+        """Return how many lines were left out since that was last said; 0 if it was said a moment ago."""
+        now = self._clock()
+        if not self._num_dropped or now - self._said_at < SAY_DROPPED_EVERY_S:
+            return 0
+        self._said_at = now
+        count, self._num_dropped = self._num_dropped, 0
+        return count
+
+
+def shown_line(line: str) -> str:
+    """Return a line of another process as it may be shown: not too long, control characters made visible."""
+    if len(line) > MAX_LINE_CHARS:
+        line = f"{line[:MAX_LINE_CHARS]}… ({len(line) - MAX_LINE_CHARS} characters more)"
+    return "".join(
+        char if char.isprintable() else " " if char == "\t" else char.encode("unicode_escape").decode("ascii")
+        for char in line
+    )

@@ -1,0 +1,80 @@
+"""The log of a worker: what it and its processes print, shown there and sent to the head within bounds.
+
+Used by `hosts.worker`, which makes one for each time that it serves a head, and by `hosts.agent`, which sends
+what it takes from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from penstock.hosts.agent_messages import LogLines
+from penstock.hosts.logs.child_outputs import PipedOutputs
+from penstock.hosts.logs.line_ration import LineRation, shown_line
+from penstock.hosts.member import Waitable
+
+
+class AgentLog(Protocol):
+    """Where an agent gets log lines from that are for the head."""
+
+    @property
+    def sources(self) -> Sequence[Waitable]:
+        """Return what is readable when there may be some."""
+        ...
+
+    def take(self) -> list[LogLines]:
+        """Return what is to be sent now."""
+        ...
+
+
+class NoLog:
+    """An agent's log where there is none."""
+
+    sources: Sequence[Waitable] = ()
+
+    def take(self) -> list[LogLines]:
+        return []
+
+
+class WorkerLog:
+    """What one worker prints; an `AgentLog`.
+
+    Args:
+        show: prints a line here.
+        outputs: of the worker's processes. Belongs to the log from now on.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, show: Callable[[str], None], outputs: PipedOutputs, clock: Callable[[], float]
+    ) -> None:
+        self._show = show
+        self._outputs = outputs
+        self._ration = LineRation(clock)
+        self._own: list[tuple[str, str]] = []  # lines of the worker that have been shown
+
+    @property
+    def sources(self) -> Sequence[Waitable]:
+        return [self._outputs]
+
+    def say(self, line: str) -> None:
+        """Show a line of the worker itself; the head gets it with those that are taken next."""
+        self._show(line)
+        self._own.append(("", line))
+
+    def take(self) -> list[LogLines]:
+        """Show what processes have printed since the last call; return what of all that is for the head."""
+        printed = self._outputs.take()
+        for name, line in printed:
+            self._show(f"{name}: {line}")
+        lines = [*self._own, *printed]
+        self._own.clear()
+        sent = [(name, shown_line(line)) for name, line in lines if self._ration.admit()]
+        num_dropped = self._ration.take_dropped()
+        return [LogLines(lines=sent, num_dropped=num_dropped)] if sent or num_dropped else []
+
+    def close(self) -> None:
+        """Show what is left. Processes have ended before."""
+        self.take()
+        self._outputs.close()

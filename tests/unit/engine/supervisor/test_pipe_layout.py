@@ -1,0 +1,257 @@
+"""Where ranks run when hosts are lost or come back: the plan, and what the user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from fakes import FakeClock
+from penstock.batch import RankLoaded
+from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
+from penstock.config.hosts import HostsConfig
+from penstock.engine.supervisor import pipe_layout
+from penstock.engine.supervisor.launch import resolve_replicas
+from penstock.engine.supervisor.pipe_layout import PipeLayout, Settlement
+from penstock.hosts.rank_host import Hosts
+from stand_in_hosts import LOADED, StandInHost
+
+LIMIT_S = 30.0
+MIB = 1 << 20
+
+
+class Laid:
+    """A pipeline of three stages over hosts that a test plays."""
+
+    def __init__(self, *names: str, **parallel: Any) -> None:
+        self.by_name = {name: StandInHost(name, "tcp") for name in names}
+        head, *others = self.by_name.values()
+        self.hosts = Hosts(head, *others)
+        self.clock = FakeClock()
+        config = EngineConfig(
+            model=ModelConfig(model="demo"),
+            parallel=ParallelConfig(pipeline_parallel_size=3, **parallel),
+            cluster=HostsConfig(rejoin_timeout_s=LIMIT_S),
+        )
+        *_, plan = resolve_replicas(config, self.hosts.resources())  # of the last replica
+        self.layout = PipeLayout(plan, self.hosts, config, self.clock)
+        self.loaded: dict[int, RankLoaded] = {
+            number: msgspec.structs.replace(
+                LOADED, stage=number, tensor_bytes=100 * MIB, block_bytes=2 * MIB, max_blocks=10 + number
+            )
+            for number in range(len(plan.ranks))
+        }
+        self.living = set(self.loaded)
+
+    @property
+    def homes(self) -> list[str]:
+        return [rank.host for rank in self.layout.plan.ranks]
+
+    @property
+    def threads(self) -> list[int]:
+        return [rank.threads for rank in self.layout.plan.ranks]
+
+    def lose(self, name: str) -> None:
+        self.by_name[name].is_there = False
+        self.living -= {number for number, host in enumerate(self.homes) if host == name}
+
+    def settle(self) -> Settlement:
+        self.layout.look()
+        return self.layout.settle(self.loaded, self.living)
+
+    def close(self) -> None:
+        for host in self.by_name.values():
+            host.close()
+
+
+@pytest.fixture
+def parallel() -> dict[str, Any]:
+    """Settings that a test may override by parameters of its own."""
+    return {}
+
+
+@pytest.fixture
+def laid(parallel: dict[str, Any]) -> Iterator[Laid]:
+    made = Laid("tower", "desk", "shelf", **parallel)
+    yield made
+    made.close()
+
+
+def test_an_epoch_over_the_hosts_of_before_changes_nothing(laid: Laid) -> None:
+    plan = laid.layout.plan
+    assert laid.settle() == Settlement(is_settled=True)
+    assert laid.layout.plan is plan
+
+
+def test_r15_of_three_hosts_one_is_lost_and_the_others_take_its_stage(laid: Laid) -> None:
+    laid.lose("desk")
+    waits = laid.settle()
+    assert not waits.is_settled
+    assert waits.notes == [
+        "waiting for the host desk (stage 1), 30 s at most (--rejoin-timeout); then the other hosts take "
+        "over, if their memory allows."
+    ]
+    assert laid.settle() == Settlement(is_settled=False), "said once"
+    laid.clock.advance(LIMIT_S)
+    assert laid.settle() == Settlement(is_settled=True, notes=["without desk: stage 1 goes to tower."])
+    assert laid.homes == ["tower", "tower", "shelf"]
+    assert laid.threads == [2, 2, 4], "the cores of a host are shared among those that are there now"
+
+
+def test_r15_a_rank_that_stays_keeps_all_but_its_share_of_the_cores(laid: Laid) -> None:
+    before = laid.layout.plan
+    laid.lose("shelf")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    laid.settle()
+    first, second, third = laid.layout.plan.ranks
+    assert first == before.ranks[0], "the head has no more to do"
+    assert second == msgspec.structs.replace(before.ranks[1], threads=2)
+    assert third == msgspec.structs.replace(before.ranks[2], threads=2, host="desk")
+
+
+@pytest.mark.parametrize("parallel", [{"threads_per_rank": 1}], ids=str)
+def test_r15_two_lost_hosts_of_three_leave_all_to_the_head(laid: Laid) -> None:
+    before = laid.layout.plan.ranks[0]
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(10.0)
+    laid.lose("shelf")
+    laid.settle()
+    laid.clock.advance(LIMIT_S - 10.0)
+    assert not laid.settle().is_settled, "the other host still has time"
+    laid.clock.advance(10.0)
+    assert laid.settle().notes == ["without desk and shelf: stage 1 goes to tower, stage 2 goes to tower."]
+    assert laid.homes == ["tower"] * 3
+    assert laid.layout.plan.ranks[0] == before
+
+
+def test_r15_where_memory_is_short_the_missing_host_is_named_and_waited_for(laid: Laid) -> None:
+    laid.lose("desk")
+    laid.by_name["tower"].free_bytes = 119 * MIB
+    laid.by_name["shelf"].free_bytes = 30 * MIB
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    refused = laid.settle()
+    refusal = refused.refusal
+    assert refusal is not None
+    assert refused.notes == [f"{refusal.message} {refusal.remedy}"]
+    assert (refusal.kind, refusal.code, refusal.stage) == ("HostMissingError", "host_missing", 1)
+    assert refusal.message == (
+        "nothing runs without the host desk (stage 1), and tower and shelf cannot take over: weights and KV "
+        "cache of what is lost take 120 MiB; free are 119 MiB on tower, 30 MiB on shelf."
+    )
+    assert "Start `penstock worker` on desk again" in refusal.remedy
+    assert laid.settle() == Settlement(is_settled=False, notes=[], refusal=refusal), "the user is told once"
+    laid.by_name["desk"].is_there = True
+    assert laid.settle() == Settlement(is_settled=True)
+    assert laid.homes == ["tower", "desk", "shelf"]
+    laid.lose("desk")
+    assert laid.settle().notes, "a new loss is said again"
+
+
+def test_r15_memory_that_is_freed_lets_the_others_take_over(laid: Laid) -> None:
+    laid.lose("desk")
+    for name in ("tower", "shelf"):
+        laid.by_name[name].free_bytes = 0
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    assert laid.settle().refusal is not None
+    laid.by_name["shelf"].free_bytes = 120 * MIB
+    assert laid.settle().is_settled
+    assert laid.homes == ["tower", "shelf", "shelf"]
+
+
+def test_r15_a_model_that_the_head_cannot_read_any_more_is_said_like_a_lack_of_memory(
+    laid: Laid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(pipe_layout, "resolve_replicas", fail)
+        refusal = laid.settle().refusal
+    assert refusal is not None
+    assert "cannot take over: OSError: [Errno 5] Input/output error" in refusal.message
+    assert laid.settle().is_settled
+
+
+def test_r15_a_host_that_comes_back_later_takes_part_in_the_next_epoch(laid: Laid) -> None:
+    laid.lose("shelf")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    laid.settle()
+    laid.living = {0, 1, 2}
+    laid.by_name["shelf"].is_there = True
+    assert laid.layout.look() == ["shelf may take stages when the next epoch begins."]
+    assert laid.layout.look() == [], "said once"
+    assert laid.homes == ["tower", "desk", "desk"], "a healthy pipeline is not disturbed"
+    assert laid.settle().notes == ["stage 2 goes to shelf."]
+    assert laid.homes == ["tower", "desk", "shelf"]
+    assert laid.threads == [4, 4, 4]
+
+
+@pytest.mark.parametrize("free_mib", [200, 0])
+def test_r15_a_host_that_comes_back_too_small_changes_nothing(laid: Laid, free_mib: int) -> None:
+    laid.lose("shelf")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    laid.settle()
+    laid.living = {0, 1}
+    laid.by_name["desk"].free_bytes = free_mib * MIB
+    laid.by_name["shelf"].is_there = True
+    laid.by_name["shelf"].free_bytes = laid.by_name["tower"].free_bytes = 0
+    assert laid.settle() == Settlement(is_settled=True, notes=[] if free_mib else ())
+    assert laid.homes == ["tower", "desk", "desk"]
+
+
+def test_r15_a_host_that_was_not_there_before_takes_the_place_of_a_lost_one(laid: Laid) -> None:
+    laid.lose("desk")
+    assert not laid.settle().is_settled
+    attic = laid.by_name["attic"] = StandInHost("attic", "tcp")
+    laid.hosts.add(attic)
+    assert laid.settle().notes == ["without desk: stage 1 goes to attic."]
+    laid.by_name["desk"].is_there = True
+    assert laid.layout.look() == ["desk may take stages when the next epoch begins."]
+    assert laid.settle() == Settlement(is_settled=True), "so many serve together as at the start"
+
+
+@pytest.mark.parametrize("parallel", [{"tensor_parallel_size": "1,2,1"}], ids=str)
+def test_r15_ranks_that_share_a_stage_go_to_the_same_host(laid: Laid) -> None:
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    laid.by_name["tower"].free_bytes = 239 * MIB  # of which each rank needs 120
+    assert laid.settle().notes == ["without desk: stage 1 goes to shelf."]
+    assert laid.homes == ["tower", "shelf", "shelf", "shelf"]
+    assert laid.threads == [4, 1, 1, 1]
+
+
+@pytest.mark.parametrize("parallel", [{"data_parallel_size": 2}], ids=str)
+def test_r15_a_replica_leaves_room_for_the_others_that_lose_the_same_host(laid: Laid) -> None:
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    for host in laid.by_name.values():
+        host.free_bytes = 239 * MIB
+    assert laid.settle().refusal is not None
+    laid.by_name["shelf"].free_bytes = 240 * MIB
+    assert laid.settle().is_settled
+    assert laid.homes == ["tower", "shelf", "shelf"]
+    assert {rank.replica for rank in laid.layout.plan.ranks} == {1}
+
+
+@pytest.mark.parametrize("parallel", [{"device": "auto"}], ids=str)
+def test_r15_what_computes_a_stage_stays_what_it_was(laid: Laid) -> None:
+    """Tokens would else differ; and what is free on a GPU is not known."""
+    laid.by_name["tower"].num_gpus = 1
+    laid.lose("desk")
+    laid.settle()
+    laid.clock.advance(LIMIT_S)
+    assert laid.settle().is_settled
+    assert [rank.device for rank in laid.layout.plan.ranks] == ["cpu"] * 3
