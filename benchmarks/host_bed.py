@@ -80,6 +80,7 @@ class Bed:
         models: directory of the model; "" for the embedded one.
         cores: of the head, of the worker.
         scratch: directory for what the programs keep.
+        partition: layers of the two stages.
         llama_python: interpreter with llama.cpp; "": there is none.
     """
 
@@ -88,7 +89,13 @@ class Bed:
     cores: tuple[int, int]
     scratch: Path
     sizes: Sizes
+    partition: str = "even"
     llama_python: str = ""
+
+    @property
+    def stages(self) -> list[str]:
+        """The settings of two stages."""
+        return ["--pp", "2", "--partition", self.partition]
 
     def flags(self, *more: str) -> list[str]:
         """The settings that all servers of a comparison have."""
@@ -111,7 +118,7 @@ class Bed:
             hosts,
             self.model,
             Path(tempfile.mkdtemp(dir=self.scratch)),
-            self.flags(*flags),
+            self.flags(*self.stages, *flags),
             models=self.models,
             worker_flags=worker_flags,
             cores=[[core] for core in self.cores],

@@ -1,7 +1,8 @@
 """The bars for one model over two hosts, measured between two network namespaces of this machine.
 
     python benchmarks/two_hosts.py [--bars throughput,delay,stream,one-core,llama,tls,chunk,crash,idle,start]
-                                   [--model 0.5b] [--rounds 5] [--llama-python DIR/bin/python]
+                                   [--model 0.5b] [--partition 16,8] [--rounds 5]
+                                   [--llama-python DIR/bin/python] [--quick]
 
 A head (`penstock serve`) runs on one host, a worker on the other, each with its stage on a core of its own.
 `0.5b` is a seeded random checkpoint of the shape of Qwen2.5-0.5B in bfloat16, made in a temporary directory;
@@ -33,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -63,11 +64,11 @@ from host_wire import hidden_bytes, ping_pong, send_chunks
 from peers.checkpoint import FULL_SHAPE, make_checkpoint
 from peers.engine_process import EngineProcess
 from peers.report import format_samples, markdown
-from ratios import shown
+from ratios import in_turns, shown
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from host_faults import FAULTS, processes
-from network import Host, Network, ShapedLink, shaped_network
+from network import Host, ShapedLink, shaped_network
 from penstock.config.engine import EngineConfig, ModelConfig, ParallelConfig
 from penstock.engine.supervisor.launch import LaunchPlan, resolve
 from penstock.engine.supervisor.measuring import measure
@@ -78,6 +79,7 @@ from penstock.process.config import MeasureConfig, RankConfig
 from served import title_of
 from served_hosts import SoleServer
 
+OWN_MODEL, OWN_PARTITION = "0.5b", "16,8"  # its head is worth eight layers
 JUMBO = 9000  # bytes of a packet where a program carries them
 RPC_PORT = 50052
 START_S, ANSWER_S = 300.0, 900.0
@@ -97,7 +99,7 @@ def main() -> int:
         sizes = replace(sizes, rounds=options.rounds, fault_rounds=options.rounds)
     with tempfile.TemporaryDirectory(prefix="two-hosts-") as scratch:
         model, models = options.model, ""
-        if model == "0.5b":
+        if model == OWN_MODEL:
             model = models = str(Path(scratch, "model"))
             make_checkpoint(Path(model), FULL_SHAPE)
         elif os.path.isdir(model):
@@ -109,6 +111,7 @@ def main() -> int:
             scratch=Path(scratch),
             sizes=sizes,
             llama_python=options.llama_python,
+            partition=options.partition or (OWN_PARTITION if options.model == OWN_MODEL else "even"),
         )
         print(f"machine: {machine()}; commit {commit()}; model {options.model}", flush=True)
         all_met = True
@@ -125,7 +128,10 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--bars", default=",".join(BARS), help="of these, in this order")
-    parser.add_argument("--model", default="0.5b")
+    parser.add_argument("--model", default=OWN_MODEL)
+    parser.add_argument(
+        "--partition", help=f"layers of the stages; {OWN_PARTITION} of {OWN_MODEL}, else even"
+    )
     parser.add_argument("--rounds", type=int, default=0, help="of each comparison, and of each fault")
     parser.add_argument("--cores", help="of the head and of the worker, such as 0,1")
     parser.add_argument("--llama-python", default="", help="without it that bar is left out")
@@ -150,7 +156,7 @@ def throughput(bed: Bed) -> Found:
     """Over a cable of 1 Gbit/s against shared memory."""
     with gigabit_hosts() as hosts, ExitStack() as stack:
         pair = stack.enter_context(bed.pair(hosts, NO_SPARE))
-        ring = stack.enter_context(bed.sole(hosts[0], sorted(set(bed.cores)), "--pp", "2", NO_SPARE))
+        ring = stack.enter_context(bed.sole(hosts[0], sorted(set(bed.cores)), *bed.stages, NO_SPARE))
         place_stages(hosts[0], bed.cores, but=pair.head.process.pid)
         runs = {batch: in_rounds(bed, [pair, ring, ring], batch) for batch in bed.sizes.batches}
     rows, is_met = [], True
@@ -184,38 +190,31 @@ def delay(bed: Bed) -> Found:
         near = bed.decode(server, batch, seed=1)
         stage_s = {stage: use.step_s for stage, use in near.stages.items()} or {0: near.token_s / 2}
         plans = min(plans_to_fill(stage_s, 2 * sizes.delay_s), MAX_ROWS // sizes.micro_batch)
-        rounds = [
-            [
-                delayed(bed, server, network, seconds, count, 10 + number)
-                for seconds, count in ((sizes.delay_s, plans * sizes.micro_batch), (0.0, batch))
-            ]
-            for number in range(sizes.rounds)
-        ]
+        cases = ((sizes.delay_s, plans * sizes.micro_batch), (0.0, batch))
+        take = partial(delayed, bed, server, network.hosts[1].link)
+        rounds = in_turns(cases, take, sizes.rounds)
     ratios = rate_ratios(rounds, 0)
     is_met = statistics.median(ratios) >= DELAY_BAR
-    rows = [
-        [
-            f"{1000 * seconds:g} ms each way, {count} requests",
-            format_samples([runs[which].tokens_per_s for runs in rounds]),
-            f"{max(runs[which].in_flight for runs in rounds)}",
-            share_text(median_of([runs[which] for runs in rounds], lambda run: run.slowest_busy)),
-        ]
-        for which, (seconds, count) in enumerate(((sizes.delay_s, plans * sizes.micro_batch), (0.0, batch)))
-    ]
-    columns = ["network", "tokens/s", "plans in flight, most seen", "slowest stage busy"]
+    rows = []
+    for which, (delay_s, count) in enumerate(cases):
+        runs = [own[which] for own in rounds]
+        rates = format_samples([run.tokens_per_s for run in runs])
+        in_flight = max(run.in_flight for run in runs)
+        busy = share_text(median_of(runs, lambda run: run.slowest_busy))
+        rows.append([f"{1000 * delay_s:g}", f"{count}", rates, f"{in_flight}", busy])
+    columns = ["ms each way", "requests", "tokens/s", "plans in flight, most seen", "slowest stage busy"]
     steps = ", ".join(f"{1000 * seconds:.1f} ms" for seconds in stage_s.values())
     text = f"A step of {sizes.micro_batch} rows takes the stages {steps}: {plans} plans fill the pipe."
     return Found(f"{text}\n\n{markdown(columns, rows)}\n\nratio {shown(ratios)}, bar {DELAY_BAR}", is_met)
 
 
-def delayed(
-    bed: Bed, server: SoleServer, network: Network[Host[ShapedLink]], seconds: float, batch: int, seed: int
-) -> Decoded:
-    """Decode behind a delay each way, once the engine has seen it."""
-    network.hosts[1].link.set_delay(seconds)
+def delayed(bed: Bed, server: SoleServer, link: ShapedLink, case: tuple[float, int]) -> Decoded:
+    """Decode so many requests behind a delay each way, once the engine has seen it."""
+    delay_s, batch = case
+    link.set_delay(delay_s)
     time.sleep(SETTLE_S)
-    bed.decode(server, batch, seed=seed + 500)
-    return bed.decode(server, batch, seed)
+    bed.decode(server, batch, seed=2)
+    return bed.decode(server, batch, seed=3)
 
 
 # --- One stream ---------------------------------------------------------------------------------------
@@ -254,7 +253,7 @@ def own_plan(bed: Bed) -> LaunchPlan:
     sizes = bed.sizes
     config = EngineConfig(
         model=ModelConfig(model=bed.model, max_model_len=sizes.num_input + sizes.num_output + 1),
-        parallel=ParallelConfig(pipeline_parallel_size=2, threads_per_rank=1),
+        parallel=ParallelConfig(pipeline_parallel_size=2, threads_per_rank="1", partition=bed.partition),
     )
     return resolve(config, [HostResources.detect()])
 
@@ -272,7 +271,8 @@ def stage_alone_s(bed: Bed, rank: RankConfig, core: int) -> float:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:
-        (costs,) = measure([config], Hosts(LocalHost()))
+        with closing(Hosts(LocalHost())) as hosts:
+            (costs,) = measure([config], hosts)
     finally:
         os.sched_setaffinity(0, cores)
     (step,) = costs.decode
@@ -481,7 +481,7 @@ def joined_s(bed: Bed, hosts: Sequence[Host[Any]]) -> float:
 
 
 def started_s(bed: Bed, host: Host[Any]) -> float:
-    server = bed.sole(host, sorted(set(bed.cores)), "--pp", "2", NO_SPARE)
+    server = bed.sole(host, sorted(set(bed.cores)), *bed.stages, NO_SPARE)
     try:
         return server.await_event("engine_ready") - server.head.started_at
     finally:

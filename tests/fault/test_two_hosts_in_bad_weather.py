@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ Ids = list[list[int]]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("models") / "model", layers=3, vocab_size=150, seed=3)
+    return make_checkpoint(tmp_path_factory.mktemp("model"), layers=3, vocab_size=150, seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -64,15 +65,25 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
 
 @pytest.fixture
 def server(hosts: Hosts, model: Path, tmp_path: Path) -> Iterator[PairServer]:
-    flags = ["--dtype", "float32", "--threads-per-rank", "1", "--heartbeat-limit", "3", "--no-warm-spare"]
-    with PairServer(hosts, str(model), tmp_path, flags, models=str(model.parent)) as made:
+    flags = [
+        "--pp",
+        "2",
+        "--dtype",
+        "float32",
+        "--threads-per-rank",
+        "1",
+        "--heartbeat-limit",
+        "3",
+        "--no-warm-spare",
+    ]
+    with PairServer(hosts, str(model), tmp_path, flags, models=str(model)) as made:
         yield made
 
 
 def answers(
     server: PairServer, prompts: Ids, num_ids: int, happen: Callable[[int, int], None], **fields: Any
 ) -> Ids:
-    """Stream the answers of prompts; `happen` hears, of every answer to all, how many ids had come and have."""
+    """Stream the answers of prompts; `happen` hears how many ids had come before, and have come now."""
     ids: Ids = [[] for _ in prompts]
     for arrival in server.client.stream(prompts, num_ids, **fields):
         before = sum(map(len, ids))
@@ -91,7 +102,7 @@ def test_g1_r15_seeded_bad_networks_change_no_token_and_lose_nobody(
     for seed in range(engine * RUNS, (engine + 1) * RUNS):
         own = weather(seed)
         own.set_in(link)
-        found = answers(server, IDS, NUM_IDS, lambda before, now: own.stall(link, before, now))
+        found = answers(server, IDS, NUM_IDS, partial(own.stall, link))
         assert found == of_all, seed
         which = seed % len(IDS)
         drawn = answers(server, [IDS[which]], NUM_DRAWN_IDS, lambda before, now: None, **DRAWN)

@@ -229,7 +229,7 @@ class PairServer(SoleServer):
         hosts: of the head, of the worker.
         directory: for tokens and the state of both; the name of a server in it is its number.
         models: where the worker has models; "": it knows the embedded one alone.
-        flags: of `penstock serve`, and `worker_flags` of `penstock worker`.
+        flags: of `penstock serve`, such as the number of stages, and `worker_flags` of `penstock worker`.
         cores: of the processes of each of both; empty: all.
     """
 
@@ -252,7 +252,7 @@ class PairServer(SoleServer):
         place = f"{hosts[0].address}:{ports}"
         common = ["--join-token-file", str(token), "--link-ports", link_ports]
         joined = ["--hosts", "2", "--listen-workers", place, "--host-name", HEAD_NAME]
-        head_flags = [*joined, *common, "--state-dir", str(own / HEAD_NAME), "--pp", "2", *flags]
+        head_flags = [*joined, *common, "--state-dir", str(own / HEAD_NAME), *flags]
         super().__init__(hosts[0], model, head_flags, cores=cores[0], number=number)
         words = ["worker", "--join", place, *common, "--name", WORKER_NAME, *worker_flags]
         words += ["--state-dir", str(own / WORKER_NAME), *(["--models-dir", models] if models else [])]
