@@ -262,19 +262,14 @@ def stage_alone_s(bed: Bed, rank: RankConfig, core: int) -> float:
     """Return the seconds of a step of one row, of a stage that has a core and the machine for itself."""
     sizes = bed.sizes
     config = MeasureConfig(
-        rank=rank,
+        rank=msgspec.structs.replace(rank, cpus=(core,)),
         num_rows=[1],
         context=sizes.num_input + sizes.num_output // 2,
         prefill_tokens=sizes.num_input,
         case_s=sizes.case_s,
     )
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {core})
-    try:
-        with closing(Hosts(LocalHost())) as hosts:
-            (costs,) = measure([config], hosts)
-    finally:
-        os.sched_setaffinity(0, cores)
+    with closing(Hosts(LocalHost())) as hosts:
+        (costs,) = measure([config], hosts)
     (step,) = costs.decode
     return step.step_s(rank.end_layer - rank.start_layer) - step.link_s
 

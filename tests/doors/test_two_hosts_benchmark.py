@@ -12,7 +12,7 @@ from paths import REPOSITORY
 
 pytestmark = pytest.mark.doors
 
-BARS = ("throughput", "stream", "chunk", "idle", "start")
+BARS = ("throughput", "stream", "tls", "chunk", "idle", "start")
 
 
 def test_g1_the_bars_of_two_hosts_are_measured() -> None:

@@ -39,9 +39,9 @@ def test_a_run_that_is_too_short_has_no_busy_share() -> None:
 
 
 def test_plans_fill_the_pipe_when_they_cover_stages_and_ways() -> None:
-    assert host_load.plans_to_fill({0: 0.02, 1: 0.02}, 0.0) == 2
-    assert host_load.plans_to_fill({0: 0.02, 1: 0.02}, 0.1) == 7
-    assert host_load.plans_to_fill({0: 0.02, 1: 0.01}, 0.0) == 2
+    assert host_load.plans_to_fill({0: 0.25, 1: 0.25}, 0.0) == 2
+    assert host_load.plans_to_fill({0: 0.25, 1: 0.25}, 1.25) == 7
+    assert host_load.plans_to_fill({0: 0.5, 1: 0.25}, 0.0) == 2
 
 
 def test_sequences_that_differ_are_counted() -> None:
