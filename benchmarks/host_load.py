@@ -174,10 +174,10 @@ def decode_disturbed(
     pause_s = 0.0
     with ThreadPoolExecutor(1) as pool:
         for arrival in client.stream(asked, num_output):
-            ids[arrival.index] += arrival.ids
+            ids[arrival.prompt] += arrival.ids
             if disturbing and arrival.ids:
-                pause_s = max(pause_s, arrival.at - came_at[arrival.index])
-            came_at[arrival.index] = arrival.at
+                pause_s = max(pause_s, arrival.at - came_at[arrival.prompt])
+            came_at[arrival.prompt] = arrival.at
             if not disturbing and min(map(len, ids)) >= after:
                 disturbing = pool.submit(disturb)
         assert disturbing is not None, "the answers were too short to be disturbed"

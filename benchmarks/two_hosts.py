@@ -340,7 +340,7 @@ def start_llama(bed: Bed, hosts: Sequence[Host[Any]], stack: ExitStack) -> Engin
 def llama_rate(bed: Bed, peer: EngineProcess, batch: int, seed: int) -> float:
     """Return its tokens/s, counted as ours."""
     sizes = bed.sizes
-    seconds = []
+    seconds: list[float] = []
     with peer.running():
         for output in (1, sizes.num_output):
             request = {

@@ -106,10 +106,10 @@ class Program:
 
 
 class Arrival(NamedTuple):
-    """Token ids that came over a stream: when, by `time.monotonic`, and of which prompt."""
+    """Token ids that came over a stream: when, by `time.monotonic`, and of which prompt, by its number."""
 
     at: float
-    index: int
+    prompt: int
     ids: list[int]
 
 
