@@ -16,7 +16,7 @@ from typing import Any
 
 import llama_cpp
 from gguf_writer import write_gguf
-from llama_rpc import RpcServers, devices
+from llama_rpc import RpcServers, ServersElsewhere, devices
 from peer_protocol import FIRST_ID, Loaded, Settings, serve
 
 BATCH_TOKENS = 2048
@@ -40,7 +40,11 @@ class LlamaCpp:
         params.load_mode = llama_cpp.LLAMA_LOAD_MODE_NONE  # weights in memory of its own, not a mapped file
         self._servers: Any = contextlib.nullcontext()
         if settings.stages > 1:
-            self._servers = RpcServers(settings.stages, settings.threads)
+            self._servers = (
+                ServersElsewhere(settings.rpc_servers.split(","))
+                if settings.rpc_servers
+                else RpcServers(settings.stages, settings.threads)
+            )
             self._devices = devices(self._servers.endpoints)  # kept: llama.cpp reads it
             params.devices = ctypes.cast(self._devices, ctypes.c_void_p).value
             params.n_gpu_layers = ALL_LAYERS

@@ -81,6 +81,21 @@ class RpcServers:
             process.wait()
 
 
+class ServersElsewhere:
+    """Servers that whoever runs the benchmark has started, such as on other hosts."""
+
+    def __init__(self, endpoints: list[str]) -> None:
+        self.endpoints = endpoints
+        for endpoint in endpoints:
+            wait_for(endpoint)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]

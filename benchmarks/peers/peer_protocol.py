@@ -45,6 +45,7 @@ class Settings:
     ranks: int = 1  # that share a stage, with `threads` each
     partition: str = "even"  # layers per stage, for engines that can be told
     chunk: int = 0  # prompt tokens of one step at most; 0 leaves it to the engine
+    rpc_servers: str = ""  # of the stages, where they are not to be started beside the engine
 
 
 class Generator(Protocol):
@@ -76,6 +77,7 @@ def read_settings() -> Settings:
         parser.add_argument(name, type=int, default=1)
     parser.add_argument("--partition", default="even")
     parser.add_argument("--chunk", type=int, default=0)
+    parser.add_argument("--rpc-servers", default="")
     return Settings(**vars(parser.parse_args()))
 
 

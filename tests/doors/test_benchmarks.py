@@ -16,6 +16,10 @@ PROGRAM = REPOSITORY / "tests" / "support" / "benchmark_help.py"
 PARTS = {  # of others, without a command line
     "cpu_time.py",
     "generated_vocabulary.py",
+    "host_bed.py",
+    "host_load.py",
+    "host_pauses.py",
+    "host_wire.py",
     "measured_rank.py",
     "observed.py",
     "prefix_trace.py",

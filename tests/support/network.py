@@ -188,10 +188,13 @@ class Host(Generic[L]):
         assert isinstance(self.link, Link)
         return self.link.address
 
+    def command(self, *words: str) -> list[str]:
+        """Return the command line that runs a command here; it stays one process."""
+        return self._namespace.command(*words)
+
     def popen(self, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a program here, in a session of its own; `options` are those of `subprocess.Popen`."""
-        words = self._namespace.command(*command)
-        child = subprocess.Popen(words, start_new_session=True, **options)
+        child = subprocess.Popen(self.command(*command), start_new_session=True, **options)
         self._children.append(child)
         return child
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
+
 from penstock.errors import UsageError
 from penstock.trust import certificates
+from penstock.trust.challenge import new_epoch_key
 from penstock.trust.credentials import Credentials
 from penstock.trust.peer_names import AGENT_ROLE, HEAD_ROLE, PeerName, require_host_name
 from penstock.trust.private_files import create_private, make_private_directory, read_private
@@ -37,6 +40,7 @@ class ClusterIdentity:
         self.certificate_pem = certificate_pem
         self.public_key = certificates.public_key_of(key_pem)
         self.name = certificates.cluster_name(self.public_key)
+        self._epoch_keys: dict[int, bytes] = {}
 
     @classmethod
     def open(cls, directory: Path, wall_clock: Callable[[], float]) -> ClusterIdentity:
@@ -78,8 +82,10 @@ class ClusterIdentity:
         )
 
     def link_credentials(self, name: PeerName) -> Credentials:
-        """Return a new key and certificate for the links of a process on the head's host in one epoch."""
-        return self._own_credentials(name, certificates.LINK_LIFE_S)
+        """Return a new key and certificate for the links of a process in one epoch, and the epoch's key."""
+        epoch_key = self._epoch_keys.setdefault(name.epoch, new_epoch_key())
+        credentials = self._own_credentials(name, certificates.LINK_LIFE_S)
+        return msgspec.structs.replace(credentials, epoch_key=epoch_key)
 
     def sign_host(self, request: bytes, host: str) -> bytes:
         """Return the certificate (PEM) of the agent of a host.

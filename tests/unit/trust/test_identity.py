@@ -50,6 +50,20 @@ def test_r15_the_key_is_its_owners_alone(tmp_path: Path) -> None:
         opened(tmp_path / "head")
 
 
+def test_r15_the_processes_of_an_epoch_and_they_alone_have_its_key(tmp_path: Path) -> None:
+    identity = opened(tmp_path / "head")
+    names = [
+        PeerName(cluster=identity.name, host=host, role=rank_role(rank), epoch=epoch)
+        for epoch in (0, 1)
+        for rank, host in enumerate(("tower", "desk"))
+    ]
+    one, same, later, later_same = (identity.link_credentials(name).epoch_key for name in names)
+    assert (one, later) == (same, later_same)
+    assert one != later
+    assert len(one) == 32
+    assert opened(tmp_path / "head").link_credentials(names[0]).epoch_key != one
+
+
 @pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN CERTIFICATE-----\nAAAA\n"])
 def test_a_damaged_identity_is_refused_and_not_replaced(tmp_path: Path, content: bytes) -> None:
     opened(tmp_path / "head")
