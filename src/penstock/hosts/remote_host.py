@@ -197,6 +197,7 @@ class RemoteHost:
         name: of the host, as its certificate has it.
         on_lost: called when the connection to its agent is lost.
         on_log: is given what was printed there.
+        clock: monotonic seconds, as `tend` is told.
 
     Attributes:
         scout_answers: of its agent to questions about ways, by their numbers (`hosts.network.remote_scout`).
@@ -210,10 +211,12 @@ class RemoteHost:
         cluster: Cluster,
         on_lost: Callable[[PeerError], None] = lambda error: None,
         on_log: Callable[[LogLines], None] = lambda lines: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self._cluster = cluster
         self._on_lost, self._on_log = on_lost, on_log
+        self._clock = clock
         self._numbers = itertools.count(1)
         self._members: dict[int, RemoteMember] = {}
         self._awaited = 0  # the end whose place is asked for
@@ -314,7 +317,7 @@ class RemoteHost:
     def pump(self) -> None:
         """Take what has come from the agent, without waiting."""
         for message in self._wire.receive():
-            self._heard_at = max(self._heard_at, self._tended_at)  # as far as the last `tend` knows the time
+            self._heard_at = self._clock()
             self._is_doubtful = False
             self._take(message)
         if self._wire.failure is not None:

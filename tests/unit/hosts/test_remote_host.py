@@ -96,7 +96,7 @@ class Pair:
     def __init__(self) -> None:
         ends = socket.socketpair()
         self.own = StandInHost("desk", "ring", "tls")
-        self.clock = FakeClock()
+        self.clock, self.head_clock = FakeClock(), FakeClock()
         self.allowed = AllowedNames()
         self.models = StandInModels()
         self.lost: list[PeerError] = []
@@ -109,12 +109,19 @@ class Pair:
         assert isinstance(hello, AgentHello)
         cluster = Cluster(name="0" * 32, issue=lambda name: SECRET, identify=lambda path: path.encode())
         cluster = msgspec.structs.replace(cluster, identify={MODEL: IDENTITY}.__getitem__)
-        self.host = RemoteHost(self.head_wire, "desk", hello, cluster, self.lost.append, self.logged.append)
+        self.host = RemoteHost(
+            self.head_wire, "desk", hello, cluster, self.lost.append, self.logged.append, self.head_clock
+        )
 
     def serve(self) -> None:
         """Let the agent do all that it was asked for."""
         self.clock.advance(1.0)  # so that it waits for nothing
         self.agent.serve()
+
+    def tend(self, now: float) -> None:
+        """The supervisor looks after the host."""
+        self.head_clock.now = now
+        self.host.tend(now)
 
     def serve_who_asks(self) -> None:
         """Let the agent wait for another thread, which asks. Time stands still: no silence is too long."""
@@ -317,13 +324,13 @@ def test_g1_members_are_lost_with_the_connection_and_a_new_one_serves_others(pai
 
 def test_g1_a_silent_agent_is_lost_after_the_limit_and_not_by_a_supervisor_that_slept(pair: Pair) -> None:
     member, _ = pair.start()
-    pair.host.tend(0.0)
-    pair.host.tend(100.0)  # the supervisor slept
+    pair.tend(0.0)
+    pair.tend(100.0)  # the supervisor slept
     assert pair.host.is_there
     now = 100.0
     while not pair.lost:
         now += 1.0
-        pair.host.tend(now)
+        pair.tend(now)
     assert SILENCE_LIMIT_S < now - 100.0 <= SILENCE_LIMIT_S + 1.0
     assert "has given no sign of life for 4.0 s" in member.end().message
 
@@ -343,20 +350,20 @@ def test_r15_nothing_is_begun_with_a_host_that_does_not_answer_until_it_speaks(
         pair.host.accept("tls", LINK, parties("tower"))
     assert not pair.host.is_there
     pair.serve()
-    pair.host.tend(0.0)
+    pair.tend(0.0)
     assert pair.host.is_there, "it was but busy"
     assert pair.lost == []
 
 
 def test_r15_a_host_is_in_doubt_before_it_is_lost(pair: Pair) -> None:
     for second in range(10):
-        pair.host.tend(float(second))
+        pair.tend(float(second))
         pair.serve()
     for second, is_there in ((10, True), (11, True), (12, True), (13, False)):
-        pair.host.tend(float(second))
+        pair.tend(float(second))
         assert pair.host.is_there == is_there
     assert pair.lost == []
-    pair.host.tend(14.0)
+    pair.tend(14.0)
     assert len(pair.lost) == 1
 
 
@@ -365,7 +372,7 @@ def test_r15_what_a_host_has_left_is_asked_each_second(pair: Pair) -> None:
     before = pair.host.resources().free_bytes
     pair.serve()
     pair.own.free_bytes = 5
-    pair.host.tend(1.0)
+    pair.tend(1.0)
     pair.serve()
     assert before != 5
     assert pair.host.resources().free_bytes == 5
@@ -379,9 +386,21 @@ def test_r15_log_lines_of_the_host_come_to_the_head(pair: Pair) -> None:
     assert pair.logged == [said]
 
 
+def test_g1_silence_counts_from_when_the_agent_was_heard_and_not_from_the_look_before(pair: Pair) -> None:
+    pair.tend(0.0)
+    pair.head_clock.now = 0.9
+    pair.serve()
+    pair.host.pump()
+    for now in (1.0, 2.0, 3.0, 0.9 + SILENCE_LIMIT_S - 0.05):
+        pair.tend(now)
+        assert not pair.lost
+    pair.tend(0.9 + SILENCE_LIMIT_S + 1.0)
+    assert pair.lost
+
+
 def test_g1_heartbeats_keep_both_sides_content(pair: Pair) -> None:
     for second in range(100):
-        pair.host.tend(float(second))
+        pair.tend(float(second))
         pair.serve()
     assert pair.host.is_there
     assert pair.agent.failure is None
