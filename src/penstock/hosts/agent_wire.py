@@ -107,7 +107,7 @@ class AgentWire(Generic[Incoming]):
                 break
             try:
                 messages.append(self._decoder.decode(memoryview(self._arrived)[place + _HEAD_BYTES : end]))
-            except msgspec.MsgspecError as error:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 self._refuse(f"a message that cannot be read: {error}")
                 break
             place = end

@@ -215,7 +215,7 @@ class AdmissionBook:
             return msgspec.json.decode(read_private(self._path), type=_Book)
         except FileNotFoundError:
             return _Book()
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(
                 f"{self._path} is damaged, and with it the list of revoked certificates.",
                 remedy="Restore it from a copy; or delete the directory, and let all workers join anew.",

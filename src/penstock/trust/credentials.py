@@ -63,7 +63,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
         content = read_private(path)
         try:
             return msgspec.msgpack.decode(content, type=cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UsageError(
                 f"{path} is damaged.", remedy="Delete it, and join again with a token."
             ) from error
@@ -90,7 +90,7 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
         try:
             content = os.pread(handle, _MAX_BYTES, 0)  # the offset is shared with other processes
             return msgspec.msgpack.decode(content, type=cls)
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ProtocolError("the credentials that this process was handed are damaged.") from error
         finally:
             os.close(handle)

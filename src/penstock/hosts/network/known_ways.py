@@ -87,7 +87,7 @@ class KnownWays:
         """The file of two hosts; an empty record where it is missing or damaged."""
         try:
             return msgspec.json.decode(self._path(one, other).read_bytes(), type=_Record)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return _Record(wires=[], ways=[])
 
     def _path(self, one: str, other: str) -> Path:

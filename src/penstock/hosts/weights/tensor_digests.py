@@ -132,7 +132,7 @@ class TensorDigests:
     def _read(self, state: FileState) -> _Known:
         try:
             return msgspec.msgpack.decode(self._path(state).read_bytes(), type=_Known)
-        except (OSError, msgspec.MsgspecError):
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
             return {}
 
     def _path(self, state: FileState) -> Path:
