@@ -96,7 +96,7 @@ def test_a_peer_that_has_gone_is_told_behind_its_last_words(
         b"\0\0\0\1{",
         bytes_of(Ended(number=1, exit_code=0)),
         b"GET / HTTP/1.1\r\n\r\n",
-        b"\0\0\0\x0e" + b'{"type":"\xc3("}',
+        b"\0\0\0\x0d" + b'{"type":"\xc3("}',
         b"\0\0\xea\x65" + b'{"x":' + 60_000 * b"[",
     ],
     ids=["length", "json", "other way", "http", "text", "depth"],
