@@ -52,7 +52,9 @@ from penstock.runner.kv_demand import stranded_bytes
 _GONE = "rank_gone"
 _CAUSE_GRACE_S = 0.2
 _LOOK_S = 0.1  # at most between two questions whether a handshake is over
-_CONSEQUENCES = {"LinkClosedError", "WaitTimeoutError"}  # what a rank sees when another one has failed
+# What is seen where another one has failed, the better explanation first: who waited in vain leaves, and then
+# the others miss it.
+_CONSEQUENCES = ("WaitTimeoutError", "LinkClosedError")
 
 
 class KVPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -366,7 +368,12 @@ class RankChannels:
 
 def first_cause(failures: Sequence[ErrorInfo]) -> ErrorInfo:
     """The failure that explains the others: words before silence, ranks that miss a neighbour last."""
-    return min(failures, key=lambda failure: (_is_consequence(failure), failure.code == _GONE))
+
+    def remoteness(failure: ErrorInfo) -> tuple[int, bool]:
+        steps = 1 + _CONSEQUENCES.index(failure.kind) if _is_consequence(failure) else 0
+        return steps, failure.code == _GONE
+
+    return min(failures, key=remoteness)
 
 
 def _is_consequence(failure: ErrorInfo) -> bool:

@@ -184,6 +184,13 @@ def test_the_words_of_a_dying_rank_outweigh_its_silence() -> None:
     assert first_cause([lonely]) is lonely
 
 
+def test_who_waited_in_vain_explains_who_misses_it() -> None:
+    stalled = WaitTimeoutError("step 7 has been in the stages for 5 s.").info()
+    missed = LinkClosedError("channel core - stage 0: the other end has gone.").info()
+    assert first_cause([missed, stalled]) is stalled
+    assert first_cause([stalled, missed]) is stalled
+
+
 def test_a_rank_that_misses_its_neighbour_waits_for_the_neighbours_own_words(fixture: Fixture) -> None:
     fixture.failed(0, "LinkClosedError", "link 0 -> 1 was closed")
     fixture.on_wait = lambda: fixture.failed(1, "NumericalError", "the cause")
