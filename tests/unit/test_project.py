@@ -391,6 +391,12 @@ def test_every_test_behind_a_door_is_marked_and_no_other_command_runs_it() -> No
     assert 'and not doors"' in soak
 
 
+def test_no_two_files_of_tests_have_the_same_name() -> None:
+    """Tests are no package: pytest would refuse the second file, and only where both are collected."""
+    names = [path.name for path in (REPOSITORY / "tests").rglob("test_*.py")]
+    assert len(set(names)) == len(names)
+
+
 def test_changelog_knows_this_version() -> None:
     from penstock import __version__
 
