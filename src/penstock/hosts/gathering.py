@@ -231,13 +231,12 @@ class GatheredHosts:
         else:
             known.attach(worker.wire, worker.hello)
         self.hosts.add(known)
-        is_late = self.hosts.routes is self._paths  # `gather` looks for all ways at once
         given = worker.hello.resources
         self._tell(
             f"{worker.host} has joined from {worker.address}: {_counted(given.num_cpus, 'core')}, "
             f"{given.free_bytes / 1e9:.1f} GB free" + (f", {given.num_gpus} GPUs" * bool(given.num_gpus))
         )
-        if is_late:
+        if self.hosts.routes is self._paths:  # else `gather` looks for all ways at once
             self._find_ways(worker.host)
 
     def _turn_away(self, worker: JoinedWorker) -> None:

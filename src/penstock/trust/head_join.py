@@ -217,7 +217,7 @@ class HeadJoin:
 
     def _visit_again(self, body: bytes) -> None:
         """A host that has joined before is measured with the certificate that it has."""
-        name = self._known_agent()
+        name = _known_agent(self._desk, self._peer)
         self._require_version(decode(body, RejoinRequest).version)
 
         def store() -> None:
@@ -225,20 +225,12 @@ class HeadJoin:
 
         self._welcome(b"", store)
 
-    def _known_agent(self) -> PeerName:
-        """The name in the certificate of a worker that has joined before."""
-        desk, name = self._desk, self._peer.name
-        if name.role != AGENT_ROLE or name.cluster != desk.identity.name:
-            raise garbage()
-        desk.book.require_known(name.host, self._peer.serial)
-        return name
-
     def _give_back(self, seat: Seat, host: str) -> None:
         self._desk.book.cancel(seat)
         self._desk.connected.leave(host)
 
     def _rejoin(self, body: bytes) -> None:
-        desk, name = self._desk, self._known_agent()
+        desk, name = self._desk, _known_agent(self._desk, self._peer)
         request = decode(body, RejoinRequest)
         self._require_version(request.version)
         desk.connected.enter(name.host)
@@ -292,14 +284,20 @@ class WeightsVisit(Welcoming):
 
     def __init__(self, desk: HeadDesk, peer: PeerCertificate) -> None:
         super().__init__()
-        if peer.name.role != AGENT_ROLE or peer.name.cluster != desk.identity.name:
-            raise garbage()
-        self.host = peer.name.host
-        desk.book.require_known(self.host, peer.serial)
+        self.host = _known_agent(desk, peer).host
         desk.connected.require(self.host)
 
 
 HeadConversation = HeadJoin | WeightsVisit
+
+
+def _known_agent(desk: HeadDesk, peer: PeerCertificate) -> PeerName:
+    """Return the name in the certificate of a worker that has joined before; raises `PenstockError`."""
+    name = peer.name
+    if name.role != AGENT_ROLE or name.cluster != desk.identity.name:
+        raise garbage()
+    desk.book.require_known(name.host, peer.serial)
+    return name
 
 
 def _nothing() -> None:

@@ -164,10 +164,8 @@ class PipelineProcesses:
         if losses.is_due(time.monotonic()) and self._is_settled():
             try:
                 self._begin_epoch()
-            except (
-                OSError,
-                PenstockError,
-            ) as error:  # no memory, a host or file that has gone: perhaps later
+            except (OSError, PenstockError) as error:
+                # No memory, or a host or a file that has gone: perhaps later.
                 self._lose(PeerError(f"no new epoch could begin: {error}.").info(), {})
 
     def kill_hung(self) -> None:

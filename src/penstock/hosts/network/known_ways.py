@@ -6,16 +6,15 @@ hosts is measured anew when the list of ways between them is another one.
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from penstock.errors import UsageError
 from penstock.hosts.network.link_measuring import StreamSpeed
-from penstock.trust.private_files import make_private_directory
+from penstock.trust.private_files import make_private_directory, replace_private
 
 
 class Wire(msgspec.Struct, frozen=True):
@@ -72,16 +71,9 @@ class KnownWays:
 
     def keep(self, one: str, other: str, wires: Collection[Wire], ways: Collection[KnownWay]) -> None:
         """Keep what was measured between two hosts, in one rename. A disk that is full is no error."""
-        with suppress(OSError):
-            descriptor, name = tempfile.mkstemp(dir=self._directory)
-            try:
-                with os.fdopen(descriptor, "wb") as file:
-                    file.write(msgspec.json.encode(_Record(wires=list(wires), ways=list(ways))))
-                os.replace(name, self._path(one, other))
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(name)
-                raise
+        record = _Record(wires=list(wires), ways=list(ways))
+        with suppress(UsageError):
+            replace_private(self._path(one, other), msgspec.json.encode(record))
 
     def _read(self, one: str, other: str) -> _Record:
         """The file of two hosts; an empty record where it is missing or damaged."""

@@ -73,6 +73,13 @@ class FoundWay(msgspec.Struct, frozen=True, kw_only=True):
     listeners: tuple[str, ...]
 
 
+def wires_between(own: Listening, other: Listening) -> list[list[AddressPair]]:
+    """Return the ways that may lead from one host to another, each as the pairs of addresses to try."""
+    addresses = ([place.address for place in one.places] for one in (own, other))
+    groups = wires_of(without_detours(pair_addresses(*addresses)))
+    return [group[:MOST_TARGETS] for group in groups[:MOST_WAYS]]
+
+
 class _Ends(NamedTuple):
     """Two hosts, in the order of their names, and where they listen."""
 
@@ -86,9 +93,7 @@ class _Ends(NamedTuple):
     @property
     def wires(self) -> list[list[AddressPair]]:
         """The ways that may lead from the first to the second, each as pairs of addresses."""
-        own, other = ([place.address for place in one.places] for one in self.listening)
-        groups = wires_of(without_detours(pair_addresses(own, other)))
-        return [group[:MOST_TARGETS] for group in groups[:MOST_WAYS]]
+        return wires_between(*self.listening)
 
     def port(self, number: int, address: HostAddress) -> int:
         """Where the first (0) or second (1) host listens at an address of its own."""

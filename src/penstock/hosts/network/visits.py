@@ -16,14 +16,8 @@ from typing import Any, TypeVar
 
 from penstock.errors import PenstockError, ProtocolError, WaitTimeoutError
 from penstock.hosts.agent_wire import AgentWire
-from penstock.hosts.network.interfaces import (
-    AddressPair,
-    pair_addresses,
-    unmapped,
-    wires_of,
-    without_detours,
-)
-from penstock.hosts.network.path_finding import MOST_TARGETS, MOST_WAYS
+from penstock.hosts.network.interfaces import unmapped
+from penstock.hosts.network.path_finding import wires_between
 from penstock.hosts.network.port_check import OpenPorts, unreached_ports
 from penstock.hosts.network.scout import Listening, Scout, Target, WayToTry
 from penstock.hosts.network.visit_messages import (
@@ -85,17 +79,9 @@ def ways_to(own: Listening, other: Listening, seconds: float) -> list[WayToTry]:
         seconds: for which all of them together are measured.
     """
     ports = {place.address: place.port for place in other.places}
-    groups = wires_of(
-        without_detours(
-            pair_addresses([place.address for place in own.places], [place.address for place in other.places])
-        )
-    )[:MOST_WAYS]
-
-    def target(pair: AddressPair) -> Target:
-        return Target(pair, ports[pair.other])
-
+    groups = wires_between(own, other)
     return [
-        WayToTry(targets=[target(pair) for pair in group[:MOST_TARGETS]], seconds=seconds / len(groups))
+        WayToTry(targets=[Target(pair, ports[pair.other]) for pair in group], seconds=seconds / len(groups))
         for group in groups
     ]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 from collections.abc import Iterator
 from io import FileIO
@@ -19,7 +18,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, UsageError
+from penstock.trust.private_files import replace_private
 from penstock.weights.checkpoint import TensorEntry
 
 READ_BYTES = 1 << 20
@@ -114,14 +114,8 @@ class TensorDigests:
             changed = {state: dict(self._known[state]) for state in self._changed}
             self._changed.clear()
         for state, known in changed.items():
-            path = self._path(state)
-            temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-            try:
-                temporary.write_bytes(msgspec.msgpack.encode(known))
-                os.replace(temporary, path)
-            except OSError:
-                with contextlib.suppress(OSError):
-                    temporary.unlink(missing_ok=True)
+            with contextlib.suppress(UsageError):
+                replace_private(self._path(state), msgspec.msgpack.encode(known))
 
     def _of_file(self, state: FileState) -> _Known:
         with self._mutex:
