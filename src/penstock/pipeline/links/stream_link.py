@@ -1,10 +1,11 @@
-"""The carrier between hosts: a link over a stream, whose frames are written and read by threads of their
-own.
+"""The carrier between hosts: a link over a stream, which no stage ever waits for while it could compute.
 
-    stage 0 ─copies─▶ free frame ─thread writes─▶ TCP ─thread reads─▶ free frame ─copies─▶ stage 1
+    stage 0 ─copies─▶ free frame ─writes─▶ TCP ─thread reads─▶ free frame ─copies─▶ stage 1
 
 Each end has as many frames of memory as the link; they are made once and used again. The sender's stage
-goes on as soon as its tensors are copied, and waits only while all its frames are under way. The receiver's
+writes a short frame itself, as far as the kernel takes it without waiting: on a host whose cores all compute,
+a thread that was woken would get its turn milliseconds later. A thread writes long frames and what was left.
+The stage so goes on at once, and waits only while all its frames are under way. The receiver's
 thread reads ahead into frames that are free, so that a frame is there when the stage comes to it. No
 credits go back: a full receiver stops reading, and TCP's own window stops the sender. The link so holds the
 frames of both ends, and what the kernels buffer between them.
@@ -18,6 +19,7 @@ Several streams for one link (striping) would go below `_write` and `_read`, whi
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Mapping, Sequence
 from queue import Empty, SimpleQueue
@@ -36,6 +38,7 @@ from penstock.process.endpoints import StreamLinkHandle
 from penstock.trace.phases import NOBODYS, Phase, PhaseClock
 
 _OVER: Final = -1  # in place of the index of a frame: there is none any more
+DIRECT_BYTES: Final = 1 << 18  # of a frame that the stage writes itself: 0.2 ms of encryption
 Indices = SimpleQueue[int]
 
 
@@ -96,7 +99,10 @@ class StreamSender(_StreamLink):
         super().__init__(handle, name, timeout_s)
         self._free: Indices = SimpleQueue()
         self._filled: Indices = SimpleQueue()
-        self._num_bytes = [0] * self._num_frames  # of the frame in each place
+        self._unsent = [memoryview(b"")] * self._num_frames  # of the frame in each place
+        self._stream: Stream | None = None  # once there is one
+        self._num_handed = 0  # frames that the thread was given: counted by the stage alone
+        self._num_written = 0  # of those: counted by the thread alone
         for index in range(self._num_frames):
             self._free.put(index)
         self._thread = StreamThread(handle.path, self._name, self._write, self._end)
@@ -111,8 +117,12 @@ class StreamSender(_StreamLink):
         index = self._take(self._free, monotonic() + self._timeout_s, purpose)
         clock.begin(Phase.COMM)
         self._memory.fill(index, header, tensors)
-        self._num_bytes[index] = ALIGNMENT + header.payload_bytes
-        self._filled.put(index)
+        self._unsent[index] = self._memory.frame(index)[: ALIGNMENT + header.payload_bytes]
+        if self._is_written_at_once(index):
+            self._free.put(index)
+        else:
+            self._num_handed += 1
+            self._filled.put(index)
         clock.begin(before)
 
     def close(self) -> None:
@@ -131,9 +141,23 @@ class StreamSender(_StreamLink):
         if self._thread.has_lost_peer():  # the thread itself sleeps until it has a frame
             raise LinkClosedError(f"{self._name} was closed before {purpose}.")
 
+    def _is_written_at_once(self, index: int) -> bool:
+        """Write a short frame if the thread has no frame before it; whether the kernel took all of it."""
+        unsent, stream = self._unsent[index], self._stream
+        is_threads = self._num_handed != self._num_written  # and no two threads may use a stream at a time
+        if stream is None or is_threads or len(unsent) > DIRECT_BYTES:
+            return False
+        with contextlib.suppress(OSError):  # the thread will meet it again, and say why the stream has ended
+            while unsent and (count := stream.try_write(unsent)) is not None:
+                unsent = unsent[count:]
+        self._unsent[index] = unsent
+        return not unsent
+
     def _write(self, stream: Stream) -> None:
+        self._stream = stream
         while (index := self._filled.get()) != _OVER:
-            stream.write(self._memory.frame(index)[: self._num_bytes[index]])
+            stream.write(self._unsent[index])
+            self._num_written += 1
             self._free.put(index)
 
     def _end(self, error: PeerError) -> None:
