@@ -203,6 +203,7 @@ def run_end(told: str) -> None:
     """Be one end, and print its times."""
     end = msgspec.json.decode(told, type=PingPong | Chunks)
     os.sched_setaffinity(0, {end.core})
+    torch.set_num_threads(1)  # as a stage of one core has it: two would wait for each other
     times = _run_trips(end) if isinstance(end, PingPong) else _run_chunks(end)
     print(msgspec.json.encode(times).decode())
 
